@@ -29,12 +29,12 @@ def require(database: Database, format: str, shape: str) -> None:
     """Raises InvalidRequest."""
     if format not in FORMATS or shape != SHAPE:
         raise InvalidRequest(f"replay=urls needs shape={SHAPE} and one of the formats {', '.join(FORMATS)}")
-    if database.bucket is None:
-        raise InvalidRequest("replay=urls needs object storage: TURNLOG_PAYLOADS is not set")
+    if database.bucket is None or database.bucket.is_folder:
+        raise InvalidRequest("replay=urls needs a bucket: TURNLOG_PAYLOADS is not set, or names a folder")
 
 
 async def sign(database: Database, sessions: Iterable[StoredSession], seconds: int) -> dict[str, str]:
-    """A URL for each pack that these sessions' chunks are in. Raises Unsupported for a folder, PayloadsUnavailable."""
+    """A URL for each pack that these sessions' chunks are in. Raises PayloadsUnavailable."""
     bucket = database.bucket
     assert bucket is not None, "not required before"
     packs = sorted({place.pack for stored in sessions for place in stored.packed.values()})

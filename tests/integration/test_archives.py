@@ -215,6 +215,11 @@ def talk_rows(talk: Talk) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "cursor"} for row in talk.rows()]
 
 
+def test_a_folder_has_no_urls(yard: Yard) -> None:
+    response = yard.stand.http.get("/export", params={"replay": "urls"})
+    assert (response.status_code, "folder" in response.json()["error"]["message"]) == (400, True)
+
+
 def test_it_is_read_as_it_lies(yard: Yard) -> None:
     talk = yard.talk("Hello", "And then?")
     [row] = talk.rows()

@@ -22,7 +22,7 @@ from obstore.store import LocalStore
 if TYPE_CHECKING:
     from obstore import PutResult
 
-from app.errors import PayloadsUnavailable, StartupError, StoreFull, Unsupported
+from app.errors import PayloadsUnavailable, StartupError, StoreFull
 from app.store.object_storage import RemoteStore, first_line, open_remote
 from app.store.packs.versions import Versions
 
@@ -208,11 +208,14 @@ class Bucket:
         if written["version"] is not None and self.versions is None:
             self.versions = Versions(self.url)
 
+    @property
+    def is_folder(self) -> bool:
+        return self._folder is not None
+
     async def url_of(self, name: str, seconds: int) -> str:
-        """A URL that anyone may read the object by for so long. Raises Unsupported for a folder."""
+        """A URL that anyone may read the object by for so long. A folder has none. Raises PayloadsUnavailable."""
         store = self._store
-        if isinstance(store, LocalStore):
-            raise Unsupported("replay=urls needs a bucket: a folder has no URLs")
+        assert not isinstance(store, LocalStore), "a folder has no URLs"
         try:
             return await obstore.sign_async(store, "GET", name, timedelta(seconds=seconds))
         except _FAULTS as error:
