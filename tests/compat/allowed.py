@@ -88,6 +88,7 @@ SAMPLES = Allowed(
     added,
 )
 PINNED = Allowed("a row says what its session's creator pinned", r"GET /export.*", r"(.*/)?pinned", added)
+URLS = Allowed("a row has room for URLs", r"GET /export.*format=parquet.*", r"(.*/)?replay_urls", added)
 SAMPLING = Allowed("a row says what its logprobs are of", ROWS, r"(.*/)?sampling(/.*)?", added)
 
 PINNING = Allowed(
@@ -104,6 +105,7 @@ SINCE_D7078C7 = (
     *PROTOCOLS,
     SAMPLING,
     PINNED,
+    URLS,
     SAMPLES,
     Allowed(
         "GET /sessions/{id} gives back what the session was given at its creation",
@@ -141,6 +143,6 @@ SINCE_D7078C7 = (
 
 ALLOWED = {
     "d7078c7": SINCE_D7078C7,
-    "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, SAMPLES, PINNING),
+    "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, URLS, SAMPLES, PINNING),
 }
 """By the release that wrote the store."""

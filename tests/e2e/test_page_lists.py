@@ -268,7 +268,8 @@ def test_no_view_has_a_barrier_that_axe_finds(watch: Watch, page_stand: PageStan
 
 
 def test_the_form_has_the_parameters_of_an_export(watched: Watched, api: Callable[..., Any]) -> None:
-    """All but the format, which the links choose, and the cursor; in each choice the values that the server takes."""
+    """All but the format, which the links choose, the cursor, and `url_s`; in each choice the values that the
+    server takes."""
     page = watched.open("#/exports")
     fields = page.eval_on_selector_all(
         "form.filters [name]",
@@ -276,7 +277,7 @@ def test_the_form_has_the_parameters_of_an_export(watched: Watched, api: Callabl
             [name, [...options].map(({ value }) => value).filter(Boolean)])""",
     )
     known = {one["name"]: one["schema"] for one in api("/openapi.json")["paths"]["/export"]["get"]["parameters"]}
-    assert {name for name, _ in fields} == known.keys() - {"format", "cursor"}
+    assert {name for name, _ in fields} == known.keys() - {"format", "cursor", "url_s"}
     for name, choices in fields:
         assert set(choices) <= _choices(known[name]), name
     assert set(dict(fields)["shape"]) == _choices(known["shape"])
