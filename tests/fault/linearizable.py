@@ -169,7 +169,7 @@ class Checker:
     def fault(self) -> str | None:
         """None where an order explains every reply; else the longest prefix that can be explained, and what cannot."""
         for call in self._calls:
-            if isinstance(call.reply, Refused) and call.reply.code in CONCURRENT and not self._rivals(call):
+            if isinstance(call.reply, Refused) and call.reply.code == "session_busy" and not self._rivals(call):
                 return f"no other turn was in flight meanwhile: {call}"
         best = 0
         seen: set[tuple[int, State]] = set()
@@ -280,7 +280,8 @@ class Checker:
 
 
 CONCURRENT = frozenset({"session_busy", "claim_lost"})
-"""What a turn is told because of another one; they change nothing and are right only beside another turn."""
+"""What a turn is told because of another one, or because a crash of the database undid its claim. They change
+nothing; `session_busy` is right only beside another turn."""
 
 
 def _given_again(state: State, repeated: int, chat: Chat, reply: Taken) -> Iterator[State]:
