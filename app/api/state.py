@@ -118,6 +118,7 @@ def _archiver(made: Services) -> Archiver:
         made.exporter,
         made.collector,
         time.time,
+        made.registration.incarnation,
         closed_for_s=made.settings.archive_after_s,
     )
 

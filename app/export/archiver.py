@@ -30,7 +30,7 @@ from app.store import reads
 from app.store.archives import rows
 from app.store.archives.format import ArchivedSession, object_of, samples_of
 from app.store.archives.keeping import new_archive
-from app.store.archives.rows import Archive, DropArchived, places_in
+from app.store.archives.rows import Archive, DropArchived, EndArchive, places_in
 from app.store.packs.collector import Collector
 from app.store.packs.format import InPack
 from app.store.packs.reader import fetch_frames
@@ -83,8 +83,8 @@ class ArchiveStep(msgspec.Struct, frozen=True):
 
 
 class Archiver:
-    """`clock` gives seconds. `closed_for_s`: the background task archives sessions that have been closed for so long;
-    None: there is no such task."""
+    """`clock` gives seconds, `incarnation` this process's number in the store. `closed_for_s`: the background task
+    archives sessions that have been closed for so long; None: there is no such task."""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class Archiver:
         exporter: LazyImport[Exporter],
         collector: Collector | None,
         clock: Callable[[], float],
+        incarnation: Callable[[], int],
         *,
         closed_for_s: float | None,
     ) -> None:
@@ -103,6 +104,7 @@ class Archiver:
         self._exporter = exporter
         self._collector = collector
         self._clock = clock
+        self._incarnation = incarnation
         self._closed_for_s = closed_for_s
         self._one_step = asyncio.Lock()
         self._cleaned = False
@@ -143,17 +145,29 @@ class Archiver:
             await self._drop_left_over()
             cutoff = self._clock() - closed_for_s
             found = await self._database.read(partial(rows.candidates, cutoff=cutoff, after=after, limit=EXAMINED))
-            taken: list[ArchivedSession] = []
-            examined = size = 0
-            async for part, sessions in self._readable([session_id for _, session_id in found]):
-                taken += sessions
-                examined += part
-                size += sum(one.size for one in sessions)
-                if size >= ARCHIVE_BYTES:
-                    break
-            archived, put = await self._archive(bucket, taken) if taken else (0, 0)
+            if not found:
+                return ArchiveStep(0, 0, 0, None)
+            archive_id, name = await new_archive(self._database, self._writer, self._incarnation())
+            try:
+                taken, examined = await self._take([session_id for _, session_id in found])
+                archived, put = await self._archive(bucket, archive_id, name, taken) if taken else (0, 0)
+            finally:
+                if not await self._writer.submit(EndArchive(archive_id)):
+                    await bucket.delete([samples_of(name), object_of(name)])
             is_last = examined == len(found) < EXAMINED
             return ArchiveStep(archived, examined - archived, put, None if is_last else found[examined - 1])
+
+    async def _take(self, session_ids: Sequence[str]) -> tuple[list[ArchivedSession], int]:
+        """The first of the sessions, as many as fit into an archive, and how many were looked at for that."""
+        taken: list[ArchivedSession] = []
+        examined = size = 0
+        async for part, sessions in self._readable(session_ids):
+            taken += sessions
+            examined += part
+            size += sum(one.size for one in sessions)
+            if size >= ARCHIVE_BYTES:
+                break
+        return taken, examined
 
     def _require(self) -> Bucket:
         if self._database.bucket is None:
@@ -170,6 +184,8 @@ class Archiver:
             small = [one for one in part if sizes.get(one, 0) <= LARGEST_BYTES]
             found: list[ArchivedSession] = []
             for one in await self._read(small):
+                if one.head["status"] != "closed":
+                    continue
                 try:
                     found.append(await self._checked(one))
                 except (UnknownEvent, CorruptContent) as error:
@@ -219,11 +235,12 @@ class Archiver:
             own.append({**row, "data": data, "location": None, "pack_offset": None, "pack_length": None})
         return session._replace(rows={**session.rows, chunks.name: own})
 
-    async def _archive(self, bucket: Bucket, taken: Sequence[ArchivedSession]) -> tuple[int, int]:
+    async def _archive(
+        self, bucket: Bucket, archive_id: int, name: str, taken: Sequence[ArchivedSession]
+    ) -> tuple[int, int]:
         """Write an archive and let the sessions refer to it; how many do, and the bytes uploaded."""
         from app.store.archives.parquet import encode
 
-        archive_id, name = await new_archive(self._database, self._writer)
         groups = _groups(taken)
         body = await asyncio.to_thread(encode, groups)
         samples = await self._samples([one.session_id for one in taken])

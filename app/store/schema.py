@@ -287,8 +287,11 @@ archives = Table(
     Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
     Column("name", Text, nullable=False, unique=True),
     Column("created_at", Double, nullable=False),
+    Column("writer", BigInteger),
 )
-"""Archives in object storage: Parquet files that hold closed sessions. `created_at` is the database's clock."""
+"""Archives in object storage: Parquet files that hold closed sessions. `created_at` is the database's clock.
+`writer` is the process that is still writing it: no erasure ends before that, since the archive may hold any session.
+"""
 
 archived_sessions = Table(
     "archived_sessions",

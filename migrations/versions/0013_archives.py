@@ -20,6 +20,7 @@ def upgrade() -> None:
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), sa.Identity(), primary_key=True),
         sa.Column("name", sa.Text, nullable=False),
         sa.Column("created_at", sa.Double, nullable=False),
+        sa.Column("writer", sa.BigInteger),
         sa.UniqueConstraint("name", name="uq_archives_name"),
     )
     op.create_table(

@@ -156,9 +156,11 @@ def _joined(state: State, messages: Sequence[Message], equal: int, window: int) 
 
 
 class Checker:
-    """The calls of one session, whose rollback window is `window`; None: it is a tree."""
+    """The calls of one session, whose rollback window is `window`; None: it is a tree. `crashes`: the database has
+    crashed meanwhile."""
 
-    def __init__(self, calls: Sequence[Call], window: int | None) -> None:
+    def __init__(self, calls: Sequence[Call], window: int | None, *, crashes: bool = False) -> None:
+        self._needs_rival = CONCURRENT - {"claim_lost"} if crashes else CONCURRENT
         self._calls = sorted(calls, key=lambda call: call.start)
         self._window = window or 0
         self._is_tree = window is None
@@ -169,7 +171,7 @@ class Checker:
     def fault(self) -> str | None:
         """None where an order explains every reply; else the longest prefix that can be explained, and what cannot."""
         for call in self._calls:
-            if isinstance(call.reply, Refused) and call.reply.code == "session_busy" and not self._rivals(call):
+            if isinstance(call.reply, Refused) and call.reply.code in self._needs_rival and not self._rivals(call):
                 return f"no other turn was in flight meanwhile: {call}"
         best = 0
         seen: set[tuple[int, State]] = set()
@@ -280,8 +282,8 @@ class Checker:
 
 
 CONCURRENT = frozenset({"session_busy", "claim_lost"})
-"""What a turn is told because of another one, or because a crash of the database undid its claim. They change
-nothing; `session_busy` is right only beside another turn."""
+"""What a turn is told because of another one; they change nothing and are right only beside another turn. But a crash
+of the database may undo a claim that no other turn wanted."""
 
 
 def _given_again(state: State, repeated: int, chat: Chat, reply: Taken) -> Iterator[State]:
@@ -324,6 +326,6 @@ def _learned(state: State, texts: Sequence[str]) -> Iterator[State]:
     yield state
 
 
-def fault(calls: Sequence[Call], window: int | None) -> str | None:
-    """Why the history of one session is not linearizable; None where it is. `window` None: it is a tree."""
-    return Checker(calls, window).fault()
+def fault(calls: Sequence[Call], window: int | None, *, crashes: bool = False) -> str | None:
+    """Why the history of one session is not linearizable; None where it is. `window`, `crashes` as in `Checker`."""
+    return Checker(calls, window, crashes=crashes).fault()

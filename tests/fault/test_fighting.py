@@ -145,10 +145,10 @@ class Fight:
         async with asked as response:
             return _reply(request, response, await response.read())
 
-    def explain(self) -> None:
+    def explain(self, *, crashes: bool) -> None:
         """Each session's calls have an order that explains them."""
         for name, calls in self.calls.items():
-            fault = linearizable.fault(calls, self._window)
+            fault = linearizable.fault(calls, self._window, crashes=crashes)
             assert fault is None, (name, fault)
 
     def replies(self) -> Counter[str]:
@@ -213,13 +213,20 @@ def urls(cluster: Cluster, engine: SimulatorProcess, tmp_path_factory: pytest.Te
 
 
 def fight(
-    urls: list[str], seed: int, steps: int, tally: Tally, cluster: Cluster, window: int | None = WINDOW
+    urls: list[str],
+    seed: int,
+    steps: int,
+    tally: Tally,
+    cluster: Cluster,
+    window: int | None = WINDOW,
+    *,
+    crashes: bool = False,
 ) -> Counter[str]:
     """One fight: its calls have an order, and what was told is in the store."""
     made = Fight(urls, seed, window)
     asyncio.run(made.run(steps))
     tally.tried += sum(len(calls) for calls in made.calls.values())
-    made.explain()
+    made.explain(crashes=crashes)
     verified(cluster.url, made.acknowledged(), tally)
     return made.replies()
 
@@ -258,7 +265,7 @@ def test_their_replies_are_linearizable_while_postgresql_crashes(
     with ThreadPoolExecutor(1) as threads:
         crashing = threads.submit(crash)
         try:
-            replies = fight(urls[:2], 7 if window else 17, 25, tally, cluster, window)
+            replies = fight(urls[:2], 7 if window else 17, 25, tally, cluster, window, crashes=True)
         finally:
             stopped.set()
         assert crashing.result() > 0

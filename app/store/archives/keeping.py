@@ -3,9 +3,11 @@
     no session is in it any more        deleted after `keep_s`
     it holds an erased session          copied without it, and deleted at once
     its writer died                     no session refers to it: as the first
+    it is being written                 left alone; no erasure ends meanwhile
 
-An archive that is being written has no sessions yet. If it is taken for a dead one, its row goes first, and its writer
-then finds that no session may refer to it (`rows.Archive`).
+An archive has its row before its sessions are read, so that an erasure which it has missed waits for it. If a living
+writer is taken for a dead one, the row goes first, and the writer finds that no session may refer to it
+(`rows.Archive`).
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("turnlog.archives")
 
 
-async def new_archive(database: Database, writer: Writer) -> tuple[int, str]:
-    """Name a new archive; its id and its name."""
+async def new_archive(database: Database, writer: Writer, by: int | None = None) -> tuple[int, str]:
+    """Name a new archive; its id and its name. `by` as in `AddArchive`."""
     epoch = await database.read(reads.epoch)
     name = f"{epoch}-{secrets.token_hex(6)}"
-    return await writer.submit(AddArchive(name)), name
+    return await writer.submit(AddArchive(name, by)), name
 
 
 class ArchiveKeeper:
@@ -57,18 +59,23 @@ class ArchiveKeeper:
         known = {one.name: one for one in await self._database.read(rows.listed)}
         holding: set[str] = set()
         for name in sorted({*stored, *known}):
-            holding |= await self._look_at(token, name, known.get(name), pending if name in stored else set())
+            holding |= await self._look_at(token, name, known.get(name), pending)
         self._unused_since = {name: since for name, since in self._unused_since.items() if name in {*stored, *known}}
         self._members = {name: ids for name, ids in self._members.items() if name in stored}
         return holding
 
     async def _look_at(self, token: str, name: str, known: Listed | None, pending: set[str]) -> set[str]:
+        if known is not None and known.is_being_written:
+            return pending
+        is_used = known is not None and known.sessions > 0
         try:
             erased = pending & await self._sessions_in(name) if pending else set()
         except CorruptContent as error:
             log.error("archive %s: %s", name, error)
-            return pending
-        if known is not None and known.sessions:
+            if is_used:
+                return pending
+            erased = pending
+        if known is not None and is_used:
             self._unused_since.pop(name, None)
             if not erased:
                 return set()

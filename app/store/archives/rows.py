@@ -24,6 +24,7 @@ from app.store.schema import (
     checkpoints,
     chunks,
     events,
+    incarnations,
     sessions,
     turns,
 )
@@ -117,23 +118,27 @@ def live_bytes(connection: Connection, session_ids: Sequence[str]) -> dict[str, 
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """An archive. `created_at` is the database's clock; `sessions` counts those that are in it and nowhere else."""
+    """An archive. `created_at` is the database's clock; `sessions` counts those that are in it and nowhere else;
+    `is_being_written` by a process that is alive."""
 
     id: int
     name: str
     created_at: float
     sessions: int
+    is_being_written: bool
 
 
 def listed(connection: Connection) -> list[Listed]:
     """All archives, oldest first."""
+    columns = (archives.c.id, archives.c.name, archives.c.created_at)
     query = (
-        select(archives.c.id, archives.c.name, archives.c.created_at, func.count(archived_sessions.c.session_id))
+        select(*columns, func.count(archived_sessions.c.session_id), archives.c.writer)
         .select_from(archives.outerjoin(archived_sessions, archived_sessions.c.archive_id == archives.c.id))
-        .group_by(archives.c.id, archives.c.name, archives.c.created_at)
+        .group_by(*columns, archives.c.writer)
         .order_by(archives.c.id)
     )
-    return [Listed(*row) for row in connection.execute(query)]
+    alive = set(connection.execute(select(incarnations.c.id).where(incarnations.c.ended_at.is_(None))).scalars())
+    return [Listed(row[0], row[1], row[2], row[3], row[4] in alive) for row in connection.execute(query)]
 
 
 def sessions_of(connection: Connection, archive: str) -> dict[str, int]:
@@ -170,15 +175,32 @@ def left_over(connection: Connection, after: str, limit: int) -> list[str]:
 
 
 class AddArchive(StoreOperation, frozen=True):
-    """Name an archive before it is written. Returns its id. Durable: an object that has no row is nobody's."""
+    """Name an archive before its sessions are read. Returns its id. Durable: an object that has no row is nobody's.
+
+    `writer` is the process that will call `EndArchive`; None: it has no sessions that an erasure could miss.
+    """
 
     name: str
+    writer: int | None
 
     def apply(self, tx: Tx) -> int:
-        tx.insert(insert(archives), [{"name": self.name, "created_at": _clock(tx)}])
+        tx.insert(insert(archives), [{"name": self.name, "created_at": _clock(tx), "writer": self.writer}])
         row = tx.one(_id_of, {"named": self.name})
         assert row is not None
         return int(row[0])
+
+
+class EndArchive(StoreOperation, frozen=True):
+    """An archive is not being written any more. False: no session is in it, and it is given up."""
+
+    archive_id: int
+
+    def apply(self, tx: Tx) -> bool:
+        if tx.one(_any_of, {"id": self.archive_id}) is not None:
+            tx.run(_written, {"id": self.archive_id})
+            return True
+        tx.run(_forget, {"id": self.archive_id})
+        return False
 
 
 class Archive(BaseOperation, frozen=True):
@@ -330,6 +352,7 @@ def _clock(tx: Tx) -> float:
 _id_of = select(archives.c.id).where(archives.c.name == bindparam("named"))
 _locked = _id_of.with_for_update()
 _archive = select(archives.c.id).where(archives.c.id == bindparam("id")).with_for_update(read=True, key_share=True)
+_written = update(archives).where(archives.c.id == bindparam("id")).values(writer=None)
 _forget = delete(archives).where(archives.c.id == bindparam("id"))
 _any_of = select(archived_sessions.c.session_id).where(archived_sessions.c.archive_id == bindparam("id")).limit(1)
 
