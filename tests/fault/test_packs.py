@@ -288,6 +288,26 @@ def test_an_archive_is_left(site: Site, tally: Tally, point: CrashPoint) -> None
         site.ends_empty(stand)
 
 
+@pytest.mark.fault(20, "an erasure in a bucket that keeps versions, or beside an upload")
+@pytest.mark.parametrize("held", ["/archive/sessions/", "/archive/samples/"])
+@BOTH
+def test_an_erasure_waits_for_an_archive_that_is_being_written(site: Site, tally: Tally, held: str) -> None:
+    with site.serving() as stand, ThreadPoolExecutor(1) as pool:
+        site.crowd(stand, 1)
+        site.close(stand)
+        erased = site.talks[0]
+        site.bucket.held = held
+        archiving = pool.submit(site.archive, stand)
+        assert site.bucket.reached.wait(WITHIN_S)
+        tally.tried += 1
+        assert not site.is_erased(stand, erased.id)
+        site.bucket.released.set()
+        assert archiving.result() < AGENTS
+        site.erase(stand, erased.id)
+        assert not any(erased.id.encode() in body for body in site.bucket.archives().values())
+        site.ends_empty(stand)
+
+
 @pytest.mark.fault(19, "an object is deleted behind the server's back")
 @BOTH
 def test_a_lost_object(site: Site, tally: Tally) -> None:
@@ -306,7 +326,7 @@ def test_a_lost_object(site: Site, tally: Tally) -> None:
         site.ends_empty(stand)
 
 
-@pytest.mark.fault(20, "an erasure in a bucket that keeps versions")
+@pytest.mark.fault(20, "an erasure in a bucket that keeps versions, or beside an upload")
 @BOTH
 def test_versions_are_erased_too(site: Site, tally: Tally) -> None:
     site.bucket.keep_versions()

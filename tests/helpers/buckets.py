@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Literal
 
 import boto3
@@ -20,6 +20,7 @@ from app.store.packs.format import frame_bytes
 Weather = Literal["fair", "slow", "failing", "gone", "full"]
 
 NAME = "turnlog"
+HELD_S = 60.0
 _numbers = itertools.count()
 
 
@@ -29,13 +30,17 @@ class _Handler(MotoRequestHandler):
 
 
 class TestBucket:
-    """A bucket of its own. `slow_s` is how long each request takes in slow weather; of failing ones a fifth fails."""
+    """A bucket of its own. `slow_s` is how long each request takes in slow weather; of failing ones a fifth fails.
+
+    Uploads whose name has the text `held` wait from `reached` until `released`."""
 
     __test__ = False
 
     def __init__(self) -> None:
         self.weather: Weather = "fair"
         self.requests = 0
+        self.held = ""
+        self.reached, self.released = Event(), Event()
         self.slow_s = 0.5
         self._rng = random.Random(7)
         self._moto = DomainDispatcherApplication(create_backend_app)
@@ -105,6 +110,9 @@ class TestBucket:
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         self.requests += 1
         weather = self.weather
+        if self.held and environ["REQUEST_METHOD"] == "PUT" and self.held in environ["PATH_INFO"]:
+            self.reached.set()
+            self.released.wait(HELD_S)
         if weather == "gone":
             environ["werkzeug.socket"].close()
             raise ConnectionError("the bucket is gone")
