@@ -159,7 +159,7 @@ def rewrite(path: Path, progress: Callable[[str], None] = silent, *, salvage: bo
             if not salvage:
                 raise refusal(path, progress, "the store is unchanged")
             _create(target)
-            kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
+            kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
             rewritten = Compacted(copy_rest(path, target, progress), kept)
         check_sqlite(target, progress)
         copy_mode_and_owner(target, path)

@@ -135,7 +135,7 @@ def _swap(staged: Path, path: Path) -> Path | None:
 
     The old file is renamed first, with its WAL, since SQLite would apply the WAL to any new file with the old name.
     """
-    kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S}")
+    kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
     with suppress(sqlite3.Error, StartupError):
         if path.exists():
             merge_wal(path)

@@ -41,8 +41,8 @@ class Head(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def new_name() -> str:
-    """Names sort by time; two backups of one second differ."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+    """Names sort by time; two backups of one microsecond differ."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(4)}"
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
