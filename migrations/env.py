@@ -17,6 +17,7 @@ from app.store.dialect import store_error
 from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import unopened
+from app.store.partitions import PART, is_partition
 from app.store.postgres import DRIVER_ERRORS
 from app.store.revision import require_known, revision_of
 from app.store.schema import metadata
@@ -29,9 +30,16 @@ mode."""
 def _migrate(connection: Connection) -> None:
     """Run the migrations. Raises StartupError if this version does not know the database's revision."""
     require_known(revision_of(connection))
-    context.configure(connection=connection, target_metadata=metadata, transaction_per_migration=True)
+    context.configure(
+        connection=connection, target_metadata=metadata, transaction_per_migration=True, include_object=_is_in_code
+    )
     with context.begin_transaction():
         context.run_migrations()
+
+
+def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _compared: object) -> bool:
+    """Does the schema in code have such an item? It knows nothing of partitions (`store.partitions`)."""
+    return not (reflected and ((kind == "column" and name == PART) or (kind == "table" and is_partition(name or ""))))
 
 
 async def _online(url: str) -> None:

@@ -241,7 +241,11 @@ async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[s
 
 
 async def _filenode(connection: AsyncConnection, name: str) -> object:
-    return (await connection.exec_driver_sql(f"SELECT pg_relation_filenode('{name}')")).scalar_one()
+    """The file nodes of a table and its partitions."""
+    partitions = f"SELECT inhrelid FROM pg_inherits WHERE inhparent = '{name}'::regclass"
+    nodes = f"""SELECT array_agg(pg_relation_filenode(oid) ORDER BY oid) FROM pg_class
+        WHERE oid = '{name}'::regclass OR oid IN ({partitions})"""
+    return (await connection.exec_driver_sql(nodes)).scalar_one()
 
 
 async def _run_if_allowed(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:

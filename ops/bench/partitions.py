@@ -47,7 +47,9 @@ async def main(arguments: argparse.Namespace) -> int:
         connection = await asyncpg.connect(url)
         await connection.execute("CREATE SEQUENCE places")
         await connection.execute("CREATE TABLE heads (session_id text PRIMARY KEY, version bigint NOT NULL)")
-        await connection.execute("INSERT INTO heads SELECT 's' || s, 6 FROM generate_series(1, $1) s", arguments.sessions)
+        await connection.execute(
+            "INSERT INTO heads SELECT 's' || s, 6 FROM generate_series(1, $1) s", arguments.sessions
+        )
         rows = []
         for parts in arguments.parts:
             await _fill(connection, parts, arguments)
@@ -77,7 +79,7 @@ async def _fill(connection: Any, parts: int, arguments: argparse.Namespace) -> N
 
 
 async def _rates(url: str, name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Operations a second of all clients together: reads of a session, pages in order, and claims as a turn has them."""
+    """Operations a second of all clients together: reads of a session, pages in order, and commits."""
     clients = [await asyncpg.connect(url) for _ in range(arguments.clients)]
     fill = os.urandom(arguments.bytes)
 

@@ -20,6 +20,7 @@ from app.domain.session import Session, fold
 from app.errors import StartupError
 from app.store import reads
 from app.store.engine import Database, create_engine, sqlite_lock
+from app.store.partitions import is_partition
 from app.store.revision import revision_head, revision_of
 from app.store.schema import metadata, sessions
 
@@ -30,7 +31,7 @@ def tables(url: str) -> set[str]:
     async def look() -> set[str]:
         async with connected(url) as connection:
             names = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
-        return set(names)
+        return {name for name in names if not is_partition(name)}
 
     return asyncio.run(look())
 

@@ -43,6 +43,7 @@ from app.store.packs.rows import (
     rows_of,
 )
 from app.store.packs.writer import PACK_BYTES, PackWriter
+from app.store.partitions import PartitionKeeper
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from workers import codec
@@ -106,6 +107,7 @@ class Collector:
         self._clock = clock
         self._keep_s = keep_s
         self._archives = ArchiveKeeper(database, writer, packs.bucket, clock, keep_s=keep_s)
+        self._partitions = PartitionKeeper(database, writer, clock)
         self._dead_since: dict[str, float] = {}
         self._told_of: str | None = None
         self._due = asyncio.Event()
@@ -162,6 +164,7 @@ class Collector:
             holding |= await self._archives.round(token, archives, pending)
             if done := sorted(pending - holding):
                 await self._writer.submit(EndErasures(done))
+            await self._partitions.round(token)
 
     async def _owns_place(self) -> bool:
         """Do the packs here belong to this store? A copy of a database must not delete what its original needs."""
