@@ -197,27 +197,24 @@ class PartitionKeeper:
                 del self._empty_since[name]
                 log.info("partition %s was dropped", name)
                 found = msgspec.structs.replace(found, numbers=tuple(one for one in found.numbers if one != number))
-        if (
-            found.today > newest
-            and len(found.numbers) < MOST
-            and await self._database.read(partial(sessions_in, table=table, number=newest, limit=1))
-        ):
+        if found.today > newest and len(found.numbers) < MOST and await self._some(table, newest, 1):
             await self._writer.submit(BeginPartition(token, table, found.today))
             log.info("partition %s was begun", partition(table, found.today))
 
     async def _has_rows(self, token: str, table: str, number: int, newest: int) -> bool:
         """Has it rows, after those were moved if they are few?"""
-        read = partial(sessions_in, table=table, number=number, limit=STEP)
-        if not await self._database.read(partial(sessions_in, table=table, number=number, limit=1)):
+        if not await self._some(table, number, 1):
             return False
         if not await self._database.read(partial(is_nearly_empty, table=table, number=number)):
             return True
-        while found := await self._database.read(read):
+        while found := await self._some(table, number, STEP):
             for session_id in found:
                 if not await self._writer.submit(MoveRows(token, session_id, table, number, newest)):
                     return True
-        self._empty_since.pop(partition(table, number), None)
         return True
+
+    async def _some(self, table: str, number: int, limit: int) -> list[str]:
+        return await self._database.read(partial(sessions_in, table=table, number=number, limit=limit))
 
 
 _NAMES = text(

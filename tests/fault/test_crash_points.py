@@ -63,6 +63,9 @@ OF_PACKS: tuple[CrashPoint, ...] = (
 )
 """Tried in `test_packs`."""
 
+OF_PARTITIONS: tuple[CrashPoint, ...] = ("in_begin_partition", "in_move_rows", "in_drop_partition")
+"""Tried in `test_partitions`."""
+
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
     "completion_tokens": 1500,
