@@ -42,8 +42,11 @@ PART = "part"
 MOST = 4
 """Partitions of a table at the same time; `python -m ops.bench partitions` measures what they cost."""
 
+FEW_ROWS = 10_000
+"""The rows left in an old partition are moved if they are at most so many, ..."""
+
 SMALL = 10
-"""The rows left in an old partition are moved if their content is at most this part of its size."""
+"""... and their content is at most this part of the partition's size."""
 
 STEP = 100
 """Sessions read in one query."""
@@ -89,12 +92,15 @@ def sessions_in(connection: Connection, table: str, number: int, limit: int) -> 
 
 
 def is_nearly_empty(connection: Connection, table: str, number: int) -> bool:
-    """Is the content of its rows at most the `SMALL`th part of a partition's size?"""
+    """Are a partition's rows few, and small against its size? No more than `FEW_ROWS` and one are read."""
     columns = [column.name for column in TABLES[table].columns if isinstance(column.type, Content)]
-    live = " + ".join(f"coalesce(sum(pg_column_size({name})), 0)" for name in columns)
+    content = " + ".join(f"coalesce(pg_column_size({name}), 0)" for name in columns)
     name = partition(table, number)
-    row = connection.execute(text(f"SELECT {live}, pg_table_size('{name}') FROM {name}")).one()
-    return bool(row[0] * SMALL <= row[1])
+    some = f"SELECT {content} AS bytes FROM {name} LIMIT {FEW_ROWS + 1}"
+    rows, live, size = connection.execute(
+        text(f"SELECT count(*), coalesce(sum(bytes), 0), pg_table_size('{name}') FROM ({some}) some")
+    ).one()
+    return bool(rows <= FEW_ROWS and live * SMALL <= size)
 
 
 class BeginPartition(StoreOperation, frozen=True):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import hashlib
-import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 import duckdb
+from sqlalchemy import Connection, text
 
+from app.store import partitions
+from app.store.engine import Database
 from ops.bench.export import Incomplete, fill_with, made_turns
 from ops.bench.measure import cpu_s, save_figures, table
+from ops.bench.primary import primary
 from ops.bench.sizes import MIB
 from ops.bench.stand import cores, folder_for_bench, simulator, started
 from ops.server import ServerProcess
@@ -21,29 +27,41 @@ from ops.server import ServerProcess
 POOL = 512
 """Different turns of which the sessions are composed."""
 
-CONTENT = ("events", "turns", "blobs", "chunks", "refused_replies")
+CONTENT = tuple(partitions.TABLES)
+
+PRAGMAS = ("page_count", "freelist_count", "page_size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=3, help="turns of each session")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each turn: half new prompt, half output")
+    parser.add_argument("--postgres", action="store_true", help="and wait until the old partitions are dropped")
 
 
 async def main(arguments: argparse.Namespace) -> int:
     cpu_sets = cores(True)
-    with folder_for_bench(arguments.folder) as folder, simulator(cpu_sets) as engine:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(folder_for_bench(arguments.folder))
+        engine = stack.enter_context(simulator(cpu_sets))
+        url = stack.enter_context(primary(folder)).new_database() if arguments.postgres else None
         pool = await made_turns(folder, engine.base_url, cpu_sets, arguments.tokens, POOL)
         bucket = folder / "bucket"
-        server = ServerProcess(folder, environment={"TURNLOG_PAYLOADS": f"file://{bucket}"}).migrate()
+        environment = {"TURNLOG_PAYLOADS": f"file://{bucket}"}
+        server = ServerProcess(folder, database_url=url, environment=environment).migrate()
         await fill_with(server, pool, arguments.sessions, arguments.turns)
         with started(server, cpu_sets):
             before = await _export(server)
-            size = _used_bytes(server)
+            size = await _look(server, _used_bytes)
+            if arguments.postgres:
+                await _until_partitions(server, 2)
             cpu, began = cpu_s(server.pid), time.perf_counter()
             archived = await _archive(server)
             seconds, cpu = time.perf_counter() - began, cpu_s(server.pid) - cpu
-            left = _rows(server)
+            left = await _look(server, _rows)
+            deleted = await _look(server, _used_bytes)
+            if arguments.postgres:
+                await _until_partitions(server, 1)
             after = await _export(server)
         if archived != arguments.sessions or before.digest != after.digest:
             raise Incomplete(f"{archived} of {arguments.sessions} sessions, exports {before.digest}, {after.digest}")
@@ -54,7 +72,8 @@ async def main(arguments: argparse.Namespace) -> int:
                 "sessions/s": archived / seconds,
                 "server CPU": cpu / seconds,
                 "database MiB": size / MIB,
-                "afterwards MiB": _used_bytes(server) / MIB,
+                "rows deleted MiB": deleted / MIB,
+                "afterwards MiB": await _look(server, _used_bytes) / MIB,
                 "content rows left": left,
                 "archive MiB": _bytes(bucket / "archive/sessions") / MIB,
                 "samples MiB": _bytes(bucket / "archive/samples") / MIB,
@@ -66,7 +85,8 @@ async def main(arguments: argparse.Namespace) -> int:
             }
         ]
     table(rows)
-    save_figures(f"archive-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
+    kind = "archive-postgres" if arguments.postgres else "archive"
+    save_figures(f"{kind}-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
     return 0
 
 
@@ -103,19 +123,35 @@ async def _archive(server: ServerProcess) -> int:
                 return archived
 
 
-def _rows(server: ServerProcess) -> int:
+async def _look(server: ServerProcess, look: Callable[[Connection], int]) -> int:
+    database = Database(server.environment["TURNLOG_DATABASE_URL"])
+    try:
+        return await database.read(look)
+    finally:
+        await database.close()
+
+
+def _rows(connection: Connection) -> int:
     """Rows of events and content in the database."""
-    with sqlite3.connect(server.database_path) as database:
-        return sum(database.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in CONTENT)
+    return sum(connection.execute(text(f"SELECT count(*) FROM {name}")).scalar_one() for name in CONTENT)
 
 
-def _used_bytes(server: ServerProcess) -> int:
-    """Bytes of the database without free pages."""
-    with sqlite3.connect(server.database_path) as database:
-        pages, free, size = (
-            database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-        )
-    return int((pages - free) * size)
+def _used_bytes(connection: Connection) -> int:
+    """Bytes of the database; on SQLite without free pages, which are used again."""
+    if connection.dialect.name == "postgresql":
+        return int(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
+    of = {name: connection.execute(text(f"PRAGMA {name}")).scalar_one() for name in PRAGMAS}
+    return int((of["page_count"] - of["freelist_count"]) * of["page_size"])
+
+
+async def _until_partitions(server: ServerProcess, count: int) -> None:
+    """Wait until each table with rows has so many; the server looks once a minute."""
+
+    def most(connection: Connection) -> int:
+        return max(len(partitions.parts_of(connection, name).numbers) for name in ("events", "turns", "blobs"))
+
+    while await _look(server, most) != count:  # noqa: ASYNC110 - the server is another process
+        await asyncio.sleep(1)
 
 
 def _bytes(folder: Path) -> int:
