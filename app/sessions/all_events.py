@@ -115,7 +115,7 @@ class AllEvents:
         given = None
         if query.after is not None and query.after != END:
             given = decode_position(query.after, "GET /events", "after")
-        epoch = await self._database.read(reads.epoch)
+        epoch = await self._database.read(reads.log_epoch)
         if given is not None:
             _require_epoch(given, epoch)
         upto = await self._log_end.present()
@@ -188,7 +188,7 @@ class AllEvents:
         limit = min(PAGE, reader.left)
 
         def read(connection: Connection, page: Pages) -> EventPage | None:
-            _require_epoch(position, reads.epoch(connection))
+            _require_epoch(position, reads.log_epoch(connection))
             if not all_events.holds(connection, position.place, position.at):
                 return None
             if reader.is_at_end:

@@ -10,7 +10,7 @@ from app.store.reads import Position
 
 
 class LogPosition(msgspec.Struct, frozen=True, array_like=True):
-    """The place of an event in the order of commits, in the store with this epoch.
+    """The place of an event in the order of commits, in the log with this epoch.
 
     `at` is when the event was written, in seconds since the epoch: after a crash of the database another event may
     have its place. None: not known. `within`: of the archived session that stands at `place`, the events up to this one

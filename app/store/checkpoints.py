@@ -37,6 +37,7 @@ from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx, now
 from app.store.log import ARCHIVED, Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head, is_archived
+from app.store.reads import epoch_of_log
 from app.store.schema import (
     checkpoint_groups,
     checkpoint_sessions,
@@ -362,8 +363,9 @@ class RestoreGroups(StoreOperation, frozen=True):
         return last
 
 
-_epoch = select(store_meta.c.value).where(store_meta.c.key == "epoch")
-_set_epoch = update(store_meta).where(store_meta.c.key == "epoch").values(value=bindparam("to"))
+_meta = select(store_meta.c.key, store_meta.c.value)
+_set_meta = update(store_meta).where(store_meta.c.key == bindparam("of")).values(value=bindparam("to"))
+_add_meta = insert(store_meta)
 _end = (
     update(checkpoints)
     .where(checkpoints.c.id == _id, checkpoints.c.state == "restoring")
@@ -373,17 +375,25 @@ _end = (
 
 
 class FinishRestore(StoreOperation, frozen=True):
-    """Raise the store's epoch, which ends every cursor, unless that was done. Returns the epoch."""
+    """Raise the store's epoch, which ends every cursor of an export, unless that was done. Returns the epoch.
+
+    The log's epoch stays: no event was taken away, and positions hold.
+    """
 
     before_id: int
 
     def apply(self, tx: Tx) -> str:
-        row = tx.one(_epoch, {})
-        assert row is not None
-        epoch: str = row[0]
+        found: dict[str, str] = {row[0]: row[1] for row in tx.all(_meta, {})}
+        epoch = found["epoch"]
         if tx.one(_end, {"id": self.before_id}) is not None:
+            of_log = epoch_of_log(epoch, found.get("log_epoch"))
             epoch = next_epoch(epoch)
-            tx.run(_set_epoch, {"to": epoch})
+            tx.run(_set_meta, {"of": "epoch", "to": epoch})
+            value = f"{epoch}={of_log}"
+            if "log_epoch" in found:
+                tx.run(_set_meta, {"of": "log_epoch", "to": value})
+            else:
+                tx.insert(_add_meta, [{"key": "log_epoch", "value": value}])
         reach("in_restore_finished")
         return epoch
 

@@ -329,6 +329,19 @@ def epoch(connection: Connection) -> str:
     return value
 
 
+def log_epoch(connection: Connection) -> str:
+    """The log's epoch, which positions name: only the restore of a backup raises it, not that of a checkpoint."""
+    named = store_meta.c.key.in_(("epoch", "log_epoch"))
+    found = {row.key: row.value for row in connection.execute(select(store_meta).where(named))}
+    return epoch_of_log(found["epoch"], found.get("log_epoch"))
+
+
+def epoch_of_log(epoch: str, log_epoch: str | None) -> str:
+    """`log_epoch` is that row's value; it counts while it names the store's epoch."""
+    named, _, kept = (log_epoch or "").partition("=")
+    return kept if named == epoch else epoch
+
+
 SYNCED = (*EXPORTED, "SessionCreated")
 """Types of events that are on disk before anyone sees them. Claims are not: a crash or failover of the database may
 undo them and reuse their positions."""

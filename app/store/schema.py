@@ -53,7 +53,8 @@ store_meta = Table(
     Column("key", String(64), primary_key=True),
     Column("value", Text, nullable=False),
 )
-"""`epoch`: an export cursor names it; a restore raises it, because positions start anew then."""
+"""`epoch`: an export cursor names it; every restore raises it. `log_epoch`: `<epoch>=<epoch of the log>` while they
+differ, since a checkpoint's restore leaves the log and its positions as they are."""
 
 incarnations = Table(
     "incarnations",

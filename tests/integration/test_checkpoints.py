@@ -292,6 +292,20 @@ def test_cursors_end_with_a_restore(used: Stand) -> None:
     delete(used, name, done["before"])
 
 
+def test_a_reader_of_all_events_goes_on_behind_its_position(used: Stand) -> None:
+    talk = said(used, "One")
+    name = make(used)
+    talk.say("Two")
+    seen = used.http.get("/events").text.splitlines()
+    for _ in range(2):
+        restore(used, name)
+    after = {"after": json.loads(seen[-1])["position"], "session_id": talk.id}
+    found = [json.loads(line) for line in used.http.get("/events", params=after).text.splitlines()]
+    assert [one["type"] for one in found if "type" in one] == ["SessionRestored"] * 2
+    assert used.http.get("/events").text.splitlines()[: len(seen)] == seen
+    delete(used, name)
+
+
 def test_payloads_in_packs_are_kept(
     sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

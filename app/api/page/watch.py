@@ -157,7 +157,9 @@ class Watch:
         self._polling.add_done_callback(self._ended)
 
     async def _present(self) -> LogPosition:
-        return await self._database.read(lambda connection: LogPosition(reads.epoch(connection), tail.end(connection)))
+        return await self._database.read(
+            lambda connection: LogPosition(reads.log_epoch(connection), tail.end(connection))
+        )
 
     async def _catch_up(self, listener: Listener, resumed: LogPosition) -> None:
         """Add the changes since the end of an earlier stream, or reset the listener. Raises StoreUnavailable."""
