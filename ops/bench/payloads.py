@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from ops.bench.sizes import REQUESTED_FIELDS, SIZES
 from ops.bench.stand import Cores, folder_for_bench, simulator
 from ops.server import PORT, OwnProcess
 
+CEILING = "database's ceiling, turns/s"
+
+PLACES = ("none", "database", "folder", "bucket")
+
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
 
 
@@ -32,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="100KiB")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -46,13 +52,14 @@ async def main(arguments: argparse.Namespace) -> int:
     ):
         whole = await size.script(engine.base_url)
         places: dict[str, tuple[Script, Mapping[str, str]]] = {
-            "no payloads": (_without_payloads(whole), {}),
+            "none": (_without_payloads(whole), {}),
             "database": (whole, {}),
             "folder": (whole, {"TURNLOG_PAYLOADS": f"file://{folder}/packs"}),
             "bucket": (whole, s3.bucket()),
         }
         for number in range(arguments.rounds):
-            for place, (script, environment) in places.items():
+            for place in arguments.places:
+                script, environment = places[place]
                 before = cpu_s(s3.pid)
                 row = await measure_turns(
                     database, engine, 1, arguments, everywhere, script, size.turns_per_session, environment
@@ -61,14 +68,29 @@ async def main(arguments: argparse.Namespace) -> int:
                 rows.append({"round": number + 1, "payloads": place, **row, "storage ms/turn": storage})
     shown = [_shown(row) for row in rows]
     table(shown)
+    table(_medians(shown))
     save_figures(f"payloads-{arguments.clients}x{arguments.size}", shown)
     return 1 if any(row["errors"] for row in rows) else 0
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("round", "payloads", "turns/s", "p50 ms", "p99 ms", "server CPU ms a turn", "database ms/turn")
-    found = {name: row[name] for name in (*names, "storage ms/turn", "WAL KiB a turn", "reply KiB")}
-    return {**found, "database's ceiling, turns/s": 1000 / row["database ms/turn"]}
+    load = ("round", "payloads", "turns/s", "p50 ms", "p99 ms", "transactions a turn")
+    costs = ("server CPU ms a turn", "database ms/turn", "storage ms/turn", "WAL KiB a turn", "reply KiB")
+    found = {name: row[name] for name in (*load, *costs)}
+    return {**found, CEILING: 1000 / row["database ms/turn"]}
+
+
+def _medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each figure's median over the rounds, by place."""
+    places = dict.fromkeys(row["payloads"] for row in rows)
+    found = []
+    for place in places:
+        own = [row for row in rows if row["payloads"] == place]
+        figures = {
+            name: statistics.median(row[name] for row in own) for name in own[0] if name not in ("round", "payloads")
+        }
+        found.append({"median of": len(own), "payloads": place, **figures})
+    return [{**row, "of that without": row[CEILING] / found[0][CEILING]} for row in found]
 
 
 def _without_payloads(script: Script) -> Script:

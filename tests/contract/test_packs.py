@@ -24,7 +24,7 @@ from app.store.packs.format import Packed, build, frame_bytes, read_index
 from app.store.packs.move import START, Key, Mover
 from app.store.packs.reader import load_chunks
 from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
-from app.store.packs.writer import UPLOADS, PackWriter
+from app.store.packs.writer import PackWriter
 from app.store.schema import chunks as chunks_table
 from workers import codec
 
@@ -126,13 +126,31 @@ def test_a_pack_is_its_frames_and_an_index_of_them() -> None:
 async def test_turns_that_end_while_packs_are_uploaded_share_one(yard: Yard) -> None:
     await yard.put("first", 2, text(99))
     stored = await asyncio.gather(*(yard.put(f"s{number}", 2, text(number)) for number in range(20)))
-    assert len(yard.objects()) == 1 + UPLOADS + 1
+    assert len(yard.objects()) == 1 + 2
     for number, [chunk] in enumerate(stored):
         assert chunk.data == b""
         assert chunk.place is not None
         frame = await yard.bucket.read(chunk.place.pack, chunk.place.offset, chunk.place.length)
         assert frame is not None
         assert codec.decompress(frame) == text(number)
+
+
+async def test_a_small_pack_does_not_wait_for_a_slow_upload(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, begun, real = asyncio.Event(), asyncio.Event(), yard.bucket.put
+
+    async def slow(name: str, body: bytes) -> None:
+        monkeypatch.setattr(yard.bucket, "put", real)
+        begun.set()
+        await ends.wait()
+        await real(name, body)
+
+    monkeypatch.setattr(yard.bucket, "put", slow)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(yard.put("slow", 2, text(1)))
+        await begun.wait()
+        await asyncio.gather(*(yard.put(f"s{number}", 2, text(number)) for number in range(3)))
+        assert not first.done()
+        ends.set()
 
 
 async def test_a_name_is_never_written_twice(yard: Yard) -> None:

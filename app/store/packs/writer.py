@@ -3,7 +3,8 @@
     store ──▶ waiting ──▶ pack of up to PACK_BYTES ──▶ upload ──▶ places
                            at most UPLOADS at a time, more only of full packs
 
-While few turns end, each has a pack of its own at once; under load the packs fill while others are uploaded.
+While few turns end, each has a pack of its own at once; under load the packs fill while others are uploaded. A small
+pack waits for the one before it, for at most SMALL_EVERY_S: small ones cost the bucket and the database most.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ PACK_BYTES = 8 << 20
 UPLOADS, FULL_UPLOADS = 4, 32
 """Packs uploaded at a time, and those of them that are full: a slow bucket needs many at a time."""
 
+SMALL_BYTES, SMALL_EVERY_S = 1 << 20, 0.05
+"""While a pack is being uploaded, a smaller one than this begins so long after it."""
+
 WAITING_BYTES = 512 << 20
 """Bytes that wait for an upload; past it turns get a 503."""
 
@@ -58,6 +62,8 @@ class PackWriter:
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._uploads: set[asyncio.Task[None]] = set()
+        self._next_small_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting_bytes(self) -> int:
@@ -88,16 +94,28 @@ class PackWriter:
 
     async def stop(self) -> None:
         """End the uploads; no turn waits for one any more."""
+        self._stop_timer()
         await cancelled(*self._uploads)
 
     def _start_uploads(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._stop_timer()
         while self._waiting:
             batch_bytes = sum(one.size for one in itertools.islice(self._waiting, 256))
             if len(self._uploads) >= (FULL_UPLOADS if batch_bytes >= PACK_BYTES else UPLOADS):
                 return
+            if self._uploads and batch_bytes < SMALL_BYTES and loop.time() < self._next_small_at:
+                self._timer = loop.call_at(self._next_small_at, self._start_uploads)
+                return
+            self._next_small_at = loop.time() + SMALL_EVERY_S
             task = asyncio.create_task(self._upload(self._take()), name="turnlog-pack")
             self._uploads.add(task)
             task.add_done_callback(self._ended)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._uploads.discard(task)
