@@ -3,6 +3,7 @@ archive."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from integration.patient import answered
 from integration.stand import Stand, Talk, until, user
 
 from app.crash_points import VARIABLE, CrashPoint
+from app.errors import PayloadsUnavailable, StoreFull
+from app.store.packs.bucket import Bucket
 from app.store.packs.format import frame_bytes, read_index
 from fault.forking import ForkedServer
 from fault.table import Tally
@@ -196,6 +199,18 @@ def test_no_turn_is_lost(
         assert went_through or weather != "slow" or lasts_s < 60
         site.verified(stand, tally)
         site.ends_empty(stand)
+
+
+def test_a_full_bucket_is_told_from_one_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = TestBucket()
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    opened = Bucket(bucket.environment["TURNLOG_PAYLOADS"], 0.5)
+    for weather, error in (("full", StoreFull), ("gone", PayloadsUnavailable)):
+        bucket.weather = weather
+        with pytest.raises(error):
+            asyncio.run(opened.put("1/1/1-3", b"abc"))
+    bucket.close()
 
 
 @pytest.mark.fault(18, "kill -9 around a pack")

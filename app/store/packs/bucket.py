@@ -98,7 +98,7 @@ class Bucket:
         return None
 
     async def put(self, name: str, body: bytes) -> None:
-        """Create an object; it is durable afterwards. Raises StoreFull (of a folder), PayloadsUnavailable.
+        """Create an object; it is durable afterwards. Raises StoreFull, PayloadsUnavailable.
 
         A repeated request may find what the first one wrote. Another content under the same name is another store's.
         """
@@ -111,7 +111,7 @@ class Bucket:
                 raise PayloadsUnavailable(f"{self.url}/{name} is another store's") from None
         except _FAULTS as error:
             self.counters.failed += 1
-            if self._folder is not None and shutil.disk_usage(self._folder).free <= len(body):
+            if self._is_full(error, len(body)):
                 raise StoreFull(f"{self.url} is full") from error
             raise self._unavailable(error) from error
         if self._folder is not None:
@@ -203,6 +203,13 @@ class Bucket:
                 self.counters.failed += 1
                 raise self._unavailable(error) from error
             self.counters.deleted += 1
+
+    def _is_full(self, error: BaseException, size: int) -> bool:
+        """Did an upload of `size` bytes fail for want of room? S3 servers with an end, such as MinIO's, answer 507, which
+        obstore tells only in its message."""
+        if self._folder is not None:
+            return shutil.disk_usage(self._folder).free <= size
+        return "status code: 507" in first_line(error)
 
     def _note_version(self, written: PutResult) -> None:
         if written["version"] is not None and self.versions is None:
