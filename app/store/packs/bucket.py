@@ -205,8 +205,8 @@ class Bucket:
             self.counters.deleted += 1
 
     def _is_full(self, error: BaseException, size: int) -> bool:
-        """Did an upload of `size` bytes fail for want of room? S3 servers with an end, such as MinIO's, answer 507, which
-        obstore tells only in its message."""
+        """Did an upload of `size` bytes fail for want of room? An S3 server that can be full, such as MinIO's, answers
+        507, which obstore tells only in its message."""
         if self._folder is not None:
             return shutil.disk_usage(self._folder).free <= size
         return "status code: 507" in first_line(error)
