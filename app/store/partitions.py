@@ -98,7 +98,7 @@ def is_nearly_empty(connection: Connection, table: str, number: int) -> bool:
     name = partition(table, number)
     some = f"SELECT {content} AS bytes FROM {name} LIMIT {FEW_ROWS + 1}"
     rows, live, size = connection.execute(
-        text(f"SELECT count(*), coalesce(sum(bytes), 0), pg_table_size('{name}') FROM ({some}) some")
+        text(f"SELECT count(*), coalesce(sum(bytes), 0), pg_table_size('{name}') FROM ({some}) AS found")
     ).one()
     return bool(rows <= FEW_ROWS and live * SMALL <= size)
 

@@ -147,6 +147,17 @@ async def test_a_partition_with_a_row_is_not_dropped(postgres_store: Store) -> N
     assert await numbers(postgres_store) == (0, newest)
 
 
+async def test_a_table_in_use_is_left_for_the_next_round(postgres_store: Store, postgres_url: str) -> None:
+    store = postgres_store
+    async with connected(postgres_url) as reader:
+        await reader.exec_driver_sql("SELECT 1 FROM events")
+        newest = await begun(store, sessions=1)
+        assert newest == 0
+        await store.take_turn("s0")
+    await keeper(store).round(TOKEN)
+    assert len(await numbers(store)) == 2
+
+
 async def test_partitions_change_while_turns_commit_and_others_read(postgres_store: Store, postgres_url: str) -> None:
     store = postgres_store
     newest = await begun(store, sessions=8)
