@@ -140,8 +140,7 @@ def _parameter(found: Schema) -> Schema:
     """A query parameter cannot be null: an optional one is left out."""
     schema = dict(found["schema"])
     one_of = [choice for choice in schema.pop("anyOf", ()) if choice != {"type": "null"}]
-    if one_of:
-        schema |= one_of[0]
+    schema |= one_of[0] if len(one_of) == 1 else {"anyOf": one_of} if one_of else {}
     for name in ("title", "description"):
         schema.pop(name, None)
     if found["name"] in _CHOICES:
