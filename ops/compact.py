@@ -63,8 +63,12 @@ CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, stage
 LOCK_TIMEOUT = "10s"
 """How long a rewrite waits for the lock on its table. All later users of the table wait behind it."""
 
-SKIPPED_STATES = frozenset({"42501", "55P03"})
-"""SQLSTATEs of statements that are skipped: insufficient privilege, and lock not available."""
+SKIPPED_STATES = {
+    "42501": "the role may not",
+    "55P03": f"the table was in use for {LOCK_TIMEOUT}",
+    "42P01": "the partition was dropped meanwhile",
+}
+"""SQLSTATEs of statements that are skipped, and why."""
 
 
 def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_json: bool = False) -> int:
@@ -216,7 +220,8 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
             for table in metadata.sorted_tables:
                 progress(f"table {table.name}")
                 if full and table in CONTENT:
-                    await _rewrite_table(connection, table.name, refused)
+                    for name in await _files(connection, table.name):
+                        await _rewrite(connection, name, refused)
                 else:
                     await _run_if_allowed(connection, f"VACUUM {table.name}", refused)
             for statement in ("CHECKPOINT", "SELECT pg_switch_wal()", "CHECKPOINT"):
@@ -229,9 +234,15 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
     return CommandResult(NOT_ALL_WELL if left else DONE, lines, {"tables": count, "not_done": left})
 
 
-async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[str]) -> None:
-    """Rewrite a table. If another role owns it, PostgreSQL skips it with a notice only; then its file node is
-    unchanged."""
+async def _files(connection: AsyncConnection, table: str) -> list[str]:
+    """The table itself, or its partitions: what has a file. Each is locked by itself."""
+    partitions = f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{table}'::regclass ORDER BY 1"
+    return list((await connection.exec_driver_sql(partitions)).scalars()) or [table]
+
+
+async def _rewrite(connection: AsyncConnection, name: str, refused: list[str]) -> None:
+    """Rewrite a table or a partition. If another role owns it, PostgreSQL skips it with a notice only; then its file
+    node is unchanged."""
     before = await _filenode(connection, name)
     if (
         await _run_if_allowed(connection, f"VACUUM (FULL, ANALYZE) {name}", refused)
@@ -241,23 +252,18 @@ async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[s
 
 
 async def _filenode(connection: AsyncConnection, name: str) -> object:
-    """The file nodes of a table and its partitions."""
-    partitions = f"SELECT inhrelid FROM pg_inherits WHERE inhparent = '{name}'::regclass"
-    nodes = f"""SELECT array_agg(pg_relation_filenode(oid) ORDER BY oid) FROM pg_class
-        WHERE oid = '{name}'::regclass OR oid IN ({partitions})"""
-    return (await connection.exec_driver_sql(nodes)).scalar_one()
+    return (await connection.exec_driver_sql(f"SELECT pg_relation_filenode(to_regclass('{name}'))")).scalar_one()
 
 
 async def _run_if_allowed(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:
-    """Run a statement; False if the role has no right to it or the table was locked, which is added to `refused`."""
+    """Run a statement; False if it was skipped, which is added to `refused`."""
     try:
         await connection.exec_driver_sql(statement)
     except DBAPIError as error:
         state = getattr(error.orig, "sqlstate", None)
         if state not in SKIPPED_STATES:
             raise
-        why = "the role may not" if state == "42501" else f"the table was in use for {LOCK_TIMEOUT}"
-        refused.append(f"not done: {statement}: {why}")
+        refused.append(f"not done: {statement}: {SKIPPED_STATES[state]}")
         return False
     return True
 

@@ -240,14 +240,17 @@ _OLDER = text(
 
 
 def _begin(table: Table, number: int) -> list[TextClause]:
-    """The new partition is made whole before the table is locked. Its settings are those of revision 0004."""
+    """The new partition is made whole before the table is locked.
+
+    Its columns of content have no statistics, as in revision 0014.
+    """
     name = partition(table.name, number)
     keys = ", ".join(column.name for column in table.primary_key.columns)
     content = [column.name for column in table.columns if isinstance(column.type, Content)]
     statements = [
         f"CREATE TABLE {name} (LIKE {table.name} INCLUDING DEFAULTS INCLUDING STORAGE)",
         f"ALTER TABLE {name} ADD CONSTRAINT pk_{name} PRIMARY KEY ({keys})",
-        *(f"ALTER TABLE {name} ALTER COLUMN {column} SET STATISTICS 0" for column in content if table is not events),
+        *(f"ALTER TABLE {name} ALTER COLUMN {column} SET STATISTICS 0" for column in content),
         LOCK_TIMEOUT,
         f"ALTER TABLE {table.name} ATTACH PARTITION {name} FOR VALUES IN ({number})",
         f"ALTER TABLE {table.name} ALTER COLUMN {PART} SET DEFAULT {number}",

@@ -21,8 +21,14 @@ branch_labels = None
 depends_on = None
 
 TABLES = ("events", "turns", "blobs", "chunks", "refused_replies")
-CONTENT = {"turns": ("facts", "wire"), "blobs": ("data",), "chunks": ("data",), "refused_replies": ("data",)}
-"""Columns without statistics, as revision 0004 has them."""
+CONTENT = {
+    "events": ("data",),
+    "turns": ("facts", "wire"),
+    "blobs": ("data",),
+    "chunks": ("data",),
+    "refused_replies": ("data",),
+}
+"""Columns without statistics, as revisions 0004 and 0007 have them: an erased value must not stay in a sample."""
 INDEXES = {"events": "tx_position", "chunks": "location"}
 
 
@@ -40,7 +46,7 @@ def upgrade() -> None:
         op.execute(f"CREATE TABLE {table} (LIKE {old} INCLUDING DEFAULTS INCLUDING STORAGE) PARTITION BY LIST (part)")
         if table == "events":
             _number(table, last + 1)
-        for column in CONTENT.get(table, ()):
+        for column in CONTENT[table]:
             op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STATISTICS 0")
         if table in INDEXES:
             name = INDEXES[table]

@@ -406,4 +406,6 @@ def test_every_point_is_tried() -> None:
     )
     marked = [mark for test in tests for mark in test.pytestmark]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
-    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_PACKS} == set(POINTS)
+    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_PACKS, *OF_PARTITIONS} == set(
+        POINTS
+    )

@@ -132,6 +132,6 @@ def test_on_postgresql_a_compaction_says_what_the_role_may_not() -> None:
         assert second == "not done: SELECT pg_switch_wal(): the role may not"
         assert summary.endswith("tables vacuumed, content rewritten")
         cluster.sql(f"ALTER DATABASE {clusters.DATABASE} OWNER TO postgres")
-        cluster.sql("ALTER TABLE turns OWNER TO postgres", clusters.DATABASE)
+        cluster.sql("ALTER TABLE turns_p0 OWNER TO postgres", clusters.DATABASE)
         done = run_module("ops.compact", "--full", environment=environment)
-        assert "not done: turns was not rewritten, it belongs to another role" in done.stdout
+        assert "not done: turns_p0 was not rewritten, it belongs to another role" in done.stdout
