@@ -29,6 +29,7 @@ from app.api import (
     payloads,
     responses,
     service,
+    session_lists,
     sessions,
     signin,
     skyrl,
@@ -262,6 +263,7 @@ def _calm_collector() -> None:
 def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
+    app.include_router(session_lists.router)
     app.include_router(sessions.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
