@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
 from helpers.store import Store, two_stores
+from sqlalchemy import Connection
 from sqlalchemy.util import await_only
 
+from app.sessions.all_events import AllEvents, EventQuery
+from app.sessions.log_end import LogEnd
+from app.store import all_events
+from app.store.all_events import EventFilter
 from app.store.archives import rows
 from app.store.archives.rows import AddArchive, Archive, EndArchive, places_in
 from app.store.dialect import Tx
+from app.store.reads import Position
 
 pytestmark = pytest.mark.anyio
 
@@ -52,3 +59,31 @@ async def test_an_archive_that_a_session_is_just_going_into_is_not_given_up(pair
     assert await first
     assert is_used
     assert [listed.sessions for listed in await one.database.read(rows.listed)] == [1]
+
+
+async def test_a_reader_of_all_events_misses_none_of_a_session_that_is_just_archived(
+    pair: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is archived between the reader's look at the archives and its look at the log."""
+    one, other = pair
+    for session_id in ("first", "s", "last"):
+        await one.create(session_id)
+        await one.close(session_id)
+    archive = await archiving(one, "s")
+    real, is_archived = all_events.next_archived, False
+
+    def then_archive(
+        connection: Connection, after: Position, upto: Position, wanted: EventFilter
+    ) -> tuple[Position, str] | None:
+        nonlocal is_archived
+        found = real(connection, after, upto, wanted)
+        if not is_archived:
+            is_archived = await_only(other.submit(archive))
+        return found
+
+    monkeypatch.setattr(all_events, "next_archived", then_archive)
+    feed = AllEvents(one.database, LogEnd(one.database, 0.01))
+    pieces = await feed.start(EventQuery())
+    lines = [json.loads(line) async for piece in pieces for line in piece.splitlines()]
+    assert is_archived
+    assert sorted(line["session_id"] for line in lines) == sorted(["first", "s", "last"] * 2)
