@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from helpers.store import Store, two_stores
-from sqlalchemy import Connection
+from sqlalchemy import event
 from sqlalchemy.util import await_only
 
+from app.domain.events import EXPORTED
+from app.export.pages import ExportPages
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.log_end import LogEnd
-from app.store import all_events
-from app.store.all_events import EventFilter
 from app.store.archives import rows
-from app.store.archives.rows import AddArchive, Archive, EndArchive, places_in
+from app.store.archives.format import Place
+from app.store.archives.rows import AddArchive, Archive, BringBack, EndArchive, places_in
 from app.store.dialect import Tx
-from app.store.reads import Position
+from app.store.reads import START, Position
 
 pytestmark = pytest.mark.anyio
 
@@ -61,29 +63,65 @@ async def test_an_archive_that_a_session_is_just_going_into_is_not_given_up(pair
     assert [listed.sessions for listed in await one.database.read(rows.listed)] == [1]
 
 
-async def test_a_reader_of_all_events_misses_none_of_a_session_that_is_just_archived(
-    pair: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is archived between the reader's look at the archives and its look at the log."""
-    one, other = pair
+@contextmanager
+def before_first(store: Store, text: str, change: Callable[[], Awaitable[object]]) -> Iterator[None]:
+    """Run `change` to its end before this process's first statement that has this text."""
+    is_due = True
+
+    def run(_: object, __: object, statement: str, *___: object) -> None:
+        nonlocal is_due
+        if is_due and text in " ".join(statement.split()):
+            is_due = False
+            await_only(change())
+
+    event.listen(store.database.engine.sync_engine, "before_cursor_execute", run)
+    yield
+    assert not is_due
+    event.remove(store.database.engine.sync_engine, "before_cursor_execute", run)
+
+
+async def three_closed(store: Store) -> Archive:
+    """Sessions `first`, `s` and `last`; what archives `s`."""
     for session_id in ("first", "s", "last"):
-        await one.create(session_id)
-        await one.close(session_id)
-    archive = await archiving(one, "s")
-    real, is_archived = all_events.next_archived, False
+        await store.create(session_id)
+        await store.close(session_id)
+    return await archiving(store, "s")
 
-    def then_archive(
-        connection: Connection, after: Position, upto: Position, wanted: EventFilter
-    ) -> tuple[Position, str] | None:
-        nonlocal is_archived
-        found = real(connection, after, upto, wanted)
-        if not is_archived:
-            is_archived = await_only(other.submit(archive))
-        return found
 
-    monkeypatch.setattr(all_events, "next_archived", then_archive)
+async def test_a_reader_of_all_events_misses_none_of_a_session_that_is_just_archived(pair: tuple[Store, Store]) -> None:
+    one, other = pair
+    archive = await three_closed(one)
     feed = AllEvents(one.database, LogEnd(one.database, 0.01))
-    pieces = await feed.start(EventQuery())
+    with before_first(
+        one, "SELECT events.tx, events.position, events.session_id, events.seq", lambda: other.submit(archive)
+    ):
+        pieces = await feed.start(EventQuery())
     lines = [json.loads(line) async for piece in pieces for line in piece.splitlines()]
-    assert is_archived
     assert sorted(line["session_id"] for line in lines) == sorted(["first", "s", "last"] * 2)
+
+
+async def exported(store: Store, high: Position) -> list[str]:
+    """The sessions of an export up to `high`, as its pages give them."""
+    pages = ExportPages(store.database, high, grouped=False, advantages=False, replay=False, url_s=60, branches="kept")
+    parts, _ = await pages.following(START, None, None, EXPORTED)
+    return [place.session_id for part in parts for place in part]
+
+
+async def test_an_export_misses_no_session_that_is_just_brought_back(pair: tuple[Store, Store]) -> None:
+    one, other = pair
+    archive = await three_closed(one)
+    [whole] = await one.database.read(lambda connection: rows.read_whole(connection, ["s"]))
+    assert await one.submit(archive)
+    back = BringBack("s", Place("of-s", 0), whole)
+    high = await one.horizon()
+    with before_first(one, "FROM archived_sessions", lambda: other.submit(back)):
+        assert await exported(one, high) == ["first", "s", "last"]
+    assert await exported(one, high) == ["first", "s", "last"]
+
+
+async def test_an_export_gives_a_session_that_is_just_archived_once(pair: tuple[Store, Store]) -> None:
+    one, other = pair
+    archive = await three_closed(one)
+    high = await one.horizon()
+    with before_first(one, "FROM archived_sessions", lambda: other.submit(archive)):
+        assert await exported(one, high) == ["first", "s", "last"]
