@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from helpers.store import Store, two_stores
 from sqlalchemy import event
 from sqlalchemy.util import await_only
 
-from app.domain.events import EXPORTED
+from app.domain.events import EXPORTED, RewardAssigned, SessionErased
 from app.export.pages import ExportPages
 from app.sessions.all_events import AllEvents, EventQuery
+from app.sessions.archives import Archives
+from app.sessions.cache import SessionCache
+from app.sessions.followers import Followers
+from app.sessions.lifecycle import Sessions
 from app.sessions.log_end import LogEnd
 from app.store.archives import rows
-from app.store.archives.format import Place
+from app.store.archives.format import Place, object_of
+from app.store.archives.opened import OpenArchives
+from app.store.archives.parquet import encode
 from app.store.archives.rows import AddArchive, Archive, BringBack, EndArchive, places_in
 from app.store.dialect import Tx
+from app.store.log import Operation
+from app.store.log_sessions import AssignReward, Erase
+from app.store.packs.bucket import Bucket
 from app.store.reads import START, Position
+from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
 
@@ -125,3 +138,37 @@ async def test_an_export_gives_a_session_that_is_just_archived_once(pair: tuple[
     high = await one.horizon()
     with before_first(one, "FROM archived_sessions", lambda: other.submit(archive)):
         assert await exported(one, high) == ["first", "s", "last"]
+
+
+class Late:
+    """A writer before whose first erasure another process writes something else."""
+
+    def __init__(self, writer: Writer, before: Operation[Any]) -> None:
+        self.writer = writer
+        self.before: Operation[Any] | None = before
+
+    async def submit(self, operation: Operation[Any]) -> Any:
+        if isinstance(operation, Erase) and self.before is not None:
+            before, self.before = self.before, None
+            assert await self.writer.submit(before)
+        return await self.writer.submit(operation)
+
+
+async def test_an_erasure_leaves_no_components_of_a_session_that_is_just_archived(store: Store, tmp_path: Path) -> None:
+    """The archive was written before its rewards' components were removed."""
+    bucket = Bucket(f"file://{tmp_path}/packs", 5.0)
+    store.database.bucket, store.database.archives = bucket, OpenArchives(bucket)
+    await store.create("s")
+    await store.submit(AssignReward("s", 4.0, RewardAssigned(1.0, {"secret": 1.0})))
+    await store.close("s")
+    archive = await archiving(store, "s")
+    [whole] = await store.database.read(lambda connection: rows.read_whole(connection, ["s"]))
+    await bucket.put(object_of("of-s"), encode([[whole]]))
+    writer = cast(Writer, Late(store.writer, archive))
+    cache = SessionCache(store.database, store.writer, 1 << 20)
+    sessions = Sessions(store.database, writer, cache, Followers(), time.time, Archives(store.database, writer))
+    await sessions.drop_content("s")
+    log = await store.log("s")
+    assert isinstance(log[-1].event, SessionErased)
+    [reward] = [one.event for one in log if isinstance(one.event, RewardAssigned)]
+    assert reward.components == {}
