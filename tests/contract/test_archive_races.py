@@ -8,10 +8,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-from helpers.store import Store, two_stores
+from helpers.store import Meanwhile, Store, two_stores
 from sqlalchemy import event
 from sqlalchemy.util import await_only
 
@@ -29,11 +28,9 @@ from app.store.archives.opened import OpenArchives
 from app.store.archives.parquet import encode
 from app.store.archives.rows import AddArchive, Archive, BringBack, EndArchive, places_in
 from app.store.dialect import Tx
-from app.store.log import Operation
 from app.store.log_sessions import AssignReward, Erase
 from app.store.packs.bucket import Bucket
 from app.store.reads import START, Position
-from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
 
@@ -140,20 +137,6 @@ async def test_an_export_gives_a_session_that_is_just_archived_once(pair: tuple[
         assert await exported(one, high) == ["first", "s", "last"]
 
 
-class Late:
-    """A writer before whose first erasure another process writes something else."""
-
-    def __init__(self, writer: Writer, before: Operation[Any]) -> None:
-        self.writer = writer
-        self.before: Operation[Any] | None = before
-
-    async def submit(self, operation: Operation[Any]) -> Any:
-        if isinstance(operation, Erase) and self.before is not None:
-            before, self.before = self.before, None
-            assert await self.writer.submit(before)
-        return await self.writer.submit(operation)
-
-
 async def test_an_erasure_leaves_no_components_of_a_session_that_is_just_archived(store: Store, tmp_path: Path) -> None:
     """The archive was written before its rewards' components were removed."""
     bucket = Bucket(f"file://{tmp_path}/packs", 5.0)
@@ -164,7 +147,7 @@ async def test_an_erasure_leaves_no_components_of_a_session_that_is_just_archive
     archive = await archiving(store, "s")
     [whole] = await store.database.read(lambda connection: rows.read_whole(connection, ["s"]))
     await bucket.put(object_of("of-s"), encode([[whole]]))
-    writer = cast(Writer, Late(store.writer, archive))
+    writer = Meanwhile(store.writer, Erase, archive).as_writer
     cache = SessionCache(store.database, store.writer, 1 << 20)
     sessions = Sessions(store.database, writer, cache, Followers(), time.time, Archives(store.database, writer))
     await sessions.drop_content("s")
