@@ -4,10 +4,11 @@ databases, over a folder."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
 from helpers.store import Store
 from sqlalchemy import select
@@ -306,3 +307,30 @@ async def moved(mover: Mover) -> int:
 def test_a_url_that_names_no_storage(url: str) -> None:
     with pytest.raises(StartupError, match="TURNLOG_PAYLOADS"):
         Bucket(url, 5.0)
+
+
+@pytest.fixture
+def google(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleStorage]:
+    made = GoogleStorage(keeps_versions=request.param)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("google", [False, True], indirect=True, ids=["usual", "versioned"])
+async def test_a_bucket_of_googles_numbers_objects_whether_it_keeps_versions_or_not(
+    google: GoogleStorage, request: pytest.FixtureRequest
+) -> None:
+    is_versioned = request.node.callspec.params["google"]
+    for _ in range(2):
+        bucket = Bucket("gs://bucket/run", 5.0)
+        assert await bucket.probe() is None
+        assert (bucket.versions is not None) is is_versioned
+    await bucket.put("1/1/1-3", b"abc")
+    if is_versioned:
+        with pytest.raises(PayloadsUnavailable, match="turn versioning off"):
+            await bucket.delete(["1/1/1-3"])
+    else:
+        await bucket.delete(["1/1/1-3"])
+        assert list(google.objects) == ["/bucket/run/turnlog-probe"]
