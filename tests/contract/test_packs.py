@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
-from helpers.store import Store
+from helpers.store import Meanwhile, Store
 from sqlalchemy import select
 
 from app.domain import retention
@@ -27,6 +27,7 @@ from app.store.packs.reader import load_chunks
 from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
 from app.store.packs.writer import PackWriter
 from app.store.schema import chunks as chunks_table
+from app.store.writer import Writer
 from workers import codec
 
 pytestmark = pytest.mark.anyio
@@ -44,11 +45,15 @@ class Yard:
         self.bucket = Bucket(f"file://{folder}", 5.0)
         store.database.bucket = self.bucket
         self.packs = PackWriter(store.database, self.bucket, lambda: store.me)
-        self.collector = Collector(
-            store.database,
-            store.writer,
+        self.collector = self.collector_of(store.writer)
+
+    def collector_of(self, writer: Writer) -> Collector:
+        """A process's collector."""
+        return Collector(
+            self.store.database,
+            writer,
             self.packs,
-            lambda: store.me,
+            lambda: self.store.me,
             lambda: 8.0,
             lambda: self.now,
             keep_s=KEEP_S,
@@ -261,6 +266,19 @@ async def test_a_stale_token_moves_and_deletes_nothing(yard: Yard) -> None:
     await yard.store.submit(TakeKeeping("another's"))
     assert await yard.store.submit(MoveChunks("mine", [Moved("s", 2, 0, places[2, 0], other)])) == 0
     assert await yard.store.submit(rows.ForgetPacks("mine", [other.pack])) == []
+
+
+async def test_an_erasure_does_not_end_with_a_round_that_lost_its_token(yard: Yard) -> None:
+    """As when payloads are moved meanwhile."""
+    await yard.turn("s", text(1))
+    await yard.erase("s")
+    writer = Meanwhile(yard.store.writer, rows.ForgetPacks, TakeKeeping("another's"))
+    await yard.collector_of(writer.as_writer).round()
+    assert yard.left_of(text(1)) != []
+    assert await yard.is_being_erased("s")
+    await yard.round()
+    assert yard.left_of(text(1)) == []
+    assert not await yard.is_being_erased("s")
 
 
 async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:

@@ -218,7 +218,7 @@ class Meanwhile:
 
     async def submit(self, operation: Any) -> Any:
         while isinstance(operation, self._kind) and self._others:
-            assert await self._writer.submit(self._others.pop(0))
+            await self._writer.submit(self._others.pop(0))
         return await self._writer.submit(operation)
 
     @property

@@ -163,7 +163,7 @@ class Collector:
             self._dead_since = {name: since for name, since in self._dead_since.items() if name in seen}
             holding |= await self._archives.round(token, archives, pending)
             if done := sorted(pending - holding):
-                await self._writer.submit(EndErasures(done))
+                await self._writer.submit(EndErasures(token, done))
             await self._partitions.round(token)
 
     async def _owns_place(self) -> bool:
@@ -196,11 +196,11 @@ class Collector:
         return token
 
     async def _page(self, token: str, page: Sequence[Listed], pending: set[str]) -> set[str]:
-        """Collect the packs of one page of the listing; the erased sessions of which one of them may still hold
+        """Collect the packs of one page of the listing; the sessions of `pending` of which one of them may still hold
         bytes."""
         rows = await self._database.read(partial(rows_of, packs=[one.name for one in page]))
         holding: set[str] = set()
-        unused: list[str] = []
+        unused: list[_Candidate] = []
         partly: list[_Candidate] = []
         for one in page:
             if not _is_due(one.name, rows[one.name]):
@@ -219,8 +219,9 @@ class Collector:
                 if _has_live(found.rows):
                     partly.append(found)
                 elif found.erased or is_old:
-                    unused.append(one.name)
-        await self._delete(token, unused)
+                    unused.append(found)
+        deleted = await self._delete(token, [one.name for one in unused])
+        holding |= {session_id for one in unused if one.name not in deleted for session_id in one.erased}
         for group in _groups(partly):
             holding |= await self._rewrite(token, group)
         return holding
@@ -242,15 +243,16 @@ class Collector:
     def _is_kept_long_enough(self, name: str) -> bool:
         return self._clock() - self._dead_since.setdefault(name, self._clock()) >= self._keep_s
 
-    async def _delete(self, token: str, names: Sequence[str]) -> None:
-        """Delete packs that nothing refers to."""
+    async def _delete(self, token: str, names: Sequence[str]) -> Sequence[str]:
+        """Delete those of the packs that nothing refers to; which these are."""
         if not names:
-            return
+            return names
         free = await self._writer.submit(ForgetPacks(token, names))
         reach("after_forgotten")
         await self._bucket.delete(free)
         reach("after_pack_deleted")
         self.collected.deleted += len(free)
+        return free
 
     async def _rewrite(self, token: str, group: Sequence[_Candidate]) -> set[str]:
         """Copy the live chunks of packs into a new one; the erased sessions whose bytes could not be taken out."""
@@ -262,9 +264,8 @@ class Collector:
         if moving:
             await self.repack(token, moving)
             self.collected.rewritten += len(group)
-        left = await self._database.read(partial(rows_of, packs=[one.name for one in group]))
-        await self._delete(token, [one.name for one in group if one.erased and not _has_live(left[one.name])])
-        return {session_id for one in group if _has_live(left[one.name]) for session_id in one.erased}
+        deleted = await self._delete(token, [one.name for one in group if one.erased])
+        return {session_id for one in group if one.name not in deleted for session_id in one.erased}
 
     async def repack(self, token: str, moving: Sequence[tuple[ChunkRow, bytes]]) -> int:
         """Put frames into new packs and let their chunks refer to them; how many did."""

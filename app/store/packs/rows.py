@@ -199,11 +199,15 @@ class ForgetPacks(StoreOperation, frozen=True):
 
 
 class EndErasures(StoreOperation, frozen=True):
-    """No pack holds bytes of these sessions any more."""
+    """No pack holds bytes of these sessions any more. Nothing is ended with another token than the current one: of the
+    round that found this, not all was done."""
 
+    token: str
     session_ids: Sequence[str]
 
     def apply(self, tx: Tx) -> None:
+        if not holds_token(tx, self.token):
+            return
         for session_id in self.session_ids:
             tx.run(_end_erasure, {"sid": session_id})
 
