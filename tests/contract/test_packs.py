@@ -296,6 +296,64 @@ async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:
     assert await yard.round(2 * KEEP_S) == []
 
 
+async def test_an_object_that_is_shorter_than_its_name_says_stops_nothing(yard: Yard) -> None:
+    """A machine that crashed in the middle of an upload into a folder may leave one."""
+    await yard.turn("s", text(1))
+    await yard.erase("s")
+    short = yard.folder / "1" / "9" / "00000001-1000"
+    short.parent.mkdir(parents=True)
+    short.write_bytes(b"frame")
+    await yard.round()
+    assert yard.left_of(text(1)) == []
+    assert not await yard.is_being_erased("s")
+    assert await yard.round(KEEP_S) == []
+
+
+async def test_a_damaged_index_keeps_an_erasure_waiting_until_its_pack_is_deleted(yard: Yard) -> None:
+    await yard.turn("s", text(1))
+    await yard.put("nobody's", 2, text(2))
+    await yard.erase("s")
+    for name in yard.objects():
+        if yard.left_of(text(2)) == [name]:
+            whole = (yard.folder / name).read_bytes()
+            (yard.folder / name).write_bytes(whole[:-4] + bytes(4))
+    await yard.round()
+    assert yard.left_of(text(1)) == []
+    assert await yard.is_being_erased("s")
+    assert await yard.round(KEEP_S) == []
+    assert not await yard.is_being_erased("s")
+
+
+async def test_bytes_of_an_erased_session_that_arrive_later_are_deleted_at_once(yard: Yard) -> None:
+    """Of a turn that was in flight in another process, whose upload began or ended after the erasure."""
+    await yard.store.create("s")
+    await yard.store.claim("s", 1)
+    await yard.erase("s")
+    await yard.round()
+    assert not await yard.is_being_erased("s")
+    await yard.put("s", 2, text(1))
+    assert await yard.round() == []
+
+
+async def test_a_damaged_frame_of_another_session_does_not_stop_an_erasure(yard: Yard) -> None:
+    for session_id in ("erased", "kept"):
+        await yard.store.create(session_id)
+        await yard.store.claim(session_id, 1)
+    packed = [Packed(one, 2, 0, codec.compress(text(number))) for number, one in enumerate(("erased", "kept"))]
+    for session_id, place in zip(("erased", "kept"), await yard.packs.put(packed), strict=True):
+        await yard.commit(session_id, [StoredChunk(0, "routed_experts", 5, digest("row"), b"", place)])
+    [name] = yard.objects()
+    damaged = codec.compress(text(1))[:-4] + bytes(4)
+    path = yard.folder / name
+    path.write_bytes(path.read_bytes().replace(codec.compress(text(1)), damaged))
+    await yard.erase("erased")
+    await yard.round()
+    assert yard.left_of(text(0)) == []
+    assert not await yard.is_being_erased("erased")
+    [copy] = yard.objects()
+    assert damaged in (yard.folder / copy).read_bytes()
+
+
 async def test_payloads_are_moved_there_and_back(yard: Yard) -> None:
     for number in range(10):
         await yard.store.create(f"s{number}")

@@ -77,6 +77,14 @@ def erasures(connection: Connection) -> set[str]:
     return set(connection.execute(select(pack_erasures.c.session_id)).scalars())
 
 
+def erased_among(connection: Connection, session_ids: Collection[str]) -> set[str]:
+    """Those of the sessions that are erased."""
+    wanted = sorted(session_ids)
+    query = select(sessions.c.session_id).where(sessions.c.status == "erased")
+    parts = (query.where(sessions.c.session_id.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
+    return {session_id for part in parts for session_id in connection.execute(part).scalars()}
+
+
 def is_being_erased(connection: Connection, root_id: str) -> bool:
     """May packs still hold bytes of this session or of its rollout?"""
     query = (
