@@ -157,7 +157,7 @@ async def _bucket(settings: Settings) -> Bucket | None:
     if silent := await bucket.probe():
         log.warning("%s; turns with replay payloads wait for it", silent)
     if bucket.versions is not None:
-        log.warning("%s keeps old versions: an erasure deletes those too", bucket.url)
+        log.warning("%s keeps old versions: %s", bucket.url, bucket.versions.consequence)
     return bucket
 
 

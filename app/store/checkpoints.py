@@ -109,6 +109,11 @@ class Restoring(msgspec.Struct, frozen=True):
     """Nothing was done: the store is being taken back to a checkpoint."""
 
 
+class Missing(msgspec.Struct, frozen=True):
+    """Nothing was made: there is no such checkpoint to restore. Once one is made for a restore, it cannot be
+    deleted."""
+
+
 class Make(StoreOperation, frozen=True):
     """Make a checkpoint of the store as it is. `restores`: it keeps what a restore of that checkpoint replaces."""
 
@@ -116,8 +121,10 @@ class Make(StoreOperation, frozen=True):
     cut: Cut
     restores: str | None = None
 
-    def apply(self, tx: Tx) -> Checkpoint | NameTaken | Restoring:
+    def apply(self, tx: Tx) -> Checkpoint | NameTaken | Restoring | Missing:
         pins.change(tx)
+        if self.restores is not None and tx.one(_named, {"named": self.restores}) is None:
+            return Missing()
         if tx.one(_named, {"named": self.name}) is not None:
             return NameTaken()
         if pins.is_restoring(tx):
