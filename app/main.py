@@ -26,6 +26,7 @@ from app.api import (
     forks,
     groups,
     models,
+    notes,
     payloads,
     responses,
     service,
@@ -263,6 +264,7 @@ def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
+    app.include_router(notes.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
     app.include_router(events.router)

@@ -52,6 +52,7 @@ from app.store.log_sessions import (
     Existing,
     FreeChunks,
     FreeReplay,
+    Note,
     ShareReward,
 )
 from app.store.packs import rows as packs
@@ -195,6 +196,17 @@ class Sessions:
             async for members in self._members(session_id, "open", "closed"):
                 await asyncio.gather(*map(self._share_reward, members))
         return seq
+
+    async def note(self, session_id: str, text: str | None, tags: Sequence[str] | None) -> int:
+        """Write a note or tags; None leaves what is there, an empty one removes it. The seq of the event.
+
+        Raises SessionNotFound, SessionClosed (erased), Restored.
+        """
+        live = await self._cache.current(session_id)
+        event = decide.note(live.session if live else None, session_id, text, tags)
+        outcome = await self._archives.submit(Note(session_id, self._clock(), event))
+        reach("after_note")
+        return self._appended(session_id, outcome).events[-1].seq
 
     async def close(self, session_id: str) -> None:
         """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
