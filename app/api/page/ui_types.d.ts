@@ -348,6 +348,7 @@ export interface BranchTokens {
   cause: string | null;
   tokens: number;
   prompt_tokens: number;
+  exported: boolean;
 }
 
 /** From token `at` on, what was sampled was sampled under this weight version. */
