@@ -154,6 +154,15 @@ class RewardAssigned(_Event):
     components_erased: NotRequired[bool]
 
 
+class SessionNoted(_Event):
+    """A person's note and tags; what is not there stays as it was."""
+
+    type: Literal["SessionNoted"]
+    note: NotRequired[str | None]
+    tags: NotRequired[list[str] | None]
+    erased: NotRequired[bool]
+
+
 class AffinityBound(_Event):
     type: Literal["AffinityBound"]
     engine: str
@@ -200,6 +209,7 @@ Event = (
     | RolledBack
     | BlobsTombstoned
     | RewardAssigned
+    | SessionNoted
     | AffinityBound
     | AffinityReleased
     | SessionClosed

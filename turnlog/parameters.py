@@ -30,6 +30,7 @@ EventType = Literal[
     "RolledBack",
     "BlobsTombstoned",
     "RewardAssigned",
+    "SessionNoted",
     "AffinityBound",
     "AffinityReleased",
     "SessionClosed",
@@ -76,6 +77,7 @@ class SessionFilters(TypedDict, total=False):
     min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
     stuck_s: Annotated[float, "A turn has been in flight for longer than this many seconds."]
     metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+    tag: Annotated[str, "Only sessions with this tag."]
     sort: Annotated[SessionOrder, "The column by which the sessions are sorted."]
     order: Annotated[Literal["desc", "asc"], "Descending (default) or ascending."]
 

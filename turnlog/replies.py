@@ -30,6 +30,8 @@ class ListedSession(TypedDict):
     engine: str | None
     claimed_since: float | None
     closed_at: float | None
+    note: str | None
+    tags: list[str]
 
 
 class ListedGroup(TypedDict):
@@ -200,6 +202,8 @@ class State(TypedDict):
     closed_at: float | None
     reward: TurnReward | None
     turn_rewards: dict[str, TurnReward]
+    note: str | None
+    tags: list[str]
     affinity: dict[str, Any] | None
     open_turns: list[OpenTurn]
     tree: Tree | None

@@ -122,6 +122,8 @@ class Row(TypedDict):
     agent_id: str | None
     pinned: Pinned | None
     sampling: list[TurnSampling]
+    note: str | None
+    tags: list[str]
     routed_experts: NotRequired[str | None]
     row_start: NotRequired[int | None]
     rows: NotRequired[int]

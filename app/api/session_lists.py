@@ -54,6 +54,8 @@ class ListedSession(msgspec.Struct, frozen=True):
     engine: str | None
     claimed_since: float | None
     closed_at: float | None
+    note: str | None
+    tags: list[str]
 
 
 class SessionPage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -136,8 +136,8 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
 
 
 def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
-    """The fields of `POST /sessions` with which the session was created, defaults included; of a fork also
-    `forked_from`."""
+    """The fields of `POST /sessions` with which the session was created, defaults included, its note and tags; of a
+    fork also `forked_from`."""
     config = msgspec.structs.asdict(session.config)
     others = {
         "session_id": session.session_id,
@@ -145,7 +145,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
         "parent_session_id": session.config.parent,
     }
     found = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
-    found["history"] = session.history
+    found |= {"history": session.history, "note": session.note, "tags": session.tags}
     fork = session.fork
     if fork is not None:
         found["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}

@@ -70,6 +70,8 @@ class SessionRow(msgspec.Struct, frozen=True):
     updated_at: float
     claimed_since: float | None
     closed_at: float | None
+    note: str | None
+    tags: list[str]
 
 
 class SessionFilter(BaseModel):
@@ -106,6 +108,7 @@ class SessionFilter(BaseModel):
         description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
         "key leads into an object.",
     )
+    tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
     sort: Sort = Field(default="created_at", description="The column by which the list is sorted.")
     order: Literal["desc", "asc"] = Field(default="desc", description="Descending or ascending.")
 
@@ -282,7 +285,7 @@ def session_row(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> S
     return SessionRow(state=_state(row, held), staleness=staleness(newest, row.weight_version), **known)
 
 
-_AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name in HeadRow.__struct_fields__)
+_AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name not in ("state", "staleness"))
 
 
 def _state(row: HeadRow, held: Mapping[str, bool]) -> State:
@@ -320,6 +323,7 @@ def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -
         unrewarded=query.unrewarded,
         most_version=most,
         begins=query.q,
+        tag=query.tag,
     )
 
 

@@ -66,6 +66,7 @@ def filled(client: Turnlog, stand: Stand) -> str:
             assert talk.chat([*messages, user("Two, else")]).status_code == 200
             session.set_reward(0.5, components={"tests": 0.5})
             session.set_reward(0.25, turn=1)
+            session.set_note("A note", tags=[group])
         elif attempt == 1:
             assert talk.chat([user("Bad")], sim={"fault": "missing_meta_info"}).status_code == 502
             session.set_reward(1.0)
@@ -131,6 +132,7 @@ def test_sessions_are_filtered(client: Turnlog, stand: Stand) -> None:
     assert attempts(limit=2) == [2, 1]
     assert attempts(limit=0) == []
     assert attempts(state="idle") == [2]
+    assert attempts(tag=group) == [0]
     assert attempts(attempt=1, status="closed") == [1]
     assert attempts(metadata={"number": 2, "task": group}) == [2]
     assert attempts(metadata={"number": 3}) == []

@@ -47,6 +47,7 @@ class Group:
         self.talks[0].say("Two")
         for number in range(4):
             stand.http.put(f"{self.talks[number].path}/reward", json={"reward": float(number)}).raise_for_status()
+        stand.http.put(f"{self.talks[1].path}/note", json={"note": "odd", "tags": ["look", "x"]}).raise_for_status()
         for talk in self.talks[3:]:
             stand.http.delete(talk.path).raise_for_status()
 
@@ -71,6 +72,8 @@ FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({"sort": "reward", "order": "asc"}, [0, 1, 2, 3, 4]),
     ({"sort": "turns", "limit": 1, "attempt": 0}, [0]),
     ({"engine": "http://elsewhere"}, []),
+    ({"tag": "look"}, [1]),
+    ({"tag": "lo"}, []),
     ({"stuck_s": 0}, []),
     ({"metadata": "difficulty=1"}, [3, 1]),
     ({"metadata": ["difficulty=0", "tag=2"]}, [2]),
