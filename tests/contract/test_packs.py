@@ -166,6 +166,13 @@ async def test_a_name_is_never_written_twice(yard: Yard) -> None:
         await yard.bucket.put("1/1/1-3", b"xyz")
 
 
+@pytest.mark.parametrize("part", [(2, 3), (3, 3), (90, 3)])
+async def test_a_part_behind_the_end_of_an_object_is_not_there(yard: Yard, part: tuple[int, int]) -> None:
+    """The object is damaged; the storage is not away."""
+    await yard.bucket.put("1/1/1-100", b"abc")
+    assert await yard.bucket.read_parts("1/1/1-100", [(0, 3), part]) is None
+
+
 async def test_what_is_committed_stays_and_is_read(yard: Yard) -> None:
     await yard.turn("s", text(1), text(2))
     assert await yard.round(KEEP_S) == await yard.round(KEEP_S) != []
