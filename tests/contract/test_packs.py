@@ -377,6 +377,20 @@ async def test_payloads_are_moved_there_and_back(yard: Yard) -> None:
     assert found == {(2, 0): codec.compress(text(3))}
 
 
+@pytest.mark.parametrize("damage", [b"", b"frame"])
+async def test_a_move_counts_what_is_lost(yard: Yard, damage: bytes) -> None:
+    await yard.turn("kept", text(1))
+    await yard.turn("lost", text(2))
+    [name] = yard.left_of(text(2))
+    whole = (yard.folder / name).read_bytes()
+    (yard.folder / name).write_bytes(damage + whole[len(damage) :] if damage else b"")
+    mover = Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)
+    step = await mover.step(START)
+    assert (step.moved, step.lost) == (1, 1)
+    assert (await mover.step(step.after or START)).after is None
+    assert await yard.frames("kept", 0) == [text(1)]
+
+
 async def moved(mover: Mover) -> int:
     after: Key | None = START
     count = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,9 +16,13 @@ from app.store.packs.format import Packed
 from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
 from app.store.packs.writer import PACK_BYTES, PackWriter
 from app.store.ports import Database, Writer
+from workers import codec
+from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
     from app.store.packs.bucket import Bucket
+
+log = logging.getLogger("turnlog.packs")
 
 Key = tuple[str, int, int]
 START: Key = ("", 0, 0)
@@ -29,11 +35,13 @@ MOST = 64
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What one step has moved, and the key that the next one begins behind; None at the end."""
+    """What one step has moved, and the key that the next one begins behind; None at the end. `lost` chunks stay where
+    they are: their packs are gone or damaged."""
 
     moved: int
     bytes: int
     after: Key | None
+    lost: int = 0
 
 
 class Mover:
@@ -78,12 +86,16 @@ class Mover:
         moved: list[Moved] = []
         for row in found:
             frame = await bucket.read(row.place.pack, row.place.offset, row.place.length)
-            if frame is not None:
+            if frame is None or not await asyncio.to_thread(_is_whole, frame):
+                log.error("session %s: a chunk in pack %s is lost: it is not moved", row.session_id, row.place.pack)
+            else:
                 moved.append(Moved(row.session_id, row.fence, row.number, row.place, frame))
-        last = found[-1]
         step = await self._moved(token, after, moved, sum(row.place.length for row in found))
+        if moved and step.after == after:
+            return step
+        last = found[-1]
         key = (last.session_id, last.fence, last.number)
-        return step if moved and step.after == after else msgspec.structs.replace(step, after=key)
+        return msgspec.structs.replace(step, after=key, lost=len(found) - len(moved))
 
     async def _moved(self, token: str, after: Key, moved: list[Moved], size: int) -> Step:
         """Repeat from `after` if the token was taken meanwhile."""
@@ -92,3 +104,11 @@ class Mover:
             return Step(0, 0, after)
         last = moved[-1] if moved else None
         return Step(count, size, after if last is None else (last.session_id, last.fence, last.number))
+
+
+def _is_whole(frame: bytes) -> bool:
+    try:
+        codec.decompress(frame)
+    except CorruptContent:
+        return False
+    return True
