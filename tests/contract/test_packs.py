@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from helpers.buckets import TestBucket
 from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
 from helpers.store import Meanwhile, Store
@@ -431,3 +432,19 @@ async def test_a_bucket_of_googles_numbers_objects_whether_it_keeps_versions_or_
     else:
         await bucket.delete(["1/1/1-3"])
         assert list(google.objects) == ["/bucket/run/turnlog-probe"]
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+async def test_versions_are_deleted_where_the_objects_are(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """The two packages that speak to S3 know different variables."""
+    storage = TestBucket()
+    storage.keep_versions()
+    environment = storage.environment
+    environment[variable] = environment.pop("AWS_ENDPOINT_URL")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(f"s3://{storage.name}/run", 5.0)
+    await bucket.put("1/1/1-3", b"abc")
+    await bucket.delete(["1/1/1-3"])
+    assert storage.versions() == []
+    storage.close()
