@@ -378,6 +378,23 @@ async def test_payloads_are_moved_there_and_back(yard: Yard) -> None:
     assert found == {(2, 0): codec.compress(text(3))}
 
 
+async def test_an_erasure_ends_while_payloads_are_moved(yard: Yard) -> None:
+    for number in range(4):
+        await yard.turn(f"s{number}", text(number))
+    await yard.erase("s0")
+    mover = Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)
+
+    async def move() -> None:
+        while await yard.is_being_erased("s0"):
+            await mover.step(START)
+
+    moving = asyncio.create_task(move())
+    await asyncio.sleep(0)
+    await yard.round()
+    assert not await yard.is_being_erased("s0")
+    await moving
+
+
 @pytest.mark.parametrize("damage", [b"", b"frame"])
 async def test_a_move_counts_what_is_lost(yard: Yard, damage: bytes) -> None:
     await yard.turn("kept", text(1))

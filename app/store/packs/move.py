@@ -45,8 +45,8 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Mover:
-    """Each step takes the collector's token: a step that meets a round of it, here or in another process, moves nothing
-    and is repeated. `to_packs`: where new payloads go, and so these."""
+    """Each step takes the collector's token: a step that meets a round of it in another process moves nothing and is
+    repeated, and so is the round. `to_packs`: where new payloads go, and so these."""
 
     def __init__(self, database: Database, writer: Writer, packs: PackWriter | None, *, to_packs: bool) -> None:
         self._database = database
@@ -59,11 +59,12 @@ class Mover:
         PayloadsUnavailable, StoreUnavailable, StoreFull."""
         if self._packs is None:
             raise InvalidRequest("nothing to move: neither TURNLOG_PAYLOADS nor TURNLOG_PAYLOADS_FROM names a bucket")
-        token = secrets.token_hex(8)
-        await self._writer.submit(TakeKeeping(token))
-        if self._to_packs:
-            return await self._into_packs(token, after, self._packs)
-        return await self._into_database(token, after, self._packs.bucket)
+        async with self._packs.keeping:
+            token = secrets.token_hex(8)
+            await self._writer.submit(TakeKeeping(token))
+            if self._to_packs:
+                return await self._into_packs(token, after, self._packs)
+            return await self._into_database(token, after, self._packs.bucket)
 
     async def _into_packs(self, token: str, after: Key, packs: PackWriter) -> Step:
         found: list[tuple[str, int, int, bytes]] = []
