@@ -20,7 +20,7 @@ HEAVY = 10
 _HEAD = 32
 """The beginning of a list of token ids this long is seldom found elsewhere."""
 
-_QUOTE, _BACKSLASH, _COMMA, _COLON = 0x22, 0x5C, 0x2C, 0x3A
+_QUOTE, _BACKSLASH, _COMMA, _COLON, _NINE = 0x22, 0x5C, 0x2C, 0x3A, 0x39
 _OPENS, _CLOSES = b"[{", b"]}"
 
 
@@ -68,6 +68,12 @@ def find(text: bytes, part: bytes, start: int = 0) -> int:
     `bytes.find` preprocesses all of `part`."""
     at = text.find(part[:_HEAD], start)
     return at if at < 0 or text.startswith(part, at) else text.find(part, at + 1)
+
+
+def is_flat_ids(text: bytes | memoryview) -> bool:
+    """Is this list one of digits and commas, without white space? It may also hold `-`, `.` and `/`."""
+    inner = np.frombuffer(text, np.uint8)[1:-1]
+    return len(inner) > 0 and int(inner.min()) >= _COMMA and int(inner.max()) <= _NINE
 
 
 def extent(text: bytes, most: int) -> Extent:
