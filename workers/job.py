@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from workers import codec, payloads, scan, seek
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.parse import KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
 from workers.parse_prompt import CutPrompt
-from workers.seek import PayloadRange
+from workers.seek import LongValues, PayloadRange
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -80,9 +79,10 @@ def decode_done(result: bytes) -> WorkerResult:
     return _DONE.decode(result)
 
 
-def work(job: Job, body: memoryview) -> WorkerResult:
-    """Raises Rejected, naming the first rule that the reply breaks."""
-    found = _parsed(job, body)
+def work(job: Job, body: memoryview, long_values: LongValues | None = None) -> WorkerResult:
+    """`long_values`: those of the body, if they were looked for. Raises Rejected, naming the first rule that the reply
+    breaks."""
+    found = _parsed(job, body, long_values)
     parsed = found.parsed
     stored: list[payloads.StoredPayload] = []
     edits: list[_Edit] = []
@@ -142,18 +142,20 @@ class _Value(NamedTuple):
 
 class _Found(NamedTuple):
     """A parsed reply: `text` is the parsed text, in which marks replace the payloads if `marked`. `prompt_mark` is the
-    mark that replaces the prompt's ids, empty if they are in the text."""
+    mark that replaces the prompt's ids, with `separator` between them, empty if they are in the text."""
 
     parsed: Parsed
     text: bytes
     values: list[_Value]
     marked: bool
     prompt_mark: bytes = b""
+    separator: str | None = None
 
 
-def _parsed(job: Job, body: memoryview) -> _Found:
+def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Found:
     kinds = [want.kind for want in job.wants]
-    places, prompt = seek.long_values(body, kinds)
+    places, prompt = long_values or seek.long_values(body)
+    places = [place for place in places if place.kind in kinds]
     places = sorted(places if prompt is None else [*places, prompt], key=lambda place: place.start)
     if places:
         try:
@@ -183,10 +185,11 @@ def _without(job: Job, body: memoryview, places: list[PayloadRange], prompt: Pay
         if text.count(cut.mark) != 1:
             return None
     parsed = _parse_text(job, text, cut)
-    if cut is not None and (parsed.prompt_text is not cut.text or not codec.prompt_ids_separator(cut.text, 2)):
-        return None
     values = _values(parsed, text, places, body, prompt)
-    return None if values is None else _Found(parsed, text, values, True, b"" if cut is None else cut.mark)
+    if values is None or cut is None:
+        return None if values is None else _Found(parsed, text, values, marked=True)
+    separator = codec.prompt_ids_separator(cut.text, 2) if parsed.prompt_text is cut.text else None
+    return None if separator is None else _Found(parsed, text, values, True, cut.mark, separator)
 
 
 def _parse_text(job: Job, text: bytes, cut: CutPrompt | None = None) -> Parsed:
@@ -230,13 +233,8 @@ def _values(
 
 def _place(text: bytes, kind: str, raw: msgspec.Raw) -> PayloadRange:
     """The position of a raw value, which is a view into the text."""
-    start = _address(raw) - _address(text)
+    start = scan.address(memoryview(raw)) - scan.address(memoryview(text))
     return PayloadRange(kind, start, start + len(memoryview(raw)))
-
-
-def _address(buffer: msgspec.Raw | bytes) -> int:
-    address: int = np.frombuffer(memoryview(buffer), np.uint8).__array_interface__["data"][0]
-    return address
 
 
 class _Edit(NamedTuple):
@@ -262,7 +260,9 @@ def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
 def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wire:
     """The stored form of the reply, without what is stored elsewhere."""
     text, prompt = found.text, found.parsed.prompt_text
-    separator = codec.prompt_ids_separator(prompt, prompt_tokens) if prompt else None
+    separator = found.separator
+    if prompt and not found.prompt_mark:
+        separator = codec.prompt_ids_separator(prompt, prompt_tokens)
     if separator is not None:
         edits = [*edits, *_prompt_edit(text, found.prompt_mark or prompt, edits)]
     parts: list[bytes] = []

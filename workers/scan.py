@@ -56,11 +56,26 @@ def may_exceed(text: bytes, most: int) -> bool:
     """May a text hold more values than `most`? Fast, but counts characters in strings as well."""
     found = 0
     for start in range(0, len(text) if len(text) > most else 0, SLICE):
-        part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
-        found += int(np.count_nonzero(part == _COMMA)) + int(np.count_nonzero(part | _CASE == _OPENS[1]))
+        found += _count(text, start)
         if found > most:
             return True
     return False
+
+
+def count_values(text: bytes | memoryview) -> int:
+    """An upper bound of the values in a text: it counts characters in strings as well."""
+    return sum(_count(text, start) for start in range(0, len(text), SLICE))
+
+
+def _count(text: bytes | memoryview, start: int) -> int:
+    part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
+    return int(np.count_nonzero(part == _COMMA)) + int(np.count_nonzero(part | _CASE == _OPENS[1]))
+
+
+def address(buffer: memoryview) -> int:
+    """The address of a buffer that is not empty."""
+    found: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return found
 
 
 def find(text: bytes, part: bytes, start: int = 0) -> int:

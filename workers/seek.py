@@ -6,7 +6,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -47,10 +47,10 @@ class LongValues(NamedTuple):
         return sum(place.end - place.start for place in self.payloads if not place.is_list)
 
 
-def long_values(body: memoryview, kinds: Sequence[str] = REPLAY) -> LongValues:
+def long_values(body: memoryview) -> LongValues:
     """The long values of a body. What comes first is not searched for what comes later: both may have megabytes."""
-    prompt = _prompt(body, WINDOW)
-    payloads = [place for kind in kinds for place in _payloads(body, kind, prompt)]
+    prompt = _prompt(body, WINDOW) if len(body) > LONG_PROMPT else None
+    payloads = [place for kind in REPLAY for place in _payloads(body, kind, prompt)]
     if prompt is None and len(body) > WINDOW:
         largest = max(payloads, key=lambda place: place.end - place.start, default=None)
         prompt = _prompt(body, len(body), largest)
@@ -61,7 +61,7 @@ def _prompt(body: memoryview, stop: int, gap: PayloadRange | None = None) -> Pay
     """The first list that looks like a prompt's ids and whose key ends before `stop`, if it is long and has no white
     space: it has only digits and commas, or what no list of ids may have (`-`, `.`, `/`)."""
     at = 0
-    for _ in range(COPIES if len(body) > LONG_PROMPT else 0):
+    for _ in range(COPIES):
         key = find(body[:stop], f'"{PROMPT}"'.encode(), at, gap)
         if key < 0:
             return None
