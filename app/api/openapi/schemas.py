@@ -25,6 +25,7 @@ from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
 from app.fleet.pauses import AdapterState, FleetGate, Told
+from app.sessions.search import SearchPage
 from app.sessions.tree_view import Tree
 from app.store.groups import Acknowledged
 from app.store.reads import Head
@@ -283,7 +284,7 @@ _BY_HAND: Mapping[str, Schema] = {
 
 def _generated() -> dict[str, Schema]:
     """The schemas of the types that replies are made of."""
-    kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
+    kinds = (Head, SearchPage, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
     found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
     return found
 
