@@ -17,6 +17,7 @@ from ops.bench import (
     export,
     latency,
     live,
+    live_sessions,
     load,
     partitions,
     payloads,
@@ -28,6 +29,7 @@ from ops.bench import (
     startup,
     tree,
     turns,
+    workers,
 )
 
 BENCHMARKS = {
@@ -41,6 +43,8 @@ BENCHMARKS = {
     "backup": backup,
     "archive": archive,
     "postgres": postgres,
+    "sessions": live_sessions,
+    "workers": workers,
     "partitions": partitions,
     "payloads": payloads,
     "startup": startup,
