@@ -82,6 +82,20 @@ class SessionFilters(TypedDict, total=False):
     order: Annotated[Literal["desc", "asc"], "Descending (default) or ascending."]
 
 
+class SearchFilters(TypedDict, total=False):
+    """The parameters of `GET /search` but for `q`."""
+
+    role: Annotated[str, "Only messages of this role; rejected."]
+    tool: Annotated[str, "Only calls of this tool, and its results."]
+    finish_reason: Annotated[str, "Only replies that ended so."]
+    reason: Annotated[str, "Only what is in no row for this reason."]
+    session_id: Annotated[str, "Only this session."]
+    metadata: Annotated[str, "Only sessions with this key=value."]
+    status: Annotated[SessionStatus, "Only sessions with this status."]
+    group_id: Annotated[str, "Only sessions of this group."]
+    tag: Annotated[str, "Only sessions with this tag."]
+
+
 class RowFilters(TypedDict, total=False):
     max_staleness: Annotated[int, "At most this many weight versions behind."]
     weight_version: Annotated[int, "The current weight version; default: the newest."]

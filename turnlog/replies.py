@@ -50,6 +50,24 @@ class ListedGroup(TypedDict):
     state: Literal["open", "complete", "leased", "acknowledged"]
 
 
+class SearchHit(TypedDict):
+    """A message that matches. `message` counts from 0 in the conversation that ends with the turn's reply; None for a
+    refused reply. `marks` are [start, end) of what matches in `snippet`."""
+
+    session_id: str
+    turn: int
+    message: int | None
+    role: str
+    tools: list[str]
+    finish_reason: str | None
+    reason: str | None
+    at: float
+    status: SessionStatus
+    group_id: str | None
+    snippet: str
+    marks: list[list[int]]
+
+
 class Attempt(TypedDict):
     """A rollout of a group, by its root; `finished`: all of it is closed and rewarded."""
 

@@ -26,6 +26,7 @@ from app.sessions.all_events import AllEvents
 from app.sessions.group_list import GroupList
 from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
+from app.sessions.search import Search
 from app.sessions.session_list import SessionList
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
@@ -94,6 +95,7 @@ class Services(Assembly):
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
         self.group_list = GroupList(database)
+        self.search = Search(database, self.log_end)
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
 

@@ -25,6 +25,7 @@ ON_BOTH = frozenset(
         "test_retries",
         "test_rollouts",
         "test_session_lists",
+        "test_search",
         "test_sessions",
         "test_tree",
         "test_turns",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NotRequired, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 import turnlog
 from app.api.events import EventParameters as EventsRoute
 from app.api.exports import ExportParameters as ExportRoute
+from app.api.search import search
 from app.api.session_lists import ListedSession, SessionListQuery
 from app.api.sessions import CreateSession
 from app.domain import events as server_events
@@ -21,6 +23,7 @@ from app.export.formats import SHAPES
 from app.export.shapes.turnlog import COLUMNS
 from app.fleet.pauses import AdapterState
 from app.sessions.group_list import GroupRow
+from app.sessions.search import Hit
 from app.sessions.session_list import Sort, State, Status
 from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
 from app.store.groups import Acknowledged
@@ -37,6 +40,8 @@ def test_parameters_are_the_servers() -> None:
     assert names(parameters.EventParameters) == set(EventsRoute.model_fields)
     assert {*names(parameters.FeedParameters), "consumer"} == set(FeedQuery.model_fields)
     assert names(parameters.NewSession) == set(CreateSession.model_fields)
+    searched = set(inspect.signature(search).parameters) - {"request"}
+    assert {*names(parameters.SearchFilters), "q", "limit", "cursor"} == searched
     assert {*names(parameters.SessionFilters), "count", "limit", "cursor"} == set(SessionListQuery.model_fields)
 
 
@@ -64,6 +69,7 @@ def test_shapes_and_event_types_are_the_servers() -> None:
     [
         (replies.ListedSession, ListedSession),
         (replies.ListedGroup, GroupRow),
+        (replies.SearchHit, Hit),
         (replies.Group, Group),
         (replies.Attempt, Attempt),
         (rows.Statistics, Statistics),

@@ -20,6 +20,7 @@ from turnlog.parameters import (
     FeedFilters,
     FeedParameters,
     NewSession,
+    SearchFilters,
     SessionFilters,
     Shape,
     TrainerShape,
@@ -33,11 +34,15 @@ from turnlog.replies import (
     ListedSession,
     PausedAdapter,
     RestoredStore,
+    SearchHit,
 )
 from turnlog.rows import Acknowledged, Excluded, LeasedGroup, Row, TrainerRow, WaitingGroup
 
 PAGE = 1000
 """The largest page of a list that the server gives."""
+
+SEARCH_PAGE = 100
+"""The largest page of a search."""
 
 R = TypeVar("R")
 """The type of an export's rows."""
@@ -107,12 +112,14 @@ class AsyncTurnlog:
         async for one in self._pages("/groups", "groups", {}, limit):
             yield cast(ListedGroup, one)
 
-    async def _pages(self, path: str, name: str, given: Object, limit: int | None) -> AsyncIterator[Object]:
+    async def _pages(
+        self, path: str, name: str, given: Object, limit: int | None, most: int = PAGE
+    ) -> AsyncIterator[Object]:
         """The items of all pages of a list, at most `limit`."""
         left = limit
         cursor: str | None = None
         while left is None or left > 0:
-            size = PAGE if left is None else min(PAGE, left)
+            size = most if left is None else min(most, left)
             page = await self._transport.read("GET", path, parameters={**given, "limit": size, "cursor": cursor})
             for one in page[name]:
                 yield one
@@ -120,6 +127,19 @@ class AsyncTurnlog:
             cursor = page["next_cursor"]
             if cursor is None:
                 return
+
+    async def search(
+        self, q: str | None = None, limit: int | None = None, **filters: Unpack[SearchFilters]
+    ) -> AsyncIterator[SearchHit]:
+        """Messages, tool calls and results that match, at most `limit`, newest first: session, turn, message, a snippet
+        and the places in it that match. `metadata` is `key=value`. Needs the admin token.
+
+        Raises InvalidRequest, also if the server makes no search index (`search_off`); TypeError and ValueError before
+        anything is sent.
+        """
+        given = {**checked(SearchFilters, filters), **present({"q": q})}
+        async for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
+            yield cast(SearchHit, one)
 
     async def group(self, group_id: str) -> Group:
         """A group's sessions, and the statistics of their rewards. Raises NotFound."""

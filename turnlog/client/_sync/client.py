@@ -21,6 +21,7 @@ from turnlog.parameters import (
     FeedFilters,
     FeedParameters,
     NewSession,
+    SearchFilters,
     SessionFilters,
     Shape,
     TrainerShape,
@@ -34,11 +35,15 @@ from turnlog.replies import (
     ListedSession,
     PausedAdapter,
     RestoredStore,
+    SearchHit,
 )
 from turnlog.rows import Acknowledged, Excluded, LeasedGroup, Row, TrainerRow, WaitingGroup
 
 PAGE = 1000
 """The largest page of a list that the server gives."""
+
+SEARCH_PAGE = 100
+"""The largest page of a search."""
 
 R = TypeVar("R")
 """The type of an export's rows."""
@@ -106,18 +111,31 @@ class Turnlog:
         for one in self._pages("/groups", "groups", {}, limit):
             yield cast(ListedGroup, one)
 
-    def _pages(self, path: str, name: str, given: Object, limit: int | None) -> Iterator[Object]:
+    def _pages(self, path: str, name: str, given: Object, limit: int | None, most: int = PAGE) -> Iterator[Object]:
         """The items of all pages of a list, at most `limit`."""
         left = limit
         cursor: str | None = None
         while left is None or left > 0:
-            size = PAGE if left is None else min(PAGE, left)
+            size = most if left is None else min(most, left)
             page = self._transport.read("GET", path, parameters={**given, "limit": size, "cursor": cursor})
             yield from page[name]
             left = None if left is None else left - len(page[name])
             cursor = page["next_cursor"]
             if cursor is None:
                 return
+
+    def search(
+        self, q: str | None = None, limit: int | None = None, **filters: Unpack[SearchFilters]
+    ) -> Iterator[SearchHit]:
+        """Messages, tool calls and results that match, at most `limit`, newest first: session, turn, message, a snippet
+        and the places in it that match. `metadata` is `key=value`. Needs the admin token.
+
+        Raises InvalidRequest, also if the server makes no search index (`search_off`); TypeError and ValueError before
+        anything is sent.
+        """
+        given = {**checked(SearchFilters, filters), **present({"q": q})}
+        for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
+            yield cast(SearchHit, one)
 
     def group(self, group_id: str) -> Group:
         """A group's sessions, and the statistics of their rewards. Raises NotFound."""
