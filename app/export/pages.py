@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -26,11 +26,15 @@ from app.store.engine import Database
 from app.store.packs.reader import fetch_packed
 from app.store.reads import Connection, Position
 
-PAGE = 64
+PAGE = 256
 """Positions read in one query."""
 
-PART_TURNS = 256
-"""Turns read together, if they belong to several pages."""
+PART_BYTES = 16 << 20
+"""About how many bytes of stored content are read together, if they belong to several pages: with few sessions at a
+time most of a read is the cost of its statements."""
+
+FIRST_TURN_BYTES = 64 << 10
+"""What a turn is taken to have before the first is read."""
 
 REPLAY_SESSIONS = 2
 """Sessions read together with replay payloads, which are larger than all else."""
@@ -115,11 +119,15 @@ class ExportPages:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._known: _Known | None = None
         self._order: list[tuple[str, Position]] | None = None
+        self._turn_bytes = FIRST_TURN_BYTES
 
     async def following(
         self, after: Position, session_id: str | None, group_id: str | None, types: Sequence[str]
-    ) -> tuple[list[list[ExportPage]], Position | None]:
-        """The next pages, in parts that may be in memory together, and the last position examined; None at the end."""
+    ) -> tuple[Iterator[list[ExportPage]], Position | None]:
+        """The next pages, in parts that may be in memory together, and the last position examined; None at the end.
+
+        How large the turns of one part were decides how many turns the next one has.
+        """
         asked_for = session_id is not None
 
         def read(connection: Connection) -> tuple[list[ExportPage], Position | None]:
@@ -188,6 +196,7 @@ class ExportPages:
             urls = await sign(self._database, found.values(), self._url_s)
             found = {one: msgspec.structs.replace(stored, urls=urls) for one, stored in found.items()}
         stored = {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
+        self._measure(stored.values())
         return await self._rollout_rows.counted(stored, members)
 
     def _places(
@@ -257,16 +266,29 @@ class ExportPages:
             rollouts={member.session_id: member.rollout for member in found},
         )
 
-    def _parts(self, places: Sequence[ExportPage]) -> list[list[ExportPage]]:
-        parts: list[list[ExportPage]] = []
+    def _parts(self, places: Sequence[ExportPage]) -> Iterator[list[ExportPage]]:
+        part: list[ExportPage] = []
         turns = sessions = 0
         for place in places:
             turns, sessions = turns + place.turns, sessions + len(place.members)
-            if not parts or turns > PART_TURNS or (self._replay and sessions > REPLAY_SESSIONS):
-                parts.append([])
-                turns, sessions = place.turns, len(place.members)
-            parts[-1].append(place)
-        return parts
+            if part and (turns * self._turn_bytes > PART_BYTES or (self._replay and sessions > REPLAY_SESSIONS)):
+                yield part
+                part, turns, sessions = [], place.turns, len(place.members)
+            part.append(place)
+        if part:
+            yield part
+
+    def _measure(self, read: Collection[StoredSession]) -> None:
+        sizes = [_size(stored) for stored in read]
+        turns = sum(len(stored.frames) for stored in read)
+        if turns:
+            self._turn_bytes = max(sum(sizes) // turns, 1)
+
+
+def _size(stored: StoredSession) -> int:
+    """Bytes of a session's log and frames."""
+    frames = (frame for both in stored.frames.values() for frame in both if frame is not None)
+    return sum(len(row.data or b"") for row in stored.events) + sum(map(len, frames))
 
 
 def _in_order(places: Sequence[Position]) -> bool:
