@@ -16,7 +16,9 @@ import msgspec
 from app.domain.branches import Branches, Picker
 from app.domain.events import EXPORTED
 from app.domain.groups import grpo
+from app.export import formats
 from app.export.links import sign
+from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
 from app.store import bulk, reads, survey
 from app.store.archives.fetching import fetch_archived
@@ -95,7 +97,8 @@ class _Known(msgspec.Struct, frozen=True):
 class ExportPages:
     """The pages up to `high`. `grouped`: a row contains a whole group; `advantages`: each session needs one.
 
-    A group stands at the position of its last session, even if that session was erased since.
+    A group stands at the position of its last session, even if that session was erased since. `turn_bytes`: the stored
+    bytes of a turn, on average, in what was read last.
     """
 
     def __init__(
@@ -108,8 +111,10 @@ class ExportPages:
         replay: bool | Literal["urls"],
         url_s: int,
         branches: Branches | Picker,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self._database = database
+        self._part_bytes = part_bytes
         self._high = high
         self._grouped = grouped
         self._advantages = advantages
@@ -119,7 +124,28 @@ class ExportPages:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._known: _Known | None = None
         self._order: list[tuple[str, Position]] | None = None
-        self._turn_bytes = FIRST_TURN_BYTES
+        self.turn_bytes: int | None = None
+
+    @classmethod
+    def of_query(
+        cls,
+        database: Database,
+        high: Position,
+        query: ExportQuery,
+        branches: Branches | Picker,
+        part_bytes: int = PART_BYTES,
+    ) -> ExportPages:
+        """The pages that a query asks for."""
+        return cls(
+            database,
+            high,
+            grouped=formats.takes_groups(query.shape),
+            advantages=query.advantage is not None,
+            replay=query.replay,
+            url_s=query.url_s,
+            branches=branches,
+            part_bytes=part_bytes,
+        )
 
     async def following(
         self, after: Position, session_id: str | None, group_id: str | None, types: Sequence[str]
@@ -271,7 +297,10 @@ class ExportPages:
         turns = sessions = 0
         for place in places:
             turns, sessions = turns + place.turns, sessions + len(place.members)
-            if part and (turns * self._turn_bytes > PART_BYTES or (self._replay and sessions > REPLAY_SESSIONS)):
+            if part and (
+                turns * (self.turn_bytes or FIRST_TURN_BYTES) > self._part_bytes
+                or (self._replay and sessions > REPLAY_SESSIONS)
+            ):
                 yield part
                 part, turns, sessions = [], place.turns, len(place.members)
             part.append(place)
@@ -279,13 +308,13 @@ class ExportPages:
             yield part
 
     def _measure(self, read: Collection[StoredSession]) -> None:
-        sizes = [_size(stored) for stored in read]
+        sizes = [stored_bytes(stored) for stored in read]
         turns = sum(len(stored.frames) for stored in read)
         if turns:
-            self._turn_bytes = max(sum(sizes) // turns, 1)
+            self.turn_bytes = max(sum(sizes) // turns, 1)
 
 
-def _size(stored: StoredSession) -> int:
+def stored_bytes(stored: StoredSession) -> int:
     """Bytes of a session's log and frames."""
     frames = (frame for both in stored.frames.values() for frame in both if frame is not None)
     return sum(len(row.data or b"") for row in stored.events) + sum(map(len, frames))
