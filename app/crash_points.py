@@ -77,6 +77,8 @@ CrashPoint = Literal[
     "in_reward",
     "after_reward",
     "after_reward_shared",
+    "in_note",
+    "after_note",
     "in_close",
     "after_close",
     "after_child_closed",

@@ -26,6 +26,7 @@ from app.api import (
     forks,
     groups,
     models,
+    notes,
     payloads,
     responses,
     service,
@@ -157,7 +158,7 @@ async def _bucket(settings: Settings) -> Bucket | None:
     if silent := await bucket.probe():
         log.warning("%s; turns with replay payloads wait for it", silent)
     if bucket.versions is not None:
-        log.warning("%s keeps old versions: an erasure deletes those too", bucket.url)
+        log.warning("%s keeps old versions: %s", bucket.url, bucket.versions.consequence)
     return bucket
 
 
@@ -263,6 +264,7 @@ def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
+    app.include_router(notes.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
     app.include_router(events.router)

@@ -41,7 +41,7 @@ from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.store import reads, rollouts
 from app.store.erasure import EraseComponents, reward_rows, without_components
-from app.store.log import Appended, Refused, StoredBlob
+from app.store.log import ARCHIVED, Appended, Refused, StoredBlob
 from app.store.log_sessions import (
     AssignReward,
     Circular,
@@ -52,6 +52,7 @@ from app.store.log_sessions import (
     Existing,
     FreeChunks,
     FreeReplay,
+    Note,
     ShareReward,
 )
 from app.store.packs import rows as packs
@@ -196,6 +197,17 @@ class Sessions:
                 await asyncio.gather(*map(self._share_reward, members))
         return seq
 
+    async def note(self, session_id: str, text: str | None, tags: Sequence[str] | None) -> int:
+        """Write a note or tags; None leaves what is there, an empty one removes it. The seq of the event.
+
+        Raises SessionNotFound, SessionClosed (erased), Restored.
+        """
+        live = await self._cache.current(session_id)
+        event = decide.note(live.session if live else None, session_id, text, tags)
+        outcome = await self._archives.submit(Note(session_id, self._clock(), event))
+        reach("after_note")
+        return self._appended(session_id, outcome).events[-1].seq
+
     async def close(self, session_id: str) -> None:
         """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
 
@@ -320,15 +332,19 @@ class Sessions:
         """
         if self._database.archives is not None:
             await self._archives.bring_back(session_id)
-        with contextlib.suppress(SessionUnreadable):
-            await self.free_replay(session_id, unless_pinned=unless_pinned)
-        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        has_packs = self._database.bucket is not None
-        erased = await self._archives.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
+        while (erased := await self._drop_content(session_id, unless_pinned)) == Refused(ARCHIVED):
+            await self._archives.bring_back(session_id)  # just archived, and so again with all that had been removed
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
+
+    async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
+        with contextlib.suppress(SessionUnreadable):
+            await self.free_replay(session_id, unless_pinned=unless_pinned)
+        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
+        has_packs = self._database.bucket is not None
+        return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
 
     async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
         """Remove the components from existing rewards, in steps; returns the last event examined."""

@@ -70,6 +70,7 @@ incarnations = Table(
 
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
+_TAGGED = text("tags IS NOT NULL")
 
 sessions = Table(
     "sessions",
@@ -90,12 +91,15 @@ sessions = Table(
     Column("engine", Text),
     Column("root_id", SESSION_ID),
     Column("last_turn", Integer, server_default="0", nullable=False),
+    Column("note", Text),
+    Column("tags", Text),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     Index("ix_sessions_weight_version", "weight_version"),
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
     Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
+    Index("ix_sessions_tagged", "created_at", "session_id", sqlite_where=_TAGGED, postgresql_where=_TAGGED),
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
@@ -105,6 +109,8 @@ given to a turn.
 Each turn updates it twice; with room beside it in its page none of its indexes is touched (99 % of the updates,
 against a quarter in full pages). `weight_version` is the largest of its committed turns, discarded ones too, that is
 a number; null where none is. `engine` is that of its newest committed turn, and has no index: each turn may change it.
+
+`note` is a person's, null where there is none; `tags` are joined as `domain.notes` says, null where there are none.
 
 `root_id` is the root of its rollout: the last session that its line of parents names, which need not be there (yet);
 null where it names no parent. It follows from several logs: see `store.rollouts`.

@@ -20,6 +20,7 @@ ON_BOTH = frozenset(
         "test_checkpoints",
         "test_export",
         "test_fork",
+        "test_notes",
         "test_odd_parameters",
         "test_retries",
         "test_rollouts",

@@ -115,7 +115,8 @@ _BY_HAND: Mapping[str, Schema] = {
         session=ref("SessionGiven"),
     ),
     "SessionGiven": record(
-        "The fields of `POST /sessions`, with their defaults; only a fork has `forked_from`.",
+        "The fields of `POST /sessions`, with their defaults, and the session's note and tags; only a fork has "
+        "`forked_from`.",
         optional=["forked_from"],
         session_id=TEXT,
         group_id=nullable(TEXT),
@@ -135,6 +136,8 @@ _BY_HAND: Mapping[str, Schema] = {
         params_mode=TEXT,
         evaluation=BOOLEAN,
         parent_session_id=nullable(TEXT),
+        note=nullable(TEXT),
+        tags=listed(TEXT),
         forked_from=record(
             "The source session and the turn after which the fork begins.",
             session_id=TEXT,
@@ -178,6 +181,7 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
         "additionalProperties": True,
     },
+    "Noted": record("The event that holds the note or tags.", session_id=TEXT, seq=COUNT),
     "Rewarded": record("The event that assigned the reward.", session_id=TEXT, seq=COUNT),
     "Engine": record(
         "An engine: its state in the pool, and its health as seen by the answering process.",

@@ -21,6 +21,11 @@ class Versions:
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
         self._client: Any = None
 
+    @property
+    def consequence(self) -> str:
+        """What follows for who runs the store."""
+        return "an erasure deletes those too" if self._is_s3 else "nothing is deleted there; turn versioning off"
+
     def delete(self, name: str) -> None:
         """Delete all versions of an object. Raises PayloadsUnavailable."""
         client = self._opened()
