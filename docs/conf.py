@@ -1,4 +1,4 @@
-"""Sphinx's configuration: `sphinx-build -W -c docs . site` makes the site of the documentation (docs/README.md).
+"""Sphinx's configuration: `sphinx-build -aEW -c docs . site` makes the site of the documentation (docs/README.md).
 
 The pages are plain Markdown that code hosts show as they are. What only the site needs is added here: its navigation,
 which is the index in docs/README.md, and Mermaid's script, which `ops/setup docs` takes from npm, so that a reader's
