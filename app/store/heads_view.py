@@ -105,7 +105,7 @@ def page(
     direction = [one.desc() if newest_first else one.asc() for one in (value, sessions.c.session_id)]
     if order in NULLABLE:
         direction[0] = direction[0].nulls_last()
-    query = _filtered(select(*_ROW), wanted).order_by(*direction).limit(limit)
+    query = filtered(select(*_ROW), wanted).order_by(*direction).limit(limit)
     if after is not None:
         query = query.where(_after(value, after, newest_first=newest_first, nullable=order in NULLABLE))
     return _with_claims(connection, [HeadRow(*row) for row in connection.execute(query)])
@@ -113,7 +113,7 @@ def page(
 
 def count(connection: Connection, wanted: HeadFilter) -> int:
     """Number of heads; COUNTED + 1 if there are more."""
-    found = _filtered(select(sessions.c.session_id), wanted).limit(COUNTED + 1).subquery()
+    found = filtered(select(sessions.c.session_id), wanted).limit(COUNTED + 1).subquery()
     counted: int = connection.execute(select(func.count()).select_from(found)).scalar_one()
     return counted
 
@@ -122,7 +122,7 @@ def of(connection: Connection, session_ids: Sequence[str], wanted: HeadFilter | 
     """The heads of these sessions that match `wanted`, in no order."""
     found: list[HeadRow] = []
     for at in range(0, len(session_ids), SPAN):
-        query = _filtered(select(*_ROW), wanted or HeadFilter())
+        query = filtered(select(*_ROW), wanted or HeadFilter())
         part = sessions.c.session_id.in_(session_ids[at : at + SPAN])
         found += [HeadRow(*row) for row in connection.execute(query.where(part))]
     return _with_claims(connection, found)
@@ -175,7 +175,8 @@ def last_seq(connection: Connection, session_id: str) -> int:
     return connection.execute(select(func.max(events.c.seq)).where(events.c.session_id == session_id)).scalar() or 0
 
 
-def _filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
+def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
+    """The query, of heads that match."""
     head = sessions.c
     conditions: list[ColumnElement[bool] | None] = [
         None if wanted.status is None else head.status == wanted.status,

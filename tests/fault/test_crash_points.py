@@ -308,7 +308,16 @@ def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
 @pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize(
     "point",
-    ["in_close", "after_close", "after_tombstones", "after_freed", "after_components", "in_erase", "after_erase"],
+    [
+        "in_close",
+        "after_close",
+        "after_tombstones",
+        "after_freed",
+        "after_components",
+        "after_entries_dropped",
+        "in_erase",
+        "after_erase",
+    ],
 )
 def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
     """It is taken up again where it was broken off, and then nothing of the content is left in the files."""

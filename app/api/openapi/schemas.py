@@ -25,6 +25,7 @@ from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
 from app.fleet.pauses import AdapterState, FleetGate, Told
+from app.sessions.search import SearchPage
 from app.sessions.tree_view import Tree
 from app.store.groups import Acknowledged
 from app.store.reads import Head
@@ -71,8 +72,10 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
     "PayloadsMoved": record(
-        "A step of a move: how many chunks it moved, their bytes, and where the next step begins.",
+        "A step of a move: how many chunks it moved, how many stay because their packs are gone or damaged, the bytes, "
+        "and where the next step begins.",
         moved=COUNT,
+        lost=COUNT,
         bytes=COUNT,
         after=nullable(record("The last chunk of the step.", session_id=TEXT, fence=COUNT, number=COUNT)),
     ),
@@ -281,7 +284,7 @@ _BY_HAND: Mapping[str, Schema] = {
 
 def _generated() -> dict[str, Schema]:
     """The schemas of the types that replies are made of."""
-    kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
+    kinds = (Head, SearchPage, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
     found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
     return found
 
