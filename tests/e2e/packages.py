@@ -85,7 +85,7 @@ def copied(folder: Path) -> Path:
     """What a build needs of the checkout."""
     for name in ("turnlog", *SERVER):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "alembic.ini"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "alembic.ini", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
