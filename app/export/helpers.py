@@ -34,7 +34,7 @@ LOCAL_PARTS = 8
 """Parts that are made without helpers: it takes half a second until they have started."""
 
 
-PART_BYTES = 4 << 20
+PART_BYTES = 3 << 20
 """About how much stored content a part has: less than without helpers, since several parts are in memory."""
 
 
@@ -147,7 +147,7 @@ class PartMaker:
 async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) -> AsyncGenerator[Rows]:
     """The rows of the parts, in their order."""
     waiting: deque[asyncio.Task[tuple[Rows, Iterator[Fields] | None]]] = deque()
-    most = 2 * (helpers.count + 1)
+    most = helpers.count + 2
     async with contextlib.aclosing(parts), contextlib.AsyncExitStack() as stack:
         number = 0
         try:

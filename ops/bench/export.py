@@ -59,7 +59,7 @@ READS = {
 }
 """The queries of the plain read, and how many of their last columns are content."""
 
-SAMPLE_S = 0.02
+SAMPLE_S = 0.05
 
 LOOK_S = 0.2
 """How often new processes are looked for: a large export starts some."""
@@ -207,8 +207,9 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu
         "CPU us a row": cpu / count * 1e6,
         "plain CPU us": read_cpu / count * 1e6,
         "CPU ratio": read_cpu / cpu,
-        "peak MiB": peak.bytes / MIB,
-        "before MiB": peak.before / MIB,
+        "peak MiB": peak.most.resident / MIB,
+        "before MiB": peak.before.resident / MIB,
+        "peak MiB, shared once": peak.most.proportional / MIB,
     }
 
 
@@ -218,9 +219,15 @@ def _cpu_s(pid: int) -> float:
     return cpu_s(pid) + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
+class _Held(NamedTuple):
+    """Bytes of memory: resident pages, with those that several processes share counted for each, or once."""
+
+    resident: int
+    proportional: int
+
+
 class _Peak(threading.Thread):
-    """Samples the memory of a process and its children and keeps the maximum: resident pages, with shared pages counted
-    for each process."""
+    """Samples the memory of a process and its children and keeps the maximum."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -228,16 +235,17 @@ class _Peak(threading.Thread):
         self._pids = family(pid)
         self._looked = time.monotonic()
         self._stopped = threading.Event()
-        self.before = self.bytes = self._resident()
+        self.before = self.most = self._held()
 
     def run(self) -> None:
         while not self._stopped.wait(SAMPLE_S):
             if time.monotonic() - self._looked > LOOK_S:
                 self._pids, self._looked = family(self._pid), time.monotonic()
-            self.bytes = max(self.bytes, self._resident())
+            held = self._held()
+            self.most = _Held(*map(max, self.most, held))
 
-    def _resident(self) -> int:
-        return sum(_resident(pid) for pid in self._pids)
+    def _held(self) -> _Held:
+        return _Held(*map(sum, zip(*map(_held_by, self._pids), strict=True)))
 
     def __enter__(self) -> _Peak:
         self.start()
@@ -248,13 +256,15 @@ class _Peak(threading.Thread):
         self.join()
 
 
-def _resident(pid: int) -> int:
-    """0 for a process that has ended."""
+def _held_by(pid: int) -> _Held:
+    """Nothing for a process that has ended."""
+    found = {"Rss": 0, "Pss": 0}
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, _, size = line.partition(":")
+            if name in found:
+                found[name] = int(size.split()[0]) * 1024
+    return _Held(found["Rss"], found["Pss"])
 
 
 class Incomplete(Exception):
