@@ -152,7 +152,8 @@ class ExportPages:
     ) -> tuple[Iterator[list[ExportPage]], Position | None]:
         """The next pages, in parts that may be in memory together, and the last position examined; None at the end.
 
-        How large the turns of one part were decides how many turns the next one has.
+        They are read as of one moment: a session may be archived or brought back meanwhile. How large the turns of one
+        part were decides how many turns the next one has.
         """
         asked_for = session_id is not None
 
@@ -181,9 +182,9 @@ class ExportPages:
             return self._places(connection, known.heads, self._order[at : at + PAGE], asked_for)
 
         if self._order is not None or after > self._high:
-            places, last = await self._database.read(around_damage)
+            places, last = await self._database.read(around_damage, one_moment=True)
         else:
-            places, last = await self._database.read(read, or_else=around_damage)
+            places, last = await self._database.read(read, one_moment=True, or_else=around_damage)
         return self._parts(places), last
 
     async def of(self, session_ids: Sequence[str]) -> list[ExportPage]:
@@ -200,7 +201,7 @@ class ExportPages:
             there = [(one, reads.END) for one in session_ids if one in heads]
             return self._places(connection, heads, there, True)[0]
 
-        return await self._database.read(read, or_else=around_damage)
+        return await self._database.read(read, one_moment=True, or_else=around_damage)
 
     async def read(self, part: Sequence[ExportPage]) -> dict[str, StoredSession]:
         """The stored content of these pages' sessions; a session whose head is lost gives nothing."""
