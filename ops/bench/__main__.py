@@ -17,6 +17,7 @@ from ops.bench import (
     export,
     latency,
     live,
+    live_sessions,
     load,
     long,
     partitions,
@@ -29,6 +30,7 @@ from ops.bench import (
     startup,
     tree,
     turns,
+    workers,
 )
 
 BENCHMARKS = {
@@ -43,6 +45,8 @@ BENCHMARKS = {
     "backup": backup,
     "archive": archive,
     "postgres": postgres,
+    "sessions": live_sessions,
+    "workers": workers,
     "partitions": partitions,
     "payloads": payloads,
     "startup": startup,
