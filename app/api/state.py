@@ -25,6 +25,7 @@ from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
+from app.sessions.search import Search
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
 from app.store.engine import Database
@@ -90,6 +91,7 @@ class Services(Assembly):
         self.counted = CachedFigures(database, time.monotonic)
         self.log_end = LogEnd(database)
         self.all_events = AllEvents(database, self.log_end)
+        self.search = Search(database, self.log_end)
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
 

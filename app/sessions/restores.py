@@ -60,7 +60,7 @@ INLINE = 64
 GROUPS_AT_ONCE = 200
 """Groups in one transaction."""
 
-HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine")
+HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine", "note", "tags")
 """The columns of a session's row that a restore changes, besides those that every event does."""
 
 

@@ -276,6 +276,8 @@ _set_head = (
         turns=bindparam("new_turns"),
         weight_version=bindparam("new_weight_version", type_=sessions.c.weight_version.type),
         engine=bindparam("new_engine", type_=sessions.c.engine.type),
+        note=bindparam("new_note", type_=sessions.c.note.type),
+        tags=bindparam("new_tags", type_=sessions.c.tags.type),
     )
     .returning(sessions.c.group_id, sessions.c.root_id)
 )

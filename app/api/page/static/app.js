@@ -13,6 +13,7 @@ import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
 import { TokensView } from "./tokens.js";
+import { visibleText } from "./visible.js";
 
 /** @import {Me, Overview} from "../ui_types.d.ts" */
 /** @import {View} from "./view.js" */
@@ -146,8 +147,8 @@ class App {
     markNavigation(route?.name === "group" ? "groups" : route?.name);
     if (!route) {
       document.title = "Turnlog";
-      const all = h("p", null, h("a", { href: "#/" }, "All sessions"));
-      replace(this.main, message("empty", "There is no such view.", all));
+      const links = NAVIGATION.map(({ href, title }) => [h("a", { href }, title), " "]);
+      replace(this.main, message("empty", `There is no view at ${visibleText(this.place)}`, h("p", null, links)));
       return;
     }
     const { View, title } = VIEWS[route.name];

@@ -1,7 +1,7 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { ApiError, curl } from "./api.js";
-import { copyButton } from "./copy.js";
+import { ApiError } from "./api.js";
+import { copyButtons } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
 import { addressOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
 import { count, decimal } from "./format.js";
@@ -42,12 +42,12 @@ export class SessionsView extends View {
     this.total = h("span", { role: "status" });
     this.changes = button("", () => this.refresh(), { class: "changed", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    const copy = copyButton(() => curl("/ui/api/sessions", { ...this.list.query, limit: 200 }));
+    const copy = copyButtons(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
-      this.form.element,
+      this.form.box,
       bar(this.presets, [this.changes, this.total, again, copy]),
       this.problem,
       this.table.element,
@@ -215,7 +215,7 @@ function columns(newest) {
       fill: textCell((row) => visibleText(String(row.weight_version ?? "–"))),
     },
     {
-      title: "Behind",
+      title: "Staleness",
       hint: "Weight versions behind the newest",
       width: "80px",
       number: true,
