@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers.store import Meanwhile, Store, two_stores
+from helpers.store import Meanwhile, Store
 from sqlalchemy import event
 from sqlalchemy.util import await_only
 
@@ -37,12 +37,6 @@ pytestmark = pytest.mark.anyio
 
 WAITS_S = 0.3
 """Long enough for an operation that does not wait for another's transaction to have ended."""
-
-
-@pytest.fixture
-async def pair(postgres_url: str) -> AsyncIterator[tuple[Store, Store]]:
-    async with two_stores(postgres_url) as made:
-        yield made
 
 
 async def archiving(store: Store, session_id: str) -> Archive:
