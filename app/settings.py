@@ -250,7 +250,7 @@ class Settings(BaseSettings):
         if value is None or (info.field_name == "payloads" and value == "database"):
             return value
         scheme, _, rest = value.partition("://")
-        if scheme not in BUCKETS or not rest.strip("/"):
+        if scheme not in BUCKETS or not rest.strip("/") or rest.startswith("/") != (scheme == "file"):
             raise ValueError(
                 "database, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
             )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from helpers.buckets import TestBucket
 from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
 from helpers.store import Meanwhile, Store
@@ -164,6 +165,13 @@ async def test_a_name_is_never_written_twice(yard: Yard) -> None:
     await yard.bucket.put("1/1/1-3", b"abc")
     with pytest.raises(PayloadsUnavailable, match="another store's"):
         await yard.bucket.put("1/1/1-3", b"xyz")
+
+
+@pytest.mark.parametrize("part", [(2, 3), (3, 3), (90, 3)])
+async def test_a_part_behind_the_end_of_an_object_is_not_there(yard: Yard, part: tuple[int, int]) -> None:
+    """The object is damaged; the storage is not away."""
+    await yard.bucket.put("1/1/1-100", b"abc")
+    assert await yard.bucket.read_parts("1/1/1-100", [(0, 3), part]) is None
 
 
 async def test_what_is_committed_stays_and_is_read(yard: Yard) -> None:
@@ -370,6 +378,37 @@ async def test_payloads_are_moved_there_and_back(yard: Yard) -> None:
     assert found == {(2, 0): codec.compress(text(3))}
 
 
+async def test_an_erasure_ends_while_payloads_are_moved(yard: Yard) -> None:
+    for number in range(4):
+        await yard.turn(f"s{number}", text(number))
+    await yard.erase("s0")
+    mover = Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)
+
+    async def move() -> None:
+        while await yard.is_being_erased("s0"):
+            await mover.step(START)
+
+    moving = asyncio.create_task(move())
+    await asyncio.sleep(0)
+    await yard.round()
+    assert not await yard.is_being_erased("s0")
+    await moving
+
+
+@pytest.mark.parametrize("damage", [b"", b"frame"])
+async def test_a_move_counts_what_is_lost(yard: Yard, damage: bytes) -> None:
+    await yard.turn("kept", text(1))
+    await yard.turn("lost", text(2))
+    [name] = yard.left_of(text(2))
+    whole = (yard.folder / name).read_bytes()
+    (yard.folder / name).write_bytes(damage + whole[len(damage) :] if damage else b"")
+    mover = Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)
+    step = await mover.step(START)
+    assert (step.moved, step.lost) == (1, 1)
+    assert (await mover.step(step.after or START)).after is None
+    assert await yard.frames("kept", 0) == [text(1)]
+
+
 async def moved(mover: Mover) -> int:
     after: Key | None = START
     count = 0
@@ -410,3 +449,19 @@ async def test_a_bucket_of_googles_numbers_objects_whether_it_keeps_versions_or_
     else:
         await bucket.delete(["1/1/1-3"])
         assert list(google.objects) == ["/bucket/run/turnlog-probe"]
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+async def test_versions_are_deleted_where_the_objects_are(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """The two packages that speak to S3 know different variables."""
+    storage = TestBucket()
+    storage.keep_versions()
+    environment = storage.environment
+    environment[variable] = environment.pop("AWS_ENDPOINT_URL")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(f"s3://{storage.name}/run", 5.0)
+    await bucket.put("1/1/1-3", b"abc")
+    await bucket.delete(["1/1/1-3"])
+    assert storage.versions() == []
+    storage.close()

@@ -265,6 +265,7 @@ def test_names_and_requests_that_are_refused(used: Stand) -> None:
         ({"name": name}, (409, "checkpoint_exists")),
         ({"name": "before-1"}, (400, "invalid_request")),
         ({"name": "a b"}, (400, "invalid_request")),
+        ({"name": ".."}, (400, "invalid_request")),
         ({"name": "c", "cut": "later"}, (400, "invalid_request")),
     )
     for body, expected in cases:

@@ -72,8 +72,10 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
     "PayloadsMoved": record(
-        "A step of a move: how many chunks it moved, their bytes, and where the next step begins.",
+        "A step of a move: how many chunks it moved, how many stay because their packs are gone or damaged, the bytes, "
+        "and where the next step begins.",
         moved=COUNT,
+        lost=COUNT,
         bytes=COUNT,
         after=nullable(record("The last chunk of the step.", session_id=TEXT, fence=COUNT, number=COUNT)),
     ),

@@ -152,7 +152,10 @@ class Bucket:
     async def read_parts(self, name: str, parts: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Parts (offset, length) of an object, neighbours in one request; None if it is not there or shorter."""
         starts, lengths = [offset for offset, _ in parts], [length for _, length in parts]
+        end = max((offset + length for offset, length in parts), default=0)
         try:
+            if self._folder is not None and (self._folder / name).stat().st_size < end:
+                return None  # obstore does not raise for this, it panics
             async with asyncio.timeout(self._timeout_s):
                 found = await obstore.get_ranges_async(self._store, name, starts=starts, lengths=lengths)
         except FileNotFoundError:

@@ -114,7 +114,6 @@ class Collector:
         self._examined: set[str] = set()  # dead packs without bytes of erased sessions
         self._told_of: str | None = None
         self._due = asyncio.Event()
-        self._keeping = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -150,7 +149,7 @@ class Collector:
 
     async def round(self) -> None:
         """One round. Raises PayloadsUnavailable, StoreUnavailable, StoreFull."""
-        async with self._keeping:
+        async with self._packs.keeping:
             if not await self._owns_place():
                 return
             token = await self._take_token()
