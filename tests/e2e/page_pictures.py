@@ -14,6 +14,7 @@ from integration.stand import Stand
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
+from e2e.page_data import rollouts
 
 VIEWS = {
     "sessions": "#/",
@@ -24,6 +25,8 @@ VIEWS = {
     "exports": "#/exports?max_staleness=0&weight_version=12",
     "nothing": "#/?q=nobody",
     "tree": "#/session/deep-research-5",
+    "rollouts": "#/group/retail%2Forder-17/rollouts?sort=best",
+    "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
     "compared": "#/session/deep-research-5?branch=0&against=2",
 }
 DOCUMENTED = (
@@ -31,6 +34,8 @@ DOCUMENTED = (
     ("sessions", "dark"),
     ("groups", "light"),
     ("group", "light"),
+    ("rollouts", "light"),
+    ("diff", "light"),
     ("exports", "light"),
     ("tree", "light"),
     ("compared", "light"),
@@ -64,6 +69,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root, page_standing(_Folders(Path(root))) as page, launched() as browser:
         shown = opened(browser, page.stand.server.base_url)
         work(page.stand)
+        rollouts(page.stand)
         for name, scheme in every if arguments.all else DOCUMENTED:
             take(shown, name, scheme, folder / f"{name}-{scheme}.png")
         for width, height in ((1920, 1080), (800, 1000)) if arguments.all else ():

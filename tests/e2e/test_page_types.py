@@ -93,6 +93,7 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
     ):
         path = f"/ui/api/sessions/{session_id}"
         found += [("Session", path), ("Transcript", f"{path}/conversation"), ("TokenPage", f"{path}/tokens")]
+        found.append(("Rollout", f"{path}/rollout?limit=20"))
         found.append(("Tree", f"/sessions/{session_id}/tree"))
     return found
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
+from app.api.page.rollout_view import MAX_STEPS
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
 from app.domain.patterns import MAX_INTEGER
@@ -114,6 +115,21 @@ async def tokens(
 ) -> Response:
     """A branch's tokens, as in an export."""
     return reply(await (await services(request).page()).tokens.at(session_id, seq, branch, start, limit))
+
+
+@router.get("/sessions/{session_id}/rollout")
+@for_the_page
+async def rollout(
+    request: Request,
+    session_id: SessionId,
+    branch: BranchNumber = None,
+    start: Annotated[
+        int, Query(ge=0, le=MAX_INTEGER, description="Index of the first turn whose content is read.")
+    ] = 0,
+    limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
+) -> Response:
+    """A branch of a session as a rollout: all turns in short, and some with their messages and probabilities."""
+    return reply(await (await services(request).page()).rollouts.at(session_id, branch, start, limit))
 
 
 @router.get("/groups")

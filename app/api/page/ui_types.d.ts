@@ -367,6 +367,40 @@ export interface TokenPage {
   error: string | null;
 }
 
+/** A turn of a rollout; two with equal marks have the same messages up to here. */
+export type Mark = [turn: number, mark: string, outputTokens: number, finishReason: string | null];
+
+export interface RolloutStep {
+  turn: number;
+  messages: Entry[];
+  prompt_tokens: number;
+  output_tokens: number;
+  finish_reason: string | null;
+  mean_logprob: number | null;
+  /** the lowest logprobs of equal parts of the reply */
+  strip: number[];
+  error: string | null;
+}
+
+/** GET /ui/api/sessions/{id}/rollout: all of a branch's turns in short, and `steps` from index `start` on */
+export interface Rollout {
+  session_id: string;
+  version: number;
+  status: string;
+  group_id: string | null;
+  attempt: number | null;
+  reward: number | null;
+  components: Record<string, number>;
+  turns: number;
+  tokens: number;
+  output_tokens: number;
+  branch: number | null;
+  branches: { branch: number; cause: string | null; step: number }[];
+  marks: Mark[];
+  start: number;
+  steps: RolloutStep[];
+}
+
 /** A row that is not in the export. */
 export interface Example {
   session_id: string;

@@ -9,6 +9,7 @@ import { GroupView } from "./group.js";
 import { GroupsView } from "./groups.js";
 import { listenToKeys, showKeys } from "./keys.js";
 import { parse } from "./route.js";
+import { RolloutsView } from "./rollouts.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
@@ -24,6 +25,7 @@ const VIEWS = {
   tokens: { View: TokensView, title: "Tokens" },
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
+  rollouts: { View: RolloutsView, title: "Rollouts" },
   exports: { View: ExportsView, title: "Exports" },
 };
 const NAVIGATION = [
@@ -144,7 +146,7 @@ class App {
     }
     this.#leave();
     this.place = place;
-    markNavigation(route?.name === "group" ? "groups" : route?.name);
+    markNavigation(route?.name === "group" || route?.name === "rollouts" ? "groups" : route?.name);
     if (!route) {
       document.title = "Turnlog";
       const links = NAVIGATION.map(({ href, title }) => [h("a", { href }, title), " "]);

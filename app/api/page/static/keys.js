@@ -7,6 +7,7 @@ const KEYS = [
   ["j, k", "next and previous row"],
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
+  ["arrows", "from step to step of rollouts side by side, and between tokens"],
   ["g s, g g, g e", "sessions, groups, exports"],
   ["Esc", "leave a field, close this"],
   ["?", "these keys"],
