@@ -11,6 +11,7 @@ from app.api.page.overview import Overviews
 from app.api.page.rollout_view import Rollouts
 from app.api.page.session_view import SessionViews
 from app.api.page.token_view import TokenViews
+from app.api.page.trends import Trends
 from app.api.page.watch import Watch
 from app.export.preview import Previews
 from app.sessions.session_list import SessionList
@@ -29,6 +30,7 @@ class PageReaders(NamedTuple):
     rollouts: Rollouts
     groups: GroupList
     previews: Previews
+    trends: Trends
 
 
 def page_of(app: Services) -> PageReaders:
@@ -44,4 +46,5 @@ def page_of(app: Services) -> PageReaders:
         rollouts=Rollouts(database),
         groups=GroupList(database),
         previews=Previews(database, app.release),
+        trends=Trends(database, sessions),
     )

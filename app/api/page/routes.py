@@ -13,6 +13,7 @@ from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.page.rollout_view import MAX_STEPS
+from app.api.page.trends import By
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
 from app.domain.patterns import MAX_INTEGER
@@ -149,3 +150,17 @@ async def preview_export(request: Request, query: Annotated[ExportParameters, Qu
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     require_known(request, ExportParameters)
     return reply(await (await services(request).page()).previews.of(query, query.cursor))
+
+
+class TrendParameters(SessionQuery):
+    """Filters of the sessions that are summed up; their order does not matter."""
+
+    by: By = Field(default="hour", description="The interval of the sums, or `weight_version`.")
+    cursor: PageCursor = None
+
+
+@router.get("/trends")
+@for_the_page
+async def trends(request: Request, query: Annotated[TrendParameters, Query()]) -> Response:
+    """Sums over time of the next 100 sessions, newest first, to be added up."""
+    return reply(await (await services(request).page()).trends.page(query, query.by, query.cursor))

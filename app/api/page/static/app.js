@@ -14,6 +14,7 @@ import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
 import { TokensView } from "./tokens.js";
+import { TrendsView } from "./trends.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Me, Overview} from "../ui_types.d.ts" */
@@ -26,11 +27,13 @@ const VIEWS = {
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
   rollouts: { View: RolloutsView, title: "Rollouts" },
+  trends: { View: TrendsView, title: "Over time" },
   exports: { View: ExportsView, title: "Exports" },
 };
 const NAVIGATION = [
   { name: "sessions", href: "#/", title: "Sessions" },
   { name: "groups", href: "#/groups", title: "Groups" },
+  { name: "trends", href: "#/trends", title: "Over time" },
   { name: "exports", href: "#/exports", title: "Exports" },
 ];
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
