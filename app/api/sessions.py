@@ -34,7 +34,7 @@ from app.api.state import Services, services, start_stream
 from app.domain import cursors
 from app.domain.branches import Branches
 from app.domain.events import History, OnAbort, OnDivergence, ParamsMode, SessionConfig, StreamMode
-from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.domain.patterns import ID, MAX_INTEGER, NO_NUL, TAG
 from app.domain.pinned import require_pinnable
 from app.domain.session import Session
 from app.errors import (
@@ -142,8 +142,8 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
 
 
 def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
-    """The fields of `POST /sessions` with which the session was created, defaults included; of a fork also
-    `forked_from`."""
+    """The fields of `POST /sessions` with which the session was created, defaults included, its note and tags; of a
+    fork also `forked_from`."""
     config = msgspec.structs.asdict(session.config)
     others = {
         "session_id": session.session_id,
@@ -151,7 +151,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
         "parent_session_id": session.config.parent,
     }
     found = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
-    found["history"] = session.history
+    found |= {"history": session.history, "note": session.note, "tags": session.tags}
     fork = session.fork
     if fork is not None:
         found["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
@@ -194,6 +194,7 @@ async def list_sessions(
     request: Request,
     status: Annotated[Status | None, Query(description="Only sessions with this status.")] = None,
     group_id: Annotated[str | None, Query(pattern=NO_NUL, description="Only sessions of this group.")] = None,
+    tag: Annotated[str | None, Query(pattern=TAG, description="Only sessions with this tag.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
     cursor: PageCursor = None,
 ) -> dict[str, Any]:
@@ -201,7 +202,7 @@ async def list_sessions(
     before = None if cursor is None else cursors.decode(cursor, _PagePosition, "this list")
     database = services(request).database
     found = await session_list.newest_sessions(
-        database, status=status, group_id=group_id, before=before, limit=limit + 1
+        database, status=status, group_id=group_id, tag=tag, before=before, limit=limit + 1
     )
     page = found[:limit]
     more = len(found) > limit

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest, CompletionRequest
 from app.protocols.errors import ErrorFields
@@ -60,10 +61,13 @@ class WireProtocol(Protocol):
     schema: Mapping[str, Any]
     example: Mapping[str, Any]
 
-    def parse(self, body: bytes, has_few_values: bool = False) -> ChatRequest | CompletionRequest:
+    def parse(
+        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+    ) -> ChatRequest | CompletionRequest:
         """The request. Raises InvalidRequest, which names the field, and Unsupported.
 
-        `has_few_values`: the body has no more values than `bounds.FEW`.
+        `has_few_values`: the body has no more values than `bounds.FEW`. `continued`: what is known of the body, for a
+        protocol that gives its requests a layout.
         """
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:

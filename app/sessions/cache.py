@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.events import (
     BlobsTombstoned,
     Event,
@@ -23,6 +24,7 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
+from app.domain.known_body import BodyLayout, Hasher, KnownBodies, KnownBody
 from app.domain.retention import ChunkUses
 from app.domain.session import Session, apply, encode_session
 from app.domain.tree import TreeIndex
@@ -48,7 +50,7 @@ SNAPSHOT_EVENTS = 1024
 
 
 class CacheEntry:
-    """A session's state, and its messages and tokens as far as they are in memory.
+    """A session's state, and its messages, tokens and newest requests as far as they are in memory.
 
     `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
     a tree is committed here, so that this process's commits do not make each other stale. `pinned_upto` is the last
@@ -62,6 +64,7 @@ class CacheEntry:
         self.pinned_upto = 0
         self.messages = PrefixBuffers()
         self.tokens = PrefixBuffers()
+        self.bodies = KnownBodies()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
         self.newest_seen = 0
         self._every_index: TreeIndex | None = None
@@ -81,7 +84,7 @@ class CacheEntry:
 
     @property
     def size(self) -> int:
-        known = self.messages.size + self.tokens.size
+        known = self.messages.size + self.tokens.size + self.bodies.size
         turns = len(self.session.turns) + len(self.session.aside)
         return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
 
@@ -218,8 +221,23 @@ class SessionCache:
         else:
             self.drop(session_id)
 
-    def remember(self, session_id: str, number: int, messages: bytes, tokens: bytes | None) -> None:
-        """Keep a committed turn's messages, and the text of its tokens if known, for the next request."""
+    def continued(self, session_id: str, body: bytes) -> ContinuedBody | None:
+        """The body as far as it is known from an earlier one of its session."""
+        live = self._entries.get(session_id)
+        prefix = None if live is None else live.bodies.prefix(body)
+        return None if prefix is None else split_continued(body, prefix)
+
+    def remember(
+        self,
+        session_id: str,
+        number: int,
+        messages: bytes,
+        tokens: bytes | None,
+        layout: BodyLayout | None = None,
+        spelled: Hasher | None = None,
+    ) -> None:
+        """Keep a committed turn's messages, the text of its tokens if known, and its body if it has a layout, for the
+        next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`)."""
         live = self._entries.get(session_id)
         turn = None if live is None else live.session.turns.get(number)
         if live is None or turn is None:
@@ -230,6 +248,8 @@ class SessionCache:
         if tokens is not None:
             trimmed = _trimmed(live.session, turn)
             live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed, is_tree=is_tree)
+        if layout is not None and spelled is not None:
+            live.bodies.add(KnownBody(layout, number, spelled), layout.continued, is_tree=is_tree)
         self._account(session_id, live)
 
     def drop(self, session_id: str) -> None:

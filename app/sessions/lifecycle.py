@@ -41,7 +41,7 @@ from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.store import reads, rollouts
 from app.store.erasure import EraseComponents, reward_rows, without_components
-from app.store.log import Appended, Refused, StoredBlob
+from app.store.log import ARCHIVED, Appended, Refused, StoredBlob
 from app.store.log_sessions import (
     AssignReward,
     Circular,
@@ -52,11 +52,13 @@ from app.store.log_sessions import (
     Existing,
     FreeChunks,
     FreeReplay,
+    Note,
     ShareReward,
 )
 from app.store.packs import rows as packs
 from app.store.packs.collector import Collector
 from app.store.ports import Database, Writer
+from app.store.search.writing import DropEntries, MergeShard, dirty_shards
 from app.store.statements import ENDED
 from workers import codec
 
@@ -67,6 +69,10 @@ FREED_AT_ONCE = 4
 
 REWARDS_AT_ONCE = 16
 """Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
+
+
+ENTRIES_AT_ONCE = 200
+"""Entries of the search index, of at most about 32 KiB each, that one transaction deletes."""
 
 
 class NewSession(msgspec.Struct, frozen=True):
@@ -196,6 +202,17 @@ class Sessions:
                 await asyncio.gather(*map(self._share_reward, members))
         return seq
 
+    async def note(self, session_id: str, text: str | None, tags: Sequence[str] | None) -> int:
+        """Write a note or tags; None leaves what is there, an empty one removes it. The seq of the event.
+
+        Raises SessionNotFound, SessionClosed (erased), Restored.
+        """
+        live = await self._cache.current(session_id)
+        event = decide.note(live.session if live else None, session_id, text, tags)
+        outcome = await self._archives.submit(Note(session_id, self._clock(), event))
+        reach("after_note")
+        return self._appended(session_id, outcome).events[-1].seq
+
     async def close(self, session_id: str) -> None:
         """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
 
@@ -277,6 +294,7 @@ class Sessions:
             for member in members:
                 await self.drop_content(member)
         await self.drop_content(session_id)
+        await forget_words(self._database, self._writer)
         await self._database.empty_log_file()
         if self._collector is None:
             return True
@@ -320,15 +338,23 @@ class Sessions:
         """
         if self._database.archives is not None:
             await self._archives.bring_back(session_id)
-        with contextlib.suppress(SessionUnreadable):
-            await self.free_replay(session_id, unless_pinned=unless_pinned)
-        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        has_packs = self._database.bucket is not None
-        erased = await self._archives.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
+        while (erased := await self._drop_content(session_id, unless_pinned)) == Refused(ARCHIVED):
+            await self._archives.bring_back(session_id)  # just archived, and so again with all that had been removed
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
+
+    async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
+        with contextlib.suppress(SessionUnreadable):
+            await self.free_replay(session_id, unless_pinned=unless_pinned)
+        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
+        more = True
+        while more:
+            more = await self._writer.submit(DropEntries(session_id, ENTRIES_AT_ONCE, unless_pinned))
+            reach("after_entries_dropped")
+        has_packs = self._database.bucket is not None
+        return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
 
     async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
         """Remove the components from existing rewards, in steps; returns the last event examined."""
@@ -364,6 +390,14 @@ class Sessions:
         self._cache.advance(session_id, outcome.events)
         self._followers.notify(session_id)
         return outcome
+
+
+async def forget_words(database: Database, writer: Writer) -> None:
+    """Take what was deleted from SQLite's full-text tables out of them for good, in steps."""
+    for shard in await database.read(dirty_shards):
+        is_first = True
+        while await writer.submit(MergeShard(shard, is_first)):
+            is_first = False
 
 
 PAGE = 500

@@ -63,6 +63,8 @@ class SessionRow(msgspec.Struct, frozen=True):
     updated_at: float
     claimed_since: float | None
     closed_at: float | None
+    note: str | None
+    tags: list[str]
 
 
 class SessionQuery(BaseModel):
@@ -90,6 +92,7 @@ class SessionQuery(BaseModel):
         description="Only sessions with a turn in flight for longer than so many seconds.",
     )
     q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
+    tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
     sort: Sort = Field(default="created_at", description="By what the list is sorted.")
     order: Literal["desc", "asc"] = Field(default="desc", description="Up or down.")
 
@@ -104,10 +107,16 @@ class SessionListPage(msgspec.Struct, frozen=True):
 
 
 async def newest_sessions(
-    database: Database, *, status: Status | None, group_id: str | None, before: tuple[float, str] | None, limit: int
+    database: Database,
+    *,
+    status: Status | None,
+    group_id: str | None,
+    tag: str | None,
+    before: tuple[float, str] | None,
+    limit: int,
 ) -> list[HeadRow]:
     """Heads from the newest on, created before `before` (created_at, session_id)."""
-    wanted = HeadFilter(status=status, group_id=group_id)
+    wanted = HeadFilter(status=status, group_id=group_id, tag=tag)
     return await database.read(
         lambda c: heads_view.page(c, wanted, order="created_at", newest_first=True, after=before, limit=limit),
         or_else=lambda c: _sorted(survey_lists.rows(c, wanted), SessionQuery(), before)[:limit],
@@ -214,7 +223,7 @@ def session_row(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> S
     return SessionRow(state=_state(row, held), staleness=staleness(newest, row.weight_version), **known)
 
 
-_AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name in HeadRow.__struct_fields__)
+_AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name not in ("state", "staleness"))
 
 
 def _state(row: HeadRow, held: Mapping[str, bool]) -> State:
@@ -251,6 +260,7 @@ def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -
         unrewarded=query.unrewarded,
         most_version=most,
         begins=query.q,
+        tag=query.tag,
     )
 
 

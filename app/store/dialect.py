@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import BigInteger, Connection, Dialect, Double
+from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Double
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -162,6 +162,23 @@ def _between(element: begins_with, compiler: Any, **options: Any) -> str:
 @compiles(begins_with, "postgresql")
 def _starts_with(element: begins_with, compiler: Any, **options: Any) -> str:
     return f"starts_with({compiler.process(element.clauses, **options)})"
+
+
+class contains(FunctionElement[bool]):
+    """Does the first text contain the second?"""
+
+    inherit_cache = True
+    type = Boolean()
+
+
+@compiles(contains)
+def _instr(element: contains, compiler: Any, **options: Any) -> str:
+    return f"(instr({compiler.process(element.clauses, **options)}) > 0)"
+
+
+@compiles(contains, "postgresql")
+def _strpos(element: contains, compiler: Any, **options: Any) -> str:
+    return f"(strpos({compiler.process(element.clauses, **options)}) > 0)"
 
 
 class Tx(Protocol):

@@ -35,6 +35,7 @@ def _is_wanted(row: HeadRow, wanted: HeadFilter) -> bool:
         and not (wanted.unrewarded and row.reward is not None)
         and (wanted.most_version is None or (row.weight_version or 0) <= wanted.most_version)
         and row.session_id.startswith(wanted.begins or "")
+        and (wanted.tag is None or wanted.tag in row.tags)
     )
 
 

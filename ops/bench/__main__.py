@@ -17,7 +17,9 @@ from ops.bench import (
     export,
     latency,
     live,
+    live_sessions,
     load,
+    long,
     partitions,
     payloads,
     postgres,
@@ -28,12 +30,14 @@ from ops.bench import (
     startup,
     tree,
     turns,
+    workers,
 )
 
 BENCHMARKS = {
     "turns": turns,
     "latency": latency,
     "load": load,
+    "long": long,
     "live": live,
     "replies": replies,
     "staging": staging,
@@ -41,6 +45,8 @@ BENCHMARKS = {
     "backup": backup,
     "archive": archive,
     "postgres": postgres,
+    "sessions": live_sessions,
+    "workers": workers,
     "partitions": partitions,
     "payloads": payloads,
     "startup": startup,

@@ -47,6 +47,19 @@ def _own_cpu_s(pid: int) -> float:
         return 0.0  # the process has ended
 
 
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process and its descendants; pages that they share count once for each sharer's part."""
+    return sum(map(_own_resident_bytes, family(pid)))
+
+
+def _own_resident_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile; NaN if there are no values."""
     if not values:

@@ -32,7 +32,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 _COUNTED = """
 SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()), wal_bytes::bigint,
-       (SELECT coalesce(sum(fsyncs), 0)::bigint FROM pg_stat_io WHERE object = 'wal') FROM pg_stat_wal
+       (SELECT coalesce(sum(fsyncs), 0)::bigint FROM pg_stat_io WHERE object = 'wal'), wal_fpi FROM pg_stat_wal
 """
 
 
@@ -77,11 +77,13 @@ def primary(folder: Path | None = None) -> Iterator[Primary]:
 
 
 class Counted(NamedTuple):
-    """Counters of the server, or their growth: committed transactions, bytes of WAL, syncs of the WAL."""
+    """Counters of the server, or their growth: committed transactions, bytes of WAL, syncs of the WAL, and pages that
+    are whole in the WAL."""
 
     commits: int
     wal_bytes: int
     syncs: int
+    full_pages: int
 
     def since(self, before: Counted) -> Counted:
         return Counted(*(after - earlier for after, earlier in zip(self, before, strict=True)))

@@ -155,7 +155,7 @@ def test_a_reader_of_all_events_misses_none_that_comes_back(yard: Yard) -> None:
     assert numbers == {event["seq"] for event in talk.events()}
 
 
-@pytest.mark.parametrize("change", ["reward", "erase", "fork", "restore"])
+@pytest.mark.parametrize("change", ["reward", "note", "erase", "fork", "restore"])
 def test_a_change_brings_it_back(yard: Yard, change: str) -> None:
     word = uuid.uuid4().hex
     talk = yard.talk(word, "And then?")
@@ -168,6 +168,13 @@ def test_a_change_brings_it_back(yard: Yard, change: str) -> None:
             assert [row["reward"] for row in talk.rows()] == [0.25]
             assert yard.archive()["archived"] == 1
             assert [row["reward"] for row in talk.rows()] == [0.25]
+        case "note":
+            assert yard.stand.http.put(f"{talk.path}/note", json={"tags": [word]}).status_code == 200
+            assert [row["tags"] for row in talk.rows()] == [[word]]
+            assert yard.archive()["archived"] == 1
+            assert [row["tags"] for row in talk.rows()] == [[word]]
+            [listed] = yard.stand.http.get("/sessions", params={"tag": word}).json()["sessions"]
+            assert listed["session_id"] == talk.id
         case "fork":
             reply = yard.stand.http.post(f"{talk.path}/fork", json={"turn": 1})
             assert reply.status_code == 200, reply.text

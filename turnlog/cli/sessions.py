@@ -53,6 +53,7 @@ def sessions(
     unrewarded: Annotated[bool, typer.Option("--unrewarded", help="Only those without a reward.")] = False,
     min_staleness: Annotated[int | None, typer.Option(help="At least so many weight versions behind.")] = None,
     stuck_s: Annotated[float | None, typer.Option(help="A turn has been in flight for longer than this.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only those with this tag.")] = None,
     sort: Annotated[Sort, typer.Option()] = Sort.CREATED,
     order: Annotated[Order, typer.Option()] = Order.DESC,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
@@ -70,6 +71,7 @@ def sessions(
         "unrewarded": "true" if unrewarded else None,
         "min_staleness": min_staleness,
         "stuck_s": stuck_s,
+        "tag": tag,
         "sort": sort,
         "order": order,
     }

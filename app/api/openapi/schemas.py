@@ -25,6 +25,7 @@ from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
 from app.fleet.pauses import AdapterState, FleetGate, Told
+from app.sessions.search import SearchPage
 from app.sessions.tree_view import Tree
 from app.store.groups import Acknowledged
 from app.store.reads import Head
@@ -71,8 +72,10 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
     "PayloadsMoved": record(
-        "A step of a move: how many chunks it moved, their bytes, and where the next step begins.",
+        "A step of a move: how many chunks it moved, how many stay because their packs are gone or damaged, the bytes, "
+        "and where the next step begins.",
         moved=COUNT,
+        lost=COUNT,
         bytes=COUNT,
         after=nullable(record("The last chunk of the step.", session_id=TEXT, fence=COUNT, number=COUNT)),
     ),
@@ -115,7 +118,8 @@ _BY_HAND: Mapping[str, Schema] = {
         session=ref("SessionGiven"),
     ),
     "SessionGiven": record(
-        "The fields of `POST /sessions`, with their defaults; only a fork has `forked_from`.",
+        "The fields of `POST /sessions`, with their defaults, and the session's note and tags; only a fork has "
+        "`forked_from`.",
         optional=["forked_from"],
         session_id=TEXT,
         group_id=nullable(TEXT),
@@ -135,6 +139,8 @@ _BY_HAND: Mapping[str, Schema] = {
         params_mode=TEXT,
         evaluation=BOOLEAN,
         parent_session_id=nullable(TEXT),
+        note=nullable(TEXT),
+        tags=listed(TEXT),
         forked_from=record(
             "The source session and the turn after which the fork begins.",
             session_id=TEXT,
@@ -178,6 +184,7 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
         "additionalProperties": True,
     },
+    "Noted": record("The event that holds the note or tags.", session_id=TEXT, seq=COUNT),
     "Rewarded": record("The event that assigned the reward.", session_id=TEXT, seq=COUNT),
     "Engine": record(
         "An engine: its state in the pool, and its health as seen by the answering process.",
@@ -277,7 +284,7 @@ _BY_HAND: Mapping[str, Schema] = {
 
 def _generated() -> dict[str, Schema]:
     """The schemas of the types that replies are made of."""
-    kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
+    kinds = (Head, SearchPage, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
     found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
     return found
 

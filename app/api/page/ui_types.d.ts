@@ -33,6 +33,8 @@ export interface SessionRow {
   updated_at: number;
   claimed_since: number | null;
   closed_at: number | null;
+  note: string | null;
+  tags: string[];
 }
 
 /** GET /ui/api/sessions */
@@ -294,6 +296,8 @@ export interface Session {
   closed_at: number | null;
   reward: Reward | null;
   turn_rewards: Record<string, Reward>;
+  note: string | null;
+  tags: string[];
   affinity: { engine: string; control: string | null } | null;
   open_turns: OpenTurn[];
   /** null where there is at most one branch */

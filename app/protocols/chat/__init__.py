@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest, CompletionRequest
 from app.protocols.base import CommittedReply, LiveRenderer, StoredTurn
@@ -27,8 +28,10 @@ class Chat:
     schema: Mapping[str, Any] = REQUEST
     example: Mapping[str, Any] = EXAMPLE
 
-    def parse(self, body: bytes, has_few_values: bool = False) -> ChatRequest | CompletionRequest:
-        return parse_chat(body, has_few_values)
+    def parse(
+        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+    ) -> ChatRequest | CompletionRequest:
+        return parse_chat(body, has_few_values, continued)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
         return request

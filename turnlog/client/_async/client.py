@@ -113,6 +113,46 @@ class AsyncTurnlog:
                 return
             parameters["cursor"] = page["next_cursor"]
 
+    async def search(
+        self,
+        q: str | None = None,
+        *,
+        role: str | None = None,
+        tool: str | None = None,
+        finish_reason: str | None = None,
+        reason: str | None = None,
+        session_id: str | None = None,
+        metadata: str | None = None,
+        status: Literal["open", "closed", "erased", "set_aside"] | None = None,
+        group_id: str | None = None,
+        tag: str | None = None,
+    ) -> AsyncIterator[Object]:
+        """Messages, tool calls and results that match, newest first, page after page: session, turn, message, a snippet
+        and the places in it that match. `metadata` is `key=value`. Needs the admin token.
+
+        Raises InvalidRequest, also if the server makes no search index (`search_off`).
+        """
+        given = {
+            "q": q,
+            "role": role,
+            "tool": tool,
+            "finish_reason": finish_reason,
+            "reason": reason,
+            "session_id": session_id,
+            "metadata": metadata,
+            "status": status,
+            "group_id": group_id,
+            "tag": tag,
+        }
+        parameters = present(given)
+        while True:
+            page = await self._transport.read("GET", "/search", parameters=parameters)
+            for one in page["hits"]:
+                yield one
+            if page["next_cursor"] is None:
+                return
+            parameters["cursor"] = page["next_cursor"]
+
     async def group(self, group_id: str) -> Object:
         """A group's sessions, and the statistics of their rewards. Raises NotFound."""
         return await self._transport.read("GET", f"/groups/{segment(group_id)}")

@@ -113,6 +113,45 @@ class Turnlog:
                 return
             parameters["cursor"] = page["next_cursor"]
 
+    def search(
+        self,
+        q: str | None = None,
+        *,
+        role: str | None = None,
+        tool: str | None = None,
+        finish_reason: str | None = None,
+        reason: str | None = None,
+        session_id: str | None = None,
+        metadata: str | None = None,
+        status: Literal["open", "closed", "erased", "set_aside"] | None = None,
+        group_id: str | None = None,
+        tag: str | None = None,
+    ) -> Iterator[Object]:
+        """Messages, tool calls and results that match, newest first, page after page: session, turn, message, a snippet
+        and the places in it that match. `metadata` is `key=value`. Needs the admin token.
+
+        Raises InvalidRequest, also if the server makes no search index (`search_off`).
+        """
+        given = {
+            "q": q,
+            "role": role,
+            "tool": tool,
+            "finish_reason": finish_reason,
+            "reason": reason,
+            "session_id": session_id,
+            "metadata": metadata,
+            "status": status,
+            "group_id": group_id,
+            "tag": tag,
+        }
+        parameters = present(given)
+        while True:
+            page = self._transport.read("GET", "/search", parameters=parameters)
+            yield from page["hits"]
+            if page["next_cursor"] is None:
+                return
+            parameters["cursor"] = page["next_cursor"]
+
     def group(self, group_id: str) -> Object:
         """A group's sessions, and the statistics of their rewards. Raises NotFound."""
         return self._transport.read("GET", f"/groups/{segment(group_id)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +75,25 @@ class Session:
         seq: int = reply["seq"]
         return seq
 
+    def set_note(self, note: str | None = None, tags: Sequence[str] | None = None) -> int:
+        """Write a note (at most 4,000 characters) or tags (at most 32) on the session; each replaces what was there,
+        an empty one removes it, and None leaves it. Also possible after the close.
+
+        Returns the event's number. Raises NotFound, InvalidRequest (neither given, too long, an invalid tag).
+        """
+        body: Object = {}
+        if note is not None:
+            body["note"] = note
+        if tags is not None:
+            body["tags"] = list(tags)
+        reply = self._transport.read("PUT", f"{self._path}/note", body=body, token=self.token)
+        seq: int = reply["seq"]
+        return seq
+
     def get(self) -> Object:
         """`session_id`, `records` (for each live turn its request as sent to the engine, and the engine's reply),
-        `metadata` (the current state) and `session` (the arguments of its creation). Raises NotFound, SessionClosed."""
+        `metadata` (the current state) and `session` (the arguments of its creation, note and tags). Raises NotFound,
+        SessionClosed."""
         return self._transport.read("GET", self._path, token=self.token)
 
     def samples(self, max_seq_len: int | None = None) -> Samples:

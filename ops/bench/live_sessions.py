@@ -1,0 +1,295 @@
+"""Many live sessions on PostgreSQL, payloads in a bucket: sizes and costs, beside what `ops.scale` predicts.
+
+The sessions are created by turns through the real server. The same is measured with a small number of sessions before
+and after, which gives this machine's times to the prediction. PostgreSQL, the S3 server, the server, the engine
+simulator and the clients share all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import re
+import time
+from collections.abc import Coroutine, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import asyncpg
+import httpx
+import msgspec
+
+from app.store import reads
+from app.store.engine import Database
+from ops import scale
+from ops.bench.filling import EXPERTS, Filling, Turns, TurnShape
+from ops.bench.measure import cpu_s, percentile, resident_bytes, save_figures, table
+from ops.bench.payloads import S3Server
+from ops.bench.postgres import REPORT_DELAY_S
+from ops.bench.primary import Primary, counted, plain_url, primary
+from ops.bench.stand import Cores, folder_for_bench, simulator
+from ops.server import ServerProcess
+from ops.simulator.process import SimulatorProcess
+
+MIB = 1 << 20
+POLL_S = 0.1
+QUERIES = 9
+
+_SIZES = """
+SELECT sum(pg_relation_size(c.oid))::bigint AS rows, sum(pg_indexes_size(c.oid))::bigint AS indexes,
+       coalesce(sum(pg_total_relation_size(nullif(c.reltoastrelid, 0))), 0)::bigint AS toast
+FROM pg_class c WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace
+"""
+_CLOSED = "SELECT session_id FROM sessions WHERE status = 'closed'"
+_SIZE = re.compile(r"<Size>(\d+)</Size>")
+_NEXT = re.compile(r"<NextContinuationToken>([^<]+)<")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sessions", type=int, default=100_000)
+    parser.add_argument("--sample", type=int, default=2000, help="sessions of the small stores")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each session")
+    parser.add_argument("--new-tokens", type=int, default=150, help="new tokens of a turn's prompt")
+    parser.add_argument("--output-tokens", type=int, default=50)
+    parser.add_argument("--clients", type=int, default=128, help="clients that fill")
+    parser.add_argument("--load-clients", type=int, default=16, help="clients of the measured turns")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measured turns, and of the janitor's closing")
+    parser.add_argument("--fill-minutes", type=float, help="measure what is there after this time")
+
+
+async def main(arguments: argparse.Namespace) -> int:
+    everywhere = Cores(os.sched_getaffinity(0), os.sched_getaffinity(0))
+    with (
+        primary(arguments.folder) as database,
+        simulator(everywhere) as engine,
+        folder_for_bench(arguments.folder) as folder,
+        S3Server(folder) as s3,
+    ):
+        before, whole, after = [
+            _Stand(database, engine, s3, folder, name, arguments) for name in ("before", "whole", "after")
+        ]
+        samples = [await before.measure(arguments.sample)]
+        found = await whole.measure(arguments.sessions)
+        samples.append(await after.measure(arguments.sample))
+    run = scale.Run(whole.fleet(found), samples, found)
+    table(run.compared())
+    others = [name for name in found if name not in scale.predict(run.fleet, scale.Costs())]
+    table([{"figure": name, "samples": [one[name] for one in samples], "measured": found[name]} for name in others])
+    save_figures(f"sessions-{arguments.sessions}", msgspec.to_builtins(run))
+    return 1 if found["errors"] else 0
+
+
+class _Stand:
+    """The servers, and the sessions so far."""
+
+    def __init__(
+        self,
+        database: Primary,
+        engine: SimulatorProcess,
+        s3: S3Server,
+        folder: Path,
+        name: str,
+        arguments: argparse.Namespace,
+    ) -> None:
+        self._database = database
+        self._s3 = s3
+        self._arguments = arguments
+        self._prefix = name
+        self._url = database.new_database()
+        environment = {
+            **s3.bucket(),
+            "TURNLOG_PAYLOADS": f"s3://payloads/{name}",
+            "TURNLOG_REPLAY": "routed_experts",
+            "TURNLOG_MOE_LAYERS": str(EXPERTS["layers"]),
+            "TURNLOG_MOE_TOPK": str(EXPERTS["top_k"]),
+        }
+        make = partial(ServerProcess, folder, upstreams=[engine.base_url], database_url=self._url)
+        self._server = make(environment=environment).migrate()
+        self._closing = make(environment={**environment, "TURNLOG_IDLE_CLOSE_S": "1"})
+        self._shape = TurnShape(arguments.new_tokens, arguments.output_tokens)
+        self._filling = Filling(self._server.base_url, self._shape, arguments.turns, arguments.clients)
+
+    def fleet(self, measured: Mapping[str, Any]) -> scale.Fleet:
+        """What was filled, as the calculator's input."""
+        turns = measured["filling: turns"] / measured["sessions"]
+        bits = math.log2(EXPERTS["experts"])
+        return scale.Fleet(
+            sessions=measured["sessions"],
+            turns=turns,
+            new_tokens=measured["tokens a session"] / turns - self._shape.output_tokens,
+            output_tokens=self._shape.output_tokens,
+            payload_bytes=EXPERTS["layers"] * EXPERTS["top_k"] * bits / 8,
+            load_turns=measured["turns"],
+        )
+
+    async def measure(self, count: int) -> dict[str, Any]:
+        """Fill up to `count` sessions and measure."""
+        minutes = self._arguments.fill_minutes
+        until = None if minutes is None else time.monotonic() + 60 * minutes
+        with self._server:
+            filled = await self._fill(count, until)
+            figures = {"sessions": self._filling.count, **filled, **await self._sizes()}
+            figures |= await self._load()
+            figures |= await self._export()
+            figures |= await self._restart()
+        figures |= await self._queries()
+        return {**figures, **await self._janitor(), "errors": self._filling.errors}
+
+    async def _fill(self, count: int, until: float | None) -> dict[str, Any]:
+        found, used = await self._measured(self._filling.fill_up_to(count, until))
+        turns = len(found.latencies)
+        return {
+            "filling: turns": turns,
+            "filling: turns/s": turns / found.seconds,
+            "tokens a session": self._filling.tokens / max(self._filling.count, 1),
+            **{f"filling: {name}": value for name, value in used.items()},
+        }
+
+    async def _load(self) -> dict[str, Any]:
+        """Turns of random sessions, few of which the server has in memory."""
+        arguments = self._arguments
+        found, used = await self._measured(self._filling.run(arguments.seconds, arguments.load_clients))
+        return {
+            "turns": len(found.latencies),
+            "turns/s": len(found.latencies) / found.seconds,
+            **_latency(found),
+            **used,
+        }
+
+    async def _measured(self, turns: Coroutine[Any, Any, Turns]) -> tuple[Turns, dict[str, float]]:
+        """What the turns cost each."""
+        before = await counted(self._url), self._cpu_ms()
+        found = await turns
+        cpu = {name: after - before[1][name] for name, after in self._cpu_ms().items()}
+        await asyncio.sleep(REPORT_DELAY_S)
+        grown = (await counted(self._url)).since(before[0])
+        count = max(len(found.latencies), 1)
+        return found, {
+            **{f"{name} CPU ms a turn": ms / count for name, ms in cpu.items()},
+            "WAL KiB a turn": grown.wal_bytes / count / 1024,
+            "full pages of it KiB": grown.full_pages * 8 / count,
+            "transactions a turn": grown.commits / count,
+        }
+
+    def _cpu_ms(self) -> dict[str, float]:
+        return {
+            "server": cpu_s(self._server.pid) * 1000,
+            "database": self._database.cpu_s() * 1000,
+            "storage": cpu_s(self._s3.pid) * 1000,
+        }
+
+    async def _sizes(self) -> dict[str, Any]:
+        connection = await asyncpg.connect(plain_url(self._url))
+        try:
+            await connection.execute("CHECKPOINT")
+            rows, indexes, toast = await connection.fetchrow(_SIZES)
+        finally:
+            await connection.close()
+        packs = _packs(self._s3.base_url, self._prefix)
+        return {
+            "database MiB": (rows + indexes + toast) / MIB,
+            "of it indexes MiB": indexes / MIB,
+            "bucket MiB": sum(packs) / MIB,
+            "packs": len(packs),
+        }
+
+    async def _export(self) -> dict[str, Any]:
+        """The whole export, while turns go on."""
+        stop = asyncio.Event()
+        going_on = asyncio.create_task(self._filling.run_until(stop, self._arguments.load_clients))
+        began, cpu = time.perf_counter(), cpu_s(self._server.pid)
+        try:
+            size, rows = await _download(f"{self._server.base_url}/export")
+        finally:
+            stop.set()
+        seconds, cpu = time.perf_counter() - began, cpu_s(self._server.pid) - cpu
+        found = await going_on
+        return {
+            "export s": seconds,
+            "export rows": rows,
+            "export MiB": size / MIB,
+            "export: turns/s meanwhile": len(found.latencies) / found.seconds,
+            "export: server CPU": cpu / seconds,
+            **{f"export: {name} meanwhile": value for name, value in _latency(found).items()},
+            "server's memory then MiB": resident_bytes(self._server.pid) / MIB,
+        }
+
+    async def _restart(self) -> dict[str, Any]:
+        """After `kill -9`."""
+        self._server.kill()
+        began = time.perf_counter()
+        self._server.start()
+        up = time.perf_counter() - began
+        await self._filling.first_turn()
+        turn = time.perf_counter() - began
+        return {
+            "restart until /health s": up,
+            "restart until a turn s": turn,
+            "memory after a restart MiB": resident_bytes(self._server.pid) / MIB,
+        }
+
+    async def _queries(self) -> dict[str, Any]:
+        """Milliseconds of the janitor's search for idle sessions, if there are none: the best of some."""
+        database = Database(self._url)
+        times: list[float] = []
+        search = partial(reads.idle_sessions, since=time.time() - 86400, after="", limit=50)
+        try:
+            for _ in range(QUERIES):
+                began = time.perf_counter()
+                await database.read(search)
+                times.append((time.perf_counter() - began) * 1000)
+        finally:
+            await database.close()
+        return {"janitor: no idle session, ms": min(times)}
+
+    async def _janitor(self) -> dict[str, Any]:
+        """Close idle sessions for a moment. The closed ones are not among the live sessions any more."""
+        seconds = self._arguments.seconds
+        connection = await asyncpg.connect(plain_url(self._url))
+        try:
+            with self._closing:
+                before = known = len(await connection.fetch(_CLOSED))
+                while before == known:
+                    await asyncio.sleep(POLL_S)
+                    before = len(await connection.fetch(_CLOSED))
+                await asyncio.sleep(seconds)
+                after = len(await connection.fetch(_CLOSED))
+            closed = [row[0] for row in await connection.fetch(_CLOSED)]
+        finally:
+            await connection.close()
+        self._filling.forget(closed)
+        return {"janitor: sessions closed a second": (after - before) / seconds}
+
+
+def _latency(found: Turns) -> dict[str, float]:
+    return {f"p{percent} ms": percentile(found.latencies, percent) * 1000 for percent in (50, 99)}
+
+
+def _packs(base_url: str, prefix: str) -> list[int]:
+    """Sizes of the objects of one store."""
+    sizes: list[int] = []
+    token: str | None = ""
+    while token is not None:
+        query = {"list-type": "2", "prefix": f"{prefix}/", **({"continuation-token": token} if token else {})}
+        text = httpx.get(f"{base_url}/payloads", params=query, timeout=60).raise_for_status().text
+        sizes += map(int, _SIZE.findall(text))
+        found = _NEXT.search(text)
+        token = found[1] if found else None
+    return sizes
+
+
+async def _download(url: str) -> tuple[int, int]:
+    """Bytes and lines."""
+    size = lines = 0
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=MIB) as session,
+        session.get(url, raise_for_status=True) as response,
+    ):
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            lines += piece.count(b"\n")
+    return size, lines
