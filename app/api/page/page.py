@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from app.api.page.conversation import Conversations
 from app.api.page.overview import Overviews
+from app.api.page.rollout_view import Rollouts
 from app.api.page.session_view import SessionViews
 from app.api.page.token_view import TokenViews
+from app.api.page.trends import Trends
 from app.api.page.watch import Watch
 from app.export.preview import Previews
 from app.sessions.group_list import GroupList
@@ -25,8 +27,10 @@ class PageReaders(NamedTuple):
     views: SessionViews
     conversations: Conversations
     tokens: TokenViews
+    rollouts: Rollouts
     groups: GroupList
     previews: Previews
+    trends: Trends
 
 
 def page_of(app: Services) -> PageReaders:
@@ -39,6 +43,8 @@ def page_of(app: Services) -> PageReaders:
         views=SessionViews(database, held),
         conversations=Conversations(database),
         tokens=TokenViews(database, app.token_in.prompts),
+        rollouts=Rollouts(database),
         groups=app.group_list,
         previews=Previews(database, app.release),
+        trends=Trends(database, sessions),
     )
