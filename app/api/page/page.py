@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.api.page.conversation import Conversations
-from app.api.page.group_list import GroupList
 from app.api.page.metadata_columns import MetadataColumns
 from app.api.page.overview import Overviews
 from app.api.page.rollout_view import Rollouts
@@ -15,6 +14,7 @@ from app.api.page.token_view import TokenViews
 from app.api.page.trends import Trends
 from app.api.page.watch import Watch
 from app.export.preview import Previews
+from app.sessions.group_list import GroupList
 from app.sessions.session_list import SessionList
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class PageReaders(NamedTuple):
 
 def page_of(app: Services) -> PageReaders:
     database, held = app.database, app.turns.held
-    sessions = SessionList(database, held, app.engines, time.time)
+    sessions = app.session_list
     return PageReaders(
         sessions=sessions,
         listed=MetadataColumns(database, sessions),
@@ -47,7 +47,7 @@ def page_of(app: Services) -> PageReaders:
         conversations=Conversations(database),
         tokens=TokenViews(database, app.token_in.prompts),
         rollouts=Rollouts(database),
-        groups=GroupList(database),
+        groups=app.group_list,
         previews=Previews(database, app.release),
         trends=Trends(database, sessions),
     )
