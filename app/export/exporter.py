@@ -27,6 +27,7 @@ from app.export.parts import PartRows
 from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.export.slices import next_rows
+from app.export.threads import Threads
 from app.export.worker import HelpedExport, MadePart
 from app.export.writing import read_ahead, written
 from app.store import group_reads, reads, survey
@@ -66,6 +67,7 @@ class Exporter:
         helpers: Helpers | None = None,
     ) -> None:
         self._helpers = helpers
+        self._threads = Threads()
         self._picker = picker
         self.exported = ExportMetrics() if exported is None else exported
         self._counts_only = counts_only
@@ -80,7 +82,7 @@ class Exporter:
         pages = self._made(pinned, high, query)
         first = await anext(pages, None)
         writer = await asyncio.to_thread(formats.open_writer, query.format, query.shape, query.explain)
-        pieces = self.exported.counted(written(writer, first, read_ahead(pages)))
+        pieces = self.exported.counted(written(self._threads, writer, first, read_ahead(pages)))
         media_type, suffix = writer.media_type, writer.suffix
         return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
 
@@ -145,7 +147,8 @@ class Exporter:
         else:
             export = HelpedExport(self._database.url, query.model_dump_json(), window, high, self.release, branches)
             export_pages = self._export_pages(high, query, self._helpers.part_bytes)
-            maker = PartMaker(export, export_pages, self._part_rows(query, window), self._database.unreadable.warn)
+            part_rows = self._part_rows(query, window)
+            maker = PartMaker(export, export_pages, part_rows, self._database.unreadable.warn, self._threads)
             parts = read_ahead(self._parts(export_pages, window, query))
             pages = made(self._helpers, parts, maker)
         async with contextlib.aclosing(pages):
@@ -166,7 +169,7 @@ class Exporter:
         async with contextlib.aclosing(self._parts(export_pages, window, query)) as parts:
             async for part in parts:
                 made_rows = part_rows.fields(part, await export_pages.read(part))
-                while left and (rows := await asyncio.to_thread(next_rows, made_rows, left)):
+                while left and (rows := await self._threads.run(next_rows, made_rows, left)):
                     left -= len(rows)
                     yield rows
                 if not left:

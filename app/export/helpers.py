@@ -20,6 +20,7 @@ from app.export.pages import ExportPage, ExportPages
 from app.export.parts import PartRows, Warn
 from app.export.row import Fields
 from app.export.slices import next_rows
+from app.export.threads import Threads
 from app.export.worker import HelpedExport, MadePart, PartJob
 from app.tasks import cancelled, uncancelled
 from workers.parse import Rejected
@@ -33,7 +34,7 @@ LOCAL_PARTS = 8
 """Parts that are made without helpers: it takes half a second until they have started."""
 
 
-PART_BYTES = 6 << 20
+PART_BYTES = 3 << 20
 """About how much stored content a part has: less than without helpers, since several parts are in memory."""
 
 
@@ -88,11 +89,12 @@ Rows = MadePart | Sequence[Fields]
 class PartMaker:
     """Makes parts of one export; with `pages` and `rows` it does so here."""
 
-    def __init__(self, export: HelpedExport, pages: ExportPages, rows: PartRows, warn: Warn) -> None:
+    def __init__(self, export: HelpedExport, pages: ExportPages, rows: PartRows, warn: Warn, threads: Threads) -> None:
         self._export = msgspec.msgpack.encode(export)
         self._pages = pages
         self._rows = rows
         self._warn = warn
+        self.threads = threads
         self.pool: Pool | None = None
         self._by_helpers = self._here = 0
 
@@ -127,7 +129,7 @@ class PartMaker:
         self._here += 1
         try:
             rows = self._rows.fields(part, await self._pages.read(part))
-            return await asyncio.to_thread(next_rows, rows, sys.maxsize), rows
+            return await self.threads.run(next_rows, rows, sys.maxsize), rows
         finally:
             self._here -= 1
 
@@ -145,7 +147,7 @@ class PartMaker:
 async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) -> AsyncGenerator[Rows]:
     """The rows of the parts, in their order."""
     waiting: deque[asyncio.Task[tuple[Rows, Iterator[Fields] | None]]] = deque()
-    most = 2 * (helpers.count + 1)
+    most = helpers.count + 2
     async with contextlib.aclosing(parts), contextlib.AsyncExitStack() as stack:
         number = 0
         try:
@@ -155,7 +157,7 @@ async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) 
                     maker.pool = await stack.enter_async_context(helpers.lent())
                 while not maker.is_free or len(waiting) >= most:
                     if waiting[0].done() or len(waiting) >= most:
-                        async for rows in _given(await waiting.popleft()):
+                        async for rows in _given(maker.threads, await waiting.popleft()):
                             yield rows
                     else:
                         running = [task for task in waiting if not task.done()]
@@ -163,14 +165,14 @@ async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) 
                 waiting.append(asyncio.create_task(maker.make(part)))
                 await asyncio.sleep(0)  # the task takes its place
             while waiting:
-                async for rows in _given(await waiting.popleft()):
+                async for rows in _given(maker.threads, await waiting.popleft()):
                     yield rows
         finally:
             await cancelled(*waiting)
 
 
-async def _given(found: tuple[Rows, Iterator[Fields] | None]) -> AsyncGenerator[Rows]:
+async def _given(threads: Threads, found: tuple[Rows, Iterator[Fields] | None]) -> AsyncGenerator[Rows]:
     first, rest = found
     yield first
-    while rest is not None and (rows := await asyncio.to_thread(next_rows, rest, sys.maxsize)):
+    while rest is not None and (rows := await threads.run(next_rows, rest, sys.maxsize)):
         yield rows

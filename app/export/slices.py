@@ -10,7 +10,7 @@ import numpy as np
 
 from app.export.row import Fields
 
-SLICE_BYTES = 4 << 20
+SLICE_BYTES = 2 << 20
 """Approximate bytes of rows that are made before they are written: a session may have many, each with its whole prompt.
 """
 

@@ -107,7 +107,7 @@ def _part_of(export: bytes) -> _Export:
 
 @functools.cache
 def _database(url: str) -> Database:
-    return Database(url)
+    return Database(url, blocking=True)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from app.export.containers.writer import ContainerWriter
 from app.export.helpers import Rows
+from app.export.threads import Threads
 from app.export.worker import MadePart
 from app.tasks import cancelled
 
@@ -18,12 +19,13 @@ T = TypeVar("T")
 class _Worker:
     """Runs a writer on threads. A cancelled request cannot stop a thread, so closing waits for it."""
 
-    def __init__(self, writer: ContainerWriter) -> None:
+    def __init__(self, threads: Threads, writer: ContainerWriter) -> None:
+        self._threads = threads
         self._writer = writer
         self._work: asyncio.Task[Any] | None = None
 
     async def do(self, call: Callable[..., T], *arguments: Any) -> T:
-        work = asyncio.create_task(asyncio.to_thread(call, *arguments))
+        work = asyncio.create_task(self._threads.run(call, *arguments))
         self._work = work
         return await asyncio.shield(work)
 
@@ -49,9 +51,11 @@ async def read_ahead(pages: AsyncIterator[T]) -> AsyncGenerator[T]:
         await cancelled(task)
 
 
-async def written(writer: ContainerWriter, first: Rows | None, rest: AsyncGenerator[Rows]) -> AsyncGenerator[bytes]:
+async def written(
+    threads: Threads, writer: ContainerWriter, first: Rows | None, rest: AsyncGenerator[Rows]
+) -> AsyncGenerator[bytes]:
     """The pages as pieces of one file."""
-    with contextlib.closing(_Worker(writer)) as worker:
+    with contextlib.closing(_Worker(threads, writer)) as worker:
         if first is not None:
             for piece in await worker.do(_all, writer, first):
                 yield piece

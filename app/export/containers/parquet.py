@@ -126,6 +126,8 @@ class ParquetWriter:
         table = pa.Table.from_batches(self._batches).combine_chunks()
         self._batches, self._size = [], 0
         self._parquet.write_table(table, row_group_size=len(table))
+        del table
+        pa.default_memory_pool().release_unused()
         yield from self._out.taken()
 
 
