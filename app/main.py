@@ -31,6 +31,7 @@ from app.api import (
     responses,
     search,
     service,
+    session_lists,
     sessions,
     signin,
     skyrl,
@@ -272,6 +273,7 @@ def _calm_collector() -> None:
 def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
+    app.include_router(session_lists.router)
     app.include_router(sessions.router)
     app.include_router(notes.router)
     app.include_router(forks.router)
