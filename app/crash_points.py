@@ -18,6 +18,7 @@ cost 0.2).
     after_archive_forgotten  no session refers to an archive, which is still in the bucket
     after_freed          after each step that frees a few chunks
     after_components     erasing a session: after each step that deletes the components of a few rewards
+    after_entries_dropped    erasing a session: after each step that deletes entries of the search index
     after_fork           after each new session of a fork
     after_erase          the rows are deleted; SQLite's log file is not truncated yet
     after_held           turns are held for a restore; nothing has been taken back yet
@@ -77,12 +78,15 @@ CrashPoint = Literal[
     "in_reward",
     "after_reward",
     "after_reward_shared",
+    "in_note",
+    "after_note",
     "in_close",
     "after_close",
     "after_child_closed",
     "after_tombstones",
     "after_freed",
     "after_components",
+    "after_entries_dropped",
     "in_erase",
     "after_erase",
     "in_checkpoint",

@@ -26,9 +26,12 @@ from app.api import (
     forks,
     groups,
     models,
+    notes,
     payloads,
     responses,
+    search,
     service,
+    session_lists,
     sessions,
     signin,
     skyrl,
@@ -55,6 +58,7 @@ from app.errors import AppError, StartupError
 from app.extras import install
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
+from app.sessions.indexer import Indexer
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
@@ -62,6 +66,7 @@ from app.store.archives.rows import has_archives
 from app.store.engine import Database, load_driver
 from app.store.packs.opening import open_bucket
 from app.store.packs.rows import has_packs
+from app.store.search.reading import can_search
 from app.tito.families import family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
@@ -122,6 +127,12 @@ async def run_services(
                 archiver.start()
             except AppError as error:
                 raise StartupError(f"TURNLOG_ARCHIVE_AFTER_S: {error}") from error
+        if settings.search == "on":
+            if not await database.read(can_search):
+                raise StartupError("TURNLOG_SEARCH=on needs FTS5, without which this SQLite was built")
+            indexer = Indexer(database, made.writer, made.log_end, registration.incarnation)
+            stack.push_async_callback(indexer.stop)
+            indexer.start()
         made.health.start()
         made.pool.start()
         yield made
@@ -157,7 +168,7 @@ async def _bucket(settings: Settings) -> Bucket | None:
     if silent := await bucket.probe():
         log.warning("%s; turns with replay payloads wait for it", silent)
     if bucket.versions is not None:
-        log.warning("%s keeps old versions: an erasure deletes those too", bucket.url)
+        log.warning("%s keeps old versions: %s", bucket.url, bucket.versions.consequence)
     return bucket
 
 
@@ -262,7 +273,9 @@ def _calm_collector() -> None:
 def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
+    app.include_router(session_lists.router)
     app.include_router(sessions.router)
+    app.include_router(notes.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
     app.include_router(events.router)
@@ -271,6 +284,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(counting.router)
     app.include_router(service.router)
     app.include_router(exports.router)
+    app.include_router(search.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(payloads.router)

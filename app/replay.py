@@ -192,6 +192,10 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         yield f"reward {_reward_text(state['reward'])}"
     for turn, reward in state["turn_rewards"].items():
         yield f"reward of turn {turn}: {_reward_text(reward)}"
+    if state["note"] is not None:
+        yield f"note {_json(state['note'])}"
+    if state["tags"]:
+        yield f"tags {', '.join(state['tags'])}"
     for kept in state["payloads"]:
         yield (
             "payload of turn {turn}: {kind}, rows {start} to {stop} of shape {shape}, "

@@ -132,6 +132,7 @@ class Settings(BaseSettings):
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
     max_replay_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=1024 * MIB, ge=MIB)
     picker: str | None = None
+    search: Literal["off", "on"] = "off"
     replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
@@ -249,7 +250,7 @@ class Settings(BaseSettings):
         if value is None or (info.field_name == "payloads" and value == "database"):
             return value
         scheme, _, rest = value.partition("://")
-        if scheme not in BUCKETS or not rest.strip("/"):
+        if scheme not in BUCKETS or not rest.strip("/") or rest.startswith("/") != (scheme == "file"):
             raise ValueError(
                 "database, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
             )

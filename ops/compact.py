@@ -30,7 +30,19 @@ from app.store.engine import Database
 from app.store.ports import LOCKED_S
 from app.store.projections import require_revision
 from app.store.salvage import Damage
-from app.store.schema import blobs, chunks, events, metadata, refused_replies, snapshots, staged_tokens, turns
+from app.store.schema import (
+    blobs,
+    chunks,
+    events,
+    metadata,
+    refused_replies,
+    search_entries,
+    search_metadata,
+    sessions,
+    snapshots,
+    staged_tokens,
+    turns,
+)
 from app.store.sqlite import CHECKPOINT_BYTES, GIVE_BACK_PAGES
 from ops.keeping import (
     DONE,
@@ -57,8 +69,19 @@ from ops.salvage import salvage as copy_rest
 
 MIB = 1 << 20
 
-CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, staged_tokens, snapshots)
-"""The tables that an erasure deletes from, and the event log, in which it rewrites rewards."""
+CONTENT: Sequence[Table] = (
+    events,
+    sessions,
+    turns,
+    blobs,
+    chunks,
+    refused_replies,
+    staged_tokens,
+    snapshots,
+    search_entries,
+    search_metadata,
+)
+"""The tables that an erasure deletes from, and those in which it rewrites rewards and notes."""
 
 LOCK_TIMEOUT = "10s"
 """How long a rewrite waits for the lock on its table. All later users of the table wait behind it."""

@@ -1,27 +1,21 @@
 """Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
-A payload is most of a large reply and need not be parsed as JSON. So it is first cut out of the bytes, where its key
-seems to be, and replaced by a mark. If the mark is not found where the value belongs, the whole reply is parsed
-replacement.
+Payloads and the ids of a long prompt are most of a large reply and need not be parsed as JSON. So they are first cut
+out of the bytes, where their keys seem to be, and replaced by marks. If a mark is not found where its value belongs,
+the whole reply is parsed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
-from workers import codec, payloads, scan
+from workers import codec, payloads, scan, seek
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
-from workers.parse import REPLAY, KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
-
-WINDOW = 64 << 10
-"""Bytes searched at a time: shared memory has no fast search; a copy that fits the processor's cache has."""
-
-COPIES = 2
-"""How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
+from workers.parse import KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
+from workers.parse_prompt import CutPrompt
+from workers.seek import LongValues, PayloadRange
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -42,14 +36,6 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     sent: bytes = b""
     ids_field: str = ""
     is_part: bool = False
-
-
-class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Position of a payload's value in the engine's body: [start, end)."""
-
-    kind: str
-    start: int
-    end: int
 
 
 class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
@@ -93,9 +79,10 @@ def decode_done(result: bytes) -> WorkerResult:
     return _DONE.decode(result)
 
 
-def work(job: Job, body: memoryview) -> WorkerResult:
-    """Raises Rejected, naming the first rule that the reply breaks."""
-    found = _parsed(job, body)
+def work(job: Job, body: memoryview, long_values: LongValues | None = None) -> WorkerResult:
+    """`long_values`: those of the body, if they were looked for. Raises Rejected, naming the first rule that the reply
+    breaks."""
+    found = _parsed(job, body, long_values)
     parsed = found.parsed
     stored: list[payloads.StoredPayload] = []
     edits: list[_Edit] = []
@@ -145,12 +132,6 @@ def _unescaped(text: memoryview) -> memoryview:
     return memoryview(b'"' + msgspec.json.decode(text, type=str).encode() + b'"')
 
 
-def base64_bytes(body: memoryview) -> int:
-    """How many bytes of the body seem to be base64 payloads."""
-    places = (place for kind in REPLAY for place in _seek_all(body, kind))
-    return sum(place.end - place.start for place in places if body[place.start] == ord('"'))
-
-
 class _Value(NamedTuple):
     """A payload's value: its place in the body, and [start, end) of its mark or text in the parsed text."""
 
@@ -160,24 +141,27 @@ class _Value(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A parsed reply: `text` is the parsed text, in which marks replace the payloads if `marked`."""
+    """A parsed reply: `text` is the parsed text, in which marks replace the payloads if `marked`. `prompt_mark` is the
+    mark that replaces the prompt's ids, with `separator` between them, empty if they are in the text."""
 
     parsed: Parsed
     text: bytes
     values: list[_Value]
     marked: bool
+    prompt_mark: bytes = b""
+    separator: str | None = None
 
 
-def _parsed(job: Job, body: memoryview) -> _Found:
+def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Found:
     kinds = [want.kind for want in job.wants]
-    places = sorted((place for kind in kinds for place in _seek_all(body, kind)), key=lambda place: place.start)
+    places, prompt = long_values or seek.long_values(body)
+    places = [place for place in places if place.kind in kinds]
+    places = sorted(places if prompt is None else [*places, prompt], key=lambda place: place.start)
     if places:
-        text = _marked(body, places)
         try:
-            parsed = _parse_text(job, text)
-            values = _values(parsed, text, places, body)
-            if values is not None:
-                return _Found(parsed, text, values, marked=True)
+            found = _without(job, body, places, prompt)
+            if found is not None:
+                return found
         except PromptDiffers:
             raise
         except Rejected:
@@ -189,54 +173,31 @@ def _parsed(job: Job, body: memoryview) -> _Found:
     return _Found(parsed, text, [_Value(place, place.start, place.end) for place in whole], marked=False)
 
 
-def _parse_text(job: Job, text: bytes) -> Parsed:
-    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None, job.is_part)
+def _without(job: Job, body: memoryview, places: list[PayloadRange], prompt: PayloadRange | None) -> _Found | None:
+    """The reply parsed with marks in these places, of which `prompt` is one; None if one is not where it belongs.
+
+    Raises as `parse_reply`.
+    """
+    text = _marked(body, places)
+    cut = None
+    if prompt is not None:
+        cut = CutPrompt(_mark(places.index(prompt)), bytes(body[prompt.start : prompt.end]))
+        if text.count(cut.mark) != 1:
+            return None
+    parsed = _parse_text(job, text, cut)
+    values = _values(parsed, text, places, body, prompt)
+    if values is None or cut is None:
+        return None if values is None else _Found(parsed, text, values, marked=True)
+    separator = codec.prompt_ids_separator(cut.text, 2) if parsed.prompt_text is cut.text else None
+    return None if separator is None else _Found(parsed, text, values, True, cut.mark, separator)
+
+
+def _parse_text(job: Job, text: bytes, cut: CutPrompt | None = None) -> Parsed:
+    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None, job.is_part, cut)
 
 
 def _mark(number: int) -> bytes:
     return f'"@turnlog:{number}@"'.encode()
-
-
-def _seek_all(body: memoryview, kind: str) -> Iterator[PayloadRange]:
-    """The values after what looks like the payload's key."""
-    at = 0
-    for _ in range(COPIES):
-        place = _seek(body, kind, at)
-        if place is None:
-            return
-        yield place
-        at = place.end
-
-
-def _seek(body: memoryview, kind: str, start: int) -> PayloadRange | None:
-    """The value after the first occurrence, from `start` on, of what looks like the payload's key."""
-    key = _find(body, f'"{kind}"'.encode(), start)
-    if key < 0:
-        return None
-    key_end = key + len(kind) + 2
-    following = bytes(body[key_end : key_end + 16])
-    value = following.lstrip(b" \t\r\n")
-    if not value.startswith(b":"):
-        return None
-    value = value[1:].lstrip(b" \t\r\n")
-    start = key_end + len(following) - len(value)
-    if value.startswith(b'"'):
-        end = _find(body, b'"', start + 1) + 1
-    elif value.startswith(b"["):
-        closing = b"]" * (len(value) - len(value.lstrip(b"[")))
-        end = _find(body, closing, start) + len(closing)
-    else:
-        return None
-    return PayloadRange(kind, start, end) if end > start else None
-
-
-def _find(body: memoryview, needle: bytes, start: int) -> int:
-    """Position of `needle` in the body from `start` on, or -1."""
-    for at in range(start, len(body), WINDOW):
-        found = bytes(body[at : at + WINDOW + len(needle) - 1]).find(needle)
-        if found >= 0:
-            return at + found
-    return -1
 
 
 def _marked(body: memoryview, places: list[PayloadRange]) -> bytes:
@@ -251,16 +212,19 @@ def _marked(body: memoryview, places: list[PayloadRange]) -> bytes:
     return b"".join((*parts, body[done:]))
 
 
-def _values(parsed: Parsed, text: bytes, places: list[PayloadRange], body: memoryview) -> list[_Value] | None:
-    """The payloads in the parser's order, if they are just the marks. A backslash means that a string was cut short."""
-    marks = {_mark(number): place for number, place in enumerate(places)}
+def _values(
+    parsed: Parsed, text: bytes, places: list[PayloadRange], body: memoryview, prompt: PayloadRange | None
+) -> list[_Value] | None:
+    """The payloads in the parser's order, if they are just the marks but the prompt's. A backslash means that a string
+    was cut short."""
+    marks = {_mark(number): place for number, place in enumerate(places) if place is not prompt}
     values: list[_Value] = []
     for kind, raw in parsed.payloads:
         mark = bytes(raw)
         place = marks.pop(mark, None)
         if place is None or place.kind != kind or text.count(mark) != 1:
             return None
-        if _find(body[place.start : place.end], b"\\", 0) >= 0:
+        if seek.find(body[place.start : place.end], b"\\", 0) >= 0:
             return None
         start = text.index(mark)
         values.append(_Value(place, start, start + len(mark)))
@@ -269,13 +233,8 @@ def _values(parsed: Parsed, text: bytes, places: list[PayloadRange], body: memor
 
 def _place(text: bytes, kind: str, raw: msgspec.Raw) -> PayloadRange:
     """The position of a raw value, which is a view into the text."""
-    start = _address(raw) - _address(text)
+    start = scan.address(memoryview(raw)) - scan.address(memoryview(text))
     return PayloadRange(kind, start, start + len(memoryview(raw)))
-
-
-def _address(buffer: msgspec.Raw | bytes) -> int:
-    address: int = np.frombuffer(memoryview(buffer), np.uint8).__array_interface__["data"][0]
-    return address
 
 
 class _Edit(NamedTuple):
@@ -288,7 +247,7 @@ class _Edit(NamedTuple):
 
 
 def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
-    """The first occurrence of the prompt's text that no other edit touches; any of them can be restored."""
+    """The first occurrence of the prompt's text, or mark, that no other edit touches; any of them can be restored."""
     at = scan.find(text, prompt)
     while at >= 0:
         end = at + len(prompt)
@@ -301,9 +260,11 @@ def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
 def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wire:
     """The stored form of the reply, without what is stored elsewhere."""
     text, prompt = found.text, found.parsed.prompt_text
-    separator = codec.prompt_ids_separator(prompt, prompt_tokens) if prompt else None
+    separator = found.separator
+    if prompt and not found.prompt_mark:
+        separator = codec.prompt_ids_separator(prompt, prompt_tokens)
     if separator is not None:
-        edits = [*edits, *_prompt_edit(text, prompt, edits)]
+        edits = [*edits, *_prompt_edit(text, found.prompt_mark or prompt, edits)]
     parts: list[bytes] = []
     cuts: list[Cut] = []
     ids_at = None

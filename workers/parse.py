@@ -54,7 +54,7 @@ from workers.parse_parts import (
     usage_of,
     weight_versions,
 )
-from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens, Prompt, PromptDiffers, TokenId, token_text
+from workers.parse_prompt import IDS, MAX_TOKEN_ID, CutPrompt, KnownTokens, Prompt, PromptDiffers, TokenId, token_text
 
 __all__ = [
     "MAX_TOKEN_ID",
@@ -104,21 +104,22 @@ def parse_reply(
     protocol: Protocol = "chat",
     sent: bytes | None = None,
     is_part: bool = False,
+    cut: CutPrompt | None = None,
 ) -> Parsed:
     """Validate a 200 (non-streaming) of the route `protocol`, whose prompt may begin with `known`.
 
     `sent` is the token text of a prompt that was sent as ids: the reply need not repeat them, but if it does they must
-    be equal. `is_part`: it continues a generation, and may be only its end token. With `auto` the structure tells the
-    engine: in a chat reply, token ids on the choice are vLLM's, otherwise SGLang's rules hold. Raises Rejected, naming
-    the first broken rule; PromptDiffers if the prompt differs from the sent one. Whether `miscounted` is a fault
-    depends on the request.
+    be equal. `is_part`: it continues a generation, and may be only its end token. `cut`: the prompt's ids, if the body
+    has a mark in their place. With `auto` the structure tells the engine: in a chat reply, token ids on the choice are
+    vLLM's, otherwise SGLang's rules hold. Raises Rejected, naming the first broken rule; PromptDiffers if the prompt
+    differs from the sent one. Whether `miscounted` is a fault depends on the request.
     """
     utf8(body)
     try:
         if protocol == "completions":
-            parsed, bulk = completion(body, dialect, known, sent)
+            parsed, bulk = completion(body, dialect, known, sent, cut)
         else:
-            parsed, bulk = _chat(body, dialect, known, sent, is_part)
+            parsed, bulk = _chat(body, dialect, known, sent, is_part, cut)
         readable(body, [*bulk, *(bytes(raw) for _, raw in parsed.payloads)])
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
@@ -126,14 +127,19 @@ def parse_reply(
 
 
 def _chat(
-    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None, is_part: bool
+    body: bytes,
+    dialect: DialectChoice,
+    known: KnownTokens | None,
+    sent: bytes | None,
+    is_part: bool,
+    cut: CutPrompt | None,
 ) -> tuple[Parsed, list[bytes]]:
     root: _Root = typed(_ROOT, body, "the body")
     choice = only_choice(root.choices)
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
-    parsed, bulk = read(root, choice, known, sent, is_part)
+    parsed, bulk = read(root, choice, known, sent, is_part, cut)
     unambiguous(body, choice, bulk)
     return parsed, bulk
 
@@ -143,7 +149,12 @@ def _looks_like_vllm(root: _Root, choice: Fields) -> bool:
 
 
 def _sglang(
-    root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None, is_part: bool
+    root: _Root,
+    choice: Fields,
+    known: KnownTokens | None,
+    sent: bytes | None,
+    is_part: bool,
+    cut: CutPrompt | None,
 ) -> tuple[Parsed, list[bytes]]:
     where = "choices[0].meta_info"
     meta_raw = choice.get("meta_info")
@@ -160,6 +171,7 @@ def _sglang(
         known,
         sent,
         count if is_null(own) else own,
+        cut,
     )
     output_ids = [triple.id for triple in triples]
     copies = [
@@ -193,7 +205,12 @@ def _sglang(
 
 
 def _vllm(
-    root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None, is_part: bool
+    root: _Root,
+    choice: Fields,
+    known: KnownTokens | None,
+    sent: bytes | None,
+    is_part: bool,
+    cut: CutPrompt | None,
 ) -> tuple[Parsed, list[bytes]]:
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs_raw = choice.get("logprobs")
@@ -205,7 +222,7 @@ def _vllm(
     usage = usage_of(root)
     count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
     count = usage.get("prompt_tokens")
-    prompt = Prompt(root.prompt_token_ids, "prompt_token_ids", known, sent, count)
+    prompt = Prompt(root.prompt_token_ids, "prompt_token_ids", known, sent, count, cut)
     copies = [
         *prompt.repeated(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids"),
         *same_output(choice, output_ids, "response_token_ids"),

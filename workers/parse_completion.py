@@ -28,7 +28,7 @@ from workers.parse_parts import (
     usage_of,
     weight_versions,
 )
-from workers.parse_prompt import IDS, KnownTokens, Prompt
+from workers.parse_prompt import IDS, CutPrompt, KnownTokens, Prompt
 
 
 class _Root(Top, kw_only=True):
@@ -43,7 +43,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def completion(
-    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None
+    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None, cut: CutPrompt | None
 ) -> tuple[Parsed, list[bytes]]:
     """A valid completion, and its long flat lists. Raises Rejected."""
     root: _Root = typed(_ROOT, body, "the body")
@@ -60,7 +60,7 @@ def completion(
     usage = usage_of(root)
     count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
     count = usage.get("prompt_tokens")
-    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count)
+    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count, cut)
     copies = [
         *prompt.repeated(root.prompt_token_ids, "prompt_token_ids"),
         *same_output(choice, output_ids, "response_token_ids"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,13 @@ class KnownTokens(msgspec.Struct, frozen=True):
     tokens: int
     text_bytes: int
     hash: str
+
+
+class CutPrompt(NamedTuple):
+    """A prompt's ids that were cut out of a reply: the mark in their place, a JSON string, and the list's text."""
+
+    mark: bytes
+    text: bytes
 
 
 def token_text(ids: Iterable[int]) -> bytes:
@@ -62,24 +69,29 @@ class Prompt:
         known: KnownTokens | None,
         sent: bytes | None = None,
         count: msgspec.Raw | None = None,
+        cut: CutPrompt | None = None,
     ) -> None:
         """`sent`: the token text of a prompt sent as ids. If the engine reports ids, they must be these.
 
-        If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids.
+        If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids. `cut`: the ids,
+        if `raw` is the mark in their place.
 
         Raises Rejected, or PromptDiffers.
         """
+        text = b"" if raw is None else bytes(raw)
+        if cut is not None and text == cut.mark:
+            text = cut.text
         if sent is not None:
-            self.text = b"" if raw is None or is_null(raw) else _confirmed(bytes(raw), where, sent)
+            self.text = b"" if raw is None or is_null(raw) else _confirmed(text, where, sent)
             if not self.text:
                 _require_count(count, where, sent)
             inner = sent
         elif raw is None:
             raise Rejected(f"{where} is missing")
         else:
-            self.text = bytes(raw)
-            compact = _compact(self.text)
-            inner = compact[1:-1] + b"," if len(compact) > 2 else b""
+            self.text = text
+            compact = _compact(text)
+            inner = b"".join((memoryview(compact)[1:-1], b",")) if len(compact) > 2 else b""
         self.base = 0
         self._hasher = hashlib.sha256()
         if known is not None and len(inner) >= known.text_bytes:
@@ -123,7 +135,8 @@ class Prompt:
 
 
 def _compact(text: bytes) -> bytes:
-    return text.translate(None, b" \t\r\n")
+    has_white = b" " in text or b"\n" in text or b"\t" in text or b"\r" in text
+    return text.translate(None, b" \t\r\n") if has_white else text
 
 
 def _confirmed(text: bytes, where: str, sent: bytes) -> bytes:

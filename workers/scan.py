@@ -20,7 +20,7 @@ HEAVY = 10
 _HEAD = 32
 """The beginning of a list of token ids this long is seldom found elsewhere."""
 
-_QUOTE, _BACKSLASH, _COMMA, _COLON = 0x22, 0x5C, 0x2C, 0x3A
+_QUOTE, _BACKSLASH, _COMMA, _COLON, _NINE = 0x22, 0x5C, 0x2C, 0x3A, 0x39
 _OPENS, _CLOSES = b"[{", b"]}"
 
 
@@ -56,11 +56,26 @@ def may_exceed(text: bytes, most: int) -> bool:
     """May a text hold more values than `most`? Fast, but counts characters in strings as well."""
     found = 0
     for start in range(0, len(text) if len(text) > most else 0, SLICE):
-        part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
-        found += int(np.count_nonzero(part == _COMMA)) + int(np.count_nonzero(part | _CASE == _OPENS[1]))
+        found += _count(text, start)
         if found > most:
             return True
     return False
+
+
+def count_values(text: bytes | memoryview) -> int:
+    """An upper bound of the values in a text: it counts characters in strings as well."""
+    return sum(_count(text, start) for start in range(0, len(text), SLICE))
+
+
+def _count(text: bytes | memoryview, start: int) -> int:
+    part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
+    return int(np.count_nonzero(part == _COMMA)) + int(np.count_nonzero(part | _CASE == _OPENS[1]))
+
+
+def address(buffer: memoryview) -> int:
+    """The address of a buffer that is not empty."""
+    found: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return found
 
 
 def find(text: bytes, part: bytes, start: int = 0) -> int:
@@ -68,6 +83,12 @@ def find(text: bytes, part: bytes, start: int = 0) -> int:
     `bytes.find` preprocesses all of `part`."""
     at = text.find(part[:_HEAD], start)
     return at if at < 0 or text.startswith(part, at) else text.find(part, at + 1)
+
+
+def is_flat_ids(text: bytes | memoryview) -> bool:
+    """Is this list one of digits and commas, without white space? It may also hold `-`, `.` and `/`."""
+    inner = np.frombuffer(text, np.uint8)[1:-1]
+    return len(inner) > 0 and int(inner.min()) >= _COMMA and int(inner.max()) <= _NINE
 
 
 def extent(text: bytes, most: int) -> Extent:

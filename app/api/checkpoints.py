@@ -53,6 +53,8 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
     body = await body_of(request, NewCheckpoint)
     if body.name.startswith(BEFORE):
         raise InvalidRequest(f"name: names that begin with {BEFORE} are those of checkpoints that restores make")
+    if not body.name.strip("."):
+        raise InvalidRequest("name must not be only dots")  # a client may take it for a relative path
     drain_s = body.drain_s if body.cut == "drain" else None
     return fields(await services(request).checkpoints.make(body.name, drain_s=drain_s))
 

@@ -52,6 +52,7 @@ async def move_payloads(request: Request) -> dict[str, Any]:
     names = MoveAfter.model_fields
     return {
         "moved": step.moved,
+        "lost": step.lost,
         "bytes": step.bytes,
         "after": None if step.after is None else dict(zip(names, step.after, strict=True)),
     }

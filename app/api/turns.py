@@ -21,13 +21,14 @@ from app.api.header_sessions import HeaderSession, agent_of, session_of_request
 from app.api.limits import BodyReservation, connection_of, peer_of, read_body
 from app.api.replies import ROLLED_BACK, error_parts, rendered, send_reply
 from app.api.state import Services
+from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
 from app.logs import request_id, set_log_session
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.registry import ROUTES
-from app.protocols.sse import comment, wants_stream
+from app.protocols.sse import comment, is_set, wants_stream
 from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
@@ -133,7 +134,12 @@ class _TurnRequest:
     ) -> str:
         """The outcome. Raises AppError."""
         turns, settings = self._app.turns, self._app.settings
-        streams = await turns.large_bodies.run(_large_size(body), lambda: wants_stream(body))
+        is_long = self._protocol.has_layouts and len(body) >= LONG_BODY
+        continued = self._app.cache.continued(session_id, body) if is_long else None
+        if continued is None:
+            streams = await turns.large_bodies.run(_large_size(body), lambda: wants_stream(body))
+        else:
+            streams = is_set(continued.fields.get("stream"))
         live = LiveStream() if streams else None
         waiter = Waiter(reservation.grow, self._watch, self._token_session, self._is_lost, live)
         if settings.abort_after_s is not None:
@@ -141,7 +147,7 @@ class _TurnRequest:
         history = settings.history or (self._protocol.history if session is None else "tree")
         agent_id = agent_of(self._headers) if session is None else session.agent_id
         sender = Sender(retry_mark(self._headers), agent_id, history)
-        call = turns.take(session_id, self._protocol, body, self._headers, sender, waiter, self._stages)
+        call = turns.take(session_id, self._protocol, body, self._headers, sender, waiter, self._stages, continued)
         if session is not None:
             call = session.with_hint(call)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from app.domain.events import (
     Recorded,
     RewardAssigned,
     RolledBack,
+    SessionNoted,
     Timing,
     TurnCommitted,
     TurnOpened,
@@ -217,12 +218,7 @@ def assign_reward(
     session: Session | None, session_id: str, reward: float, components: dict[str, float], turn: int | None
 ) -> RewardAssigned:
     """Raises SessionNotFound, SessionClosed (erased), Restored, InvalidRequest (not finite, no such turn)."""
-    if session is None:
-        raise SessionNotFound(f"session {session_id} does not exist")
-    if session.status == "erased":
-        raise SessionClosed(f"session {session_id} is erased")
-    if session.status == "set_aside":
-        raise Restored.of(session_id)
+    session = _labelled(session, session_id)
     for name, value in (
         ("reward", reward),
         *((f"components.{key}", value) for key, value in components.items()),
@@ -232,3 +228,20 @@ def assign_reward(
     if turn is not None and turn not in session.turns:
         raise InvalidRequest(f"turn {turn} is not committed")
     return RewardAssigned(reward, components, turn)
+
+
+def note(session: Session | None, session_id: str, text: str | None, tags: Iterable[str] | None) -> SessionNoted:
+    """Raises SessionNotFound, SessionClosed (erased), Restored."""
+    _labelled(session, session_id)
+    return SessionNoted(text, None if tags is None else tuple(sorted(set(tags))))
+
+
+def _labelled(session: Session | None, session_id: str) -> Session:
+    """The session if it may be given a reward or a note: open or closed. Raises as `note`."""
+    if session is None:
+        raise SessionNotFound(f"session {session_id} does not exist")
+    if session.status == "erased":
+        raise SessionClosed(f"session {session_id} is erased")
+    if session.status == "set_aside":
+        raise Restored.of(session_id)
+    return session

@@ -1,9 +1,9 @@
 """The events of a session, as immutable facts.
 
 An event holds ids, counts, hashes and references to blobs, never content: prompts and completions are in the store's
-content tables, so that erasing them leaves the log whole. The components of a reward are the exception; an erasure
-removes them from the event. Events are stored under `name` with the integer `VERSIONS[name]`; a changed structure gets
-the next number and a step in `upcast.py`. Hashes are lower-case hex.
+content tables, so that erasing them leaves the log whole. The components of a reward, a note and tags are the
+exceptions; an erasure removes them from the event. Events are stored under `name` with the integer `VERSIONS[name]`; a
+changed structure gets the next number and a step in `upcast.py`. Hashes are lower-case hex.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     hash: str
 
 
-class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Output tokens [start, end) of one turn were sampled under the weight version `version`."""
 
     version: str
@@ -367,8 +367,8 @@ class RewardAssigned(Event, frozen=True):
     """A later assignment replaces an earlier one for the same `turn` (None: the session).
 
     `of_root` (since version 2): the reward of the root of the session's rollout, which overrides the session's own.
-    `components_erased` (since version 2): its components were deleted with the session's content. This is the only
-    event that is ever rewritten.
+    `components_erased` (since version 2): its components were deleted with the session's content. Only this event and
+    `SessionNoted` are ever rewritten.
     """
 
     reward: float
@@ -376,6 +376,17 @@ class RewardAssigned(Event, frozen=True):
     turn: int | None = None
     of_root: bool = False
     components_erased: bool = False
+
+
+class SessionNoted(Event, frozen=True):
+    """A person's note on the session, and its tags. None: as before; an empty one removes it.
+
+    `tags` are sorted and distinct. `erased`: note and tags were deleted with the session's content.
+    """
+
+    note: str | None = None
+    tags: tuple[str, ...] | None = None
+    erased: bool = False
 
 
 class AffinityBound(Event, frozen=True):
@@ -441,6 +452,7 @@ TYPES: dict[str, type[Event]] = {
         RolledBack,
         BlobsTombstoned,
         RewardAssigned,
+        SessionNoted,
         AffinityBound,
         AffinityReleased,
         SessionClosed,
@@ -461,7 +473,7 @@ VERSIONS: dict[str, int] = {
     "SessionClosed": 3,
 }
 
-EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed", "SessionRestored")
+EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionNoted", "SessionClosed", "SessionRestored")
 """Events after which a session's export rows may differ from before."""
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from app.domain import bounds
 from app.domain.events import Matcher
+from app.domain.known_body import BodyPrefix, Hasher
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
@@ -154,11 +155,17 @@ class Incoming:
 
     `raws[i]` is message i as the client wrote it. `proven` are the turns whose proofs the request holds. `trusts_ids`:
     where a client got arguments as objects and sends others, a reply is known by its calls' ids. Claude Code does so:
-    it trims an edit's text.
+    it trims an edit's text. `prefix`: what is known of their bytes.
     """
 
     def __init__(
-        self, raws: Sequence[msgspec.Raw], matcher: Matcher, proven: Container[int] = (), *, trusts_ids: bool = False
+        self,
+        raws: Sequence[msgspec.Raw],
+        matcher: Matcher,
+        proven: Container[int] = (),
+        *,
+        trusts_ids: bool = False,
+        prefix: BodyPrefix | None = None,
     ) -> None:
         self.raws = raws
         self._trusts_ids = trusts_ids and matcher == "tolerant"
@@ -167,10 +174,11 @@ class Incoming:
         self._messages: dict[int, Message] = {}
         self._hashes: dict[int, str] = {}
         self._spelled = 0
-        self._hasher = hashlib.sha256()
+        self._hasher: Hasher = hashlib.sha256()
         self._spellings: dict[int, str] = {}
         self._repeated: Turn | None = None
         self._running: dict[int, str] = {}
+        self._prefix = prefix
 
     def __len__(self) -> int:
         return len(self.raws)
@@ -203,6 +211,13 @@ class Incoming:
             self._spelled = count
             self._spellings[count] = self._hasher.copy().hexdigest()[:32]
         return self._spellings[count]
+
+    def spelled(self) -> Hasher:
+        """The hash state of all messages' bytes (`spelling`)."""
+        if self._spelled != len(self.raws):
+            del self._spellings[len(self.raws)]
+            self.spelling(len(self.raws))
+        return self._hasher.copy()
 
     def repeats(self, turn: Turn) -> bool:
         """Does the request begin with the messages of `turn`'s request, byte for byte?"""
@@ -299,7 +314,7 @@ class Incoming:
 
         Messages that an earlier request had with the same bytes were checked then.
         """
-        turn = self._repeated = index.repeated(self)
+        turn = self._repeated = self._known_turn(index, self._prefix) if self._prefix else index.repeated(self)
         start = 0 if turn is None else turn.message_count - 1
         at = NOTHING if turn is None else index.input_hash(turn.number) or NOTHING
         self._running[start] = at
@@ -308,6 +323,16 @@ class Incoming:
                 self._hashes[place] = self._sampled(index, at, place)
             at = self._running[place + 1] = running_hash(at, self.canonical(place))
         self.spelling(len(self.raws))
+
+    def _known_turn(self, index: TreeIndex, prefix: BodyPrefix) -> Turn | None:
+        """The newest turn of a known body's history whose request begins the messages, canonically."""
+        turn = index.turn(prefix.known.turn)
+        if turn is not None and prefix.is_whole:
+            self._spelled, self._hasher = prefix.messages, prefix.known.spelled.copy()
+            self._spellings[prefix.messages] = turn.client_hash
+        while turn is not None and turn.message_count - 1 > prefix.messages:
+            turn = index.turn(turn.history_parent)
+        return turn
 
 
 def _calls_hash(message: Message) -> str | None:

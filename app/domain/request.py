@@ -11,6 +11,7 @@ import msgspec
 
 from app.domain.control import SessionControl
 from app.domain.events import EngineShape, StreamMode
+from app.domain.known_body import BodyLayout, BodyPrefix
 from app.errors import InvalidRequest
 
 
@@ -30,11 +31,12 @@ class ChatRequest(msgspec.Struct, frozen=True):
     before the messages, `needs` those whose replies complete them.
     `refusal` says why the request cannot begin a turn of its own; it may still repeat one. `has_object_arguments`: tool
     arguments came as objects, which clients normalise. `stream_mode` is the request's own, removed from `params`.
+    `layout` is that of a long body, `prefix` what was known of it by its bytes.
     """
 
     shape: ClassVar[EngineShape] = "chat"
 
-    messages: list[msgspec.Raw]
+    messages: Sequence[msgspec.Raw]
     tools: msgspec.Raw | None
     params: dict[str, msgspec.Raw]
     stream: bool
@@ -49,6 +51,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     refusal: str | None = None
     has_object_arguments: bool = False
     stream_mode: StreamMode | None = None
+    layout: BodyLayout | None = None
+    prefix: BodyPrefix | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from app.domain.events import Event, Recorded, RewardAssigned, SessionRestored
+from app.domain.events import Event, Recorded, RewardAssigned, SessionNoted, SessionRestored
 from app.domain.session import Session
 
 
@@ -29,7 +29,7 @@ def restoring(now: Session, then: Session | None, checkpoint: str) -> list[Event
         then.is_reclaimed,
         then.deliveries,
     )
-    return [restored, *_rewards(then)]
+    return [restored, *_rewards(then), *_note(then)]
 
 
 def _rewards(then: Session) -> list[RewardAssigned]:
@@ -38,6 +38,11 @@ def _rewards(then: Session) -> list[RewardAssigned]:
     session = [] if own is None else [RewardAssigned(own.reward, own.components, of_root=then.has_roots_reward)]
     turns = [RewardAssigned(one.reward, one.components, turn) for turn, one in sorted(then.turn_rewards.items())]
     return [*session, *turns]
+
+
+def _note(then: Session) -> list[SessionNoted]:
+    """Given again, as the rewards are."""
+    return [SessionNoted(then.note, then.tags or None)] if then.note or then.tags else []
 
 
 def in_effect(log: Iterable[Recorded]) -> list[Recorded]:

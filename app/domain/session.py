@@ -33,6 +33,7 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
     SessionErased,
+    SessionNoted,
     SessionRestored,
     TurnAbandoned,
     TurnCommitted,
@@ -100,7 +101,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
     `is_reclaimed`: it was closed because it was idle. `aside` are the turns that a restore has set aside, and
-    `aside_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields.
+    `aside_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields. `note`
+    and `tags` are what a person wrote on it.
     """
 
     session_id: str
@@ -129,6 +131,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     is_reclaimed: bool = False
     aside: Turns = EMPTY
     aside_payloads: dict[int, tuple[Payload, ...]] = {}
+    note: str | None = None
+    tags: tuple[str, ...] = ()
 
     @property
     def context_turns(self) -> int:
@@ -266,6 +270,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return _tombstoned(session, set(event.turns))
         case RewardAssigned():
             return _rewarded(session, event)
+        case SessionNoted():
+            return _noted(session, event)
         case AffinityBound():
             return {"affinity": Affinity(event.engine, event.control)}
         case AffinityReleased():
@@ -276,7 +282,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case SessionRestored():
             return _restored(session, event, recorded.at)
         case SessionErased():
-            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "aside_payloads": {}}
+            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "aside_payloads": {}, "note": None, "tags": ()}
             return {"status": "erased", **gone, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
@@ -302,6 +308,8 @@ def _restored(session: Session, event: SessionRestored, at: float) -> dict[str, 
         "reward": None,
         "turn_rewards": {},
         "has_roots_reward": False,
+        "note": None,
+        "tags": (),
         "history": event.history,
         "closed_at": at if event.status == "set_aside" else event.closed_at,
         "is_reclaimed": event.is_reclaimed,
@@ -325,6 +333,13 @@ def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
     if session.has_roots_reward and not event.of_root:
         return {}
     return {"reward": reward, "has_roots_reward": event.of_root}
+
+
+def _noted(session: Session, event: SessionNoted) -> dict[str, Any]:
+    return {
+        "note": session.note if event.note is None else event.note or None,
+        "tags": session.tags if event.tags is None else event.tags,
+    }
 
 
 def _opened(session: Session, event: TurnOpened, seq: int) -> dict[str, Any]:

@@ -30,6 +30,11 @@ _ANY = msgspec.json.Decoder(msgspec.Raw)
 _NAMED = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:')
 
 
+def offset_in(text: bytes, raw: msgspec.Raw) -> int:
+    """Where a raw value stands in the text that it was decoded from: it is a view of it."""
+    return scan.address(memoryview(raw)) - scan.address(memoryview(text))
+
+
 def fields(body: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspec.Raw]:
     """The fields of a JSON object. `check` is called with each long field, perhaps invalid JSON, before it is decoded.
 

@@ -119,6 +119,10 @@ class TreeIndex:
             return self._histories[parent.number]
         return self.prefixes(parent)[turn.base_messages]
 
+    def turn(self, number: int) -> Turn | None:
+        """The turn with this number, if the index has it."""
+        return self._turns.get(number)
+
     def input_hash(self, number: int) -> str | None:
         """The running hash of a turn's request; None for a completion's."""
         return self._inputs.get(number)

@@ -9,6 +9,9 @@ import msgspec
 from app.domain.json_lines import in_one_line
 from workers.codec import describe
 
+SEARCHED = 64 << 10
+"""A longer body is decoded without being searched first, which takes longer."""
+
 KEEPALIVE = b": keep-alive\n\n"
 
 
@@ -30,9 +33,14 @@ class _Flag(msgspec.Struct):
 describe(_Flag)
 
 
+def is_set(stream: msgspec.Raw | None) -> bool:
+    """Is a request's field `stream` true? False for an invalid one, which the turn rejects later."""
+    return stream is not None and bytes(stream) == b"true"
+
+
 def wants_stream(body: bytes) -> bool:
     """Does the request ask for a stream? False for an invalid body, which the turn rejects later."""
-    if b'"stream"' not in body:
+    if len(body) <= SEARCHED and b'"stream"' not in body:
         return False
     try:
         return bool(msgspec.json.decode(body, type=_Flag).stream)

@@ -202,7 +202,9 @@ class AllEvents:
 
         async with self._reads:
             found = await self._database.read(
-                partial(read, page=all_events.page), or_else=partial(read, page=all_events.page_around_damage)
+                partial(read, page=all_events.page),
+                one_moment=True,  # a session may be archived meanwhile
+                or_else=partial(read, page=all_events.page_around_damage),
             )
         if found is None:
             raise PositionGone(

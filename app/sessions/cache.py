@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.events import (
     BlobsTombstoned,
     Event,
@@ -23,6 +24,7 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
+from app.domain.known_body import BodyLayout, Hasher, KnownBodies, KnownBody
 from app.domain.retention import ChunkUses
 from app.domain.session import Session, apply, encode_session
 from app.domain.tree import TreeIndex
@@ -48,7 +50,7 @@ SNAPSHOT_EVENTS = 1024
 
 
 class CacheEntry:
-    """A session's state, and its messages and tokens as far as they are in memory.
+    """A session's state, and its messages, tokens and newest requests as far as they are in memory.
 
     `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
     a tree is committed here, so that this process's commits do not make each other stale. `pinned_upto` is the last
@@ -62,6 +64,7 @@ class CacheEntry:
         self.pinned_upto = 0
         self.messages = PrefixBuffers()
         self.tokens = PrefixBuffers()
+        self.bodies = KnownBodies()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
         self.newest_seen = 0
         self._every_index: TreeIndex | None = None
@@ -81,7 +84,7 @@ class CacheEntry:
 
     @property
     def size(self) -> int:
-        known = self.messages.size + self.tokens.size
+        known = self.messages.size + self.tokens.size + self.bodies.size
         turns = len(self.session.turns) + len(self.session.aside)
         return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
 
@@ -136,7 +139,8 @@ class Lookups(msgspec.Struct):
 
 
 class SessionCache:
-    """Drops the least recently used entries when the total, counted approximately, exceeds `max_bytes`."""
+    """Drops what was least recently used when the total, counted approximately, exceeds `max_bytes`: the newest
+    requests first, which save some milliseconds, then whole entries."""
 
     def __init__(self, database: Database, writer: Writer, max_bytes: int) -> None:
         self.database = database
@@ -144,6 +148,7 @@ class SessionCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
         self._sizes: dict[str, int] = {}
+        self._with_bodies: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[CacheEntry | None]] = {}
         self._saving: set[asyncio.Task[None]] = set()
@@ -218,8 +223,23 @@ class SessionCache:
         else:
             self.drop(session_id)
 
-    def remember(self, session_id: str, number: int, messages: bytes, tokens: bytes | None) -> None:
-        """Keep a committed turn's messages, and the text of its tokens if known, for the next request."""
+    def continued(self, session_id: str, body: bytes) -> ContinuedBody | None:
+        """The body as far as it is known from an earlier one of its session."""
+        live = self._entries.get(session_id)
+        prefix = None if live is None else live.bodies.prefix(body)
+        return None if prefix is None else split_continued(body, prefix)
+
+    def remember(
+        self,
+        session_id: str,
+        number: int,
+        messages: bytes,
+        tokens: bytes | None,
+        layout: BodyLayout | None = None,
+        spelled: Hasher | None = None,
+    ) -> None:
+        """Keep a committed turn's messages, the text of its tokens if known, and its body if it has a layout, for the
+        next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`)."""
         live = self._entries.get(session_id)
         turn = None if live is None else live.session.turns.get(number)
         if live is None or turn is None:
@@ -230,11 +250,14 @@ class SessionCache:
         if tokens is not None:
             trimmed = _trimmed(live.session, turn)
             live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed, is_tree=is_tree)
+        if layout is not None and spelled is not None:
+            live.bodies.add(KnownBody(layout, number, spelled), layout.continued, is_tree=is_tree)
         self._account(session_id, live)
 
     def drop(self, session_id: str) -> None:
         if self._entries.pop(session_id, None) is not None:
             self._bytes -= self._sizes.pop(session_id)
+            self._with_bodies.pop(session_id, None)
 
     async def messages(self, live: CacheEntry, turn: int) -> bytes:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
@@ -351,8 +374,20 @@ class SessionCache:
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
         self._entries.move_to_end(session_id)
+        if live.bodies.size:
+            self._with_bodies[session_id] = None
+            self._with_bodies.move_to_end(session_id)
+        while self._bytes > self._max_bytes and self._with_bodies:
+            self._drop_bodies(next(iter(self._with_bodies)))
         while self._bytes > self._max_bytes and len(self._entries) > 1:
             self.drop(next(iter(self._entries)))
+
+    def _drop_bodies(self, session_id: str) -> None:
+        live = self._entries[session_id]
+        self._bytes -= live.bodies.size
+        self._sizes[session_id] -= live.bodies.size
+        live.bodies = KnownBodies()
+        del self._with_bodies[session_id]
 
     def snapshot_if_due(self, before: int, session_id: str) -> None:
         """Save a snapshot every SNAPSHOT_EVENTS events, so that a miss on a long session reads few events.

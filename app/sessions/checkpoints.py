@@ -25,7 +25,7 @@ from app.sessions.restores import Restored, Restores
 from app.store import checkpoints as store
 from app.store import fleet as fleet_store
 from app.store import reads
-from app.store.checkpoints import Checkpoint, Cut, Delete, DropRows, Make, NameTaken, Restoring
+from app.store.checkpoints import Checkpoint, Cut, Delete, DropRows, Make, Missing, NameTaken, Restoring
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 
@@ -109,6 +109,7 @@ class Checkpoints:
             raise _taken(name)
         if isinstance(made, Restoring):
             raise _busy()
+        assert not isinstance(made, Missing), "nothing is restored"
         reach("after_checkpoint")
         return made
 

@@ -29,6 +29,8 @@ def described(session: Session) -> dict[str, Any]:
         "affinity": None if session.affinity is None else asdict(session.affinity),
         "reward": None if session.reward is None else asdict(session.reward),
         "turn_rewards": {str(turn): asdict(reward) for turn, reward in sorted(session.turn_rewards.items())},
+        "note": session.note,
+        "tags": list(session.tags),
         "payloads": [_payload(turn, one) for turn, kept in sorted(session.payloads.items()) for one in kept],
         "blob_count": session.blob_count,
         "blobs": [_blob(blob) for blob in session.blobs],

@@ -17,7 +17,7 @@ import msgspec
 from app.domain.fleet import fold
 from app.errors import AppError, SessionUnreadable, StoreDamaged
 from app.sessions.groups import settle_groups
-from app.sessions.lifecycle import Sessions
+from app.sessions.lifecycle import Sessions, forget_words
 from app.settings import Settings
 from app.store import group_reads, reads, survey_lists
 from app.store.fleet import state
@@ -210,6 +210,7 @@ class Janitor:
                 await self._sessions.drop_content(session_id, unless_pinned=True)
                 self.done.erased += 1
         if self._erased_in_log_file:
+            await forget_words(self._database, self._writer)
             await self._database.empty_log_file()
             self._erased_in_log_file = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.store import reads, rollouts
 from app.store.erasure import EraseComponents, reward_rows, without_components
-from app.store.log import Appended, Refused, StoredBlob
+from app.store.log import ARCHIVED, Appended, Refused, StoredBlob
 from app.store.log_sessions import (
     AssignReward,
     Circular,
@@ -52,13 +53,17 @@ from app.store.log_sessions import (
     Existing,
     FreeChunks,
     FreeReplay,
+    Note,
     ShareReward,
 )
 from app.store.packs import rows as packs
 from app.store.packs.collector import Collector
 from app.store.ports import Database, Writer
+from app.store.search.writing import DropEntries, MergeShard, dirty_shards
 from app.store.statements import ENDED
 from workers import codec
+
+log = logging.getLogger("turnlog.sessions")
 
 Clock = Callable[[], float]
 
@@ -67,6 +72,10 @@ FREED_AT_ONCE = 4
 
 REWARDS_AT_ONCE = 16
 """Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
+
+
+ENTRIES_AT_ONCE = 200
+"""Entries of the search index, of at most about 32 KiB each, that one transaction deletes."""
 
 
 class NewSession(msgspec.Struct, frozen=True):
@@ -196,6 +205,17 @@ class Sessions:
                 await asyncio.gather(*map(self._share_reward, members))
         return seq
 
+    async def note(self, session_id: str, text: str | None, tags: Sequence[str] | None) -> int:
+        """Write a note or tags; None leaves what is there, an empty one removes it. The seq of the event.
+
+        Raises SessionNotFound, SessionClosed (erased), Restored.
+        """
+        live = await self._cache.current(session_id)
+        event = decide.note(live.session if live else None, session_id, text, tags)
+        outcome = await self._archives.submit(Note(session_id, self._clock(), event))
+        reach("after_note")
+        return self._appended(session_id, outcome).events[-1].seq
+
     async def close(self, session_id: str) -> None:
         """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
 
@@ -266,6 +286,17 @@ class Sessions:
 
         Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
+        while not await self._erase_rollout(session_id):
+            log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
+        await forget_words(self._database, self._writer)
+        await self._database.empty_log_file()
+        if self._collector is None:
+            return True
+        self._collector.hurry()
+        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
+
+    async def _erase_rollout(self, session_id: str) -> bool:
+        """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
         outcome = await self._writer.submit(self._closing(session_id))
         reach("after_close")
         if isinstance(outcome, Appended):
@@ -273,15 +304,11 @@ class Sessions:
         elif outcome.status is None:
             raise SessionNotFound(f"session {session_id} does not exist")
         await self.close_members(session_id)
+        is_erased = True
         async for members in self._members(session_id, *ENDED):
             for member in members:
-                await self.drop_content(member)
-        await self.drop_content(session_id)
-        await self._database.empty_log_file()
-        if self._collector is None:
-            return True
-        self._collector.hurry()
-        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
+                is_erased &= await self.drop_content(member)
+        return await self.drop_content(session_id) and is_erased
 
     async def free_replay(self, session_id: str, *, unless_pinned: bool = False) -> None:
         """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps.
@@ -311,8 +338,8 @@ class Sessions:
             reach("after_freed")
             await asyncio.sleep(0)
 
-    async def drop_content(self, session_id: str, *, unless_pinned: bool = False) -> None:
-        """Erase a closed session. Its content is in the log files until those are emptied.
+    async def drop_content(self, session_id: str, *, unless_pinned: bool = False) -> bool:
+        """Erase a closed session; False if it is open. Its content is in the log files until those are emptied.
 
         `unless_pinned`: not if a checkpoint has it.
         An archived session is brought back first. Raises SessionUnreadable if the content is on a damaged page or in a
@@ -320,15 +347,24 @@ class Sessions:
         """
         if self._database.archives is not None:
             await self._archives.bring_back(session_id)
-        with contextlib.suppress(SessionUnreadable):
-            await self.free_replay(session_id, unless_pinned=unless_pinned)
-        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        has_packs = self._database.bucket is not None
-        erased = await self._archives.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
+        while (erased := await self._drop_content(session_id, unless_pinned)) == Refused(ARCHIVED):
+            await self._archives.bring_back(session_id)  # just archived, and so again with all that had been removed
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
+        return erased != Refused("open")
+
+    async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
+        with contextlib.suppress(SessionUnreadable):
+            await self.free_replay(session_id, unless_pinned=unless_pinned)
+        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
+        more = True
+        while more:
+            more = await self._writer.submit(DropEntries(session_id, ENTRIES_AT_ONCE, unless_pinned))
+            reach("after_entries_dropped")
+        has_packs = self._database.bucket is not None
+        return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
 
     async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
         """Remove the components from existing rewards, in steps; returns the last event examined."""
@@ -364,6 +400,14 @@ class Sessions:
         self._cache.advance(session_id, outcome.events)
         self._followers.notify(session_id)
         return outcome
+
+
+async def forget_words(database: Database, writer: Writer) -> None:
+    """Take what was deleted from SQLite's full-text tables out of them for good, in steps."""
+    for shard in await database.read(dirty_shards):
+        is_first = True
+        while await writer.submit(MergeShard(shard, is_first)):
+            is_first = False
 
 
 PAGE = 500

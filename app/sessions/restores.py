@@ -31,7 +31,16 @@ from app.sessions.groups import settle_groups
 from app.sessions.lifecycle import Sessions
 from app.store import checkpoints as store
 from app.store import projections, reads
-from app.store.checkpoints import Changed, Checkpoint, FinishRestore, Make, RestoreGroups, RestoreSession, Restoring
+from app.store.checkpoints import (
+    Changed,
+    Checkpoint,
+    FinishRestore,
+    Make,
+    Missing,
+    RestoreGroups,
+    RestoreSession,
+    Restoring,
+)
 from app.store.log import Appended
 from app.store.ports import Database, Writer
 from app.store.projections import FoldedLog
@@ -51,7 +60,7 @@ INLINE = 64
 GROUPS_AT_ONCE = 200
 """Groups in one transaction."""
 
-HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine")
+HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine", "note", "tags")
 """The columns of a session's row that a restore changes, besides those that every event does."""
 
 
@@ -104,7 +113,8 @@ class Restores:
 
         Raises NotFound (it was deleted before this began), StoreUnavailable, StoreFull.
         """
-        target, kept = await self._checkpoint(name), await self._kept(name, before)
+        kept = await self._kept(name, before)
+        target = await self._checkpoint(name)
         tally = _Tally()
         if kept.state == "restoring":
             await self._restore_sessions(target, kept, tally)
@@ -124,8 +134,10 @@ class Restores:
         return found
 
     async def _kept(self, name: str, before: str) -> Checkpoint:
-        """The checkpoint of the present state, made unless it is there."""
+        """The checkpoint of the present state, made unless it is there. Raises NotFound."""
         made = await self._writer.submit(Make(before, "restore", name))
+        if isinstance(made, Missing):
+            raise NotFound(f"there is no checkpoint {name}")
         assert not isinstance(made, Restoring), "two restores at once"
         return made if isinstance(made, Checkpoint) else await self._checkpoint(before)
 

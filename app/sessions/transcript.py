@@ -46,7 +46,10 @@ def chat_body(
     parts = _opening(params, rid, own)
     if tools is not None:
         parts.append(b',"tools":' + tools)
-    parts += [b',"messages":[', b",".join(messages), b"]"]
+    parts.append(b',"messages":[')
+    for place, message in enumerate(messages):
+        parts += (b",", message) if place else (message,)
+    parts.append(b"]")
     if ids is not None and in_kv:
         parts += [f',"{KV_FIELD}":'.encode(), kv, f'"{KV_MEMBER}":['.encode(), ids, b"]}"]
     elif ids is not None:

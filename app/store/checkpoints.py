@@ -109,6 +109,11 @@ class Restoring(msgspec.Struct, frozen=True):
     """Nothing was done: the store is being taken back to a checkpoint."""
 
 
+class Missing(msgspec.Struct, frozen=True):
+    """Nothing was made: there is no such checkpoint to restore. Once one is made for a restore, it cannot be
+    deleted."""
+
+
 class Make(StoreOperation, frozen=True):
     """Make a checkpoint of the store as it is. `restores`: it keeps what a restore of that checkpoint replaces."""
 
@@ -116,8 +121,10 @@ class Make(StoreOperation, frozen=True):
     cut: Cut
     restores: str | None = None
 
-    def apply(self, tx: Tx) -> Checkpoint | NameTaken | Restoring:
+    def apply(self, tx: Tx) -> Checkpoint | NameTaken | Restoring | Missing:
         pins.change(tx)
+        if self.restores is not None and tx.one(_named, {"named": self.restores}) is None:
+            return Missing()
         if tx.one(_named, {"named": self.name}) is not None:
             return NameTaken()
         if pins.is_restoring(tx):
@@ -269,6 +276,8 @@ _set_head = (
         turns=bindparam("new_turns"),
         weight_version=bindparam("new_weight_version", type_=sessions.c.weight_version.type),
         engine=bindparam("new_engine", type_=sessions.c.engine.type),
+        note=bindparam("new_note", type_=sessions.c.note.type),
+        tags=bindparam("new_tags", type_=sessions.c.tags.type),
     )
     .returning(sessions.c.group_id, sessions.c.root_id)
 )

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import BigInteger, Connection, Dialect, Double
+from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Double
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -134,6 +134,22 @@ class change_pins(_Expression):
     postgresql = "pg_advisory_xact_lock(8384003170512)"
 
 
+class keep_sessions(_Expression):
+    """Until the transaction ends, no session is erased; others may do the same meanwhile. SQLite has one writer."""
+
+    inherit_cache = True
+    sqlite = "1"
+    postgresql = "pg_advisory_xact_lock_shared(8384003170513)"
+
+
+class erase_sessions(_Expression):
+    """Wait for the transactions that keep the sessions; until this one ends, no other begins to."""
+
+    inherit_cache = True
+    sqlite = "1"
+    postgresql = "pg_advisory_xact_lock(8384003170513)"
+
+
 class used_bytes(_Expression):
     """The database's size in bytes, without free pages."""
 
@@ -162,6 +178,23 @@ def _between(element: begins_with, compiler: Any, **options: Any) -> str:
 @compiles(begins_with, "postgresql")
 def _starts_with(element: begins_with, compiler: Any, **options: Any) -> str:
     return f"starts_with({compiler.process(element.clauses, **options)})"
+
+
+class contains(FunctionElement[bool]):
+    """Does the first text contain the second?"""
+
+    inherit_cache = True
+    type = Boolean()
+
+
+@compiles(contains)
+def _instr(element: contains, compiler: Any, **options: Any) -> str:
+    return f"(instr({compiler.process(element.clauses, **options)}) > 0)"
+
+
+@compiles(contains, "postgresql")
+def _strpos(element: contains, compiler: Any, **options: Any) -> str:
+    return f"(strpos({compiler.process(element.clauses, **options)}) > 0)"
 
 
 class Tx(Protocol):

@@ -1,7 +1,8 @@
-"""What an erasure removes from the log: the components of rewards, names and values.
+"""What an erasure removes from the log: the components of rewards, names and values, and notes with their tags.
 
 Only they can hold a client's text in an event. The rows keep their places in both orders, so that readers find no gap;
-the event's new version says that components are missing.
+each event says that something is missing. Components go in steps, because there may be megabytes of them. Notes go with
+the session's own row, which shows the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 from sqlalchemy import Connection, bindparam, select, update
 
 from app.domain import upcast
-from app.domain.events import VERSIONS, RewardAssigned, UnknownEvent
+from app.domain.events import VERSIONS, Event, RewardAssigned, SessionNoted, UnknownEvent
 from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
@@ -21,6 +22,7 @@ from app.store.log import BaseOperation
 from app.store.schema import events
 
 REWARD = RewardAssigned.__name__
+NOTE = SessionNoted.__name__
 
 UNREADABLE = b""
 """Replaces an event that is damaged or of a newer release, since nobody can say which parts may stay. It still counts
@@ -40,6 +42,11 @@ _rewrite = (
     update(events)
     .where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
     .values(version=VERSIONS[REWARD], data=bindparam("left"))
+)
+_empty_notes = (
+    update(events)
+    .where(events.c.session_id == bindparam("sid"), events.c.type == NOTE)
+    .values(version=VERSIONS[NOTE], data=upcast.encode(SessionNoted(erased=True)))
 )
 
 
@@ -106,10 +113,22 @@ class EraseComponents(BaseOperation, frozen=True):
 
 
 def erase_remaining(tx: Tx, session_id: str, after: int) -> None:
-    """Remove components of rewards assigned after event `after`, in the transaction that erases the session, so that
-    none can come between. They are few."""
+    """Remove components of rewards assigned after event `after`, and all notes, in the transaction that erases the
+    session, so that none can come between. They are few."""
     found = tx.all(_rewards, {"sid": session_id, "after": after})
     rewrite(tx, session_id, without_components(RewardRow(*row) for row in found))
+    tx.run(_empty_notes, {"sid": session_id})
+
+
+def has_text(event: Event) -> bool:
+    """Does the event hold what an erasure removes?"""
+    match event:
+        case RewardAssigned():
+            return bool(event.components)
+        case SessionNoted():
+            return event.note is not None or event.tags is not None
+        case _:
+            return False
 
 
 def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:

@@ -7,13 +7,14 @@ head, so that turns need not maintain more indexes (see `schema.sessions`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select, tuple_
 
-from app.store.dialect import begins_with
+from app.domain import notes
+from app.store.dialect import begins_with, contains
 from app.store.reads import SPAN
 from app.store.schema import events, open_turns, sessions
 
@@ -45,28 +46,41 @@ class HeadRow(msgspec.Struct, frozen=True):
     updated_at: float
     closed_at: float | None
     root_id: str | None
+    note: str | None
+    joined_tags: str | None
     claimed_since: float | None = None
 
+    @property
+    def tags(self) -> list[str]:
+        return notes.parted(self.joined_tags)
 
-_ROW = tuple(sessions.c[name] for name in HeadRow.__struct_fields__[:-1])
+
+COLUMN_OF: Mapping[str, str] = {
+    name: "tags" if name == "joined_tags" else name for name in HeadRow.__struct_fields__ if name != "claimed_since"
+}
+"""The column of `sessions` that a field of a row comes from."""
+
+_ROW = tuple(sessions.c[name] for name in COLUMN_OF.values())
 
 
 class HeadFilter(msgspec.Struct, frozen=True):
     """Conditions on heads; None: any. `idle`: without an open turn. `but`: ids to leave out.
 
-    `most_version` is the largest weight version, `begins` the beginning of the id.
+    `most_version` is the largest weight version, `begins` the beginning of the id, `tag` one of its tags.
     """
 
     status: Literal["open", "closed", "erased", "set_aside"] | None = None
     idle: bool = False
     but: Collection[str] = ()
     group_id: str | None = None
+    attempt: int | None = None
     engine: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     unrewarded: bool = False
     most_version: int | None = None
     begins: str | None = None
+    tag: str | None = None
 
 
 Place = tuple[float | None, str]
@@ -92,7 +106,7 @@ def page(
     direction = [one.desc() if newest_first else one.asc() for one in (value, sessions.c.session_id)]
     if order in NULLABLE:
         direction[0] = direction[0].nulls_last()
-    query = _filtered(select(*_ROW), wanted).order_by(*direction).limit(limit)
+    query = filtered(select(*_ROW), wanted).order_by(*direction).limit(limit)
     if after is not None:
         query = query.where(_after(value, after, newest_first=newest_first, nullable=order in NULLABLE))
     return _with_claims(connection, [HeadRow(*row) for row in connection.execute(query)])
@@ -100,7 +114,7 @@ def page(
 
 def count(connection: Connection, wanted: HeadFilter) -> int:
     """Number of heads; COUNTED + 1 if there are more."""
-    found = _filtered(select(sessions.c.session_id), wanted).limit(COUNTED + 1).subquery()
+    found = filtered(select(sessions.c.session_id), wanted).limit(COUNTED + 1).subquery()
     counted: int = connection.execute(select(func.count()).select_from(found)).scalar_one()
     return counted
 
@@ -109,7 +123,7 @@ def of(connection: Connection, session_ids: Sequence[str], wanted: HeadFilter | 
     """The heads of these sessions that match `wanted`, in no order."""
     found: list[HeadRow] = []
     for at in range(0, len(session_ids), SPAN):
-        query = _filtered(select(*_ROW), wanted or HeadFilter())
+        query = filtered(select(*_ROW), wanted or HeadFilter())
         part = sessions.c.session_id.in_(session_ids[at : at + SPAN])
         found += [HeadRow(*row) for row in connection.execute(query.where(part))]
     return _with_claims(connection, found)
@@ -162,19 +176,22 @@ def last_seq(connection: Connection, session_id: str) -> int:
     return connection.execute(select(func.max(events.c.seq)).where(events.c.session_id == session_id)).scalar() or 0
 
 
-def _filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
+def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
+    """The query, of heads that match."""
     head = sessions.c
     conditions: list[ColumnElement[bool] | None] = [
         None if wanted.status is None else head.status == wanted.status,
         head.open_turns == 0 if wanted.idle else None,
         head.session_id.not_in(list(wanted.but)[:LISTED]) if wanted.but else None,
         None if wanted.group_id is None else head.group_id == wanted.group_id,
+        None if wanted.attempt is None else head.attempt == wanted.attempt,
         None if wanted.engine is None else head.engine == wanted.engine,
         None if wanted.min_reward is None else head.reward >= wanted.min_reward,
         None if wanted.max_reward is None else head.reward <= wanted.max_reward,
         head.reward.is_(None) if wanted.unrewarded else None,
         None if wanted.most_version is None else head.weight_version <= wanted.most_version,
         None if wanted.begins is None else begins_with(head.session_id, wanted.begins),
+        None if wanted.tag is None else head.tags.is_not(None) & contains(head.tags, notes.marked(wanted.tag)),
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
 

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 import msgspec
 
 from app.crash_points import reach
-from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
+from app.domain import notes
+from app.domain.events import (
+    BlobsTombstoned,
+    RewardAssigned,
+    SessionClosed,
+    SessionCreated,
+    SessionErased,
+    SessionNoted,
+)
 from app.store import groups, pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.affinities import end_at_engine
@@ -27,6 +35,7 @@ from app.store.log import (
     refused,
 )
 from app.store.packs.rows import note_erasure
+from app.store.search.writing import erase_entries
 
 
 class Create(BaseOperation, frozen=True):
@@ -116,6 +125,31 @@ class AssignReward(BaseOperation, frozen=True):
 
     def _is_overruled(self, tx: Tx, root_id: str | None) -> bool:
         return root_id is not None and rollouts.last_reward(tx, self.session_id, of_root=True) is not None
+
+
+class Note(BaseOperation, frozen=True):
+    """Write a note or tags on an open or closed session."""
+
+    session_id: str
+    at: float
+    event: SessionNoted
+
+    @property
+    def size(self) -> int:
+        return 512 + len(self.event.note or "") + sum(map(len, self.event.tags or ()))
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
+        if row is None:
+            return refused(tx, self.session_id)
+        note, tags = self.event.note, self.event.tags
+        if note is not None:
+            tx.run(sql.set_note, {"sid": self.session_id, "new_note": note or None})
+        if tags is not None:
+            tx.run(sql.set_tags, {"sid": self.session_id, "new_tags": notes.joined(tags)})
+        appended = append(tx, self.session_id, row[0], self.at, [self.event])
+        reach("in_note")
+        return appended
 
 
 class ShareReward(BaseOperation, frozen=True):
@@ -277,6 +311,7 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
+        erase_entries(tx, self.session_id)
         if self.has_packs:
             note_erasure(tx, self.session_id)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 RemoteStore = S3Store | GCSStore | AzureStore
 
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINTS = (*S3_ENDPOINTS, "AZURE_STORAGE_ENDPOINT")
 """Variables with the address of an own server; one that begins with `http://` allows HTTP."""
 
 CONNECT_S = 5
@@ -40,6 +41,11 @@ def open_remote(url: str, *, answer_s: float, retry_s: float) -> RemoteStore:
     )
     assert isinstance(store, RemoteStore)
     return store
+
+
+def s3_endpoint() -> str | None:
+    """The address of an S3 server that is not Amazon's."""
+    return next((value for name in S3_ENDPOINTS if (value := os.environ.get(name))), None)
 
 
 def first_line(error: BaseException) -> str:

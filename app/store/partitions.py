@@ -20,13 +20,13 @@ from functools import partial
 from typing import ClassVar
 
 import msgspec
-from sqlalchemy import Connection, Table, TextClause, text
+from sqlalchemy import Connection, Table, TextClause, select, text
 
 from app.crash_points import reach
 from app.errors import StoreUnavailable
 from app.store import statements as sql
 from app.store.broken import Content
-from app.store.dialect import Tx
+from app.store.dialect import Tx, now
 from app.store.log import BaseOperation, StoreOperation
 from app.store.packs.rows import holds_token
 from app.store.ports import Database, Writer
@@ -71,18 +71,22 @@ def partition(table: str, number: int) -> str:
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """The numbers of a table's partitions, oldest first, and the database's time: its day, and seconds since 1970."""
+    """The numbers of a table's partitions, oldest first, and the database's day."""
 
     numbers: tuple[int, ...]
     today: int
-    now: float
 
 
 def parts_of(connection: Connection, table: str) -> Parts:
     """The partitions of a table; only on PostgreSQL."""
     names = connection.execute(_NAMES, {"table": table}).scalars()
-    clock = connection.execute(text("SELECT extract(epoch FROM clock_timestamp())::double precision")).scalar_one()
-    return Parts(tuple(sorted(int(name.rpartition("_p")[2]) for name in names)), int(clock // 86400), clock)
+    return Parts(tuple(sorted(int(name.rpartition("_p")[2]) for name in names)), int(clock(connection) // 86400))
+
+
+def clock(connection: Connection) -> float:
+    """The database's time, in seconds since 1970."""
+    found: float = connection.execute(select(now())).scalar_one()
+    return found
 
 
 def sessions_in(connection: Connection, table: str, number: int, limit: int) -> list[str]:
@@ -197,9 +201,10 @@ class PartitionKeeper:
             name = partition(table, number)
             if await self._has_rows(token, table, number, newest):
                 self._empty_since.pop(name, None)
-            elif await self._writer.submit(
-                DropPartition(token, table, number, self._empty_since.setdefault(name, found.now))
-            ):
+                continue
+            if name not in self._empty_since:  # after that look: a transaction that began before it may find rows
+                self._empty_since[name] = await self._database.read(clock)
+            if await self._writer.submit(DropPartition(token, table, number, self._empty_since[name])):
                 del self._empty_since[name]
                 log.info("partition %s was dropped", name)
                 found = msgspec.structs.replace(found, numbers=tuple(one for one in found.numbers if one != number))

@@ -14,6 +14,7 @@ import msgspec
 from sqlalchemy import Connection, Table, bindparam, delete, insert, not_, select, union, update
 from sqlalchemy.exc import DBAPIError
 
+from app.domain import notes
 from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
 from app.domain.groups import largest_version
 from app.domain.session import OpenTurn, Session, fold
@@ -81,6 +82,8 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "engine": _engine,
     "root_id": lambda log: log.root_id,
     "last_turn": lambda log: log.session.last_turn,
+    "note": lambda log: log.session.note,
+    "tags": lambda log: notes.joined(log.session.tags),
 }
 """How each column of `sessions` but the key follows from the log."""
 

@@ -35,7 +35,7 @@ from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-11"
+SNAPSHOT_FORMAT = "session-12"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -50,9 +50,11 @@ class Head(msgspec.Struct, frozen=True):
     reward: float | None
     created_at: float
     updated_at: float
+    note: str | None = None
+    tags: list[str] = []
 
 
-_HEAD = tuple(sessions.c[name] for name in Head.__struct_fields__)
+_HEAD = tuple(sessions.c[name] for name in Head.__struct_fields__[:-2])
 
 
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True):

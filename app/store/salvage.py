@@ -1,8 +1,8 @@
 """Copies what can be read of a damaged SQLite store, without hiding what is lost.
 
 A lost head or claim is derived from the log. A lost event becomes a row that cannot be decoded, so that the session
-stays unreadable in the copy. Lost content is left out; the log still describes it. Snapshots and the tokens of turns in
-flight are not copied.
+stays unreadable in the copy. Lost content is left out; the log still describes it. Snapshots, the tokens of turns in
+flight and the search index are not copied.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ from app.store.schema import (
     metadata,
     open_turns,
     refused_replies,
+    search_entries,
+    search_metadata,
+    search_shards,
+    search_state,
     sessions,
     snapshots,
     staged_tokens,
@@ -40,7 +44,14 @@ from app.store.schema import (
 
 CONTENT: Sequence[Table] = (turns, blobs, chunks, refused_replies)
 OF_SESSIONS: Sequence[Table] = (sessions, events, open_turns, *CONTENT)
-NOT_COPIED: Sequence[Table] = (snapshots, staged_tokens)
+NOT_COPIED: Sequence[Table] = (
+    snapshots,
+    staged_tokens,
+    search_entries,
+    search_metadata,
+    search_shards,
+    search_state,
+)
 
 PAGE = 256
 """Rows of a table that is of no session, read at a time."""

@@ -70,6 +70,7 @@ incarnations = Table(
 
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
+_TAGGED = text("tags IS NOT NULL")
 
 sessions = Table(
     "sessions",
@@ -90,12 +91,15 @@ sessions = Table(
     Column("engine", Text),
     Column("root_id", SESSION_ID),
     Column("last_turn", Integer, server_default="0", nullable=False),
+    Column("note", Text),
+    Column("tags", Text),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     Index("ix_sessions_weight_version", "weight_version"),
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
     Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
+    Index("ix_sessions_tagged", "created_at", "session_id", sqlite_where=_TAGGED, postgresql_where=_TAGGED),
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
@@ -105,6 +109,8 @@ given to a turn.
 Each turn updates it twice; with room beside it in its page none of its indexes is touched (99 % of the updates,
 against a quarter in full pages). `weight_version` is the largest of its committed turns, discarded ones too, that is
 a number; null where none is. `engine` is that of its newest committed turn, and has no index: each turn may change it.
+
+`note` is a person's, null where there is none; `tags` are joined as `domain.notes` says, null where there are none.
 
 `root_id` is the root of its rollout: the last session that its line of parents names, which need not be there (yet);
 null where it names no parent. It follows from several logs: see `store.rollouts`.
@@ -395,3 +401,52 @@ snapshots = Table(
     Column("data", Content, nullable=False),
 )
 """A fold of the first `seq` events, in the format of the release named; any other format is ignored."""
+
+search_state = Table(
+    "search_state",
+    metadata,
+    Column("key", String(32), primary_key=True),
+    Column("value", Text, nullable=False),
+)
+"""How far the search index is: `position` in the log of all sessions, `version` of its structure, and `owner`, the
+process that fills it, until when."""
+
+search_entries = Table(
+    "search_entries",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
+    Column("shard", Integer, nullable=False),
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("turn", Integer, nullable=False),
+    Column("message", Integer),
+    Column("role", Text, nullable=False),
+    Column("tools", Text),
+    Column("finish_reason", Text),
+    Column("reason", Text),
+    Column("at", Double, nullable=False),
+    Column("text", Text, nullable=False),
+    Index("ix_search_entries_session_id_turn", "session_id", "turn"),
+)
+"""A searched message each, in the order in which they were indexed. Derived from the content; may be emptied at any
+time. On SQLite `shard` says which full-text table has its words (`search_fts_<shard>`); on PostgreSQL a column `words`
+has them, which is not in this schema. `tools` are joined as a session's tags are."""
+
+search_shards = Table(
+    "search_shards",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("entries", Integer, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("dirty", Boolean, nullable=False),
+)
+"""SQLite's full-text tables. `dirty`: entries have been deleted, and their words may still be in it."""
+
+search_metadata = Table(
+    "search_metadata",
+    metadata,
+    Column("pair", String(256), nullable=False),
+    Column("session_id", SESSION_ID, nullable=False),
+    PrimaryKeyConstraint("pair", "session_id"),
+    Index("ix_search_metadata_session_id", "session_id"),
+)
+"""Sessions by their metadata, as `key=value`."""

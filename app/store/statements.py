@@ -7,6 +7,7 @@ from sqlalchemy import (
     ColumnElement,
     Double,
     Table,
+    Text,
     bindparam,
     case,
     delete,
@@ -136,6 +137,9 @@ touch = (
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version)
 )
+_given = {name: bindparam(f"new_{name}", type_=Text) for name in ("note", "tags")}
+set_note = update(sessions).where(of_session(sessions)).values(note=_given["note"])
+set_tags = update(sessions).where(of_session(sessions)).values(tags=_given["tags"])
 set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"))
 close_head = (
     update(sessions)
@@ -157,7 +161,7 @@ ENDED = ("closed", "set_aside")
 erase_head = (
     update(sessions)
     .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)), in_database)
-    .values(status="erased")
+    .values(status="erased", note=None, tags=None)
 )
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.
 holder_is_dead = or_(

@@ -72,11 +72,11 @@ def all_heads(connection: Connection, ids: Sequence[str] | None = None) -> Heads
         del lost[session_id]
         if log is not None:
             row = heads.head_row(log)
-            found[session_id] = HeadRow(session_id, **{name: row[name] for name in _FIELDS})
+            found[session_id] = HeadRow(session_id, **{name: row[column] for name, column in _FIELDS.items()})
     return Heads(found, lost)
 
 
-_FIELDS = tuple(name for name in HeadRow.__struct_fields__ if name not in ("session_id", "claimed_since"))
+_FIELDS = {name: column for name, column in heads_view.COLUMN_OF.items() if name != "session_id"}
 
 
 def _heads(connection: Connection, ids: Sequence[str]) -> Mapping[str, HeadRow]:

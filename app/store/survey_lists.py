@@ -29,12 +29,14 @@ def _is_wanted(row: HeadRow, wanted: HeadFilter) -> bool:
         and not (wanted.idle and row.claimed_since is not None)
         and row.session_id not in wanted.but
         and wanted.group_id in (None, row.group_id)
+        and wanted.attempt in (None, row.attempt)
         and wanted.engine in (None, row.engine)
         and (wanted.min_reward is None or (row.reward is not None and row.reward >= wanted.min_reward))
         and (wanted.max_reward is None or (row.reward is not None and row.reward <= wanted.max_reward))
         and not (wanted.unrewarded and row.reward is not None)
         and (wanted.most_version is None or (row.weight_version or 0) <= wanted.most_version)
         and row.session_id.startswith(wanted.begins or "")
+        and (wanted.tag is None or wanted.tag in row.tags)
     )
 
 

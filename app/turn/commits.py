@@ -8,6 +8,8 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain import decide
+from app.domain.history import Incoming
+from app.domain.request import ChatRequest
 from app.domain.session import Session
 from app.errors import AppError, ClaimLost
 from app.sessions.cache import CacheEntry, require_open
@@ -56,7 +58,9 @@ class Commits:
         prompt = generated.prompt
         tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)
         messages = b",".join((*generated.new, result.message))
-        services.cache.remember(session_id, claimed.opened.turn, messages, tokens)
+        layout = context.request.layout if isinstance(context.request, ChatRequest) else None
+        spelled = context.history.spelled() if layout is not None and isinstance(context.history, Incoming) else None
+        services.cache.remember(session_id, claimed.opened.turn, messages, tokens, layout, spelled)
         services.cache.snapshot_if_due(claimed.fence - 1, session_id)
 
     async def _write(

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import msgspec
 
 from app.domain.completion import IncomingPrompt
+from app.domain.continued_body import ContinuedBody
 from app.domain.history import Incoming
 from app.domain.holding import require_own
 from app.domain.pinned import with_pinned
@@ -100,12 +101,19 @@ class Turns:
         sender: Sender,
         waiter: Waiter,
         stages: Stages,
+        continued: ContinuedBody | None = None,
     ) -> TurnReply:
-        """Take one turn. Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures."""
-        services, cache, large = self._services, self._services.cache, large_bytes(body)
+        """Take one turn. `continued`: what the cache knows of the body (`SessionCache.continued`).
+
+        Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures.
+        """
+        services, cache = self._services, self._services.cache
         entry = require_open(await cache.get(session_id), session_id)
+        if continued is not None and continued.prefix.known not in entry.bodies:
+            continued = None
+        large = large_bytes(body) if continued is None else 0
         try:
-            request = await self.large_bodies.run(large, lambda: protocol.parse(body, not large))
+            request = await self.large_bodies.run(large, lambda: protocol.parse(body, not large, continued))
             if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
                 request = protocol.complete(request, await self._stored_turns(entry, request))
             self._admit(request, session_id, waiter.token_session)
@@ -193,7 +201,11 @@ class Turns:
         if isinstance(request, ChatRequest):
             proven = HeldProofs(self._services.proofs, entry.session.session_id, request.proofs)
             history = Incoming(
-                request.messages, entry.session.config.matcher, proven, trusts_ids=request.has_object_arguments
+                request.messages,
+                entry.session.config.matcher,
+                proven,
+                trusts_ids=request.has_object_arguments,
+                prefix=request.prefix,
             )
         else:
             history = IncomingPrompt(request)

@@ -16,8 +16,14 @@ class Body:
         return self._size
 
     def joined(self) -> bytes:
+        """All of it, which pieces of bytes then are as well."""
         first = self.pieces[0] if len(self.pieces) == 1 else None
-        return first if isinstance(first, bytes) else b"".join(self.pieces)
+        if isinstance(first, bytes):
+            return first
+        joined = b"".join(self.pieces)
+        if len(self.pieces) > 1:
+            self.pieces = [joined]
+        return joined
 
     def slices(self, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes [start, stop), without a copy."""

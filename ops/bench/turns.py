@@ -140,7 +140,7 @@ def _both_servers(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Ser
         database = stack.enter_context(primary(arguments.folder)) if arguments.postgres else None
         engine = stack.enter_context(simulator(cpu_sets))
         servers = []
-        for name, root in (("before", _source_tree(arguments.before, folder)), ("after", ROOT)):
+        for name, root in (("before", source_tree(arguments.before, folder)), ("after", ROOT)):
             (own := folder / f"{name}-store").mkdir()
             url = None if database is None else database.new_database()
             server = ServerProcess(
@@ -151,7 +151,7 @@ def _both_servers(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Ser
         yield engine.base_url, servers, token
 
 
-def _source_tree(commit: str, folder: Path) -> Path:
+def source_tree(commit: str, folder: Path) -> Path:
     """The path of a source tree: `commit` itself if it is a folder, else an extracted commit. Raises CalledProcessError
     if the repository does not have it."""
     if (Path(commit) / "app").is_dir():

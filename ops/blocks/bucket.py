@@ -60,7 +60,11 @@ class Bucket:
         parts = urlsplit(url)
         self._scheme = parts.scheme
         self._folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
-        if parts.scheme not in (*CREDENTIALS, "file") or not (parts.path if parts.scheme == "file" else parts.netloc):
+        if parts.scheme == "file":
+            is_place = parts.path != "" and parts.netloc == ""
+        else:
+            is_place = parts.scheme in CREDENTIALS and parts.netloc != ""
+        if not is_place:
             raise StartupError(f"{url}: a place is s3://bucket/prefix, gs://…, az://container/prefix, file:///folder")
         with self._answering():
             self._store = self._opened(PROBE_S, create)

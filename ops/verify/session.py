@@ -16,13 +16,13 @@ from app.domain.events import (
     ChunkKey,
     ChunkRef,
     Recorded,
-    RewardAssigned,
     SessionCreated,
     TurnAbandoned,
     TurnCommitted,
     TurnOpened,
     TurnRejected,
     UnknownEvent,
+    name_of,
 )
 from app.domain.session import Session, fold
 from app.sessions.replay_payloads import keys_of
@@ -30,6 +30,7 @@ from app.store import projections as heads
 from app.store import reads
 from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
+from app.store.erasure import has_text
 from app.store.packs.format import InPack
 from app.store.projections import FoldedLog
 from app.store.schema import (
@@ -38,6 +39,8 @@ from app.store.schema import (
     events,
     open_turns,
     refused_replies,
+    search_entries,
+    search_metadata,
     sessions,
     snapshots,
     staged_tokens,
@@ -235,12 +238,12 @@ class SessionCheck:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
 
     def _check_erased(self) -> None:
-        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots):
+        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots, search_entries, search_metadata):
             left = self._rows(table, func.count())[0][0]
             self._expect(left == 0, f"erased, but {left} rows are left in {table.name}")
         for recorded in self._log:
-            is_bare = not isinstance(recorded.event, RewardAssigned) or not recorded.event.components
-            self._expect(is_bare, f"erased, but the reward of event {recorded.seq} still has components")
+            bare = f"erased, but event {recorded.seq} ({name_of(recorded.event)}) still has a client's text"
+            self._expect(not has_text(recorded.event), bare)
 
     def _blobs(self) -> None:
         """Check that every blob of the log is stored unchanged, and that turns name only these blobs."""

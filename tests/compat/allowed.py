@@ -98,8 +98,14 @@ PINNING = Allowed(
     added,
 )
 
+NOTES = (
+    Allowed("a row has its session's note and tags", r"GET /export.*", r"(.*/)?(note|tags)", added),
+    Allowed("as its session does", r"GET /sessions(\?.*|/[^/?]+)?", r"0/(sessions/\d+|session)/(note|tags)", added),
+)
+
 SINCE_D7078C7 = (
     LEASE,
+    *NOTES,
     *ROLLOUTS,
     *TREE,
     *PROTOCOLS,
@@ -143,6 +149,6 @@ SINCE_D7078C7 = (
 
 ALLOWED = {
     "d7078c7": SINCE_D7078C7,
-    "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, URLS, SAMPLES, PINNING),
+    "3970f0b": (LEASE, *NOTES, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, URLS, SAMPLES, PINNING),
 }
 """By the release that wrote the store."""

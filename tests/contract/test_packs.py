@@ -4,12 +4,14 @@ databases, over a folder."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from helpers.buckets import TestBucket
+from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
-from helpers.store import Store
+from helpers.store import Meanwhile, Store
 from sqlalchemy import select
 
 from app.domain import retention
@@ -26,6 +28,7 @@ from app.store.packs.reader import load_chunks
 from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
 from app.store.packs.writer import PackWriter
 from app.store.schema import chunks as chunks_table
+from app.store.writer import Writer
 from workers import codec
 
 pytestmark = pytest.mark.anyio
@@ -43,11 +46,15 @@ class Yard:
         self.bucket = Bucket(f"file://{folder}", 5.0)
         store.database.bucket = self.bucket
         self.packs = PackWriter(store.database, self.bucket, lambda: store.me)
-        self.collector = Collector(
-            store.database,
-            store.writer,
+        self.collector = self.collector_of(store.writer)
+
+    def collector_of(self, writer: Writer) -> Collector:
+        """A process's collector."""
+        return Collector(
+            self.store.database,
+            writer,
             self.packs,
-            lambda: store.me,
+            lambda: self.store.me,
             lambda: 8.0,
             lambda: self.now,
             keep_s=KEEP_S,
@@ -160,6 +167,13 @@ async def test_a_name_is_never_written_twice(yard: Yard) -> None:
         await yard.bucket.put("1/1/1-3", b"xyz")
 
 
+@pytest.mark.parametrize("part", [(2, 3), (3, 3), (90, 3)])
+async def test_a_part_behind_the_end_of_an_object_is_not_there(yard: Yard, part: tuple[int, int]) -> None:
+    """The object is damaged; the storage is not away."""
+    await yard.bucket.put("1/1/1-100", b"abc")
+    assert await yard.bucket.read_parts("1/1/1-100", [(0, 3), part]) is None
+
+
 async def test_what_is_committed_stays_and_is_read(yard: Yard) -> None:
     await yard.turn("s", text(1), text(2))
     assert await yard.round(KEEP_S) == await yard.round(KEEP_S) != []
@@ -262,6 +276,19 @@ async def test_a_stale_token_moves_and_deletes_nothing(yard: Yard) -> None:
     assert await yard.store.submit(rows.ForgetPacks("mine", [other.pack])) == []
 
 
+async def test_an_erasure_does_not_end_with_a_round_that_lost_its_token(yard: Yard) -> None:
+    """As when payloads are moved meanwhile."""
+    await yard.turn("s", text(1))
+    await yard.erase("s")
+    writer = Meanwhile(yard.store.writer, rows.ForgetPacks, TakeKeeping("another's"))
+    await yard.collector_of(writer.as_writer).round()
+    assert yard.left_of(text(1)) != []
+    assert await yard.is_being_erased("s")
+    await yard.round()
+    assert yard.left_of(text(1)) == []
+    assert not await yard.is_being_erased("s")
+
+
 async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:
     """As after a copy of the database was started beside its original."""
     await yard.round()
@@ -275,6 +302,64 @@ async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:
     await yard.collector.adopt()
     await yard.round()
     assert await yard.round(2 * KEEP_S) == []
+
+
+async def test_an_object_that_is_shorter_than_its_name_says_stops_nothing(yard: Yard) -> None:
+    """A machine that crashed in the middle of an upload into a folder may leave one."""
+    await yard.turn("s", text(1))
+    await yard.erase("s")
+    short = yard.folder / "1" / "9" / "00000001-1000"
+    short.parent.mkdir(parents=True)
+    short.write_bytes(b"frame")
+    await yard.round()
+    assert yard.left_of(text(1)) == []
+    assert not await yard.is_being_erased("s")
+    assert await yard.round(KEEP_S) == []
+
+
+async def test_a_damaged_index_keeps_an_erasure_waiting_until_its_pack_is_deleted(yard: Yard) -> None:
+    await yard.turn("s", text(1))
+    await yard.put("nobody's", 2, text(2))
+    await yard.erase("s")
+    for name in yard.objects():
+        if yard.left_of(text(2)) == [name]:
+            whole = (yard.folder / name).read_bytes()
+            (yard.folder / name).write_bytes(whole[:-4] + bytes(4))
+    await yard.round()
+    assert yard.left_of(text(1)) == []
+    assert await yard.is_being_erased("s")
+    assert await yard.round(KEEP_S) == []
+    assert not await yard.is_being_erased("s")
+
+
+async def test_bytes_of_an_erased_session_that_arrive_later_are_deleted_at_once(yard: Yard) -> None:
+    """Of a turn that was in flight in another process, whose upload began or ended after the erasure."""
+    await yard.store.create("s")
+    await yard.store.claim("s", 1)
+    await yard.erase("s")
+    await yard.round()
+    assert not await yard.is_being_erased("s")
+    await yard.put("s", 2, text(1))
+    assert await yard.round() == []
+
+
+async def test_a_damaged_frame_of_another_session_does_not_stop_an_erasure(yard: Yard) -> None:
+    for session_id in ("erased", "kept"):
+        await yard.store.create(session_id)
+        await yard.store.claim(session_id, 1)
+    packed = [Packed(one, 2, 0, codec.compress(text(number))) for number, one in enumerate(("erased", "kept"))]
+    for session_id, place in zip(("erased", "kept"), await yard.packs.put(packed), strict=True):
+        await yard.commit(session_id, [StoredChunk(0, "routed_experts", 5, digest("row"), b"", place)])
+    [name] = yard.objects()
+    damaged = codec.compress(text(1))[:-4] + bytes(4)
+    path = yard.folder / name
+    path.write_bytes(path.read_bytes().replace(codec.compress(text(1)), damaged))
+    await yard.erase("erased")
+    await yard.round()
+    assert yard.left_of(text(0)) == []
+    assert not await yard.is_being_erased("erased")
+    [copy] = yard.objects()
+    assert damaged in (yard.folder / copy).read_bytes()
 
 
 async def test_payloads_are_moved_there_and_back(yard: Yard) -> None:
@@ -293,6 +378,37 @@ async def test_payloads_are_moved_there_and_back(yard: Yard) -> None:
     assert found == {(2, 0): codec.compress(text(3))}
 
 
+async def test_an_erasure_ends_while_payloads_are_moved(yard: Yard) -> None:
+    for number in range(4):
+        await yard.turn(f"s{number}", text(number))
+    await yard.erase("s0")
+    mover = Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)
+
+    async def move() -> None:
+        while await yard.is_being_erased("s0"):
+            await mover.step(START)
+
+    moving = asyncio.create_task(move())
+    await asyncio.sleep(0)
+    await yard.round()
+    assert not await yard.is_being_erased("s0")
+    await moving
+
+
+@pytest.mark.parametrize("damage", [b"", b"frame"])
+async def test_a_move_counts_what_is_lost(yard: Yard, damage: bytes) -> None:
+    await yard.turn("kept", text(1))
+    await yard.turn("lost", text(2))
+    [name] = yard.left_of(text(2))
+    whole = (yard.folder / name).read_bytes()
+    (yard.folder / name).write_bytes(damage + whole[len(damage) :] if damage else b"")
+    mover = Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)
+    step = await mover.step(START)
+    assert (step.moved, step.lost) == (1, 1)
+    assert (await mover.step(step.after or START)).after is None
+    assert await yard.frames("kept", 0) == [text(1)]
+
+
 async def moved(mover: Mover) -> int:
     after: Key | None = START
     count = 0
@@ -306,3 +422,46 @@ async def moved(mover: Mover) -> int:
 def test_a_url_that_names_no_storage(url: str) -> None:
     with pytest.raises(StartupError, match="TURNLOG_PAYLOADS"):
         Bucket(url, 5.0)
+
+
+@pytest.fixture
+def google(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleStorage]:
+    made = GoogleStorage(keeps_versions=request.param)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("google", [False, True], indirect=True, ids=["usual", "versioned"])
+async def test_a_bucket_of_googles_numbers_objects_whether_it_keeps_versions_or_not(
+    google: GoogleStorage, request: pytest.FixtureRequest
+) -> None:
+    is_versioned = request.node.callspec.params["google"]
+    for _ in range(2):
+        bucket = Bucket("gs://bucket/run", 5.0)
+        assert await bucket.probe() is None
+        assert (bucket.versions is not None) is is_versioned
+    await bucket.put("1/1/1-3", b"abc")
+    if is_versioned:
+        with pytest.raises(PayloadsUnavailable, match="turn versioning off"):
+            await bucket.delete(["1/1/1-3"])
+    else:
+        await bucket.delete(["1/1/1-3"])
+        assert list(google.objects) == ["/bucket/run/turnlog-probe"]
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+async def test_versions_are_deleted_where_the_objects_are(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """The two packages that speak to S3 know different variables."""
+    storage = TestBucket()
+    storage.keep_versions()
+    environment = storage.environment
+    environment[variable] = environment.pop("AWS_ENDPOINT_URL")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(f"s3://{storage.name}/run", 5.0)
+    await bucket.put("1/1/1-3", b"abc")
+    await bucket.delete(["1/1/1-3"])
+    assert storage.versions() == []
+    storage.close()

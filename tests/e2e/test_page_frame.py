@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,6 +78,14 @@ def test_sign_in_and_out(watched: Watched) -> None:
     copied = page.evaluate("navigator.clipboard.readText()")
     assert '-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"' in copied
     assert TOKEN not in copied
+    page.get_by_role("button", name="Copy as Python").click()
+    page.wait_for_function("async () => (await navigator.clipboard.readText()).includes('httpx.get')")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert "TURNLOG_ADMIN_TOKEN" in copied
+    assert TOKEN not in copied
+    environment = {**os.environ, "TURNLOG_ADMIN_TOKEN": TOKEN}
+    ran = subprocess.run([sys.executable, "-c", copied], env=environment, capture_output=True, check=True, timeout=30)
+    assert json.loads(ran.stdout)["groups"] == []
     assert TOKEN not in page.content()
 
     page.click("#sign-out")
@@ -112,7 +124,7 @@ def test_what_changes_on_a_later_page_is_not_new(watched: Watched, guarded: Stan
     later = guarded.http.get("/ui/api/sessions", params={"q": "many-", "limit": 1}).json()["sessions"][0]["session_id"]
     for session_id in (later, key):
         assert guarded.http.put(f"/sessions/{session_id}/reward", json={"reward": 0.5}).status_code == 200
-    expect(first.locator("td").nth(4)).to_have_text("0.500")
+    expect(first.locator("td").nth(5)).to_have_text("0.500")
     expect(page.locator("button.changed")).to_be_hidden()
 
     watched.go("#/?q=many-")

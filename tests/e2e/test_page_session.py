@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,6 @@ def test_an_erased_session_is_a_skeleton(page_stand: PageStand, watch: Watch) ->
         "SessionClosed",
         "SessionErased",
     ]
-
-
-def test_an_unknown_session_is_said_to_be(page_stand: PageStand, watch: Watch) -> None:
-    watched = watch(page_stand.stand.server.base_url)
-    watched.expected = ("404",)
-    page = watched.open("#/session/nobody")
-    assert "session_not_found" in page.locator(".message.error").first.inner_text()
 
 
 def test_time_travel(stand: Stand, watch: Watch) -> None:
@@ -210,7 +204,10 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     assert page.locator("main :is(img, script, b)").count() == 0
 
 
-def test_the_copied_request_is_the_turns(stand: Stand, watch: Watch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("language", "runner"), [("curl", ("bash", "-c")), ("Python", (sys.executable, "-c"))])
+def test_the_copied_request_is_the_turns(
+    stand: Stand, watch: Watch, tmp_path: Path, language: str, runner: tuple[str, ...]
+) -> None:
     talk = stand.talk()
     touched = tmp_path / "touched"
     talk.say(f"it's {UNSEEN} $(touch {touched}) `touch {touched}`\nTURNLOG\n", sim=NOW, temperature=0.5)
@@ -219,11 +216,11 @@ def test_the_copied_request_is_the_turns(stand: Stand, watch: Watch, tmp_path: P
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     watched.open(_at(talk))
     page.locator(".said").last.wait_for()
-    page.get_by_role("button", name="Copy request as curl").click()
+    page.get_by_role("button", name=f"Copy request as {language}").click()
     page.get_by_text("Copied").first.wait_for()
     command = page.evaluate("navigator.clipboard.readText()")
     assert "\u202e" not in command
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
+    ran = subprocess.run([*runner, command], capture_output=True, text=True, timeout=30, check=True)
     assert json.loads(ran.stdout)["choices"][0]["message"]["role"] == "assistant"
     sent, again = (one["body"] for one in stand.engine_requests(talk.id))
     assert again["messages"] == sent["messages"]

@@ -271,6 +271,23 @@ def test_a_reward(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["in_note", "after_note"])
+def test_a_note(site: Site, tally: Tally, point: CrashPoint) -> None:
+    with site.armed(point, 1) as stand:
+        talk = stand.talk(group_id="crash")
+        site.acknowledge(talk, talk.say("First"))
+        with pytest.raises(httpx.TransportError):
+            stand.http.put(f"{talk.path}/note", json={"note": "Seen"})
+        tally.tried += 1
+    with site.after() as stand:
+        again = stand.known(talk.id)
+        assert again.types().count("SessionNoted") == (point == "after_note")
+        assert stand.http.put(f"{talk.path}/note", json={"note": "Seen", "tags": ["a"]}).status_code == 200
+        assert [(row["note"], row["tags"]) for row in again.rows()] == [("Seen", ["a"])]
+        verified(site.url, site.acknowledged[-1:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize("point", ["in_close", "after_close"])
 def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
     with site.armed(point, 1) as stand:
@@ -291,7 +308,16 @@ def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
 @pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize(
     "point",
-    ["in_close", "after_close", "after_tombstones", "after_freed", "after_components", "in_erase", "after_erase"],
+    [
+        "in_close",
+        "after_close",
+        "after_tombstones",
+        "after_freed",
+        "after_components",
+        "after_entries_dropped",
+        "in_erase",
+        "after_erase",
+    ],
 )
 def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
     """It is taken up again where it was broken off, and then nothing of the content is left in the files."""
@@ -301,6 +327,8 @@ def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
         talk.say("To be forgotten", sim=LARGE, return_routed_experts=True)
         reward = {"reward": 0.5, "components": {f"forgotten-{talk.id}": 1.0}}
         assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
+        note = {"note": f"forgotten-{talk.id}", "tags": ["forgotten"]}
+        assert stand.http.put(f"{talk.path}/note", json=note).status_code == 200
         frames = stored_frames(site.url, talk)
         with pytest.raises(httpx.TransportError):
             stand.http.delete(talk.path, params={"erase": "true"})
@@ -399,6 +427,7 @@ def test_every_point_is_tried() -> None:
         test_a_creation,
         test_a_fork,
         test_a_reward,
+        test_a_note,
         test_a_close,
         test_an_erasure,
         test_a_rollouts_close,

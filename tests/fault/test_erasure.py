@@ -39,8 +39,11 @@ LARGE = {**SMALL, "completion_tokens": 900}
 COMPONENT = 0.31337421337
 """A component's value, which no other number in the files is."""
 
-GRADED = (CANARY.encode(), repr(COMPONENT).encode())
-"""By what a reward's components are known in the log, which is not compressed: their names, their values."""
+NOTE = "note-of-5f0e1d"
+TAG = "tag-of-5f0e1d"
+
+GRADED = (CANARY.encode(), repr(COMPONENT).encode(), NOTE.encode(), TAG.encode())
+"""By what a client's text is known in the log, which is not compressed: a reward's components, a note, a tag."""
 
 LATE = StoredChunk(0, "routed_experts", 3, "0" * 32, b"abc")
 
@@ -123,6 +126,7 @@ def grade(stand: Stand, talk: Talk) -> None:
         body = {**given, "components": components}
         assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0, "turn": 2}).status_code == 200
+    assert stand.http.put(f"{talk.path}/note", json={"note": f"A {NOTE}", "tags": [TAG, "b"]}).status_code == 200
 
 
 def rewards(talk: Talk) -> list[dict[str, Any]]:

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from typing import Any, cast
 
 import pytest
 from alembic import command
 from helpers.databases import alembic_config, connected, database_at, migrate
 from helpers.store import Store
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.crash_points import VARIABLE
 from app.store.all_events import EventFilter, page
+from app.store.engine import Database
 from app.store.packs.rows import TakeKeeping
 from app.store.partitions import (
     LOOK_S,
@@ -24,6 +27,7 @@ from app.store.partitions import (
     DropPartition,
     MoveRows,
     PartitionKeeper,
+    clock,
     parts_of,
     sessions_in,
 )
@@ -128,6 +132,40 @@ async def test_what_is_left_moves_with_its_places_and_the_partition_is_dropped(
     await store.head_equals_fold("s3")
 
 
+class Emptied:
+    """The database of a keeper: just before it first looks for rows of a partition, a reader begins, whose snapshot has
+    some, and then they are deleted."""
+
+    is_sqlite = False
+
+    def __init__(self, store: Store, url: str, reader: AsyncConnection) -> None:
+        self._database = store.database
+        self._url = url
+        self._reader: AsyncConnection | None = reader
+
+    async def read(self, function: Any) -> Any:
+        if self._reader is not None and function.func is sessions_in:
+            reader, self._reader = self._reader, None
+            await reader.execution_options(isolation_level="REPEATABLE READ")
+            await reader.exec_driver_sql("SELECT 1 FROM sessions")
+            await delete_all_but(self._url, "nobody")
+        return await self._database.read(function)
+
+
+async def test_a_partition_stays_while_a_reader_may_find_rows_in_it(postgres_store: Store, postgres_url: str) -> None:
+    store = postgres_store
+    newest = await begun(store)
+    async with connected(postgres_url) as reader:
+        emptied = cast(Database, Emptied(store, postgres_url, reader))
+        keeping = PartitionKeeper(emptied, store.writer, Clock())
+        await keeping.round(TOKEN)
+        rows = await reader.exec_driver_sql("SELECT count(DISTINCT session_id) FROM events")
+        assert rows.scalar_one() == 40
+        assert await numbers(store) == (0, newest)
+    await keeping.round(TOKEN)
+    assert await numbers(store) == (newest,)
+
+
 async def test_nothing_is_done_with_an_old_token(postgres_store: Store) -> None:
     store = postgres_store
     newest = await begun(store)
@@ -204,7 +242,7 @@ async def test_a_kill_in_the_middle_leaves_the_partitions_as_they_were(
     newest = await begun(store)
     await delete_all_but(postgres_url, "s3")
     before = await order(store)
-    empty_since = (await store.database.read(partial(parts_of, table="turns"))).now
+    empty_since = await store.database.read(clock)
     steps = (
         ("in_begin_partition", BeginPartition(TOKEN, "events", newest + 1)),
         ("in_move_rows", MoveRows(TOKEN, "s3", "events", 0, newest)),

@@ -15,7 +15,7 @@ from app.fleet.engines import Engines
 from app.store import incarnations, reads
 from app.store.dialect import Tx, now
 from app.store.engine import Database
-from app.store.log import Appended, StoredBlob, StoredChunk
+from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
 from app.store.log_turns import Claim, Commit, Release, Stage
 from app.store.schema import chunks as chunks_table
@@ -206,6 +206,25 @@ class Store:
         """Damage: the event is gone."""
         gone = delete(events).where(events.c.session_id == session_id, events.c.seq == seq)
         await self.database.write(lambda tx: tx.run(gone, {}), durable=True)
+
+
+class Meanwhile:
+    """The writer of a process: before its first operation of a kind, another process writes some."""
+
+    def __init__(self, writer: Writer, kind: type[BaseOperation], *others: Any) -> None:
+        self._writer = writer
+        self._kind = kind
+        self._others = list(others)
+
+    async def submit(self, operation: Any) -> Any:
+        while isinstance(operation, self._kind) and self._others:
+            await self._writer.submit(self._others.pop(0))
+        return await self._writer.submit(operation)
+
+    @property
+    def as_writer(self) -> Writer:
+        assert self._others, "it is used once"
+        return cast(Writer, self)
 
 
 @asynccontextmanager

@@ -118,6 +118,21 @@ def test_what_is_archived_is_exported_as_before(yard: Yard) -> None:
     assert yard.archive()["archived"] == 0
 
 
+def test_archived_sessions_are_listed_by_their_metadata(yard: Yard) -> None:
+    mark = uuid.uuid4().hex
+    talks = [yard.talk("Hello", metadata={"mark": mark, "number": number}) for number in range(3)]
+    yard.archive()
+    open_one = yard.talk("Hello", close=False, metadata={"mark": mark, "number": 1})
+
+    def listed(*metadata: str) -> list[str]:
+        reply = yard.stand.http.get("/sessions", params={"metadata": metadata})
+        assert reply.status_code == 200, reply.text
+        return [one["session_id"] for one in reply.json()["sessions"]]
+
+    assert listed(f"mark={mark}") == [open_one.id, *(talk.id for talk in reversed(talks))]
+    assert listed(f"mark={mark}", "number=1") == [open_one.id, talks[1].id]
+
+
 def test_a_position_of_all_events_outlives_the_archive(yard: Yard) -> None:
     [end] = lines(yard.stand.http.get("/events", params={"after": "end"}))
     talk = yard.talk("Hello", "And then?")
@@ -155,7 +170,7 @@ def test_a_reader_of_all_events_misses_none_that_comes_back(yard: Yard) -> None:
     assert numbers == {event["seq"] for event in talk.events()}
 
 
-@pytest.mark.parametrize("change", ["reward", "erase", "fork", "restore"])
+@pytest.mark.parametrize("change", ["reward", "note", "erase", "fork", "restore"])
 def test_a_change_brings_it_back(yard: Yard, change: str) -> None:
     word = uuid.uuid4().hex
     talk = yard.talk(word, "And then?")
@@ -168,6 +183,13 @@ def test_a_change_brings_it_back(yard: Yard, change: str) -> None:
             assert [row["reward"] for row in talk.rows()] == [0.25]
             assert yard.archive()["archived"] == 1
             assert [row["reward"] for row in talk.rows()] == [0.25]
+        case "note":
+            assert yard.stand.http.put(f"{talk.path}/note", json={"tags": [word]}).status_code == 200
+            assert [row["tags"] for row in talk.rows()] == [[word]]
+            assert yard.archive()["archived"] == 1
+            assert [row["tags"] for row in talk.rows()] == [[word]]
+            [listed] = yard.stand.http.get("/sessions", params={"tag": word}).json()["sessions"]
+            assert listed["session_id"] == talk.id
         case "fork":
             reply = yard.stand.http.post(f"{talk.path}/fork", json={"turn": 1})
             assert reply.status_code == 200, reply.text

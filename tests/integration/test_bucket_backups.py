@@ -245,6 +245,7 @@ def test_a_backup_that_is_not_whole_is_not_restored(own: Stand, folder: Path, da
     [
         ("s4://bucket/prefix", {}, "a place is s3://"),
         ("s3://", {}, "a place is s3://"),
+        ("file://folder/backups", {}, "a place is s3://"),
         ("s3://backups/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": ""}, "AWS_ACCESS_KEY_ID"),
         ("az://container/x", {}, "AZURE_STORAGE_ACCOUNT_NAME"),
         ("file:///proc/none", {}, "file:///proc/none"),

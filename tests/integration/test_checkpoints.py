@@ -63,6 +63,10 @@ def reward(stand: Stand, talk: Talk, value: float, **fields: Any) -> httpx.Respo
     return stand.http.put(f"{talk.path}/reward", json={"reward": value, **fields})
 
 
+def note(stand: Stand, talk: Talk, **body: Any) -> None:
+    assert stand.http.put(f"{talk.path}/note", json=body).status_code == 200
+
+
 def said(stand: Stand, *texts: str, **body: Any) -> Talk:
     talk = stand.talk(**body)
     for text in texts:
@@ -81,17 +85,21 @@ def copy_of(talk: Talk, turns: int) -> Talk:
 def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, history: str) -> None:
     talk = said(used, "One", "Two", history=history)
     reward(used, talk, 0.25, components={"a": 1.0})
+    note(used, talk, note="Then", tags=[f"then-{talk.id}"])
     at_cut = rows(talk)
     name = make(used)
     early = copy_of(talk, 2)
     talk.say("Three")
     reward(used, talk, 0.75)
+    note(used, talk, note="Later", tags=[])
     used.http.delete(talk.path)
     later = rows(talk)
 
     done = restore(used, name)
     assert rows(talk) == at_cut
     assert talk.state()["metadata"]["status"] == "open"
+    [listed] = used.http.get("/sessions", params={"tag": f"then-{talk.id}"}).json()["sessions"]
+    assert (listed["session_id"], listed["note"]) == (talk.id, "Then")
     assert [turn["state"] for turn in talk.tree()["turns"]] == ["committed", "committed", "set_aside"]
     assert [row["turn"] for row in talk.rows(explain="true") if "set aside" in row.get("excluded", "")] == [3]
     assert error_of(refused := talk.chat([*talk.messages, {"role": "user", "content": "Four"}])) == (409, "restored")
@@ -257,6 +265,7 @@ def test_names_and_requests_that_are_refused(used: Stand) -> None:
         ({"name": name}, (409, "checkpoint_exists")),
         ({"name": "before-1"}, (400, "invalid_request")),
         ({"name": "a b"}, (400, "invalid_request")),
+        ({"name": ".."}, (400, "invalid_request")),
         ({"name": "c", "cut": "later"}, (400, "invalid_request")),
     )
     for body, expected in cases:

@@ -88,6 +88,8 @@ def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stan
         records = session.get()["records"]
         assert session.set_reward(1.0, {"tests": 0.5}, turn=1) < session.set_reward(0.25)
         assert session.get()["metadata"]["reward"] == 0.25
+        assert session.set_note("Look again.", ["b", "a"]) < session.set_note(tags=["a"])
+        assert (session.get()["session"]["note"], session.get()["session"]["tags"]) == ("Look again.", ["a"])
     [sample] = found.samples
     [row] = client.export(session_id=session.id)
     assert [row["metadata"], row["group_id"], row["attempt"], row["reward"]] == [{"a": [1]}, "task-17", 2, 0.25]
@@ -168,7 +170,7 @@ def test_an_export_that_breaks_off_loses_and_repeats_nothing(client: Turnlog, st
     some = client.export(group_id=group, limit=3)
     assert [row["session_id"] for row in some] == made[:3]
     assert [row["session_id"] for row in client.export(group_id=group, cursor=some.cursor)] == made[3:]
-    with pytest.raises(InvalidRequest, match="min_rewards is not a parameter"):
+    with pytest.raises(TypeError, match="min_rewards is not a parameter, did you mean min_reward:"):
         list(client.export(min_rewards=1))
 
 

@@ -124,9 +124,8 @@ def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     assert found["boundaries"][0] == {"at": row["prompt_length"], "version": "7"}
     assert [one["version"] for one in found["boundaries"]] == ["7", "8"]
     assert found["branch"] == row["branch"] == 2
-    assert found["branches"] == [
-        {"branch": 2, "cause": "fork", "tokens": found["total"], "prompt_tokens": row["prompt_length"]}
-    ]
+    own = {"branch": 2, "cause": "fork", "tokens": found["total"], "prompt_tokens": row["prompt_length"]}
+    assert [one for one in found["branches"] if one["exported"]] == [{**own, "exported": True}]
     page = get(shared, f"{walked.id}/tokens", start=5, limit=20)
     assert page["tokens"] == found["tokens"][5:25]
     assert page["texts"] == found["texts"][5:25]
@@ -183,7 +182,8 @@ def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
     assert [one["message"] for one in get(stand, f"{talk.id}/conversation", branch=0)["messages"]] == dropped
     assert get(stand, f"{talk.id}/conversation", branch=2) == get(stand, f"{talk.id}/conversation", turn=5)
     tokens = {branch: get(stand, f"{talk.id}/tokens", branch=branch) for branch in range(3)}
-    assert [[one["branch"] for one in page["branches"]] for page in tokens.values()] == [[0, 2], [0, 1, 2], [0, 2]]
+    for page in tokens.values():
+        assert [(one["branch"], one["exported"]) for one in page["branches"]] == [(0, True), (1, False), (2, True)]
     for row in talk.rows():
         page = tokens[row["branch"]]["tokens"]
         assert [[token[place] for token in page] for place in (0, 2)] == [row["tokens"], row["loss_mask"]]

@@ -37,6 +37,7 @@ def test_stored_names_are_stable() -> None:
         "TurnAbandoned",
         "RolledBack",
         "RewardAssigned",
+        "SessionNoted",
         "SessionClosed",
         "SessionErased",
     }

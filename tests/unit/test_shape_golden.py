@@ -57,6 +57,8 @@ GOLDEN: dict[str, JSON] = {
         "agent_id": None,
         "pinned": None,
         "adapter": None,
+        "note": None,
+        "tags": [],
         "as_of_seq": 9,
         "reward": 0.5,
         "reward_components": {"exact": 0.5},

@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli import archives, checkpoints, export, fleet, forks, maintain, payloads, sessions, tail, tree
+from turnlog.cli import (
+    archives,
+    checkpoints,
+    export,
+    fleet,
+    forks,
+    maintain,
+    notes,
+    payloads,
+    search,
+    sessions,
+    tail,
+    tree,
+)
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
 from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, server_options
@@ -33,8 +46,10 @@ for _panel, _name, _function in (
     (OBSERVE, "tree", tree.tree),
     (OBSERVE, "tail", tail.tail),
     (OBSERVE, "groups", sessions.groups),
+    (OBSERVE, "search", search.search),
     (OBSERVE, "export", export.export),
     (MAKE, "fork", forks.fork),
+    (MAKE, "note", notes.note),
     (ORDER, "pause", fleet.pause),
     (ORDER, "resume", fleet.resume),
     (KEEP, "verify", maintain.verify),

@@ -16,15 +16,16 @@ payloads_app = typer.Typer(help="Replay payloads in object storage: move them, o
 @server_options
 def move(ctx: typer.Context) -> None:
     """Move all replay payloads to where TURNLOG_PAYLOADS of the server puts new ones, while turns go on."""
-    moved = size = 0
+    moved = lost = size = 0
     after: dict[str, Any] | None = None
     while True:
         step = remote(ctx).read("POST", "/payloads/move", body={"after": after}, slow=True)
-        moved, size, after = moved + step["moved"], size + step["bytes"], step["after"]
+        moved, lost, size = moved + step["moved"], lost + step["lost"], size + step["bytes"]
+        after = step["after"]
         if after is None:
             break
-    if not printed_as_json(ctx, {"moved": moved, "bytes": size}):
-        typer.echo(f"moved {moved} chunks, {size} bytes")
+    if not printed_as_json(ctx, {"moved": moved, "lost": lost, "bytes": size}):
+        typer.echo(f"moved {moved} chunks, {size} bytes; {lost} are lost or damaged, and stay where they are")
 
 
 @payloads_app.command()

@@ -1,4 +1,4 @@
-"""Shows a session, from `GET /ui/api/sessions/{id}`."""
+"""Shows a session, from `GET /sessions/{id}/state`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def print_session(state: Mapping[str, Any]) -> None:
     if state.get("erased"):
         line("its content was erased; what follows is the log's skeleton")
     _print_reward(state)
+    if state.get("note"):
+        line(f"note: {state['note']}")
+    if state.get("tags"):
+        line("tags: " + ", ".join(state["tags"]))
     if state["affinity"]:
         line("engine: " + compact({k: v for k, v in state["affinity"].items() if v is not None}, 120))
     for held in state["open_turns"]:

@@ -57,6 +57,7 @@ TAGS: Mapping[str, str] = {
     "Turns": f"The OpenAI API: {', '.join(f'`{path}`' for path in ROUTES)}.",
     "Export": "Training rows, and groups for trainers.",
     "Fleet": "Engines, adapters, gates.",
+    "Search": "Messages over all sessions.",
     "SkyRL": "SkyRL's own routes for the gates.",
     "Service": "Is it alive, what does it do?",
     "Page": "What the web page asks for.",

@@ -21,13 +21,15 @@ from app.api.describe import (
     ref,
 )
 from app.api.describe import JSON as JSON
+from app.api.session_lists import ListedSession
 from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
 from app.fleet.pauses import AdapterState, FleetGate, Told
+from app.sessions.group_list import GroupPage
+from app.sessions.search import SearchPage
 from app.sessions.tree_view import Tree
 from app.store.groups import Acknowledged
-from app.store.reads import Head
 
 RESPONSES = "#/components/responses/"
 
@@ -71,8 +73,10 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
     "PayloadsMoved": record(
-        "A step of a move: how many chunks it moved, their bytes, and where the next step begins.",
+        "A step of a move: how many chunks it moved, how many stay because their packs are gone or damaged, the bytes, "
+        "and where the next step begins.",
         moved=COUNT,
+        lost=COUNT,
         bytes=COUNT,
         after=nullable(record("The last chunk of the step.", session_id=TEXT, fence=COUNT, number=COUNT)),
     ),
@@ -96,7 +100,41 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
     ),
     "ArchiveRestored": record("`restored`: it was archived.", session_id=TEXT, restored=BOOLEAN),
-    "SessionPage": record("Some sessions, newest first.", sessions=listed(ref("Head")), next_cursor=nullable(TEXT)),
+    "SessionPage": record(
+        "Some sessions. With `count`, `total` is the number of matches up to 100,000, beyond which `total_is_exact` is "
+        "false. With a metadata filter both are those of this page, which may be short though more pages follow.",
+        optional=["total", "total_is_exact"],
+        sessions=listed(ref("ListedSession")),
+        next_cursor=nullable(TEXT),
+        total=COUNT,
+        total_is_exact=BOOLEAN,
+    ),
+    "SessionState": {
+        **record(
+            "The session after event `seq` of `last_seq`. Turns carry the times of their stages; `state` is what the "
+            "session is doing; `tree` is null where there is at most one branch.",
+            session_id=TEXT,
+            seq=COUNT,
+            last_seq=COUNT,
+            status=TEXT,
+            state=TEXT,
+            erased=BOOLEAN,
+            config=ANYTHING,
+            fork=nullable(ANYTHING),
+            metadata=nullable(ANYTHING),
+            created_at=NUMBER,
+            closed_at=nullable(NUMBER),
+            reward=nullable(ANYTHING),
+            turn_rewards=ANYTHING,
+            affinity=nullable(ANYTHING),
+            open_turns=listed(ANYTHING),
+            tree=nullable(ref("Tree")),
+            turns=listed(ANYTHING),
+            failed=listed(ANYTHING),
+            rollbacks=listed(ANYTHING),
+            problems=listed(ANYTHING),
+        ),
+    },
     "Record": record(
         "A live turn.",
         timestamp=NUMBER,
@@ -115,7 +153,8 @@ _BY_HAND: Mapping[str, Schema] = {
         session=ref("SessionGiven"),
     ),
     "SessionGiven": record(
-        "The fields of `POST /sessions`, with their defaults; only a fork has `forked_from`.",
+        "The fields of `POST /sessions`, with their defaults, and the session's note and tags; only a fork has "
+        "`forked_from`.",
         optional=["forked_from"],
         session_id=TEXT,
         group_id=nullable(TEXT),
@@ -135,6 +174,8 @@ _BY_HAND: Mapping[str, Schema] = {
         params_mode=TEXT,
         evaluation=BOOLEAN,
         parent_session_id=nullable(TEXT),
+        note=nullable(TEXT),
+        tags=listed(TEXT),
         forked_from=record(
             "The source session and the turn after which the fork begins.",
             session_id=TEXT,
@@ -178,6 +219,7 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
         "additionalProperties": True,
     },
+    "Noted": record("The event that holds the note or tags.", session_id=TEXT, seq=COUNT),
     "Rewarded": record("The event that assigned the reward.", session_id=TEXT, seq=COUNT),
     "Engine": record(
         "An engine: its state in the pool, and its health as seen by the answering process.",
@@ -277,7 +319,7 @@ _BY_HAND: Mapping[str, Schema] = {
 
 def _generated() -> dict[str, Schema]:
     """The schemas of the types that replies are made of."""
-    kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
+    kinds = (ListedSession, AdapterState, FleetGate, Told, Group, GroupPage, SearchPage, Acknowledged, Regression, Tree)
     found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
     return found
 

@@ -142,6 +142,8 @@ class SessionView(msgspec.Struct, frozen=True):
     closed_at: float | None
     reward: Mapping[str, Any] | None
     turn_rewards: Mapping[str, Mapping[str, Any]]
+    note: str | None
+    tags: Sequence[str]
     affinity: Mapping[str, Any] | None
     open_turns: Sequence[OpenTurnView]
     tree: Tree | None
@@ -207,6 +209,8 @@ def _view(
         closed_at=session.closed_at,
         reward=None if session.reward is None else asdict(session.reward),
         turn_rewards={str(turn): asdict(reward) for turn, reward in session.turn_rewards.items()},
+        note=session.note,
+        tags=session.tags,
         affinity=None if session.affinity is None else asdict(session.affinity),
         open_turns=[_open_turn(found, held) for held in session.open_turns.values()],
         tree=tree_of(found) if session.branches > 1 else None,

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 TEXT_TURNS = 64
 """Maximum number of turns whose stored replies are read for the texts of one page of tokens."""
 
+MAX_BRANCHES = 40
+"""Branches without a row are listed up to this number of branches; each costs a walk through its turns."""
+
 _CHOICES = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -44,12 +47,16 @@ class TokenRow(NamedTuple):
 
 
 class BranchTokens(msgspec.Struct, frozen=True):
-    """`cause` says why the branch began; `prompt_tokens` is where its first sampled token may be."""
+    """`cause` says why the branch began; `prompt_tokens` is where its first sampled token may be.
+
+    `exported`: it is a row of an export.
+    """
 
     branch: int
     cause: str | None
     tokens: int
     prompt_tokens: int
+    exported: bool
 
 
 class TurnRange(msgspec.Struct, frozen=True):
@@ -71,8 +78,8 @@ class Boundary(msgspec.Struct, frozen=True):
 class TokenView(msgspec.Struct, frozen=True):
     """Tokens [start, start + len(tokens)) of the `total` of branch `branch`, which is null if there is none.
 
-    `branches` are those that are rows of an export, and this one. `texts` has one text per token; it is null if neither
-    a tokenizer nor the engine gives any. `error` says why the branch's tokens cannot be read.
+    `branches` are those that are rows of an export, this one, and others up to MAX_BRANCHES. `texts` has one text per
+    token; it is null if neither a tokenizer nor the engine gives any. `error` says why they cannot be read.
     """
 
     branch: int | None
@@ -142,15 +149,21 @@ class TokenViews:
 def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[BranchTokens]]:
     """The row of a branch, and the branches to choose from. Raises KeyError."""
     rows = {row.leaf.branch: row for row in branch_rows(session)}
+    exported = set(rows)
     if branch not in rows:
         rows[branch] = row_of(session, branch)
-    return rows[branch], [_branch(session, row) for _, row in sorted(rows.items())]
+    for other in range(session.branches):
+        if len(rows) >= MAX_BRANCHES:
+            break
+        if other not in rows:
+            rows[other] = row_of(session, other)
+    return rows[branch], [_branch(session, row, one in exported) for one, row in sorted(rows.items())]
 
 
-def _branch(session: Session, row: BranchRow) -> BranchTokens:
+def _branch(session: Session, row: BranchRow, exported: bool) -> BranchTokens:
     first, leaf = session.turn(row.turns[0]), row.leaf
     prompt_tokens = first.token_count - first.output_tokens
-    return BranchTokens(leaf.branch, place_of(session, leaf).cause, leaf.token_count, prompt_tokens)
+    return BranchTokens(leaf.branch, place_of(session, leaf).cause, leaf.token_count, prompt_tokens, exported)
 
 
 def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> Sample:

@@ -54,6 +54,8 @@ COLUMNS: Columns = {
     "pinned": "json",
     **identity.SAMPLING,
     "replay_urls": "json",
+    "note": "text",
+    "tags": "[text]",
 }
 
 
@@ -104,6 +106,8 @@ def fields(row: Row) -> Fields:
         "pinned": {"model": config.model, "params": config.params} if config.model or config.params else None,
         **identity.sampling(row),
         **({} if row.links is None else {"replay_urls": row.links}),
+        "note": session.note,
+        "tags": list(session.tags),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest, CompletionRequest
 from app.protocols.base import CommittedReply, LiveRenderer, StoredTurn
@@ -22,13 +23,16 @@ class Chat:
     name = "chat"
     route = "/v1/chat/completions"
     is_native = True
+    has_layouts = True
     history: History = "linear"
     keepalive = KEEPALIVE
     schema: Mapping[str, Any] = REQUEST
     example: Mapping[str, Any] = EXAMPLE
 
-    def parse(self, body: bytes, has_few_values: bool = False) -> ChatRequest | CompletionRequest:
-        return parse_chat(body, has_few_values)
+    def parse(
+        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+    ) -> ChatRequest | CompletionRequest:
+        return parse_chat(body, has_few_values, continued)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
         return request

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest, CompletionRequest
 from app.protocols.base import CommittedReply, LiveRenderer, StoredTurn
@@ -24,12 +25,15 @@ class Messages:
     name = "messages"
     route = "/v1/messages"
     is_native = False
+    has_layouts = False
     history: History = "tree"
     keepalive = event({"type": "ping"}, "ping")
     schema: Mapping[str, Any] = REQUEST
     example: Mapping[str, Any] = EXAMPLE
 
-    def parse(self, body: bytes, has_few_values: bool = False) -> ChatRequest | CompletionRequest:
+    def parse(
+        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+    ) -> ChatRequest | CompletionRequest:
         return parse_messages(body, has_few_values)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:

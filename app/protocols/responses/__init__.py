@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest
 from app.protocols.base import CommittedReply, LiveRenderer, StoredTurn
@@ -24,12 +25,13 @@ class Responses:
     name = "responses"
     route = "/v1/responses"
     is_native = False
+    has_layouts = False
     history: History = "tree"
     keepalive = KEEPALIVE
     schema: Mapping[str, Any] = REQUEST
     example: Mapping[str, Any] = EXAMPLE
 
-    def parse(self, body: bytes, has_few_values: bool = False) -> ChatRequest:
+    def parse(self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
         return parse_responses(body, has_few_values)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:

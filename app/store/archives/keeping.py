@@ -86,13 +86,19 @@ class ArchiveKeeper:
         return set() if await self._deleted(token, name) else erased
 
     async def _sessions_in(self, name: str) -> frozenset[str]:
-        """All sessions that the archive holds. Raises CorruptContent."""
+        """All sessions that the archive holds; none if somebody has deleted its objects. Raises CorruptContent."""
         from app.store.archives.parquet import session_ids
-        from app.store.archives.reader import read_object
+        from app.store.archives.reader import ObjectGone, read_object
 
-        if name not in self._members:
-            self._members[name] = frozenset(await read_object(self._bucket, object_of(name), session_ids))
-        return self._members[name]
+        if name in self._members:
+            return self._members[name]
+        for one in (object_of(name), samples_of(name)):
+            try:
+                found = self._members[name] = frozenset(await read_object(self._bucket, one, session_ids))
+            except ObjectGone:
+                continue
+            return found
+        return frozenset()
 
     async def _deleted(self, token: str, name: str) -> bool:
         if not await self._writer.submit(ForgetArchive(token, name)):

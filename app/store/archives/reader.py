@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class ObjectGone(CorruptContent):
+    """The object is not in the object storage."""
+
+
 async def read_group(bucket: Bucket, place: Place) -> dict[str, ArchivedSession]:
     """The sessions of a row group by id. Raises PayloadsUnavailable; CorruptContent, also if the archive is not
     there."""
@@ -35,4 +39,4 @@ def _read(bucket: Bucket, name: str, function: Callable[[BinaryIO], T]) -> T:
         with bucket.open(name) as file:
             return function(file)
     except FileNotFoundError as error:
-        raise CorruptContent(f"{name} is not in the object storage") from error
+        raise ObjectGone(f"{name} is not in the object storage") from error

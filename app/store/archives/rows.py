@@ -191,11 +191,15 @@ class AddArchive(StoreOperation, frozen=True):
 
 
 class EndArchive(StoreOperation, frozen=True):
-    """An archive is not being written any more. False: no session is in it, and it is given up."""
+    """An archive is not being written any more. False: no session is in it, and it is given up.
+
+    A session may be going into it in another transaction, if its writer was stopped: that one is waited for.
+    """
 
     archive_id: int
 
     def apply(self, tx: Tx) -> bool:
+        tx.one(_lock, {"id": self.archive_id})
         if tx.one(_any_of, {"id": self.archive_id}) is not None:
             tx.run(_written, {"id": self.archive_id})
             return True
@@ -352,6 +356,7 @@ def _clock(tx: Tx) -> float:
 _id_of = select(archives.c.id).where(archives.c.name == bindparam("named"))
 _locked = _id_of.with_for_update()
 _archive = select(archives.c.id).where(archives.c.id == bindparam("id")).with_for_update(read=True, key_share=True)
+_lock = select(archives.c.id).where(archives.c.id == bindparam("id")).with_for_update()
 _written = update(archives).where(archives.c.id == bindparam("id")).values(writer=None)
 _forget = delete(archives).where(archives.c.id == bindparam("id"))
 _any_of = select(archived_sessions.c.session_id).where(archived_sessions.c.archive_id == bindparam("id")).limit(1)

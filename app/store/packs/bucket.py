@@ -20,7 +20,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import LocalStore
 
 if TYPE_CHECKING:
-    from obstore import PutResult
+    from obstore import GetOptions, PutResult
 
 from app.errors import PayloadsUnavailable, StartupError, StoreFull
 from app.store.object_storage import RemoteStore, first_line, open_remote
@@ -73,6 +73,7 @@ class Bucket:
         self.versions: Versions | None = None
         self._timeout_s = timeout_s
         self._folder: Path | None = None
+        self._is_googles = url.startswith("gs://")
         try:
             self._store = self._opened(url, timeout_s)
         except (*_FAULTS, ValueError) as error:
@@ -89,13 +90,37 @@ class Bucket:
         no such bucket, or it may not be written to."""
         try:
             async with asyncio.timeout(PROBE_S):
-                written = await obstore.put_async(self._store, PROBE, b"", use_multipart=False)
+                await self._probe()
         except (TimeoutError, GenericError) as error:
             return f"{self.url} does not answer: {first_line(error) or f'{PROBE_S:.0f} s'}"
         except _FAULTS as error:
             raise StartupError(f"TURNLOG_PAYLOADS={self.url!r}: {first_line(error)}") from error
-        self._note_version(written)
         return None
+
+    async def _probe(self) -> None:
+        """Write the object. Google numbers each writing of an object, and only if versions are kept can an earlier one
+        still be read by its number."""
+        if not self._is_googles:
+            await self._written()
+            return
+        before = await self._version_of(PROBE) or await self._written()
+        await self._written()
+        if await self._version_of(PROBE, before) is not None:
+            self.versions = Versions(self.url)
+
+    async def _written(self) -> str | None:
+        written = await obstore.put_async(self._store, PROBE, b"", use_multipart=False)
+        self._note_version(written)
+        return written["version"]
+
+    async def _version_of(self, name: str, version: str | None = None) -> str | None:
+        """The version of an object, or the given one of it; None if that is not there."""
+        options: GetOptions = {"head": True} if version is None else {"head": True, "version": version}
+        try:
+            found = await obstore.get_async(self._store, name, options=options)
+        except FileNotFoundError:
+            return None
+        return found.meta["version"]
 
     async def put(self, name: str, body: bytes) -> None:
         """Create an object; it is durable afterwards. Raises StoreFull, PayloadsUnavailable.
@@ -127,7 +152,10 @@ class Bucket:
     async def read_parts(self, name: str, parts: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Parts (offset, length) of an object, neighbours in one request; None if it is not there or shorter."""
         starts, lengths = [offset for offset, _ in parts], [length for _, length in parts]
+        end = max((offset + length for offset, length in parts), default=0)
         try:
+            if self._folder is not None and (self._folder / name).stat().st_size < end:
+                return None  # obstore does not raise for this, it panics
             async with asyncio.timeout(self._timeout_s):
                 found = await obstore.get_ranges_async(self._store, name, starts=starts, lengths=lengths)
         except FileNotFoundError:
@@ -212,7 +240,7 @@ class Bucket:
         return "status code: 507" in first_line(error)
 
     def _note_version(self, written: PutResult) -> None:
-        if written["version"] is not None and self.versions is None:
+        if written["version"] is not None and self.versions is None and not self._is_googles:
             self.versions = Versions(self.url)
 
     @property

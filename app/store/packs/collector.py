@@ -6,7 +6,8 @@ the turns that brought its frames, and a turn whose open row is gone can refer t
     no live chunk                        deleted after `keep_s`, so that URLs and backups from before still find it
     frames that no row knows             a turn that came to nothing, or an erased session: copied without them
     more than half of it is dead         copied without that
-    frames of a session that is erased   as above, and deleted at once
+    frames of a session that is erased   as above, and deleted at once, also if they came after the erasure
+    not whole, or without a sound index  deleted at once, or after `keep_s`, unless a live chunk is in it
 
 Only the holder of a token that each round takes anew changes anything (`rows.TakeKeeping`): a process that was frozen
 in the middle of a round finds that its token is another's.
@@ -37,6 +38,7 @@ from app.store.packs.rows import (
     Moved,
     NamePlace,
     TakeKeeping,
+    erased_among,
     erasures,
     open_among,
     place_name,
@@ -109,9 +111,9 @@ class Collector:
         self._archives = ArchiveKeeper(database, writer, packs.bucket, clock, keep_s=keep_s)
         self._partitions = PartitionKeeper(database, writer, clock)
         self._dead_since: dict[str, float] = {}
+        self._examined: set[str] = set()  # dead packs without bytes of erased sessions
         self._told_of: str | None = None
         self._due = asyncio.Event()
-        self._keeping = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -147,7 +149,7 @@ class Collector:
 
     async def round(self) -> None:
         """One round. Raises PayloadsUnavailable, StoreUnavailable, StoreFull."""
-        async with self._keeping:
+        async with self._packs.keeping:
             if not await self._owns_place():
                 return
             token = await self._take_token()
@@ -161,9 +163,10 @@ class Collector:
                 seen.update(one.name for one in packs)
                 holding |= await self._page(token, packs, pending)
             self._dead_since = {name: since for name, since in self._dead_since.items() if name in seen}
+            self._examined &= seen
             holding |= await self._archives.round(token, archives, pending)
             if done := sorted(pending - holding):
-                await self._writer.submit(EndErasures(done))
+                await self._writer.submit(EndErasures(token, done))
             await self._partitions.round(token)
 
     async def _owns_place(self) -> bool:
@@ -196,21 +199,24 @@ class Collector:
         return token
 
     async def _page(self, token: str, page: Sequence[Listed], pending: set[str]) -> set[str]:
-        """Collect the packs of one page of the listing; the erased sessions of which one of them may still hold
+        """Collect the packs of one page of the listing; the sessions of `pending` of which one of them may still hold
         bytes."""
         rows = await self._database.read(partial(rows_of, packs=[one.name for one in page]))
         holding: set[str] = set()
-        unused: list[str] = []
+        unused: list[_Candidate] = []
         partly: list[_Candidate] = []
         for one in page:
             if not _is_due(one.name, rows[one.name]):
                 continue
             is_old = not _has_live(rows[one.name]) and self._is_kept_long_enough(one.name)
-            if not (_has_live(rows[one.name]) or is_old or pending):
+            if not (_has_live(rows[one.name]) or is_old or self._may_have_erased(one.name, rows[one.name], pending)):
                 continue
-            found = await self._candidate(one, pending)
+            found = await self._candidate(one)
             if found is None:
-                holding |= pending
+                if not _has_live(rows[one.name]) and (is_old or _is_cut_short(one)):
+                    unused.append(_Candidate(one.name, [], [], pending))
+                elif _has_unknown(one.name, rows[one.name]):
+                    holding |= pending
             elif await self._database.read(partial(open_among, turns={entry.turn for entry in found.index})):
                 holding |= found.erased
             else:
@@ -219,16 +225,25 @@ class Collector:
                 if _has_live(found.rows):
                     partly.append(found)
                 elif found.erased or is_old:
-                    unused.append(one.name)
-        await self._delete(token, unused)
+                    unused.append(found)
+                else:
+                    self._examined.add(one.name)
+        deleted = await self._delete(token, [one.name for one in unused])
+        holding |= {session_id for one in unused if one.name not in deleted for session_id in one.erased}
         for group in _groups(partly):
             holding |= await self._rewrite(token, group)
         return holding
 
-    async def _candidate(self, one: Listed, pending: set[str]) -> _Candidate | None:
+    def _may_have_erased(self, name: str, rows: Sequence[ChunkRow], pending: set[str]) -> bool:
+        """May the pack have bytes of erased sessions? They have no rows."""
+        return _has_unknown(name, rows) and (bool(pending) or name not in self._examined)
+
+    async def _candidate(self, one: Listed) -> _Candidate | None:
         """The pack with its index; None if that cannot be read."""
-        frames = frame_bytes(one.name)
-        assert frames is not None
+        if _is_cut_short(one):
+            log.error("pack %s is %d bytes long: it was not written whole", one.name, one.size)
+            return None
+        frames = _frame_bytes(one.name)
         raw = await self._bucket.read(one.name, frames, one.size - frames)
         if raw is None:
             return None
@@ -237,20 +252,22 @@ class Collector:
         except CorruptContent as error:
             log.error("pack %s: %s", one.name, error)
             return None
-        return _Candidate(one.name, index, [], pending & {entry.session_id for entry in index})
+        named = {entry.session_id for entry in index}
+        return _Candidate(one.name, index, [], await self._database.read(partial(erased_among, session_ids=named)))
 
     def _is_kept_long_enough(self, name: str) -> bool:
         return self._clock() - self._dead_since.setdefault(name, self._clock()) >= self._keep_s
 
-    async def _delete(self, token: str, names: Sequence[str]) -> None:
-        """Delete packs that nothing refers to."""
+    async def _delete(self, token: str, names: Sequence[str]) -> Sequence[str]:
+        """Delete those of the packs that nothing refers to; which these are."""
         if not names:
-            return
+            return names
         free = await self._writer.submit(ForgetPacks(token, names))
         reach("after_forgotten")
         await self._bucket.delete(free)
         reach("after_pack_deleted")
         self.collected.deleted += len(free)
+        return free
 
     async def _rewrite(self, token: str, group: Sequence[_Candidate]) -> set[str]:
         """Copy the live chunks of packs into a new one; the erased sessions whose bytes could not be taken out."""
@@ -262,9 +279,8 @@ class Collector:
         if moving:
             await self.repack(token, moving)
             self.collected.rewritten += len(group)
-        left = await self._database.read(partial(rows_of, packs=[one.name for one in group]))
-        await self._delete(token, [one.name for one in group if one.erased and not _has_live(left[one.name])])
-        return {session_id for one in group if _has_live(left[one.name]) for session_id in one.erased}
+        deleted = await self._delete(token, [one.name for one in group if one.erased])
+        return {session_id for one in group if one.name not in deleted for session_id in one.erased}
 
     async def repack(self, token: str, moving: Sequence[tuple[ChunkRow, bytes]]) -> int:
         """Put frames into new packs and let their chunks refer to them; how many did."""
@@ -282,7 +298,10 @@ class Collector:
         return count
 
     async def _frames(self, one: _Candidate) -> dict[InPack, bytes] | None:
-        """The live frames of a pack, checked; None if one is lost: the pack then stays as it is."""
+        """The live frames of a pack, checked; None if one is lost: the pack then stays as it is.
+
+        If it has bytes of an erased session, a damaged frame is copied with the others.
+        """
         places = sorted({row.place for row in one.live}, key=lambda place: place.offset)
         parts = await self._bucket.read_parts(one.name, [(place.offset, place.length) for place in places])
         try:
@@ -290,17 +309,32 @@ class Collector:
                 raise CorruptContent("it is gone")
             await asyncio.to_thread(_check, parts)
         except CorruptContent as error:
-            log.error("pack %s cannot be rewritten: %s", one.name, error)
-            return None
+            log.error("pack %s is damaged: %s", one.name, error)
+            if parts is None or not one.erased:
+                return None
         return dict(zip(places, parts, strict=True))
 
 
 def _is_due(name: str, rows: Sequence[ChunkRow]) -> bool:
     """Is anything in the pack dead or unknown?"""
-    whole = frame_bytes(name) or 0
-    known = distinct_bytes(row.place for row in rows)
     live = distinct_bytes(row.place for row in rows if row.is_live)
-    return known < whole or live < (whole + 1) // 2
+    return _has_unknown(name, rows) or live < (_frame_bytes(name) + 1) // 2
+
+
+def _has_unknown(name: str, rows: Sequence[ChunkRow]) -> bool:
+    """Has the pack frames of which there is no row?"""
+    return distinct_bytes(row.place for row in rows) < _frame_bytes(name)
+
+
+def _is_cut_short(one: Listed) -> bool:
+    """Is the object not whole? A crash in the middle of an upload into a folder may leave it. No turn refers to it."""
+    return one.size <= _frame_bytes(one.name)
+
+
+def _frame_bytes(name: str) -> int:
+    found = frame_bytes(name)
+    assert found is not None, f"{name} is no pack"
+    return found
 
 
 def _has_live(rows: Iterable[ChunkRow]) -> bool:

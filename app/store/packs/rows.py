@@ -77,6 +77,14 @@ def erasures(connection: Connection) -> set[str]:
     return set(connection.execute(select(pack_erasures.c.session_id)).scalars())
 
 
+def erased_among(connection: Connection, session_ids: Collection[str]) -> set[str]:
+    """Those of the sessions that are erased."""
+    wanted = sorted(session_ids)
+    query = select(sessions.c.session_id).where(sessions.c.status == "erased")
+    parts = (query.where(sessions.c.session_id.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
+    return {session_id for part in parts for session_id in connection.execute(part).scalars()}
+
+
 def is_being_erased(connection: Connection, root_id: str) -> bool:
     """May packs still hold bytes of this session or of its rollout?"""
     query = (
@@ -199,11 +207,15 @@ class ForgetPacks(StoreOperation, frozen=True):
 
 
 class EndErasures(StoreOperation, frozen=True):
-    """No pack holds bytes of these sessions any more."""
+    """No pack holds bytes of these sessions any more. Nothing is ended with another token than the current one: of the
+    round that found this, not all was done."""
 
+    token: str
     session_ids: Sequence[str]
 
     def apply(self, tx: Tx) -> None:
+        if not holds_token(tx, self.token):
+            return
         for session_id in self.session_ids:
             tx.run(_end_erasure, {"sid": session_id})
 

@@ -5,11 +5,13 @@ obstore has no call for versions, so that Amazon's own package is used, which sp
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
 from app.errors import PayloadsUnavailable
 from app.extras import install
+from app.store.object_storage import s3_endpoint
 
 
 class Versions:
@@ -20,6 +22,11 @@ class Versions:
         self._is_s3 = parts.scheme == "s3"
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
         self._client: Any = None
+
+    @property
+    def consequence(self) -> str:
+        """What follows for who runs the store."""
+        return "an erasure deletes those too" if self._is_s3 else "nothing is deleted there; turn versioning off"
 
     def delete(self, name: str) -> None:
         """Delete all versions of an object. Raises PayloadsUnavailable."""
@@ -46,5 +53,6 @@ class Versions:
                 raise PayloadsUnavailable(
                     f"the bucket keeps old versions, and deleting them needs a package: {install('versions')}"
                 ) from error
-            self._client = boto3.client("s3")
+            region = os.environ.get("AWS_REGION")  # boto3 itself looks for other names than obstore
+            self._client = boto3.client("s3", endpoint_url=s3_endpoint(), region_name=region)
         return self._client

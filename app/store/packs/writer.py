@@ -51,10 +51,14 @@ class _Waiting(msgspec.Struct, eq=False):
 
 
 class PackWriter:
-    """Packs of this process. `incarnation` is its number in the store, which with the epoch makes names unique."""
+    """Packs of this process. `incarnation` is its number in the store, which with the epoch makes names unique.
+
+    `keeping` is held during a round of the collector and a step of a move: each would take the token from the other.
+    """
 
     def __init__(self, database: Database, bucket: Bucket, incarnation: Callable[[], int]) -> None:
         self.bucket = bucket
+        self.keeping = asyncio.Lock()
         self._database = database
         self._incarnation = incarnation
         self._epoch: str | None = None

@@ -14,6 +14,7 @@ from app.domain.events import (
     RewardAssigned,
     SessionClosed,
     SessionErased,
+    SessionNoted,
     SessionRestored,
     TurnCommitted,
     TurnOpened,
@@ -33,7 +34,7 @@ from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
 T = TypeVar("T")
 
-AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, SessionRestored)
+AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, SessionNoted, SessionRestored)
 """What may still happen to a session that is closed."""
 
 

@@ -34,9 +34,14 @@ export function whenUnauthorized(listener) {
   onUnauthorized = listener;
 }
 
-/** @param {boolean} needed must the curl commands name a token? */
+/** @param {boolean} needed must the copied commands name a token? */
 export function setNeedsToken(needed) {
   needsToken = needed;
+}
+
+/** @returns {boolean} must a request outside this browser name a token? */
+export function needsAuthorization() {
+  return needsToken;
 }
 
 /**
@@ -110,26 +115,6 @@ async function refusal(response) {
     if (!(fault instanceof SyntaxError)) throw fault;
   }
   return new ApiError(response.status, error?.code ?? `http_${response.status}`, error?.message ?? response.statusText);
-}
-
-/**
- * The same request as a command.
- * @param {string} path
- * @param {Parameters} [parameters]
- * @param {unknown} [body] with one it is a POST
- * @returns {string}
- */
-export function curl(path, parameters, body) {
-  const parts = ["curl -sS"];
-  if (needsToken) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
-  if (body !== undefined) parts.push(`-H 'content-type: application/json' -d ${quoted(JSON.stringify(body))}`);
-  parts.push(quoted(url(path, parameters)));
-  return parts.join(" ");
-}
-
-/** @param {string} text @returns {string} for a POSIX shell, whatever is in it */
-function quoted(text) {
-  return `'${text.replaceAll("'", "'\\''")}'`;
 }
 
 /**

@@ -1,11 +1,11 @@
 /** The messages up to a turn: roles, reasoning, tool calls and their results, as they are stored. */
 
-import { curl, get } from "./api.js";
-import { copyButton } from "./copy.js";
+import { get } from "./api.js";
+import { copyButtons } from "./copy.js";
 import { badge, button, failure, folded, h, message, panel, replace } from "./dom.js";
 import { bytes, count } from "./format.js";
 import { LatestRequest } from "./view.js";
-import { named, pretty, safeJson, textBlock } from "./visible.js";
+import { named, pretty, textBlock } from "./visible.js";
 
 /** @import {ChatMessage, Child, Entry, Session, Transcript, Turn} from "../ui_types.d.ts" */
 
@@ -164,7 +164,7 @@ export class Conversation {
     this.turnField = h("input", { type: "number", min: "1", "aria-label": "turn", class: "short" });
     this.turnField.addEventListener("change", () => this.onPick(Number(this.turnField.value) || null));
     this.newest = button("newest", () => this.onPick(null));
-    this.copy = copyButton(() => (this.transcript ? this.#curl(this.transcript) : ""), "Copy request as curl");
+    this.copy = h("fieldset", { class: "plain", "aria-label": "Copy" }, copyButtons(() => this.#request(), "request"));
     this.element = panel(
       "conversation-title",
       "Conversation",
@@ -254,13 +254,11 @@ export class Conversation {
     });
   }
 
-  /** @param {Transcript} transcript @returns {string} the request whose reply the shown turn is */
-  #curl(transcript) {
-    const messages = transcript.messages.map((entry) => entry.message);
-    if (transcript.messages.at(-1)?.sampled) messages.pop();
-    const tools = transcript.tools ? { tools: transcript.tools } : {};
-    const body = safeJson({ ...transcript.params, messages, ...tools });
-    const command = `${curl(this.chatPath)} -H 'content-type: application/json' --data-binary @-`;
-    return `${command} <<'TURNLOG'\n${body}\nTURNLOG\n`;
+  /** @returns {import("./commands.js").Command} the request whose reply the shown turn is */
+  #request() {
+    const { messages: entries = [], params = null, tools = null } = this.transcript ?? {};
+    const messages = entries.map((entry) => entry.message);
+    if (entries.at(-1)?.sampled) messages.pop();
+    return { path: this.chatPath, body: { ...params, messages, ...(tools && { tools }) } };
   }
 }

@@ -1,7 +1,7 @@
 /** The form above the exports: filters and options of GET /export, by their own names. */
 
 import { h } from "./dom.js";
-import { checkbox, choice, controlsOf, field, focusField } from "./form.js";
+import { checkbox, choice, controlsOf, field, focusField, foldedForm } from "./form.js";
 import { numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 
 /** @import {Values} from "./form.js" */
@@ -20,9 +20,10 @@ export function previewOf(query) {
 }
 
 export class ExportForm {
-  /** @param {(query: Values) => void} onChange */
-  constructor(onChange) {
+  /** @param {AbortSignal} closed @param {(query: Values) => void} onChange */
+  constructor(closed, onChange) {
     this.element = fields();
+    this.box = foldedForm(closed, this.element);
     const act = () => this.element.checkValidity() && onChange(this.#read());
     this.element.addEventListener("change", act);
     this.element.addEventListener("submit", (event) => {
@@ -63,7 +64,7 @@ function fields() {
     field("Session is", choice("session_status", ["open", "closed", "erased"])),
     field("Reward from", numberField("min_reward", { step: "any" })),
     field("to", numberField("max_reward", { step: "any" })),
-    field("Versions behind, at most", numberField("max_staleness", atLeast0)),
+    field("Staleness, at most", numberField("max_staleness", atLeast0)),
     field("of weights", numberField("weight_version", atLeast0)),
     field("Committed from", time("since")),
     field("until", time("until")),

@@ -1,7 +1,7 @@
 /** The filters of the session list: how the address spells them, the form above the list, and which rows match. */
 
 import { h } from "./dom.js";
-import { checkbox, choice, field, focusField, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { checkbox, choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 import { serverNow } from "./format.js";
 
 /** @import {SessionRow} from "../ui_types.d.ts" */
@@ -31,7 +31,7 @@ export const PRESETS = [
   { title: "Stuck for a minute", query: { state: "claimed", stuck_s: "60", sort: "claimed_since", order: "asc" } },
   { title: "Held at a gate", query: { state: "gated" } },
   { title: "Closed, no reward", query: { state: "closed", unrewarded: "true" } },
-  { title: "2 or more versions behind", query: { min_staleness: "2", sort: "staleness", order: "desc" } },
+  { title: "Staleness 2 or more", query: { min_staleness: "2", sort: "staleness", order: "desc" } },
 ];
 
 /** @param {URLSearchParams} query @returns {ListQuery} */
@@ -121,9 +121,10 @@ export class FilterForm {
       field("Reward from", numberField("min_reward", { step: "any" })),
       field("to", numberField("max_reward", { step: "any" })),
       checkbox("unrewarded", "no reward"),
-      field("Versions behind", numberField("min_staleness", { min: "0", step: "1", placeholder: "at least" })),
+      field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
     );
+    this.box = foldedForm(closed, this.element);
     let timer = 0;
     const act = () => {
       clearTimeout(timer);

@@ -32,6 +32,11 @@ const COUNTS = [
 export function fleetStrip(root) {
   const parts = [sessionCounts(), speed(), engines(), weights(), errors(), database()];
   replace(root, parts.map((part) => part.element));
+  // On a phone the strip scrolls sideways, also by keys.
+  const narrow = window.matchMedia("(max-width: 700px)");
+  const reach = () => root.setAttribute("tabindex", narrow.matches ? "0" : "-1");
+  narrow.addEventListener("change", reach);
+  reach();
   return { show: (overview) => parts.forEach((part) => part.show(overview)) };
 }
 

@@ -10,6 +10,19 @@ export function field(title, control) {
   return h("label", null, title, control);
 }
 
+/**
+ * A form that a narrow page folds until somebody wants it; a wide one always shows it.
+ * @param {AbortSignal} closed
+ * @param {HTMLFormElement} form
+ * @returns {HTMLElement}
+ */
+export function foldedForm(closed, form) {
+  const wide = window.matchMedia("(min-width: 701px)");
+  const box = h("details", { class: "filterbox", open: wide.matches }, h("summary", null, "Filters"), form);
+  wide.addEventListener("change", () => (box.open = wide.matches), { signal: closed });
+  return box;
+}
+
 /** @param {string} name */
 export function textField(name) {
   return h("input", { name, type: "search", class: "wide", spellcheck: "false" });
@@ -81,5 +94,7 @@ export function valuesOf(query, names) {
 
 /** @param {HTMLFormElement} form @param {string} name where the cursor goes */
 export function focusField(form, name) {
+  const box = form.closest("details");
+  if (box) box.open = true;
   /** @type {HTMLElement} */ (form.elements.namedItem(name)).focus();
 }

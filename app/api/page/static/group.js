@@ -1,15 +1,15 @@
 /** One group: the rewards of its sessions, and what is wrong with them. */
 
-import { curl, get } from "./api.js";
+import { get } from "./api.js";
 import { rewardPlot } from "./chart.js";
-import { copyButton } from "./copy.js";
+import { copyButtons } from "./copy.js";
 import { badge, bar, figure, h, message, replace } from "./dom.js";
 import { count, decimal } from "./format.js";
 import { ranges } from "./groups.js";
-import { queryOf, sessionHref, sessionsHref } from "./route.js";
+import { queryOf, rolloutsHref, sessionHref, sessionsHref } from "./route.js";
 import { badgeCell, linkCell, smallTable, textCell } from "./rows.js";
 import { View } from "./view.js";
-import { visible } from "./visible.js";
+import { visible, visibleText } from "./visible.js";
 
 /** @import {Attempt, Child, Group, SessionRow, Statistics} from "../ui_types.d.ts" */
 /** @import {Column} from "./rows.js" */
@@ -30,15 +30,23 @@ export class GroupView extends View {
     replace(
       root,
       bar(h("h1", { dir: "auto" }, visible(id)), [
+        h("a", { href: rolloutsHref(id) }, "Side by side"),
         h("a", { href: sessionsHref({ group_id: id }) }, "In the session list"),
         h("a", { href: `#/exports${queryOf({ group_id: id })}` }, "Export"),
-        copyButton(() => curl(this.path)),
+        copyButtons(() => ({ path: this.path })),
       ]),
       this.problem,
       this.facts,
       h("div", { class: "panels" }, this.plot, this.table.element),
     );
     this.refresh();
+  }
+
+  /** @param {string} code @returns {[string, ...Child[]]|null} */
+  absent(code) {
+    if (code !== "not_found") return null;
+    const all = h("p", null, h("a", { href: "#/groups" }, "All groups"));
+    return [`There is no group “${visibleText(this.id)}”.`, h("p", null, "No session has this group_id."), all];
   }
 
   /** @param {SessionRow[]} rows */
@@ -87,8 +95,8 @@ function facts(group) {
     fact("Closed", count(closed)),
     fact("Rewarded", count(rewarded)),
     fact("Mean", decimal(statistics?.mean)),
-    fact("Deviation", decimal(statistics?.std)),
-    fact("Least, most", `${decimal(statistics?.min)}, ${decimal(statistics?.max)}`),
+    fact("Std. dev.", decimal(statistics?.std)),
+    fact("Min, max", `${decimal(statistics?.min)}, ${decimal(statistics?.max)}`),
     fact("State", group.complete ? badge("complete", "good") : badge("not complete", "muted")),
   ];
   if (statistics?.zero_variance && statistics.count > 1) {

@@ -1,7 +1,7 @@
 /** All groups: which have no variance, which lack attempts. */
 
-import { curl, get } from "./api.js";
-import { copyButton } from "./copy.js";
+import { get } from "./api.js";
+import { copyButtons } from "./copy.js";
 import { bar, button, chip, h, message, replace, setText } from "./dom.js";
 import { count, decimal } from "./format.js";
 import { groupHref, setQuery } from "./route.js";
@@ -46,7 +46,7 @@ export class GroupsView extends View {
     });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
     this.total = h("span", { role: "status" });
-    const copy = copyButton(() => curl("/ui/api/groups", { limit: PAGE }));
+    const copy = copyButtons(() => ({ path: "/ui/api/groups", parameters: { limit: PAGE } }));
     const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
@@ -182,9 +182,9 @@ function columns() {
     number("Closed", (group) => count(group.closed)),
     number("Rewarded", (group) => count(group.rewarded)),
     number("Mean", (group) => decimal(group.mean), "96px"),
-    number("Deviation", (group) => decimal(group.std), "96px"),
-    number("Least", (group) => decimal(group.min), "96px"),
-    number("Most", (group) => decimal(group.max), "96px"),
+    number("Std. dev.", (group) => decimal(group.std), "96px"),
+    number("Min", (group) => decimal(group.min), "96px"),
+    number("Max", (group) => decimal(group.max), "96px"),
     {
       title: "Missing attempts",
       width: "150px",

@@ -1,17 +1,17 @@
 /** One session: what it is, its turns, its conversation and its log, now or after any of its events. */
 
-import { curl, get } from "./api.js";
+import { get } from "./api.js";
 import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
-import { copyButton } from "./copy.js";
+import { copyButtons } from "./copy.js";
 import { badge, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
-import { clock, count, since } from "./format.js";
+import { clock, count, decimal, since } from "./format.js";
 import { groupHref, sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
 import { Travel } from "./travel.js";
 import { BranchTree } from "./tree.js";
-import { View } from "./view.js";
+import { noSession, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {Child, Reward, Session, SessionRow} from "../ui_types.d.ts" */
@@ -24,8 +24,8 @@ function fact(name, ...value) {
 
 /** @param {Reward} reward @returns {Child} */
 function rewardParts({ reward, components }) {
-  const parts = Object.entries(components).map(([name, value]) => [named(name), ` ${value} `]);
-  return [h("strong", null, String(reward)), parts.length > 0 && h("span", { class: "note" }, " ", parts)];
+  const parts = Object.entries(components).map(([name, value]) => [named(name), ` ${decimal(value)} `]);
+  return [h("strong", null, decimal(reward)), parts.length > 0 && h("span", { class: "note" }, " ", parts)];
 }
 
 /** @param {Session} session @param {number|null} branch @returns {boolean} false after an event before it began */
@@ -91,6 +91,11 @@ export class SessionView extends View {
       ),
     );
     this.refresh();
+  }
+
+  /** @param {string} code */
+  absent(code) {
+    return code === "session_not_found" ? noSession(this.id) : null;
   }
 
   /** @param {SessionRow[]} rows */
@@ -231,8 +236,8 @@ export class SessionView extends View {
       h(
         "span",
         { class: "switches" },
-        copyButton(() => curl(this.path, { seq })),
-        copyButton(() => curl("/export", { session_id: this.id }), "Copy export as curl"),
+        copyButtons(() => ({ path: this.path, parameters: { seq } })),
+        copyButtons(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
       ),
     ];
   }

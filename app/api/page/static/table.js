@@ -30,6 +30,15 @@ const POINTED_MS = 3000;
  * @property {() => void} [onReleased] the user is done with the rows: they may move again
  */
 
+/** The least width of a column that shares what the others leave. */
+const SHARED_PX = 170;
+
+/** @param {{isExtra?: boolean, width?: string}[]} columns @returns {string} the width below which the table scrolls */
+function leastWidth(columns) {
+  const widths = columns.map(({ width = "" }) => (width.endsWith("px") ? Number.parseInt(width, 10) : SHARED_PX));
+  return `${widths.reduce((sum, one) => sum + one, 0)}px`;
+}
+
 /** @param {{isExtra?: boolean, width?: string}} column @returns {HTMLElement} */
 function newColumn(column) {
   return h("col", { class: column.isExtra ? "extra" : null, style: column.width ? { width: column.width } : null });
@@ -54,7 +63,14 @@ export class LongTable {
     this.head = headerRow(options.columns, (column) => this.#press(column));
     this.table = h(
       "table",
-      { class: "virtual", "aria-label": options.label },
+      {
+        class: "virtual",
+        "aria-label": options.label,
+        style: {
+          "--least": leastWidth(options.columns),
+          "--least-narrow": leastWidth(options.columns.filter((column) => !column.isExtra)),
+        },
+      },
       h("colgroup", null, options.columns.map(newColumn)),
       h("thead", null, this.head),
       h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.above)),

@@ -1,13 +1,13 @@
 /** A branch's tokens, as a trainer gets them: loss mask, logprobs, weight versions, and where each comes from. */
 
-import { curl, get } from "./api.js";
-import { copyButton } from "./copy.js";
+import { get } from "./api.js";
+import { copyButtons } from "./copy.js";
 import { badge, button, chip, failure, h, message, replace, setText } from "./dom.js";
 import { count } from "./format.js";
 import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
 import { sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { CAUSES } from "./tree.js";
-import { View } from "./view.js";
+import { noSession, View } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
 /** @import {Boundary, BranchTokens, SessionRow, Token, TokenPage} from "../ui_types.d.ts" */
@@ -64,6 +64,11 @@ export class TokensView extends View {
       ),
     );
     this.onQuery(query);
+  }
+
+  /** @param {string} code */
+  absent(code) {
+    return code === "session_not_found" ? noSession(this.id) : null;
   }
 
   /** @param {SessionRow[]} rows */
@@ -146,7 +151,7 @@ export class TokensView extends View {
       h(
         "span",
         { class: "switches" },
-        copyButton(() => curl(this.path, this.#parameters)),
+        copyButtons(() => ({ path: this.path, parameters: this.#parameters })),
       ),
     );
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
@@ -157,16 +162,24 @@ export class TokensView extends View {
           "nav",
           { class: "chips", "aria-label": "Branches" },
           branches.slice(0, JUMPS).map((one) => this.#branchLink(one, one.branch === branch)),
-          branches.length > JUMPS && h("span", { class: "note" }, `and ${count(branches.length - JUMPS)} more, in the tree`),
+          branches.length >= JUMPS && h("label", null, "branch ", this.#branchField()),
         ),
       reason && h("p", { class: "note" }, `Branch ${branch} began because ${reason}.`),
     );
   }
 
   /** @param {BranchTokens} branch @param {boolean} isCurrent */
-  #branchLink({ branch, cause, tokens }, isCurrent) {
+  #branchLink({ branch, cause, tokens, exported }, isCurrent) {
     const href = tokensHref(this.id, { seq: this.seq, branch });
-    return chip(href, `branch ${branch}${cause ? `, ${cause}` : ""}: ${count(tokens)} tokens`, isCurrent);
+    const row = exported ? "" : ", no row";
+    return chip(href, `branch ${branch}${cause ? `, ${cause}` : ""}: ${count(tokens)} tokens${row}`, isCurrent);
+  }
+
+  /** Where there are more branches than links. */
+  #branchField() {
+    const field = h("input", { type: "number", min: "0", class: "short", "aria-label": "branch" });
+    field.addEventListener("change", () => (location.hash = tokensHref(this.id, { seq: this.seq, branch: field.value })));
+    return field;
   }
 
   /** @param {TokenPage} page */

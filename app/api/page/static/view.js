@@ -1,8 +1,10 @@
 /** What all views share: their end, their requests, and how they keep up with changes. */
 
-import { failure, h, replace } from "./dom.js";
+import { ApiError } from "./api.js";
+import { failure, h, message, replace } from "./dom.js";
+import { visibleText } from "./visible.js";
 
-/** @import {Overview, SessionRow} from "../ui_types.d.ts" */
+/** @import {Child, Overview, SessionRow} from "../ui_types.d.ts" */
 
 /**
  * @typedef {object} Place the part of the address that a view needs, and the newest overview
@@ -63,6 +65,8 @@ export class View {
   #life = new AbortController();
   #hasChanged = false;
   #isFollowing = false;
+  /** @type {ChildNode[]|null} the view's parts, while it only says that there is nothing of this name */
+  #hidden = null;
 
   /** @param {HTMLElement} root what the view fills */
   constructor(root) {
@@ -112,6 +116,8 @@ export class View {
   read(request, show) {
     const done = (/** @type {T} */ value) => {
       replace(this.problem);
+      if (this.#hidden) replace(this.root, this.#hidden);
+      this.#hidden = null;
       return show(value);
     };
     return this.requests.run(request, done, (error) => this.onFailure(error));
@@ -119,7 +125,22 @@ export class View {
 
   /** A request failed. @param {unknown} error */
   onFailure(error) {
+    const missing = error instanceof ApiError ? this.absent(error.code) : null;
+    if (missing) {
+      this.#hidden ??= [...this.root.childNodes];
+      replace(this.root, message("empty", ...missing));
+      return;
+    }
     replace(this.problem, failure(error, () => this.refresh()));
+  }
+
+  /**
+   * What stands in place of the view if what its address names does not exist; it is shown as soon as it does.
+   * @param {string} code of the refusal
+   * @returns {[string, ...Child[]]|null} a title and more; null: the refusal says something else
+   */
+  absent(code) {
+    return null;
   }
 
   /** Something changed: refresh, then pause. Changes that come meanwhile are read together after the pause. */
@@ -142,4 +163,13 @@ export class View {
     const timer = setInterval(() => document.hidden || action(), ms);
     this.closed.addEventListener("abort", () => clearInterval(timer));
   }
+}
+
+/** @param {string} id @returns {[string, ...Child[]]} the message of a view of a session that does not exist */
+export function noSession(id) {
+  return [
+    `There is no session “${visibleText(id)}”.`,
+    h("p", null, "Check the spelling: an id is matched exactly."),
+    h("p", null, h("a", { href: "#/" }, "All sessions")),
+  ];
 }

@@ -77,13 +77,9 @@ export function visibleText(text) {
   return text.replace(ODD, nameOf);
 }
 
-/** @param {unknown} value @returns {string} JSON with all odd characters escaped, to be pasted anywhere */
-export function safeJson(value) {
-  return JSON.stringify(value).replace(ODD, (character) =>
-    [...Array(character.length).keys()]
-      .map((at) => `\\u${character.charCodeAt(at).toString(16).padStart(4, "0")}`)
-      .join(""),
-  );
+/** @param {string} text @param {(character: string) => string} spell @returns {string} with its odd characters spelled */
+export function replaceOdd(text, spell) {
+  return text.replace(ODD, spell);
 }
 
 /** @param {string} text @param {number} at @returns {number} `at`, or one more where it would split a character */

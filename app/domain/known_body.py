@@ -1,0 +1,210 @@
+"""The newest request bodies of a session, as bytes. The next body usually begins with one of them: then only what
+follows is read, checked and hashed.
+
+    {"model":"m","messages":[{"role":…},{"role":…}   ],"stream":false}
+    └─ front ─┘              └──────────── head ──┘  └─ rest
+
+A head is a body up to the end of its last message. All of it was checked when its turn was taken, and equal bytes are
+equal JSON as far as a message's end.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, overload
+
+import msgspec
+
+from app.domain import bounds
+from workers import scan
+
+LONG_BODY = 32 << 10
+"""Bytes of a body from which on it is worth keeping: a shorter one is parsed and hashed in some ten microseconds."""
+
+MOST_HEAD = 8 << 20
+"""Bytes of a head that is kept. The event loop compares it with a body, at some GiB a second."""
+
+MOST_REST, MOST_REST_VALUES = 512 << 10, 8000
+"""Bytes and values (`scan.count_values`) that may follow a head, to be read on the event loop: some milliseconds. So
+few values are within `bounds`."""
+
+MOST_HEADS, MOST_BYTES = 16, 16 << 20
+"""How many heads of a tree are kept, and their bytes together; at least the newest. Of a linear session: one."""
+
+MOST_VALUES = bounds.MAX_MESSAGE_VALUES // (2 * scan.HEAVY)
+"""Values of a head by `scan.count_values`: so many are within `bounds`, whatever they are. None weighs more than a list
+that is the value of a member."""
+
+_BETWEEN = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
+_WHITE = re.compile(rb"[ \t\r\n]*")
+
+
+class Hasher(Protocol):
+    """A hash object of `hashlib`."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def copy(self) -> Hasher: ...
+    def hexdigest(self) -> str: ...
+
+
+class BodyLayout:
+    """Where a checked body's messages are, and what was computed on the way.
+
+    `front` are the fields before the messages, `starts` and `ends` the messages' places, `hashed` is the SHA-256 state
+    of the head, `values` an upper bound of its values by `scan.count_values`. `continued` is the body that it
+    begins with, if all of that one's messages are in it.
+    """
+
+    __slots__ = ("body", "continued", "ends", "front", "hashed", "starts", "values")
+
+    def __init__(
+        self,
+        body: bytes,
+        front: Mapping[str, msgspec.Raw],
+        places: tuple[array[int], array[int]],
+        hashed: Hasher,
+        values: int,
+        continued: KnownBody | None = None,
+    ) -> None:
+        self.body = body
+        self.front = front
+        self.starts, self.ends = places
+        self.hashed = hashed
+        self.values = values
+        self.continued = continued
+
+    def body_hash(self) -> str:
+        """128 bits over the body's bytes, as hex (`app.protocols.body.hash_body`)."""
+        hasher = self.hashed.copy()
+        hasher.update(memoryview(self.body)[self.ends[-1] :])
+        return hasher.hexdigest()[:32]
+
+
+class KnownBody:
+    """The head of a committed turn's body. `spelled` is the hash state of its messages (`Incoming.spelling`)."""
+
+    __slots__ = ("ends", "front", "hashed", "head", "spelled", "starts", "turn", "values")
+
+    def __init__(self, layout: BodyLayout, turn: int, spelled: Hasher) -> None:
+        self.head = layout.body[: layout.ends[-1]]
+        self.front, self.hashed, self.values = layout.front, layout.hashed, layout.values
+        self.starts, self.ends = layout.starts, layout.ends
+        self.turn = turn
+        self.spelled = spelled
+
+    def __len__(self) -> int:
+        """Approximate bytes in memory."""
+        return len(self.head) + 2 * self.ends.itemsize * len(self.ends)
+
+
+class BodyPrefix(NamedTuple):
+    """A body begins with the first `messages` messages of `known`, byte for byte."""
+
+    known: KnownBody
+    messages: int
+
+    @property
+    def end(self) -> int:
+        return self.known.ends[self.messages - 1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Does the body begin with all messages of `known`?"""
+        return self.messages == len(self.known.ends)
+
+
+class KnownBodies:
+    """The kept bodies of a session, the newest last; `size` are their bytes together."""
+
+    __slots__ = ("_bodies", "size")
+
+    def __init__(self) -> None:
+        self._bodies: list[KnownBody] = []
+        self.size = 0
+
+    def __contains__(self, known: object) -> bool:
+        return any(one is known for one in self._bodies)
+
+    def prefix(self, body: bytes) -> BodyPrefix | None:
+        """The longest beginning that `body` shares with a kept one, if the event loop may read what follows."""
+        if not self._bodies:
+            return None
+        counts = [(_equal_messages(known, body), known) for known in reversed(self._bodies)]
+        count, known = max(counts, key=lambda found: found[1].ends[found[0] - 1] if found[0] else 0)
+        if not count or len(body) - known.ends[count - 1] > MOST_REST:
+            return None
+        values = scan.count_values(memoryview(body)[known.ends[count - 1] :])
+        if values > MOST_REST_VALUES or values + known.values > MOST_VALUES:
+            return None
+        return BodyPrefix(known, count)
+
+    def add(self, known: KnownBody, continued: KnownBody | None, *, is_tree: bool) -> None:
+        """Keep a committed turn's body instead of the one that it continues, in a linear session of all others."""
+        kept = [one for one in self._bodies if one is not continued] if is_tree else []
+        self._bodies = [*kept, known]
+        self.size = sum(map(len, self._bodies))
+        while len(self._bodies) > MOST_HEADS or (len(self._bodies) > 1 and self.size > MOST_BYTES):
+            self.size -= len(self._bodies.pop(0))
+
+
+class KnownMessages(Sequence[msgspec.Raw]):
+    """A request's messages: those of a kept body, in its bytes, and new ones."""
+
+    def __init__(self, prefix: BodyPrefix, new: Sequence[msgspec.Raw]) -> None:
+        self._head = memoryview(prefix.known.head)
+        self._starts, self._ends = prefix.known.starts, prefix.known.ends
+        self._count = prefix.messages
+        self._new = new
+
+    def __len__(self) -> int:
+        return self._count + len(self._new)
+
+    @overload
+    def __getitem__(self, index: int) -> msgspec.Raw: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[msgspec.Raw]: ...
+    def __getitem__(self, index: int | slice) -> msgspec.Raw | Sequence[msgspec.Raw]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        if place >= self._count:
+            return self._new[place - self._count]
+        return msgspec.Raw(self._head[self._starts[place] : self._ends[place]])
+
+    def __iter__(self) -> Iterator[msgspec.Raw]:
+        return (self[place] for place in range(len(self)))
+
+
+def places_of(text: bytes, at: int, items: Sequence[msgspec.Raw]) -> tuple[array[int], array[int]]:
+    """The starts and ends in `text` of a list's items, the first of which begins at `at`, or behind white space."""
+    starts, ends = array("Q"), array("Q")
+    at = _end(_WHITE, text, at)
+    for item in items:
+        starts.append(at)
+        end = at + len(memoryview(item))
+        ends.append(end)
+        at = _end(_BETWEEN, text, end)
+    return starts, ends
+
+
+def _end(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
+
+
+def _equal_messages(known: KnownBody, body: bytes) -> int:
+    """How many of the kept body's first messages `body` begins with."""
+    head, ends = known.head, known.ends
+    if body.startswith(head):
+        return len(ends)
+    low, high = 0, len(ends) - 1  # at least `low` messages are equal, at most `high`
+    while low < high:
+        middle = (low + high + 1) // 2
+        start = ends[low - 1] if low else 0
+        if body.startswith(head[start : ends[middle - 1]], start):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,340 @@
+"""Fills the search index: follows the log of all sessions beside the turns, one process at a time.
+
+    log ──▶ page of events ──▶ content ──▶ texts, on a thread ──▶ entries and the new position, one transaction
+
+Nothing waits for it. It works for a quarter of the time at most, so a backlog takes longer rather than the turns. A
+page that was written is never written again: the transaction writes nothing if the position is no longer the one that
+the page was read from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from app.domain.events import (
+    BlobRef,
+    Recorded,
+    RolledBack,
+    SessionCreated,
+    SessionRestored,
+    TurnCommitted,
+    TurnRejected,
+    UnknownEvent,
+    shape_of,
+)
+from app.domain.search_text import pairs_of, read_message
+from app.domain.session import Session, fold
+from app.domain.tree import superseded
+from app.errors import AppError, InvalidRequest, SessionUnreadable
+from app.sessions.log_end import LogEnd
+from app.sessions.log_position import LogPosition, decode_position
+from app.store import all_events, reads
+from app.store.all_events import EventFilter, Within
+from app.store.ports import Database, Writer
+from app.store.reads import START, Connection, EventRow, Position
+from app.store.search import writing
+from app.store.search.writing import (
+    INDEX_VERSION,
+    SET_ASIDE,
+    SUPERSEDED,
+    Begin,
+    Change,
+    Clear,
+    Entry,
+    IndexPage,
+    Marks,
+    Metadata,
+    TakeIndexing,
+    TurnEntries,
+)
+from app.tasks import cancelled
+from workers import codec
+from workers.codec import CorruptContent
+
+log = logging.getLogger("turnlog.search")
+
+TYPES = tuple(one.__name__ for one in (SessionCreated, TurnCommitted, TurnRejected, RolledBack, SessionRestored))
+
+PAGE = 64
+"""Events of one transaction: some milliseconds of the writer's time."""
+
+IDLE_S = 0.5
+"""Pause at the end of the log."""
+
+REST = 3.0
+"""After a page the task rests for so many times as long as the page took."""
+
+RETRY_S = 5.0
+"""Pause after a failure, and while another process fills the index."""
+
+LEASE_S = 15.0
+
+CLEARED_AT_ONCE = 2000
+
+REMEMBERED = 20_000
+"""Replies whose calls are remembered, for the names of their results."""
+
+Calls = Mapping[str, str]
+
+
+class _Page(NamedTuple):
+    """Rows of the log with their sessions, and the content that they name."""
+
+    rows: Sequence[tuple[str, EventRow]]
+    reached: LogPosition
+    wires: Mapping[tuple[str, int], bytes | None]
+    metadata: Mapping[str, bytes]
+
+
+class Indexer:
+    """Runs as one task from `start` to `stop`. `incarnation` gives this process's number in the store."""
+
+    def __init__(
+        self,
+        database: Database,
+        writer: Writer,
+        log_end: LogEnd,
+        incarnation: Callable[[], int],
+        *,
+        rest: float = REST,
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._log_end = log_end
+        self._incarnation = incarnation
+        self._rest = rest
+        self._calls: OrderedDict[tuple[str, int], Calls] = OrderedDict()
+        self._leased_until = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="turnlog-search")
+
+    async def stop(self) -> None:
+        await cancelled(self._task)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                pause = await self._step()
+            except AppError as error:
+                log.warning("the search index waits: %s", error)
+                pause = RETRY_S
+            except Exception:
+                log.exception("an unexpected fault while the search index was filled")
+                pause = RETRY_S
+            await asyncio.sleep(max(pause, self._rest * (loop.time() - began)))
+
+    async def _step(self) -> float:
+        """Index a page; returns how long to wait at least."""
+        if not await self._may():
+            return RETRY_S
+        state = await self._database.read(writing.state)
+        position = _known(state)
+        if position is None:
+            await self._begin_anew()
+            return 0.0
+        upto = (await self._log_end.now()).synced
+        if position.place >= upto and position.within is None:
+            return IDLE_S
+        page = await self._read(position, upto)
+        if page is None:
+            log.warning("the search index is made anew: the log is not the one that it was made of")
+            await self._begin_anew()
+            return 0.0
+        changes = await asyncio.to_thread(self._changes, page)
+        changes += await self._restored(page)
+        assert state.position is not None
+        await self._writer.submit(IndexPage(state.position, page.reached.encode(), changes))
+        return 0.0
+
+    async def catch_up(self) -> None:
+        """Index all that is in the log now, without rest."""
+        while await self._step() < IDLE_S:
+            pass
+
+    async def _may(self) -> bool:
+        """Is it this process that fills the index?"""
+        now = asyncio.get_running_loop().time()
+        if self._database.is_sqlite or now < self._leased_until:
+            return True
+        taken = await self._writer.submit(TakeIndexing(str(self._incarnation()), LEASE_S))
+        self._leased_until = now + LEASE_S / 3 if taken else 0.0
+        return taken
+
+    async def _begin_anew(self) -> None:
+        more = True
+        while more:
+            more = await self._writer.submit(Clear(CLEARED_AT_ONCE))
+        epoch = await self._database.read(reads.log_epoch)
+        self._calls.clear()
+        await self._writer.submit(Begin(LogPosition(epoch, START).encode()))
+
+    async def _read(self, position: LogPosition, upto: Position) -> _Page | None:
+        """The next page; None if the log does not have the position."""
+        if position.within is not None:
+            return await self._archived(position, position.within)
+
+        def read(
+            connection: Connection, *, around_damage: bool
+        ) -> tuple[list[tuple[str, EventRow]], LogPosition] | None:
+            held = reads.log_epoch(connection) == position.epoch
+            if not (held and all_events.holds(connection, position.place, position.at)):
+                return None
+            archived = all_events.next_archived(connection, position.place, upto, EventFilter())
+            end = upto if archived is None else archived[0]
+            pages = all_events.page_around_damage if around_damage else all_events.page
+            found = pages(connection, position.place, end, EventFilter(TYPES), PAGE)
+            within = Within(archived[1], 0) if archived is not None and found.reached >= end else None
+            rows = [
+                (row.session_id, row.row) for row in found.rows if row.session_id is not None and row.row is not None
+            ]
+            return rows, LogPosition(position.epoch, found.reached, found.at, within)
+
+        found = await self._database.read(partial(read, around_damage=False), or_else=partial(read, around_damage=True))
+        return None if found is None else await self._with_content(*found)
+
+    async def _archived(self, position: LogPosition, within: Within) -> _Page:
+        """The next events of a session that was archived before the index came to it."""
+        try:
+            rows = await self._database.read(
+                lambda connection: reads.event_rows(connection, within.session_id, after=within.seq, limit=PAGE),
+                session_id=within.session_id,
+            )
+        except SessionUnreadable:
+            rows = []
+        more = Within(within.session_id, rows[-1].seq) if len(rows) == PAGE else None
+        reached = LogPosition(position.epoch, position.place, None, more)
+        return await self._with_content([(within.session_id, row) for row in rows if row.type in TYPES], reached)
+
+    async def _with_content(self, rows: Sequence[tuple[str, EventRow]], reached: LogPosition) -> _Page:
+        """What cannot be read is left out: a damaged page, an erased session."""
+        turns: dict[str, list[int]] = {}
+        blobs: dict[str, int] = {}
+        for session_id, recorded in _decoded(rows):
+            match recorded.event:
+                case TurnCommitted(turn=turn):
+                    turns.setdefault(session_id, []).append(turn)
+                case SessionCreated(metadata=BlobRef(number=number)):
+                    blobs[session_id] = number
+        wires: dict[tuple[str, int], bytes | None] = {}
+        metadata: dict[str, bytes] = {}
+        for session_id in {*turns, *blobs}:
+            numbers, blob = turns.get(session_id, []), blobs.get(session_id)
+            try:
+                frames, raw = await self._database.read(
+                    partial(_content, session_id=session_id, numbers=numbers, blob=blob), session_id=session_id
+                )
+            except (SessionUnreadable, CorruptContent):
+                continue
+            wires |= {(session_id, turn): wire for turn, wire in frames.items()}
+            if raw is not None:
+                metadata[session_id] = raw
+        return _Page(rows, reached, wires, metadata)
+
+    def _changes(self, page: _Page) -> list[Change]:
+        """What the page changes in the index; runs on a thread."""
+        changes: list[Change] = []
+        for session_id, recorded in _decoded(page.rows):
+            match recorded.event:
+                case TurnCommitted() as event if event.body_hash:  # a copy of a fork has none
+                    wire = page.wires.get((session_id, event.turn))
+                    if wire is not None:
+                        changes.append(self._turn(session_id, recorded.at, event, wire))
+                case TurnRejected() as event:
+                    said = " ".join(filter(None, (event.reason, event.detail)))
+                    entry = Entry(None, "rejected", (), None, event.reason, said)
+                    changes.append(TurnEntries(session_id, event.turn, recorded.at, [entry]))
+                case RolledBack() as event:
+                    changes.append(Marks(session_id, dict.fromkeys(event.discarded, SUPERSEDED)))
+                case SessionCreated() if session_id in page.metadata:
+                    changes.append(Metadata(session_id, pairs_of(page.metadata[session_id])))
+        return changes
+
+    def _turn(self, session_id: str, at: float, event: TurnCommitted, wire: bytes) -> TurnEntries:
+        try:
+            said = codec.unpack_messages(wire)
+        except CorruptContent:
+            return TurnEntries(session_id, event.turn, at, [])
+        messages = [*said.messages, said.message]
+        if shape_of(event.protocol) != "chat":
+            roles = [b'{"role":"user","content":'] * len(said.messages) + [b'{"role":"assistant","content":']
+            messages = [role + text + b"}" for role, text in zip(roles, messages, strict=True)]
+        entries: list[Entry] = []
+        calls: Calls = self._calls.get((session_id, event.parent), {})
+        for place, raw in enumerate(messages):
+            found, made = read_message(raw, calls)
+            calls = {**calls, **made}
+            is_reply = place == len(messages) - 1
+            finish = event.finish_reason if is_reply else None
+            number = event.base_messages + place
+            entries.append(Entry(number, found.role, found.tools, finish, None, found.text))
+            if is_reply:
+                self._remember((session_id, event.turn), made)
+        return TurnEntries(session_id, event.turn, at, entries)
+
+    def _remember(self, turn: tuple[str, int], calls: Calls) -> None:
+        if calls:
+            self._calls[turn] = calls
+            if len(self._calls) > REMEMBERED:
+                self._calls.popitem(last=False)
+
+    async def _restored(self, page: _Page) -> list[Change]:
+        """The turns of the sessions that a checkpoint's restore took back: which of them are in no row now."""
+        changes: list[Change] = []
+        for session_id in {session_id for session_id, row in page.rows if row.type == SessionRestored.__name__}:
+            try:
+                rows = await self._database.read(
+                    lambda connection, session_id=session_id: reads.event_rows(connection, session_id),  # type: ignore[misc]
+                    session_id=session_id,
+                )
+                session = await asyncio.to_thread(lambda rows=rows, of=session_id: fold(of, reads.decode_events(rows)))  # type: ignore[misc]
+            except (UnknownEvent, SessionUnreadable):
+                continue
+            if session is not None:
+                changes.append(Marks(session_id, _reasons(session)))
+        return changes
+
+
+def _reasons(session: Session) -> dict[int, str | None]:
+    gone = set() if session.is_tree else superseded(session)
+    live = {turn.number: SUPERSEDED if turn.number in gone else None for turn in session.turns}
+    return {**live, **{turn.number: SET_ASIDE for turn in session.aside}}
+
+
+def _known(state: writing.IndexState) -> LogPosition | None:
+    """Where the index is; None if it must be made anew."""
+    if state.position is None or state.version != INDEX_VERSION:
+        return None
+    try:
+        return decode_position(state.position, "the search index")
+    except InvalidRequest:
+        return None
+
+
+def _decoded(rows: Sequence[tuple[str, EventRow]]) -> list[tuple[str, Recorded]]:
+    """The events that can be read."""
+    found: list[tuple[str, Recorded]] = []
+    for session_id, row in rows:
+        try:
+            [recorded] = reads.decode_events([row])
+        except UnknownEvent:
+            continue
+        found.append((session_id, recorded))
+    return found
+
+
+def _content(
+    connection: Connection, session_id: str, numbers: Sequence[int], blob: int | None
+) -> tuple[dict[int, bytes | None], bytes | None]:
+    """Some turns' wire frames, and the session's metadata."""
+    frames = reads.load_frames(connection, session_id, numbers, facts=False) if numbers else {}
+    raw = None if blob is None else reads.load_blobs(connection, session_id, [blob]).get(blob)
+    return {turn: wire for turn, (_, wire) in frames.items()}, raw

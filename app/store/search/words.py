@@ -1,0 +1,109 @@
+"""The words of the index: SQLite's FTS5 and PostgreSQL's text search behind the same functions.
+
+SQLite has a full-text table for each some thousand messages, a shard. An erasure must take a session's words out of the
+file at once, and FTS5 keeps deleted words until it merges what it has written: merging a shard costs a known time,
+however large the store is. A search goes through the shards from the newest on.
+
+https://www.sqlite.org/fts5.html#external_content_tables
+https://www.postgresql.org/docs/current/textsearch-controls.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+
+from sqlalchemy import ColumnElement, FromClause, TextClause, cast, column, func, literal, literal_column, table, text
+from sqlalchemy.dialects.postgresql import REGCONFIG
+
+from app.domain.search_query import Query
+
+WORDS = "words"
+WORDS_INDEX = "ix_search_entries_words"
+"""PostgreSQL's column with the words of an entry, and its index."""
+
+_FULL_TEXT = re.compile(r"search_fts_\d+(_(data|idx|docsize|config|content))?")
+
+
+def is_full_text(name: str) -> bool:
+    """Is this a table that FTS5 made?"""
+    return _FULL_TEXT.fullmatch(name) is not None
+
+
+def name_of(shard: int) -> str:
+    return f"search_fts_{shard}"
+
+
+@lru_cache(512)
+def make_shard(shard: int) -> TextClause:
+    return text(
+        f"CREATE VIRTUAL TABLE IF NOT EXISTS {name_of(shard)} USING fts5(text, content='search_entries', "
+        "content_rowid='id', tokenize='unicode61 remove_diacritics 0')"
+    )
+
+
+@lru_cache(512)
+def drop_shard(shard: int) -> TextClause:
+    return text(f"DROP TABLE IF EXISTS {name_of(shard)}")
+
+
+@lru_cache(512)
+def add_words(shard: int) -> TextClause:
+    """Parameters `entry` and `said`."""
+    return text(f"INSERT INTO {name_of(shard)} (rowid, text) VALUES (:entry, :said)")
+
+
+@lru_cache(512)
+def drop_words(shard: int) -> TextClause:
+    """Of the entry `entry`, whose row must still be there."""
+    return text(f"DELETE FROM {name_of(shard)} WHERE rowid = :entry")
+
+
+@lru_cache(512)
+def merge(shard: int) -> TextClause:
+    """Merge about `pages` pages; negative at the beginning. https://www.sqlite.org/fts5.html#the_merge_command"""
+    name = name_of(shard)
+    return text(f"INSERT INTO {name} ({name}, rank) VALUES ('merge', :pages)")
+
+
+total_changes = text("SELECT total_changes()")
+
+add_on_postgresql = text(
+    """INSERT INTO search_entries
+    (shard, session_id, turn, message, role, tools, finish_reason, reason, at, text, words)
+    VALUES (0, :session_id, :turn, CAST(:message AS integer), :role, :tools, :finish_reason, :reason, :at, :text,
+        to_tsvector('simple'::regconfig, CAST(:parsed AS text)))"""
+)
+
+
+def full_text_of(shard: int) -> FromClause:
+    """A shard, with its rowid."""
+    return table(name_of(shard), column("rowid"))
+
+
+def matches_in(shard: int, query: Query) -> ColumnElement[bool]:
+    """Condition on a shard's rows."""
+    return literal_column(name_of(shard)).op("MATCH", is_comparison=True)(literal(_fts5(query)))
+
+
+def _fts5(query: Query) -> str:
+    """The query in FTS5's language. A term has letters, digits and spaces, so that quotes hold it."""
+    needed = (" OR ".join(f'"{term}"' for term in alternatives) for alternatives in query.needed)
+    whole = " AND ".join(f"({part})" for part in needed)
+    excluded = " OR ".join(f'"{term}"' for term in query.excluded)
+    return f"({whole}) NOT ({excluded})" if excluded else whole
+
+
+def matches(query: Query) -> ColumnElement[bool]:
+    """Condition on PostgreSQL's entries."""
+    parts = [_any(alternatives) for alternatives in query.needed]
+    if query.excluded:
+        parts.append(func.tsquery_not(_any(query.excluded)))
+    whole = reduce(lambda left, right: func.tsquery_and(left, right), parts)
+    return literal_column(f"search_entries.{WORDS}").op("@@", is_comparison=True)(whole)
+
+
+def _any(terms: Sequence[str]) -> ColumnElement[str]:
+    found = [func.phraseto_tsquery(cast("simple", REGCONFIG), term) for term in terms]
+    return reduce(lambda left, right: func.tsquery_or(left, right), found)

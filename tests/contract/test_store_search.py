@@ -1,0 +1,128 @@
+"""The search index as the store keeps it: pages, one filler, erasures, many shards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from helpers.store import Store
+from sqlalchemy.engine import make_url
+
+from app.domain.search_query import parse
+from app.sessions.lifecycle import forget_words
+from app.store.heads_view import HeadFilter
+from app.store.search import reading, writing
+from app.store.search.reading import FIRST, EntryFilter
+from app.store.search.writing import (
+    Begin,
+    Clear,
+    DropEntries,
+    Entry,
+    IndexPage,
+    Marks,
+    TakeIndexing,
+    TurnEntries,
+    dirty_shards,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+def said(session_id: str, turn: int, text: str) -> TurnEntries:
+    return TurnEntries(session_id, turn, 1.0, [Entry(0, "user", ("look",), None, None, text)])
+
+
+async def found(store: Store, q: str, limit: int = 100, before: int = FIRST) -> list[tuple[str, int]]:
+    rows = await store.database.read(lambda c: reading.find(c, parse(q), EntryFilter(), HeadFilter(), before, limit))
+    return [(row.session_id, row.turn) for row in rows]
+
+
+async def index(store: Store, changes: Sequence[TurnEntries | Marks], expected: str, position: str) -> bool:
+    done: bool = await store.submit(IndexPage(expected, position, changes))
+    return done
+
+
+async def test_a_page_is_written_once_and_only_from_its_place(store: Store) -> None:
+    await store.create("s")
+    await store.submit(Begin("0"))
+    assert await index(store, [said("s", 1, "apples")], "0", "1")
+    assert not await index(store, [said("s", 2, "apples")], "0", "1")
+    assert await index(store, [said("s", 1, "apples again")], "1", "2")
+    assert await found(store, "apples") == [("s", 1)]
+    assert (await store.database.read(writing.state)).position == "2"
+
+
+async def test_nothing_is_written_of_a_session_that_was_erased_meanwhile(store: Store) -> None:
+    for name in ("gone", "kept"):
+        await store.create(name)
+    await store.submit(Begin("0"))
+    await store.close("gone")
+    await store.erase("gone")
+    assert await index(store, [said("gone", 1, "apples"), said("kept", 1, "apples")], "0", "1")
+    assert await found(store, "apples") == [("kept", 1)]
+
+
+async def test_one_process_fills_the_index(store: Store) -> None:
+    assert await store.submit(TakeIndexing("1", 60.0))
+    assert not await store.submit(TakeIndexing("2", 60.0))
+    assert await store.submit(TakeIndexing("1", 0.0))
+    assert await store.submit(TakeIndexing("2", 60.0))
+
+
+async def test_marks_and_a_cleared_index(store: Store) -> None:
+    await store.create("s")
+    await store.submit(Begin("0"))
+    await index(store, [said("s", 1, "apples"), said("s", 2, "apples"), said("s", 3, "apples")], "0", "1")
+    await index(store, [Marks("s", {1: writing.SUPERSEDED, 2: writing.SET_ASIDE})], "1", "2")
+    assert await found(store, "apples") == [("s", 3), ("s", 1)]
+    assert await store.submit(Clear(2))
+    assert (await store.database.read(writing.state)).position is None
+    assert not await store.submit(Clear(2))
+    await store.submit(Begin("0"))
+    assert await found(store, "apples") == []
+    await index(store, [said("s", 1, "pears")], "0", "1")
+    assert await found(store, "pears") == [("s", 1)]
+
+
+async def test_an_erasure_leaves_no_word_in_any_shard(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of the erased session lie between those of others, in three shards."""
+    monkeypatch.setattr(writing, "SHARD_ENTRIES", 200)
+    monkeypatch.setattr(writing, "MERGED_PAGES", 2)
+    chance = random.Random(1)
+    words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(3, 9))) for _ in range(2000)]
+    names = [f"s{number}" for number in range(10)]
+    for name in names:
+        await store.create(name)
+    await store.submit(Begin("0"))
+    for turn in range(1, 61):
+        page = [said(name, turn, f"{name}-secret-{turn}q " + " ".join(chance.choices(words, k=20))) for name in names]
+        assert await index(store, page, str(turn - 1), str(turn))
+    assert await found(store, '"s3 secret"') == [("s3", turn) for turn in range(60, 0, -1)]
+    rows = await store.database.read(
+        lambda c: reading.find(c, parse("secret"), EntryFilter(session_id="s3"), HeadFilter(), FIRST, 50)
+    )
+    assert await found(store, '"s3 secret"', before=rows[-1].id) == [("s3", turn) for turn in range(10, 0, -1)]
+    unique = [f"{turn}q".encode() for turn in range(1, 61)]
+    await store.close("s3")
+    assert await store.submit(DropEntries("s3", 40))
+    await store.erase("s3")
+    assert await found(store, '"s3 secret"') == []
+    assert await found(store, '"s4 secret"') == [("s4", turn) for turn in range(60, 0, -1)]
+    if not store.database.is_sqlite:
+        return
+    assert await store.database.read(dirty_shards) == [1, 2, 3]
+    for name in names:
+        if name != "s3":
+            await store.close(name)
+            await store.erase(name)
+    await forget_words(store.database, store.writer)
+    assert await store.database.read(dirty_shards) == []
+    await store.database.empty_log_file()
+    path = make_url(store.database.url).database
+    assert path is not None
+    with open(path, "rb") as file:
+        whole = file.read()
+    assert [
+        word for word in (b"secret", *unique, *(word.encode() for word in words if len(word) > 6)) if word in whole
+    ] == []

@@ -1,0 +1,136 @@
+"""The page on a phone, a tablet and a wall, and addresses that name nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from e2e.page import PageStand, Watched, barriers
+from e2e.page_data import SCORED
+
+pytestmark = pytest.mark.long
+
+Watch = Callable[..., Watched]
+
+GROUP = quote(next(iter(SCORED)), safe="")
+VIEWS = {
+    "#/": "main tbody tr[data-key]",
+    "#/groups": "main tbody tr[data-key]",
+    f"#/group/{GROUP}": "svg.plot",
+    "#/trends": ".trendplot canvas",
+    "#/exports": "a[download]",
+    "#/session/deep-research-5": ".said",
+    "#/session/deep-research-5?branch=0&against=2": ".sides .said",
+    "#/session/deep-research-5/tokens": ".tokens .tok",
+}
+"""Addresses, and what is there once the view is."""
+
+TOO_WIDE = """() => {
+  const hasScroller = (element) => {
+    for (let one = element.parentElement; one && one !== document.body; one = one.parentElement) {
+      if (one.tagName !== "MAIN" && getComputedStyle(one).overflowX !== "visible") return true;
+    }
+    return false;
+  };
+  const main = document.querySelector("main");
+  const found = [...document.querySelectorAll("body *")].filter(
+    (one) => one.getBoundingClientRect().right > innerWidth + 1 && !hasScroller(one),
+  );
+  return [
+    document.documentElement.scrollWidth > innerWidth && "the document",
+    main.scrollWidth > main.clientWidth && "main",
+    ...found.slice(0, 5).map((one) => `${one.tagName}.${one.className}`),
+  ].filter(Boolean);
+}"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (768, 1024), (1440, 900), (2560, 1440)])
+def test_nothing_is_wider_than_the_page(watch: Watch, page_stand: PageStand, width: int, height: int) -> None:
+    watched = watch(page_stand.stand.server.base_url, width=width, height=height)
+    page = watched.open()
+    found = []
+    for place, ready in VIEWS.items():
+        watched.go(place)
+        page.locator(ready).first.wait_for()
+        found += [f"{place}: {one}" for one in page.evaluate(TOO_WIDE)]
+        if width == 390:
+            found += [f"{place}: {barrier}" for barrier in barriers(page, "light")]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("width", [390, 768])
+def test_names_are_in_sight_also_while_a_list_is_scrolled_sideways(
+    watch: Watch, page_stand: PageStand, width: int
+) -> None:
+    watched = watch(page_stand.stand.server.base_url, width=width)
+    for place in ("#/groups", "#/"):
+        page = watched.open(place)
+        name = page.locator("main tbody tr[data-key] th a").first
+        expect(name).to_be_in_viewport()
+        scroller = page.locator("main .table-scroll")
+        assert scroller.evaluate("one => { one.scrollLeft = 300; return one.scrollLeft }") > 0
+        expect(name).to_be_in_viewport()
+        cell = page.locator("main tbody tr[data-key] th").first.bounding_box()
+        assert cell is not None
+        assert cell["width"] >= 100
+
+
+def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
+    page = watch(page_stand.stand.server.base_url, width=390).open()
+    field = page.locator("input[name=q]")
+    expect(field).to_be_hidden()
+    page.keyboard.press("/")
+    expect(field).to_be_focused()
+    page.keyboard.type("gsm8k-00")
+    expect(page.locator("main tbody tr[data-key]")).to_have_count(1)
+
+
+@pytest.mark.parametrize(
+    ("place", "title"),
+    [
+        ("#/session/nobody", "There is no session “nobody”."),
+        ("#/session/nobody/tokens", "There is no session “nobody”."),
+        ("#/group/nobody", "There is no group “nobody”."),
+        ("#/nowhere/at/all", "There is no view at #/nowhere/at/all"),
+    ],
+)
+def test_an_address_without_anything_says_so(watch: Watch, page_stand: PageStand, place: str, title: str) -> None:
+    watched = watch(page_stand.stand.server.base_url)
+    watched.expected = ("404 (Not Found)",)
+    page = watched.open(place)
+    expect(page.locator("main > .message strong")).to_have_text(title)
+    assert page.locator("main > *").count() == 1
+    page.locator("main > .message a").first.click()
+    page.wait_for_selector("main tbody tr[data-key]")
+
+
+def test_a_session_is_shown_as_soon_as_it_exists(watch: Watch, page_stand: PageStand) -> None:
+    watched = watch(page_stand.stand.server.base_url)
+    watched.expected = ("404 (Not Found)",)
+    page = watched.open("#/session/expected-soon")
+    expect(page.locator("main > .message")).to_contain_text("There is no session")
+    page_stand.stand.talk(session_id="expected-soon")
+    expect(page.locator("main h1")).to_have_text("expected-soon")
+
+
+def branches(page: Page) -> list[str]:
+    return page.locator("nav[aria-label=Branches] a").all_inner_texts()
+
+
+def test_a_branch_without_a_row_has_a_link_too(watch: Watch, page_stand: PageStand) -> None:
+    watched = watch(page_stand.stand.server.base_url)
+    talk = page_stand.stand.talk(session_id="two-segments", on_divergence="segment", rollback_window=1)
+    talk.say("one", max_tokens=4)
+    talk.messages = []
+    talk.say("begin anew", max_tokens=4)
+    talk.messages = []
+    talk.say("and again", max_tokens=4)
+    page = watched.open(f"#/session/{talk.id}/tokens")
+    page.wait_for_selector(".tokens .tok")
+    every = branches(page)
+    assert [one.split(",")[0].split(":")[0] for one in every] == [f"branch {n}" for n in range(len(every))]
+    page.locator("nav[aria-label=Branches] a").first.click()
+    page.wait_for_selector(".tokens .turnmark:has-text('turn 1')")

@@ -1,0 +1,151 @@
+"""Long requests whose beginning a session's cache knows are taken, repeated, rolled back and refused as short ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import pytest
+
+from app.domain.known_body import LONG_BODY
+from integration.stand import Stand, Talk, error_of, user
+
+LONG = "a long [task], {with} signs; " * (LONG_BODY // 20)
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+def send(
+    stand: Stand, talk: Talk, body: str | bytes, headers: Mapping[str, str] = MappingProxyType({})
+) -> httpx.Response:
+    return stand.http.post(talk.chat_path, content=body, headers={"content-type": "application/json", **headers})
+
+
+def compact(messages: list[dict[str, Any]], **fields: Any) -> str:
+    return json.dumps({"model": "m", "messages": messages, **fields}, separators=(",", ":"))
+
+
+def replied(reply: httpx.Response) -> dict[str, Any]:
+    assert reply.status_code == 200, reply.text
+    message: dict[str, Any] = reply.json()["choices"][0]["message"]
+    return message
+
+
+def long_talk(stand: Stand, turns: int = 3, **session: Any) -> tuple[Talk, list[dict[str, Any]]]:
+    """A session after some turns, and the messages of the next request but its question."""
+    talk = stand.talk(**session)
+    messages = [{"role": "system", "content": LONG}]
+    for place in range(turns):
+        messages.append(user(f"question {place}"))
+        messages.append(replied(send(stand, talk, compact(messages))))
+    return talk, messages
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+def test_turns_whose_history_is_known(stand: Stand, history: str) -> None:
+    """The engine gets, and the log keeps, what the client sent, however it is spelled."""
+    talk, messages = long_talk(stand, history=history)
+    asked = [*messages, user("last")]
+    for fields in ({}, {"temperature": 0.5}, {"stop": ["x"]}):
+        body = compact(asked, **fields)
+        message = replied(send(stand, talk, body))
+        sent = stand.engine_requests(talk.id)[-1]["body"]
+        assert sent["messages"] == asked
+        assert {name: sent[name] for name in fields} == fields
+        asked = [*asked, message, user("more")]
+    spelled = json.dumps({"messages": asked, "model": "m"}, indent=1)
+    replied(send(stand, talk, spelled))
+    assert stand.engine_requests(talk.id)[-1]["body"]["messages"] == asked
+    assert [turn["base_messages"] for turn in talk.committed()] == [0, 3, 5, 7, 9, 11, 13]
+    rows = talk.rows()
+    assert len(rows[-1]["messages"]) == len(asked) + 1
+    assert sum(sum(row["loss_mask"]) for row in rows) == sum(turn["output_tokens"] for turn in talk.committed())
+
+
+def test_a_retry_is_known_by_its_canonical_body(stand: Stand) -> None:
+    talk, messages = long_talk(stand)
+    asked = [*messages, user("last")]
+    first = send(stand, talk, compact(asked, temperature=0.5, stop=["x"]))
+    again = [
+        compact(asked, temperature=0.5, stop=["x"]),
+        compact(asked, stop=["x"], temperature=0.5),
+        json.dumps({"stop": ["x"], "messages": asked, "model": "m", "temperature": 0.5}, indent=1),
+        compact([*messages, {"content": " last ", "role": "user"}], temperature=0.5, stop=["x"]),
+    ]
+    for body in again:
+        reply = send(stand, talk, body, RETRY)
+        assert (reply.status_code, reply.content) == (200, first.content)
+        assert reply.headers["x-turnlog-replayed"] == "true"
+    assert "x-turnlog-replayed" not in send(stand, talk, compact(asked, temperature=0.7, stop=["x"]), RETRY).headers
+
+
+def test_a_key_with_another_long_body_is_422(stand: Stand) -> None:
+    talk, messages = long_talk(stand)
+    asked, key = [*messages, user("last")], {"idempotency-key": "k"}
+    first = send(stand, talk, compact(asked), key)
+    assert send(stand, talk, compact(asked), key).content == first.content
+    assert error_of(send(stand, talk, compact([*messages, user("other")]), key)) == (422, "idempotency_mismatch")
+    assert error_of(send(stand, talk, compact(asked, temperature=0.5), key)) == (422, "idempotency_mismatch")
+
+
+def test_a_rollback_and_what_goes_back_too_far(stand: Stand) -> None:
+    talk, messages = long_talk(stand)
+    reply = send(stand, talk, compact([*messages[:-2], user("another")]))
+    assert (reply.status_code, reply.headers["x-turnlog-rolled-back"]) == (200, "1")
+    messages = [*messages[:-2], user("another"), replied(reply)]
+    assert error_of(send(stand, talk, compact([*messages[:3], user("far")]))) == (400, "rollback_too_deep")
+    assert error_of(send(stand, talk, compact([messages[0], user("?"), *messages[2:]]))) == (400, "history_mismatch")
+    replied(send(stand, talk, compact([*messages, user("on")])))
+
+
+REFUSED = {
+    "no end": lambda body: body[:-1],
+    "more behind the end": lambda body: body + b"}",
+    "a comma at the end": lambda body: body.replace(b"}]}", b"},]}"),
+    "two commas": lambda body: body.replace(
+        b',{"role":"user","content":"last"}', b',,{"role":"user","content":"last"}'
+    ),
+    "no role": lambda body: body.replace(b'"role":"user","content":"last"', b'"content":"last"'),
+    "no object": lambda body: body.replace(b'{"role":"user","content":"last"}', b"5"),
+    "not UTF-8": lambda body: body.replace(b'"last"', b'"\xff"'),
+    "too deep": lambda body: body.replace(b'"last"', b"[" * 150 + b"]" * 150),
+    "two lists": lambda body: body[:-1] + b',"messages":[]}',
+    "an invalid parameter": lambda body: body[:-1] + b',"stream":1}',
+    "a number out of range": lambda body: body.replace(b'"last"', b"1e999"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_follows_a_known_history_is_checked(stand: Stand, name: str) -> None:
+    """The same refusal as in a session that knows nothing of the request."""
+    talk, messages = long_talk(stand, turns=1)
+    asked = compact([*messages, user("last")]).encode()
+    refused, unknown = send(stand, talk, REFUSED[name](asked)), send(stand, stand.talk(), REFUSED[name](asked))
+    assert error_of(refused) == error_of(unknown)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == unknown.json()["error"]["message"]
+    replied(send(stand, talk, asked))
+
+
+def test_agents_of_a_tree_that_take_turns(stand: Stand) -> None:
+    """Each continues its own long conversation; samples of one prompt are siblings."""
+    talk = stand.talk(history="tree")
+    agents = {name: [{"role": "system", "content": f"{LONG} {name}"}] for name in ("a", "b", "c")}
+    for place in range(3):
+        for name, messages in agents.items():
+            messages.append(user(f"question {place}"))
+            bodies = [compact(messages)] * (2 if name == "b" else 1)
+            messages.append([replied(send(stand, talk, body, {"x-turnlog-agent-id": name})) for body in bodies][-1])
+    turns = talk.tree()["turns"]
+    assert len(turns) == 12
+    assert sorted(turn["parent"] for turn in turns if turn["agent_id"] == "a")[0] == 0
+    assert [len(row["messages"]) for row in talk.rows()] == [7, 7, 7, 7]
+
+
+def test_a_stream_of_a_known_history(stand: Stand) -> None:
+    talk, messages = long_talk(stand)
+    reply = send(stand, talk, compact([*messages, user("last")], stream=True))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.text.rstrip().endswith("data: [DONE]")

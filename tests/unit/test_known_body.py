@@ -1,0 +1,261 @@
+"""A body that begins with a known one is read as if nothing were known of it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.making import Book, assistant, raws, user
+
+from app.domain import known_body
+from app.domain.continued_body import ContinuedBody, split_continued
+from app.domain.history import Incoming
+from app.domain.known_body import LONG_BODY, KnownBodies, KnownBody
+from app.domain.request import ChatRequest
+from app.errors import AppError
+from app.protocols.chat.parse import parse_chat
+
+LONG = "lorem, [ipsum] {dolor} \\u0041é " * (LONG_BODY // 24)
+MESSAGES = [{"role": "system", "content": LONG}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def body_of(messages: Any = MESSAGES, front: str = '{"model":"m",', rest: str = "}", comma: str = ",") -> bytes:
+    texts = [json.dumps(one, ensure_ascii=False) if isinstance(one, dict) else one for one in messages]
+    return f'{front}"messages":[{comma.join(texts)}]{rest}'.encode()
+
+
+def known_after(*bodies: bytes, is_tree: bool = False) -> KnownBodies:
+    """As after turns with these bodies."""
+    found = KnownBodies()
+    for turn, body in enumerate(bodies, 1):
+        continued = continued_of(found, body)
+        layout = parse_chat(body, False, continued).layout
+        assert layout is not None
+        found.add(KnownBody(layout, turn, hashlib.sha256()), layout.continued, is_tree=is_tree)
+    return found
+
+
+def continued_of(known: KnownBodies, body: bytes) -> ContinuedBody | None:
+    prefix = known.prefix(body)
+    return None if prefix is None else split_continued(body, prefix)
+
+
+def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple[str, str]:
+    """All of the parsed request, in the order of its parameters, or its error."""
+    try:
+        request = parse_chat(body, False, continued)
+    except AppError as error:
+        return error.code, str(error)
+    layout = request.layout
+    return {
+        "messages": [bytes(raw) for raw in request.messages],
+        "last": bytes(request.messages[-1]),
+        "slice": [bytes(raw) for raw in request.messages[1:]],
+        "params": [(name, bytes(raw)) for name, raw in request.params.items()],
+        "tools": None if request.tools is None else bytes(request.tools),
+        "hash": request.body_hash,
+        "stream": (request.stream, request.stream_mode),
+        "ids": request.ids,
+        "places": None if layout is None else (layout.starts, layout.ends, layout.hashed.hexdigest()),
+        "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
+    }
+
+
+MORE = [*MESSAGES, {"role": "assistant", "content": "é"}, {"role": "user", "content": "c"}]
+CONTINUED = {
+    "the same": body_of(),
+    "more": body_of(MORE),
+    "fewer": body_of(MESSAGES[:2]),
+    "another last one": body_of([*MESSAGES[:2], {"role": "user", "content": "c"}]),
+    "a moved mark": body_of([*MESSAGES[:2], {"role": "user", "content": "b", "cache_control": {}}, MORE[-1]]),
+    "white space": body_of(MORE, comma=" ,\n\t"),
+    "other fields": body_of(MORE, rest=f',"temperature":0.5,"stream":true,"tools":{json.dumps(TOOLS)}}}'),
+    "a field again": body_of(MORE, rest=',"model":"other","z":1,"z":2}'),
+    "ids": body_of(MORE, rest=',"input_ids":[1,2]}'),
+    "no tools": body_of(MORE, rest=',"tools":null}'),
+    "white space behind": body_of(MORE, rest=" \n}\n "),
+    "white space before the end": body_of(MORE).replace(b'"}]}', b'"} ] }'),
+    "no object": body_of([*MESSAGES, "5"]),
+    "NaN": body_of([*MESSAGES, '{"role":"user","content":1e999}']),
+    "control": body_of(MORE, rest=',"nvext":{"session_control":{"action":"open"}}}'),
+}
+NOT_CONTINUED = {
+    "another front": body_of(MORE, front='{"model":"n",'),
+    "another first message": body_of([{"role": "system", "content": LONG + "x"}, *MESSAGES[1:]]),
+    "a longer first message": body_of([{"role": "system", "content": LONG, "name": "x"}, *MESSAGES[1:]]),
+    "the list again": body_of(MORE, rest=',"messages":[{"role":"user","content":"z"}]}'),
+    "the list again, escaped": body_of(MORE, rest=',"\\u006dessages":[{"role":"user","content":"z"}]}'),
+    "another value for the list": body_of(MORE, rest=',"messages":5}'),
+    "a comma at the end": body_of([*MESSAGES, ""]),
+    "two commas": body_of([*MESSAGES, "", MORE[-1]]),
+    "no comma": body_of(MESSAGES)[:-2] + b'{"role":"user"}]}',
+    "no end of the list": body_of(MORE)[:-2],
+    "no end": body_of(MORE)[:-1],
+    "more behind the end": body_of(MORE) + b"}",
+    "a text behind the end": body_of(MORE) + b"x",
+    "cut in the head": body_of()[: LONG_BODY + 10],
+    "cut at the last message": body_of()[:-2],
+    "not UTF-8": body_of(MORE).replace('é"}'.encode(), b'\xff"}'),
+    "a nested new message": body_of([*MESSAGES, "[" * 5000 + "]" * 5000]),
+    "many fields": body_of(MORE, rest="," + ",".join(f'"f{place}":1' for place in range(1001)) + "}"),
+}
+
+
+@pytest.mark.parametrize("name", [*CONTINUED, *NOT_CONTINUED])
+def test_a_continued_body_is_read_as_a_new_one(name: str) -> None:
+    body = {**CONTINUED, **NOT_CONTINUED}[name]
+    known = known_after(body_of(), body_of(MORE[:4])) if name == "more" else known_after(body_of())
+    continued = continued_of(known, body)
+    assert (continued is not None) == (name in CONTINUED)
+    assert told(body, continued) == told(body, None)
+
+
+def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was checked in earlier requests counts towards the limit of all messages."""
+    known, body = known_after(body_of()), body_of(MORE)
+    continued = continued_of(known, body)
+    whole = parse_chat(body).layout
+    assert continued is not None
+    assert whole is not None
+    assert continued.layout.values == whole.values
+    monkeypatch.setattr(known_body, "MOST_VALUES", whole.values - 1)
+    assert known.prefix(body) is None
+    monkeypatch.setattr(known_body, "MOST_VALUES", whole.values)
+    assert known.prefix(body) is not None
+
+
+FRONTS = ['{"model":"m",', '{"a":[1,{"messages":[1]}],"messages":[2],"tools":[],', ' { "x":"\\"messages\\":[" , ', "{"]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("comma", [",", ", ", "\n,"])
+def test_fields_before_the_messages(front: str, comma: str) -> None:
+    first, second = body_of(MESSAGES, front, ',"y":1}', comma), body_of(MORE, front, ',"y":2}', comma)
+    continued = continued_of(known_after(first), second)
+    assert continued is not None
+    assert continued.prefix.is_whole
+    assert told(second, continued) == told(second, None)
+
+
+PIECES = st.sampled_from(
+    [
+        '{"role":"user","content":"x"}',
+        ",",
+        "]",
+        "[",
+        "}",
+        "{",
+        '"',
+        "\\",
+        " ",
+        "1",
+        '"messages":[',
+        ',"z":1',
+        "é",
+        "null",
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=8), st.integers(0, 3))
+def test_whatever_follows(pieces: list[str], count: int) -> None:
+    first = body_of()
+    head = body_of(MESSAGES[:count])[:-2] if count else body_of()[:-2]
+    body = head + "".join(pieces).encode()
+    assert told(body, continued_of(known_after(first), body)) == told(body, None)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a linear session one body; of a tree those that none continues, so many and so many bytes."""
+    asked = [body_of([MESSAGES[0], {"role": "user", "content": str(place)}]) for place in range(40)]
+    linear, tree = known_after(*asked), known_after(*asked, is_tree=True)
+    assert linear.prefix(asked[-1]).messages == 2  # type: ignore[union-attr]
+    assert linear.prefix(asked[0]).messages == 1  # type: ignore[union-attr]
+    assert LONG_BODY < linear.size < 2 * len(asked[-1])
+    counts = [tree.prefix(body).messages for body in asked]  # type: ignore[union-attr]
+    assert counts == [1] * (40 - known_body.MOST_HEADS) + [2] * known_body.MOST_HEADS
+    monkeypatch.setattr(known_body, "MOST_BYTES", 3 * len(asked[0]))
+    assert known_after(*asked, is_tree=True).size < 3 * len(asked[0])
+    chain = [body_of([*MESSAGES, *MORE[3:] * turns]) for turns in range(10)]
+    assert known_after(*chain, is_tree=True).size < 2 * len(chain[-1])
+
+
+def test_what_is_not_kept() -> None:
+    small = body_of([{"role": "user", "content": "a"}])
+    many = body_of([{"role": "user", "content": "[" * (known_body.MOST_VALUES + 1)}])
+    huge = body_of([{"role": "user", "content": "x" * known_body.MOST_HEAD}])
+    assert [parse_chat(body).layout for body in (small, many, huge)] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    "new", ["x" * (known_body.MOST_REST + 1), "[" * (known_body.MOST_REST_VALUES + 1)], ids=["long", "many values"]
+)
+def test_a_long_rest_is_not_read_on_the_event_loop(new: str) -> None:
+    assert known_after(body_of()).prefix(body_of([*MESSAGES, {"role": "user", "content": new}])) is None
+
+
+def test_a_body_with_many_values_is_continued() -> None:
+    """It is split in parts at first, which are copies."""
+    messages = [{"role": "user", "content": [0] * 50} for _ in range(600)]
+    first, second = body_of(messages), body_of([*messages, MESSAGES[1]])
+    continued = continued_of(known_after(first), second)
+    assert continued is not None
+    assert told(second, continued) == told(second, None)
+
+
+def asked_after(book: Book, known: KnownBodies, body: bytes) -> tuple[Incoming, ChatRequest]:
+    request = parse_chat(body, False, continued_of(known, body))
+    incoming = Incoming(request.messages, book.session.config.matcher, prefix=request.prefix)
+    incoming.check(book.index)
+    return incoming, request
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+def test_a_known_history_is_hashed_as_an_unknown_one(history: Any) -> None:
+    """Over turns of a session, with a retry, a rollback, and a beginning of an earlier turn."""
+    book, known = Book(history=history, window=5, on_divergence="segment"), KnownBodies()
+    talk: list[dict[str, Any]] = [{"role": "system", "content": LONG}, user("0")]
+    asked = [talk]
+    for place in range(1, 5):
+        asked.append([*asked[-1], assistant(f"r{place}"), user(str(place))])
+    asked += [asked[-1], asked[2], [*asked[1], assistant("r2"), user("other")], asked[0], asked[3]]
+    whole = 0
+    for place, messages in enumerate(asked):
+        body = body_of([bytes(raw).decode() for raw in raws(messages)])
+        incoming, request = asked_after(book, known, body)
+        plain = Incoming([msgspec.Raw(bytes(raw)) for raw in request.messages], book.session.config.matcher)
+        plain.check(book.index)
+        whole += request.prefix is not None and request.prefix.is_whole
+        assert incoming.whole_hash == plain.whole_hash
+        assert incoming.join(book.session, book.index, None) == plain.join(book.session, book.index, None)
+        counts = [*range(len(messages) + 1), *range(len(messages), -1, -1)]
+        assert [incoming.spelling(count) for count in counts] == [plain.spelling(count) for count in counts]
+        assert [incoming.canonical(n) for n in range(len(messages))] == [
+            plain.canonical(n) for n in range(len(messages))
+        ]
+        assert incoming.spelled().hexdigest() == plain.spelled().hexdigest()
+        reply = assistant(f"r{min(place + 1, 4)}")
+        committed = book.turn(messages, reply)
+        assert request.layout is not None
+        body_known = KnownBody(request.layout, committed.turn, incoming.spelled())
+        known.add(body_known, request.layout.continued, is_tree=history == "tree")
+    assert whole >= 5
+
+
+def test_the_messages_of_a_continued_body_are_a_sequence() -> None:
+    body = body_of(MORE)
+    continued = continued_of(known_after(body_of()), body)
+    assert continued is not None
+    own = [bytes(raw) for raw in parse_chat(body).messages]
+    for start, stop in itertools.product(range(-6, 7), repeat=2):
+        assert [bytes(raw) for raw in continued.messages[start:stop]] == own[start:stop]
+    assert [bytes(continued.messages[place]) for place in range(-5, 5)] == own * 2
+    with pytest.raises(IndexError):
+        continued.messages[5]

@@ -1,0 +1,178 @@
+"""The ids of a long prompt are cut out of a reply, which is then judged as if the whole of it had been parsed."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from typing import Any
+
+import pytest
+from helpers.replies import GONE, SHAPES, Text, body_of, known_as
+
+from workers import codec, job, seek
+from workers.codec import Facts, Wire
+from workers.job import Job, WorkerResult
+from workers.parse import KnownTokens, Parsed, Rejected, parse_reply, token_text
+
+IDS = [place * 7919 % 50_000 for place in range(3000)]
+TEXT = "[" + ",".join(map(str, IDS)) + "]"
+OTHER = [*IDS[:-1], 50_001]
+PROMPT = {shape: "prompt_token_ids" if shape == "vllm" else "choices.0.prompt_token_ids" for shape in SHAPES}
+COPY = {
+    "sglang": "choices.0.meta_info.prompt_token_ids",
+    "vllm": "choices.0.prompt_token_ids",
+    "sglang completion": "prompt_token_ids",
+    "vllm completion": "prompt_token_ids",
+}
+COUNTS = {
+    shape: ["usage.prompt_tokens", *["choices.0.meta_info.prompt_tokens"] * (shape == "sglang")] for shape in SHAPES
+}
+CONTENT = {shape: "choices.0.text" if "completion" in shape else "choices.0.message.content" for shape in SHAPES}
+
+
+def long_body(shape: str, text: str = TEXT, *changes: dict[str, Any]) -> bytes:
+    return body_of(shape, dict.fromkeys(COUNTS[shape], len(IDS)), {PROMPT[shape]: Text(text)}, *changes)
+
+
+def judged(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> WorkerResult:
+    protocol: Any = "completions" if "completion" in shape else "chat"
+    return job.work(Job("auto", known, [], [], [], 200, "", b"", protocol, sent), memoryview(body))
+
+
+def parsed_whole(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> Parsed:
+    protocol: Any = "completions" if "completion" in shape else "chat"
+    return parse_reply(body, "auto", known, protocol, sent or None)
+
+
+def require_same(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> Wire:
+    """The same result as of the whole body, which can be given again. Returns what is stored."""
+    done, whole = judged(body, shape, known, sent), parsed_whole(body, shape, known, sent)
+    facts, wire = codec.unpack(done.facts, Facts), codec.unpack(done.wire, Wire)
+    assert facts == Facts(whole.suffix_ids, whole.output_ids, whole.logprobs)
+    assert (done.base, done.sequence, done.message) == (whole.base, whole.sequence, whole.message)
+    assert (done.finish_reason, done.miscounted) == (whole.finish_reason, whole.miscounted)
+    ids = array("i", IDS[: done.base]).tobytes() + facts.suffix_ids
+    assert codec.paste(wire, memoryview(ids).cast("i"), {}) == body
+    return wire
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("known", [None, known_as(IDS[:2900]), known_as(IDS), known_as(OTHER), known_as([*IDS, 1])])
+def test_a_long_prompt_is_cut_out_and_put_back(shape: str, known: KnownTokens | None) -> None:
+    body = long_body(shape)
+    assert seek.long_values(memoryview(body)).prompt is not None
+    wire = require_same(body, shape, known)
+    assert b"7919" not in wire.reply
+    assert wire.prompt_ids_at is not None
+    assert require_same(body, shape, known, token_text(IDS)) == wire
+
+
+SPELLINGS = {
+    "white space": TEXT.replace(",", ", "),
+    "one space": TEXT.replace(",", ", ", 1),
+    "a line": TEXT.replace(",", ",\n", 1),
+    "padding": "[ " + TEXT[1:],
+}
+
+LURES = [f'"prompt_token_ids":{TEXT}', TEXT, '"prompt_token_ids":[', '"@turnlog:0@"', "@turnlog:0@", "\\", "é"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_long_prompt_with_white_space(shape: str, name: str) -> None:
+    body = long_body(shape, SPELLINGS[name])
+    for known in (None, known_as(IDS[:2900]), known_as(IDS)):
+        require_same(body, shape, known)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lure", LURES)
+def test_a_text_that_looks_like_a_long_prompt(shape: str, lure: str) -> None:
+    for extra in ({CONTENT[shape]: lure}, {"id": lure}, {"z": lure}, {"z": {"prompt_token_ids": lure}}):
+        require_same(long_body(shape, TEXT, extra), shape, known_as(IDS[:2900]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_list_elsewhere_under_the_same_key(shape: str) -> None:
+    for extra in (
+        {"id": {"prompt_token_ids": OTHER}},
+        {"z": {"prompt_token_ids": OTHER}},
+        {"id": {"prompt_token_ids": 1}},
+    ):
+        body = body_of(json.loads(long_body(shape)), extra, separators=(",", ":"))
+        require_same(body, shape, known_as(IDS[:2900]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("known", [None, known_as(IDS[:2900])])
+def test_a_second_copy_of_a_long_prompt(shape: str, known: KnownTokens | None) -> None:
+    for copy in (TEXT, TEXT.replace(",", ", "), "null"):
+        require_same(long_body(shape, TEXT, {COPY[shape]: Text(copy)}), shape, known)
+
+
+def test_a_key_behind_the_beginning_of_a_long_reply() -> None:
+    """A reply whose message comes first, and is longer than what is searched at a time."""
+    body = long_body("sglang", TEXT, {CONTENT["sglang"]: "x" * seek.WINDOW})
+    found = seek.long_values(memoryview(body)).prompt
+    assert found is not None
+    assert body[found.start : found.end] == TEXT.encode()
+    require_same(body, "sglang", known_as(IDS[:2900]))
+
+
+BAD_TEXTS = {
+    "negative": TEXT.replace(",7919,", ",-7919,"),
+    "negative zero": TEXT.replace("[0,", "[-0,"),
+    "a fraction": TEXT.replace(",7919,", ",7919.5,"),
+    "a leading zero": TEXT.replace(",7919,", ",07919,"),
+    "an empty item": TEXT.replace(",7919,", ",,"),
+    "a trailing comma": TEXT[:-1] + ",]",
+    "too large": TEXT.replace(",7919,", f",{2**31},"),
+    "a slash": TEXT.replace(",7919,", ",79/19,"),
+    "a letter": TEXT.replace(",7919,", ",7919e1,"),
+    "a string": TEXT.replace(",7919,", ',"7919",'),
+    "no end": TEXT[:-1],
+    "a nested list": "[" + TEXT + "]",
+    "missing": "null",
+    "spaces inside": TEXT.replace(",7919,", ",79 19,"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_a_bad_long_prompt_is_refused(shape: str, name: str) -> None:
+    """For the same reason, with what is known of the prompt and without."""
+    body = long_body(shape, BAD_TEXTS[name])
+    for known in (None, known_as(IDS[:2900]), known_as(IDS[:1])):
+        with pytest.raises(Rejected) as whole:
+            parsed_whole(body, shape, known)
+        with pytest.raises(Rejected) as cut:
+            judged(body, shape, known)
+        assert (str(cut.value), type(cut.value)) == (str(whole.value), type(whole.value))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("value", ["null", "[1]", TEXT.replace(",7919,", ",7918,"), '"@turnlog:0@"'])
+def test_two_prompts_under_one_key_are_refused(shape: str, first: bool, value: str) -> None:
+    member = f'"prompt_token_ids": {TEXT}'
+    extra = f'"prompt_token_ids": {value}'
+    body = long_body(shape)
+    assert body.count(member.encode()) == 1
+    body = body.replace(member.encode(), ", ".join([extra, member] if first else [member, extra]).encode())
+    with pytest.raises(Rejected) as whole:
+        parsed_whole(body, shape)
+    with pytest.raises(Rejected, match=re.escape(str(whole.value))):
+        judged(body, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sent_long_prompt_that_is_not_the_reported_one(shape: str) -> None:
+    body = long_body(shape)
+    with pytest.raises(Rejected) as whole:
+        parsed_whole(body, shape, None, token_text(OTHER))
+    with pytest.raises(type(whole.value), match=re.escape(str(whole.value))):
+        judged(body, shape, None, token_text(OTHER))
+    if "completion" not in shape:
+        gone = body_of(shape, dict.fromkeys(COUNTS[shape], len(IDS)), {PROMPT[shape]: GONE})
+        assert judged(gone, shape, None, token_text(IDS)).suffix_tokens == len(IDS)

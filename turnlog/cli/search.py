@@ -1,0 +1,77 @@
+"""`turnlog search`: messages over all sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from turnlog.cli.remote import remote
+from turnlog.cli.run import UsageError, printed_as_json, say
+
+PAGE = 100
+"""The largest page that the server gives."""
+
+
+def search(
+    ctx: typer.Context,
+    q: Annotated[
+        str | None, typer.Argument(help="Words; '\"a phrase\"', -without, a OR b.", show_default=False)
+    ] = None,
+    role: Annotated[str | None, typer.Option(help="Only messages of this role; `rejected`: refused replies.")] = None,
+    tool: Annotated[str | None, typer.Option(help="Only calls of this tool, and its results.")] = None,
+    finish_reason: Annotated[str | None, typer.Option(help="Only replies that ended so.")] = None,
+    reason: Annotated[str | None, typer.Option(help="Only what is in no row for this reason.")] = None,
+    session: Annotated[str | None, typer.Option(help="Only this session.")] = None,
+    metadata: Annotated[str | None, typer.Option(help="Only sessions with this `key=value`.")] = None,
+    status: Annotated[str | None, typer.Option(help="Only sessions with this status.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only sessions of this group.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only sessions with this tag.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many.")] = 20,
+    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier search ended.")] = None,
+    reindex: Annotated[bool, typer.Option("--reindex", help="Make the index anew, and search for nothing.")] = False,
+) -> None:
+    """Find messages, tool calls and tool results over all sessions, newest first."""
+    wish = {
+        "q": q,
+        "role": role,
+        "tool": tool,
+        "finish_reason": finish_reason,
+        "reason": reason,
+        "session_id": session,
+        "metadata": metadata,
+        "status": status,
+        "group_id": group,
+        "tag": tag,
+    }
+    server = remote(ctx)
+    if reindex:
+        if any(value is not None for value in wish.values()):
+            raise UsageError("--reindex stands alone")
+        server.call("POST", "/search/reindex")
+        say("the search index is being made anew")
+        return
+    found = server.read("GET", "/search", parameters={**wish, "limit": limit, "cursor": cursor})
+    if printed_as_json(ctx, found):
+        return
+    _print_hits(found["hits"])
+    if not found["is_current"]:
+        say("the index does not have the newest turns yet")
+    if found["next_cursor"] is not None:
+        say(f"more with --cursor {found['next_cursor']}")
+
+
+def _print_hits(hits: list[dict[str, Any]]) -> None:
+    from turnlog.cli.output import Column, table, when
+
+    columns = [
+        Column("session", "session_id", whole=True),
+        Column("turn", right=True),
+        Column("message", right=True),
+        Column("role"),
+        Column("tools", long=True),
+        Column("at", lambda hit: when(hit["at"])),
+        Column("why not in rows", "reason"),
+        Column("text", lambda hit: " ".join(hit["snippet"].split()), long=True),
+    ]
+    table(columns, hits)
