@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import warm
 from helpers.databases import Postgres, SqliteTemplate, database_at
-from helpers.store import Store
+from helpers.store import Store, two_stores
 from hypothesis import settings
 
 from app.store.engine import Database
@@ -164,6 +164,13 @@ async def sqlite_store(sqlite_url: str) -> AsyncIterator[Store]:
 @pytest.fixture
 async def postgres_store(postgres_url: str) -> AsyncIterator[Store]:
     async with database_at(postgres_url) as database, Store.over(database) as made:
+        yield made
+
+
+@pytest.fixture
+async def pair(postgres_url: str) -> AsyncIterator[tuple[Store, Store]]:
+    """Two processes' stores on one PostgreSQL."""
+    async with two_stores(postgres_url) as made:
         yield made
 
 

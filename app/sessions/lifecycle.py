@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -61,6 +62,8 @@ from app.store.ports import Database, Writer
 from app.store.search.writing import DropEntries, MergeShard, dirty_shards
 from app.store.statements import ENDED
 from workers import codec
+
+log = logging.getLogger("turnlog.sessions")
 
 Clock = Callable[[], float]
 
@@ -283,6 +286,17 @@ class Sessions:
 
         Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
+        while not await self._erase_rollout(session_id):
+            log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
+        await forget_words(self._database, self._writer)
+        await self._database.empty_log_file()
+        if self._collector is None:
+            return True
+        self._collector.hurry()
+        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
+
+    async def _erase_rollout(self, session_id: str) -> bool:
+        """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
         outcome = await self._writer.submit(self._closing(session_id))
         reach("after_close")
         if isinstance(outcome, Appended):
@@ -290,16 +304,11 @@ class Sessions:
         elif outcome.status is None:
             raise SessionNotFound(f"session {session_id} does not exist")
         await self.close_members(session_id)
+        is_erased = True
         async for members in self._members(session_id, *ENDED):
             for member in members:
-                await self.drop_content(member)
-        await self.drop_content(session_id)
-        await forget_words(self._database, self._writer)
-        await self._database.empty_log_file()
-        if self._collector is None:
-            return True
-        self._collector.hurry()
-        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
+                is_erased &= await self.drop_content(member)
+        return await self.drop_content(session_id) and is_erased
 
     async def free_replay(self, session_id: str, *, unless_pinned: bool = False) -> None:
         """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps.
@@ -329,8 +338,8 @@ class Sessions:
             reach("after_freed")
             await asyncio.sleep(0)
 
-    async def drop_content(self, session_id: str, *, unless_pinned: bool = False) -> None:
-        """Erase a closed session. Its content is in the log files until those are emptied.
+    async def drop_content(self, session_id: str, *, unless_pinned: bool = False) -> bool:
+        """Erase a closed session; False if it is open. Its content is in the log files until those are emptied.
 
         `unless_pinned`: not if a checkpoint has it.
         An archived session is brought back first. Raises SessionUnreadable if the content is on a damaged page or in a
@@ -344,6 +353,7 @@ class Sessions:
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
+        return erased != Refused("open")
 
     async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
         with contextlib.suppress(SessionUnreadable):

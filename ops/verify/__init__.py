@@ -18,7 +18,7 @@ from app.errors import SessionUnreadable, StoreDamaged
 from app.settings import load_settings
 from app.store import damaged
 from app.store import projections as heads
-from app.store.archives.places import archived
+from app.store.archives.places import Archived, archived
 from app.store.engine import Database
 from app.store.packs.opening import open_bucket
 from app.store.packs.reader import load_chunks
@@ -43,15 +43,15 @@ async def verify(
     """
     report = Report()
     async for session_id in _session_ids(database, report):
-        if await database.read(partial(archived, session_id=session_id)) is not None:
-            await _check_archived(database, session_id, report)
-            continue
         packed = await database.read(
-            partial(_check_session, session_id=session_id, report=report),
+            partial(_check_unless_archived, session_id=session_id, report=report),
             one_moment=True,
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
-        await _check_packed(database, session_id, packed or (), report)
+        if isinstance(packed, Archived):
+            await _check_archived(database, session_id, report)
+        else:
+            await _check_packed(database, session_id, packed or (), report)
         progress(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
@@ -83,6 +83,11 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
     for session_id in await database.read(partial(damaged.session_ids, tables=TABLES)):
         if session_id not in seen:
             yield session_id
+
+
+def _check_unless_archived(connection: Connection, session_id: str, report: Report) -> list[ChunkRef] | Archived:
+    """As of one moment: a session may be archived meanwhile."""
+    return archived(connection, session_id) or _check_session(connection, session_id, report)
 
 
 def _check_session(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers.store import Meanwhile, Store, two_stores
+from helpers.store import Meanwhile, Store
 from sqlalchemy import event
 from sqlalchemy.util import await_only
 
@@ -31,17 +31,12 @@ from app.store.dialect import Tx
 from app.store.log_sessions import AssignReward, Erase
 from app.store.packs.bucket import Bucket
 from app.store.reads import START, Position
+from ops.verify import verify
 
 pytestmark = pytest.mark.anyio
 
 WAITS_S = 0.3
 """Long enough for an operation that does not wait for another's transaction to have ended."""
-
-
-@pytest.fixture
-async def pair(postgres_url: str) -> AsyncIterator[tuple[Store, Store]]:
-    async with two_stores(postgres_url) as made:
-        yield made
 
 
 async def archiving(store: Store, session_id: str) -> Archive:
@@ -74,13 +69,13 @@ async def test_an_archive_that_a_session_is_just_going_into_is_not_given_up(pair
 
 
 @contextmanager
-def before_first(store: Store, text: str, change: Callable[[], Awaitable[object]]) -> Iterator[None]:
-    """Run `change` to its end before this process's first statement that has this text."""
+def before_first(store: Store, text: str, change: Callable[[], Awaitable[object]], value: str = "") -> Iterator[None]:
+    """Run `change` to its end before this process's first statement that has this text, with this value."""
     is_due = True
 
-    def run(_: object, __: object, statement: str, *___: object) -> None:
+    def run(_: object, __: object, statement: str, values: object, *___: object) -> None:
         nonlocal is_due
-        if is_due and text in " ".join(statement.split()):
+        if is_due and text in " ".join(statement.split()) and value in str(values):
             is_due = False
             await_only(change())
 
@@ -135,6 +130,15 @@ async def test_an_export_gives_a_session_that_is_just_archived_once(pair: tuple[
     high = await one.horizon()
     with before_first(one, "FROM archived_sessions", lambda: other.submit(archive)):
         assert await exported(one, high) == ["first", "s", "last"]
+
+
+async def test_verify_finds_nothing_wrong_with_a_session_that_is_just_archived(pair: tuple[Store, Store]) -> None:
+    one, other = pair
+    archive = await three_closed(one)
+    log = "FROM events WHERE events.session_id ="
+    with before_first(one, log, lambda: other.submit(archive), "'s'"):
+        report = await verify(one.database)
+    assert report.problems == []
 
 
 async def test_an_erasure_leaves_no_components_of_a_session_that_is_just_archived(store: Store, tmp_path: Path) -> None:

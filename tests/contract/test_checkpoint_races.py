@@ -1,34 +1,40 @@
-"""Checkpoints that are deleted while the store is taken back to them."""
+"""What others do while the store is taken back to a checkpoint: delete it, erase a session."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
+from helpers.log import BODY
 from helpers.store import Meanwhile, Store
 
+from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound
 from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Sessions
-from app.sessions.restores import Restores
-from app.store.checkpoints import Delete, DropRows, Make
+from app.sessions.restores import HEAD, Restores
+from app.store.checkpoints import Delete, DropRows, Make, RestoreSession
+from app.store.log_sessions import Create, Erase
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
 
 
+def sessions_of(store: Store, writer: Writer) -> Sessions:
+    cache, archives = SessionCache(store.database, store.writer, 1 << 20), Archives(store.database, writer)
+    return Sessions(store.database, writer, cache, Followers(), time.time, archives)
+
+
 def restores(store: Store, writer: Writer) -> Restores:
-    cache, followers = SessionCache(store.database, store.writer, 1 << 20), Followers()
-    archives = Archives(store.database, store.writer)
     return Restores(
         database=store.database,
         writer=writer,
-        archives=archives,
-        cache=cache,
-        followers=followers,
-        sessions=Sessions(store.database, store.writer, cache, followers, time.time, archives),
+        archives=Archives(store.database, store.writer),
+        cache=SessionCache(store.database, store.writer, 1 << 20),
+        followers=Followers(),
+        sessions=sessions_of(store, store.writer),
         clock=time.time,
     )
 
@@ -43,3 +49,22 @@ async def test_nothing_is_taken_back_to_a_checkpoint_that_is_just_deleted(store:
     head = await store.head("s")
     assert head is not None
     assert (head.status, head.turns) == ("open", 1)
+
+
+@pytest.mark.parametrize("child", [False, True])
+async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store: Store, child: bool) -> None:
+    """It is taken back between its closing and its erasure."""
+    await store.create("root")
+    if child:
+        config = SessionConfig(rollback_window=1, parent="root")
+        await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+    name = "s" if child else "root"
+    head = dict.fromkeys(HEAD) | {"status": "open", "turns": 0}
+    back = RestoreSession(name, 1, 2, 9.0, [SessionRestored("cut", 1, history="linear")], head)
+    writer = Meanwhile(store.writer, Erase, back)
+    assert await sessions_of(store, writer.as_writer).erase("root")
+    for session_id in {name, "root"}:
+        found = await store.head(session_id)
+        assert found is not None
+        assert found.status == "erased"
+    assert SessionRestored.__name__ in [type(one.event).__name__ for one in await store.log(name)]

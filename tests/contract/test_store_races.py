@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
-from helpers.store import Store, add_incarnation, claim, commit, create, end_incarnation, reward, two_stores
+from helpers.store import Store, add_incarnation, claim, commit, create, end_incarnation, reward
 from sqlalchemy.util import await_only
 
 from app.store import reads
@@ -19,12 +18,6 @@ from app.store.log_turns import AbandonDead, Busy, Stale
 pytestmark = pytest.mark.anyio
 
 ROUNDS = 40
-
-
-@pytest.fixture
-async def pair(postgres_url: str) -> AsyncIterator[tuple[Store, Store]]:
-    async with two_stores(postgres_url) as made:
-        yield made
 
 
 async def test_of_two_processes_that_claim_one_session_one_wins(pair: tuple[Store, Store]) -> None:

@@ -1,5 +1,8 @@
 """An archive's sessions as Parquet: a row for each, with its head's columns, and its rows of each table as a list (in
-`events_rows`, `turns_rows`, …)."""
+`events_rows`, `turns_rows`, …).
+
+A file of an earlier version lacks the columns that were added since; they are null, as in rows that a migration found.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def decode_group(file: BinaryIO, row_group: int) -> list[ArchivedSession]:
     """The sessions of a row group. Raises CorruptContent."""
     with _readable(file) as found:
         rows = found.read_row_group(row_group).to_pylist()
-    return [ArchivedSession({name: row[name] for name in _HEAD}, _rows_of(row)) for row in rows]
+    return [ArchivedSession({name: row.get(name) for name in _HEAD}, _rows_of(row)) for row in rows]
 
 
 def session_ids(file: BinaryIO) -> list[str]:
@@ -75,7 +78,16 @@ def _list_of(table: Table) -> str:
 
 
 def _decoded(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**row, "data": row["data"].encode()} for row in rows] if table is events else rows
+    """Raises CorruptContent for a column that a later version has added."""
+    names = _names(table)
+    if rows and (unknown := rows[0].keys() - set(names)):
+        raise CorruptContent(f"an archive of a later version: {table.name} has {', '.join(sorted(unknown))}")
+    whole: list[dict[str, Any]] = [{name: row.get(name) for name in names} for row in rows]
+    return [{**row, "data": row["data"].encode()} for row in whole] if table is events else whole
+
+
+def _names(table: Table) -> list[str]:
+    return [column.name for column in table.columns if column.name != "session_id"]
 
 
 def _type_of(column: Column[Any]) -> pa.DataType:
@@ -101,9 +113,7 @@ _SCHEMA = pa.schema(
     [
         *_fields(sessions.columns),
         *(
-            pa.field(
-                _list_of(table), pa.list_(pa.struct(_fields(one for one in table.columns if one.name != "session_id")))
-            )
+            pa.field(_list_of(table), pa.list_(pa.struct(_fields(table.columns[name] for name in _names(table)))))
             for table in TABLES
         ),
     ]

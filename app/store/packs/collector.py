@@ -209,7 +209,7 @@ class Collector:
             if not _is_due(one.name, rows[one.name]):
                 continue
             is_old = not _has_live(rows[one.name]) and self._is_kept_long_enough(one.name)
-            if not (_has_live(rows[one.name]) or is_old or pending) and one.name in self._examined:
+            if not (_has_live(rows[one.name]) or is_old or self._may_have_erased(one.name, rows[one.name], pending)):
                 continue
             found = await self._candidate(one)
             if found is None:
@@ -233,6 +233,10 @@ class Collector:
         for group in _groups(partly):
             holding |= await self._rewrite(token, group)
         return holding
+
+    def _may_have_erased(self, name: str, rows: Sequence[ChunkRow], pending: set[str]) -> bool:
+        """May the pack have bytes of erased sessions? They have no rows."""
+        return _has_unknown(name, rows) and (bool(pending) or name not in self._examined)
 
     async def _candidate(self, one: Listed) -> _Candidate | None:
         """The pack with its index; None if that cannot be read."""
