@@ -1,6 +1,6 @@
 """Keeps the archives in object storage in line with the database: deletes and rewrites them.
 
-    no session is in it any more        deleted after `keep_s`
+    no session is in it any more        deleted after `keep_s`, or at once if it holds an erased session
     it holds an erased session          copied without it, and deleted at once
     its writer died                     no session refers to it: as the first
     it is being written                 left alone; no erasure ends meanwhile
@@ -23,6 +23,7 @@ from app.store import reads
 from app.store.archives import rows
 from app.store.archives.format import ArchivedSession, Place, object_of, samples_of
 from app.store.archives.rows import AddArchive, ForgetArchive, Listed, MoveArchived
+from app.store.packs.rows import erased_among
 from app.store.ports import Database, Writer
 from workers.codec import CorruptContent
 
@@ -69,7 +70,7 @@ class ArchiveKeeper:
             return pending
         is_used = known is not None and known.sessions > 0
         try:
-            erased = pending & await self._sessions_in(name) if pending else set()
+            erased = await self._erased_in(name, pending, is_used=is_used)
         except CorruptContent as error:
             log.error("archive %s: %s", name, error)
             if is_used:
@@ -85,8 +86,18 @@ class ArchiveKeeper:
             return set()
         return set() if await self._deleted(token, name) else erased
 
-    async def _sessions_in(self, name: str) -> frozenset[str]:
-        """All sessions that the archive holds; none if somebody has deleted its objects. Raises CorruptContent."""
+    async def _erased_in(self, name: str, pending: set[str], *, is_used: bool) -> set[str]:
+        """The erased sessions that the archive holds, or may hold once its writer, who was frozen, has uploaded it.
+        Raises CorruptContent."""
+        if is_used and not pending:
+            return set()
+        members = await self._sessions_in(name)
+        if members is None:
+            return set() if is_used else pending
+        return await self._database.read(partial(erased_among, session_ids=members))
+
+    async def _sessions_in(self, name: str) -> frozenset[str] | None:
+        """All sessions that the archive holds; None if it has no objects. Raises CorruptContent."""
         from app.store.archives.parquet import session_ids
         from app.store.archives.reader import ObjectGone, read_object
 
@@ -98,7 +109,7 @@ class ArchiveKeeper:
             except ObjectGone:
                 continue
             return found
-        return frozenset()
+        return None
 
     async def _deleted(self, token: str, name: str) -> bool:
         if not await self._writer.submit(ForgetArchive(token, name)):
@@ -119,7 +130,7 @@ class ArchiveKeeper:
                 found = await read_group(self._bucket, Place(old.name, row_group))
                 groups.append([one for session_id, one in found.items() if session_id in live])
             body = encode(groups)
-            gone = await self._sessions_in(old.name) - live.keys()
+            gone = (await self._sessions_in(old.name) or frozenset()) - live.keys()
             samples = await read_object(self._bucket, samples_of(old.name), partial(rows_without, session_ids=gone))
         except CorruptContent as error:
             log.error("archive %s cannot be rewritten: %s", old.name, error)
