@@ -31,6 +31,7 @@ from app.api import (
     responses,
     search,
     service,
+    session_lists,
     sessions,
     signin,
     skyrl,
@@ -65,6 +66,7 @@ from app.store.archives.rows import has_archives
 from app.store.engine import Database, load_driver
 from app.store.packs.opening import open_bucket
 from app.store.packs.rows import has_packs
+from app.store.search.reading import can_search
 from app.tito.families import family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
@@ -126,6 +128,8 @@ async def run_services(
             except AppError as error:
                 raise StartupError(f"TURNLOG_ARCHIVE_AFTER_S: {error}") from error
         if settings.search == "on":
+            if not await database.read(can_search):
+                raise StartupError("TURNLOG_SEARCH=on needs FTS5, without which this SQLite was built")
             indexer = Indexer(database, made.writer, made.log_end, registration.incarnation)
             stack.push_async_callback(indexer.stop)
             indexer.start()
@@ -269,6 +273,7 @@ def _calm_collector() -> None:
 def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
+    app.include_router(session_lists.router)
     app.include_router(sessions.router)
     app.include_router(notes.router)
     app.include_router(forks.router)

@@ -2,9 +2,10 @@
 
 The code exists only in the pages. The Python blocks of a page form one script, in their order. `--python` names the
 interpreter to run it with, since trainers and harnesses need their own environments. `--engine` puts a running engine
-in the simulator's place: a page that trains needs it. A line ``<!-- needs: trl, datasets -->`` in a page lists the
-modules that its code imports in addition to Turnlog's dependencies, and ``<!-- programs: claude -->`` the programs that
-it starts.
+in the simulator's place: a page that trains needs it. Lines in a page say what its code needs:
+``<!-- needs: trl, datasets -->``: modules beside Turnlog's dependencies. ``<!-- programs: claude -->``: programs that
+it starts. ``<!-- killed after: step 0 -->``: the server is killed (SIGKILL) and started again once the code has printed
+a line that begins so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ops.server import ROOT, ServerProcess
@@ -29,8 +31,12 @@ ENGINE = "http://127.0.0.1:30000"
 
 TIMEOUT_S = 300.0
 
+Restart = Callable[[], None]
+"""Kills the server and starts it again."""
+
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NEEDS = re.compile(r"^<!-- needs: (.*) -->$", re.MULTILINE)
+_KILLED = re.compile(r"^<!-- killed after: (.*) -->$", re.MULTILINE)
 _PROGRAMS = re.compile(r"^<!-- programs: (.*) -->$", re.MULTILINE)
 
 
@@ -63,24 +69,52 @@ def missing(page: str, python: str = sys.executable) -> list[str]:
     return [*done.stdout.split(), *(name for name in _listed(_PROGRAMS, page) if shutil.which(name) is None)]
 
 
-def run(page: Path, server: str, engine: str, python: str = sys.executable) -> str:
+def is_killed(page: str) -> bool:
+    """Does the page need a server of its own, because it is killed?"""
+    return _KILLED.search(page) is not None
+
+
+def run(page: Path, server: str, engine: str, python: str = sys.executable, restart: Restart | None = None) -> str:
     """Run the page's code and return its output. Raises subprocess.CalledProcessError, with `output` and `stderr`."""
-    program = script(page.read_text()).replace(SERVER, server).replace(ENGINE, engine)
+    text = page.read_text()
+    killed = _KILLED.search(text)
+    program = script(text).replace(SERVER, server).replace(ENGINE, engine)
     with tempfile.TemporaryDirectory(prefix="turnlog-guide-") as folder:
         path = Path(folder) / f"{page.stem.replace('-', '_')}_guide.py"
         path.write_text(program)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
         environment = {**inherited, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [python, str(path)],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=True,
-        )
-    return done.stdout
+        with (
+            (Path(folder) / "errors").open("w+") as errors,
+            subprocess.Popen(
+                [python, str(path)], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process,
+        ):
+            timer = threading.Timer(TIMEOUT_S, process.kill)
+            timer.start()
+            try:
+                printed = _printed(process, None if killed is None else killed[1], restart)
+            finally:
+                timer.cancel()
+            if process.returncode:
+                errors.seek(0)
+                raise subprocess.CalledProcessError(process.returncode, process.args, printed, errors.read())
+    return printed
+
+
+def _printed(process: subprocess.Popen[str], place: str | None, restart: Restart | None) -> str:
+    """What the process prints until it ends; the server is restarted after the first line that begins with `place`."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if place is not None and line.startswith(place):
+            assert restart is not None, "this page needs a server that may be killed"
+            place = None
+            restart()
+    if not process.wait():
+        assert place is None, f"no line began with {place}"
+    return "".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,10 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-guides-"))
         engine = options.engine or running.enter_context(SimulatorProcess("--seed", "5")).base_url
         server = running.enter_context(ServerProcess(Path(folder), upstreams=[engine]))
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+
         for page in options.pages:
             print(f"== {page}", flush=True)
             try:
-                print(run(page, server.base_url, engine, options.python), end="")
+                print(run(page, server.base_url, engine, options.python, restart), end="")
             except subprocess.CalledProcessError as error:
                 print(error.output, error.stderr, sep="", end="", file=sys.stderr)
                 failed = 1

@@ -1,30 +1,112 @@
-"""The parameters of exports, of the training feed and of all events, for both clients and the command line.
+"""The parameters of the server's routes, for both clients and the command line, and how they are checked.
 
-The server's models are in `app/export/query.py`, `app/export/feed.py` and `app/api/events.py`; its defaults apply to
-parameters that are left out.
+The server's models are in `app/api` and `app/export`; its defaults apply to parameters that are left out or None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict
+
+TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos"]
+"""The shapes of rows that are a trainer's own."""
+
+Shape = Literal["turnlog"] | TrainerShape
+
+Branches = Literal["kept", "main", "longest", "all"]
+Loss = Literal["once", "every"]
+SessionStatus = Literal["open", "closed", "erased", "set_aside"]
+SessionState = Literal["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"]
+SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
+
+EventType = Literal[
+    "SessionCreated",
+    "TurnOpened",
+    "TurnCommitted",
+    "TurnRejected",
+    "TurnAbandoned",
+    "ReplyUndelivered",
+    "ReplyRedelivered",
+    "RolledBack",
+    "BlobsTombstoned",
+    "RewardAssigned",
+    "SessionNoted",
+    "AffinityBound",
+    "AffinityReleased",
+    "SessionClosed",
+    "SessionRestored",
+    "SessionErased",
+]
 
 
-class RowParameters(TypedDict, total=False):
-    shape: Annotated[str, "turnlog, or a trainer's: slime, verl, skyrl, trl, …"]
+class NewSession(TypedDict, total=False):
+    """The fields of `POST /sessions`; docs/api.md describes them."""
+
+    session_id: str | None
+    group_id: str | None
+    attempt: int | None
+    metadata: Mapping[str, Any] | None
+    rollback_window: int | None
+    retain: Literal["window", "all"] | None
+    history: Literal["linear", "tree"] | None
+    on_divergence: Literal["reject", "segment"] | None
+    on_drift: Literal["segment", "reject"] | None
+    matcher: Literal["tolerant", "strict", "role_content_only"] | None
+    adapter: str | None
+    on_abort: Literal["return", "continue", "fail"] | None
+    stream_mode: Literal["whole", "live"] | None
+    params: Mapping[str, Any] | None
+    model: str | None
+    params_mode: Literal["override", "refuse"] | None
+    evaluation: bool | None
+    parent_session_id: str | None
+
+
+class SessionFilters(TypedDict, total=False):
+    """The filters and the order of `GET /sessions`."""
+
+    status: Annotated[SessionStatus, "Sessions: open, closed, erased, set_aside."]
+    state: Annotated[SessionState, "Instead of status; also idle, claimed, gated."]
+    group_id: Annotated[str, "Only sessions of this group."]
+    attempt: Annotated[int, "Only sessions with this attempt number."]
+    engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]
+    prefix: Annotated[str, "Only sessions whose id begins so."]
+    min_reward: Annotated[float, "Only sessions with at least this reward."]
+    max_reward: Annotated[float, "Only sessions with at most this reward."]
+    unrewarded: Annotated[bool, "Only sessions without a reward."]
+    min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
+    stuck_s: Annotated[float, "A turn has been in flight for longer than this many seconds."]
+    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+    tag: Annotated[str, "Only sessions with this tag."]
+    sort: Annotated[SessionOrder, "The column by which the sessions are sorted."]
+    order: Annotated[Literal["desc", "asc"], "Descending (default) or ascending."]
+
+
+class SearchFilters(TypedDict, total=False):
+    """The parameters of `GET /search` but for `q`."""
+
+    role: Annotated[str, "Only messages of this role; rejected."]
+    tool: Annotated[str, "Only calls of this tool, and its results."]
+    finish_reason: Annotated[str, "Only replies that ended so."]
+    reason: Annotated[str, "Only what is in no row for this reason."]
+    session_id: Annotated[str, "Only this session."]
+    metadata: Annotated[str, "Only sessions with this key=value."]
+    status: Annotated[SessionStatus, "Only sessions with this status."]
+    group_id: Annotated[str, "Only sessions of this group."]
+    tag: Annotated[str, "Only sessions with this tag."]
+
+
+class RowFilters(TypedDict, total=False):
     max_staleness: Annotated[int, "At most this many weight versions behind."]
     weight_version: Annotated[int, "The current weight version; default: the newest."]
     max_seq_len: Annotated[int, "Cut rows to at most this many tokens."]
     truncate: Annotated[Literal["turn", "token"], "turn (default: at a turn's end), token (inside one)."]
-    branches: Annotated[
-        Literal["kept", "main", "longest", "all"], "Leaves that become rows; default: all but superseded ones."
-    ]
-    loss: Annotated[Literal["once", "every"], "once (default: a token is in one row's loss), every (in each)."]
-    explain: Annotated[bool, "Also give a line for each excluded row, with the reason."]
+    branches: Annotated[Branches, "Leaves that become rows; default: all but superseded ones."]
+    loss: Annotated[Loss, "once (default: a token is in one row's loss), every (in each)."]
 
 
-class ExportParameters(RowParameters, total=False):
-    """The parameters of `GET /export` but for `format`."""
+class ExportFilters(RowFilters, total=False):
+    """The parameters of `GET /export` but for `format`, `shape` and `explain`."""
 
     session_id: Annotated[str, "Only this session."]
     group_id: Annotated[str, "Only this group."]
@@ -41,21 +123,41 @@ class ExportParameters(RowParameters, total=False):
     cursor: Annotated[str, "Resume after an earlier export, or after one of its rows."]
 
 
+class RowForm(TypedDict, total=False):
+    shape: Annotated[Shape, "turnlog, or a trainer's: slime, verl, skyrl, trl, …"]
+    explain: Annotated[bool, "Also give a line for each excluded row, with the reason."]
+
+
+class ExportParameters(RowForm, ExportFilters, total=False):
+    """The parameters of `GET /export` but for `format`."""
+
+
+class FeedFilters(RowFilters, total=False):
+    """The parameters of `GET /export/groups` but for `consumer`, `shape` and `explain`."""
+
+    size: Annotated[int, "At most this many groups."]
+    lease_s: Annotated[float, "Duration of the lease in seconds."]
+    attempts: Annotated[int, "Only groups with at least this many rollouts."]
+    new_only: Annotated[bool, "Only groups without a lease."]
+
+
+class FeedParameters(RowForm, FeedFilters, total=False):
+    """The parameters of `GET /export/groups` but for `consumer`."""
+
+
 class EventParameters(TypedDict, total=False):
     """The parameters of `GET /events`."""
 
     after: Annotated[str, "Only events after this position; end: only new ones."]
     follow: Annotated[bool, "Also new events, as they are committed."]
     limit: Annotated[int, "At most this many events."]
-    type: Annotated[Sequence[str], "Only events of these types."]
+    type: Annotated[Sequence[EventType], "Only events of these types."]
     session_id: Annotated[str, "Only this session."]
     group_id: Annotated[str, "Only this group's sessions, agents included."]
 
 
-class FeedParameters(RowParameters, total=False):
-    """The parameters of `GET /export/groups` but for `consumer`."""
+class TreeParameters(TypedDict, total=False):
+    """The parameters of `GET /sessions/{id}/tree`."""
 
-    size: int
-    lease_s: float
-    attempts: int
-    new_only: bool
+    branches: Annotated[Branches, "The branches that become rows."]
+    loss: Annotated[Loss, "In how many rows' loss a turn is."]

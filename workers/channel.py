@@ -278,6 +278,7 @@ def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([here, *map(os.path.abspath, sys.path)])),
+        "MALLOC_ARENA_MAX": "2",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

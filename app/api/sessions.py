@@ -29,12 +29,11 @@ from app.api.describe import (
     json_reply,
     lines,
 )
-from app.api.parameters import LIMIT, PageCursor, SessionId
+from app.api.parameters import SessionId
 from app.api.state import Services, services, start_stream
-from app.domain import cursors
 from app.domain.branches import Branches
 from app.domain.events import History, OnAbort, OnDivergence, ParamsMode, SessionConfig, StreamMode
-from app.domain.patterns import ID, MAX_INTEGER, NO_NUL, TAG
+from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.domain.pinned import require_pinnable
 from app.domain.session import Session
 from app.errors import (
@@ -48,20 +47,15 @@ from app.errors import (
     SessionUnreadable,
     Unsupported,
 )
-from app.sessions import event_log, session_list, transcript
+from app.sessions import event_log, transcript
 from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
 from app.sessions.lifecycle import NewSession
-from app.sessions.session_list import Status
 from app.settings import Settings
-from app.store.reads import Head
 
 router = APIRouter(tags=["Sessions"])
 
 log = logging.getLogger("turnlog.sessions")
-
-_PagePosition = tuple[float, Annotated[str, msgspec.Meta(pattern=ID)]]
-"""Where a page of sessions ends: the last one's time of creation and id."""
 
 
 class CreateSession(BaseModel):
@@ -181,35 +175,6 @@ def created(app: Services, session_id: str) -> dict[str, Any]:
     token = app.tokens.for_session(session_id)
     told = {"session_id": session_id, "base_url": f"/sessions/{session_id}/v1"}
     return told if token is None else {**told, "token": token}
-
-
-@router.get("/sessions")
-@describe(
-    "List sessions, newest first",
-    "page",
-    json_reply("SessionPage", "One page of sessions."),
-    errors=(InvalidRequest, *READ),
-)
-async def list_sessions(
-    request: Request,
-    status: Annotated[Status | None, Query(description="Only sessions with this status.")] = None,
-    group_id: Annotated[str | None, Query(pattern=NO_NUL, description="Only sessions of this group.")] = None,
-    tag: Annotated[str | None, Query(pattern=TAG, description="Only sessions with this tag.")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
-    cursor: PageCursor = None,
-) -> dict[str, Any]:
-    """Sessions, newest first, paged by cursor."""
-    before = None if cursor is None else cursors.decode(cursor, _PagePosition, "this list")
-    database = services(request).database
-    found = await session_list.newest_sessions(
-        database, status=status, group_id=group_id, tag=tag, before=before, limit=limit + 1
-    )
-    page = found[:limit]
-    more = len(found) > limit
-    return {
-        "sessions": [msgspec.to_builtins(msgspec.convert(row, Head, from_attributes=True)) for row in page],
-        "next_cursor": cursors.encode((page[-1].created_at, page[-1].session_id)) if more else None,
-    }
 
 
 @router.head("/sessions/{session_id}", include_in_schema=False)

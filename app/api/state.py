@@ -23,9 +23,11 @@ from app.fleet.health import HealthWatch
 from app.lazy_import import LazyImport
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
+from app.sessions.group_list import GroupList
 from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
 from app.sessions.search import Search
+from app.sessions.session_list import SessionList
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
 from app.store.engine import Database
@@ -91,6 +93,8 @@ class Services(Assembly):
         self.counted = CachedFigures(database, time.monotonic)
         self.log_end = LogEnd(database)
         self.all_events = AllEvents(database, self.log_end)
+        self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
+        self.group_list = GroupList(database)
         self.search = Search(database, self.log_end)
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
@@ -106,8 +110,15 @@ class Services(Assembly):
 
 def _exporter(made: Services) -> Exporter:
     from app.export.exporter import Exporter  # a start does not need it
+    from app.export.helpers import Helpers
 
-    return Exporter(made.database, made.release, exported=made.exported, picker=made.picker)
+    settings = made.settings
+    helpers = None
+    if settings.workers > 1:
+        helpers = Helpers(
+            settings.workers - 1, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes
+        )
+    return Exporter(made.database, made.release, exported=made.exported, picker=made.picker, helpers=helpers)
 
 
 def _archiver(made: Services) -> Archiver:

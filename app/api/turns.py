@@ -134,7 +134,8 @@ class _TurnRequest:
     ) -> str:
         """The outcome. Raises AppError."""
         turns, settings = self._app.turns, self._app.settings
-        continued = self._app.cache.continued(session_id, body) if len(body) >= LONG_BODY else None
+        is_long = self._protocol.has_layouts and len(body) >= LONG_BODY
+        continued = self._app.cache.continued(session_id, body) if is_long else None
         if continued is None:
             streams = await turns.large_bodies.run(_large_size(body), lambda: wants_stream(body))
         else:

@@ -87,7 +87,7 @@ class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     hash: str
 
 
-class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Output tokens [start, end) of one turn were sampled under the weight version `version`."""
 
     version: str

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from app.domain.branches import BranchRow, Place, branch_rows, place_of
 from app.domain.events import Part, TurnCommitted, VersionSpan, is_number
 from app.domain.session import Session
+from workers.codec import TOKEN_BYTES
 
 Status = Literal["completed", "truncated", "aborted"]
 
@@ -30,8 +31,11 @@ miles' session server cuts inside the turn: dropping overlong turns would bias t
 
 Array = npt.NDArray[Any]
 
+LOGPROB_BYTES = 8
+"""Bytes of a stored logprob."""
 
-class TurnTokens(msgspec.Struct, frozen=True):
+
+class TurnTokens(msgspec.Struct, frozen=True, gc=False):
     """One turn's own tokens: new prompt ids and output ids (int32), output logprobs (float64)."""
 
     event: TurnCommitted
@@ -40,7 +44,7 @@ class TurnTokens(msgspec.Struct, frozen=True):
     logprobs: bytes
 
 
-class TurnSpan(msgspec.Struct, frozen=True):
+class TurnSpan(msgspec.Struct, frozen=True, gc=False):
     """The place of turn `turn` in the sample: its new prompt [start, output_start), its output [output_start, end).
 
     `engine` sampled it, or the last of its `parts`, whose positions are in the sample. `dispatched` is the weight
@@ -58,7 +62,7 @@ class TurnSpan(msgspec.Struct, frozen=True):
     parts: Sequence[Part]
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, gc=False):
     """T tokens (int32) with, for each, its masks (uint8), logprob (float64, 0.0 where not sampled) and weight version.
 
     `weight_versions` (int64) holds numbers where every version of the sample is one, else indices into
@@ -181,41 +185,29 @@ def _fitting(
 def sample(segment: Segment) -> Sample:
     """Raises Inconsistent."""
     turns = segment.turns
-    ends = [turn.event.base_tokens for turn in turns[1:]]
-    tokens: list[Array] = []
-    logprobs: list[Array] = []
+    tokens: list[bytes] = []
+    logprobs: list[bytes] = []
     versions: list[VersionSpan] = []
     spans: list[TurnSpan] = []
     before = 0
-    for turn, end in zip(turns, [*ends, segment.end], strict=True):
+    for turn, end in zip(turns, [*(turn.event.base_tokens for turn in turns[1:]), segment.end], strict=True):
         event = turn.event
-        suffix, output = np.frombuffer(turn.suffix_ids, "<i4"), np.frombuffer(turn.output_ids, "<i4")
-        sampled = np.frombuffer(turn.logprobs, "<f8")
-        _check(event, before, len(suffix), len(output), len(sampled))
-        output_start = event.base_tokens + len(suffix)
-        before = output_start + len(output)
+        _check(turn, before)
+        output_start = event.base_tokens + event.suffix_tokens
+        before = output_start + event.output_tokens
         end = before if end is None else min(end, before)
         kept = end - output_start
         if kept < 0:
             raise Inconsistent(f"turn {event.turn} is continued from token {end}, before its output")
-        tokens += [suffix, output[:kept]]
-        logprobs += [np.zeros(len(suffix)), sampled[:kept]]
-        versions += [
-            VersionSpan(span.version, output_start + span.start, min(output_start + span.end, end))
-            for span in event.weight_versions
-            if output_start + span.start < end
-        ]
+        tokens += [turn.suffix_ids, turn.output_ids[: kept * TOKEN_BYTES]]
+        logprobs += [bytes(event.suffix_tokens * LOGPROB_BYTES), turn.logprobs[: kept * LOGPROB_BYTES]]
+        versions += _version_spans(event, output_start, end)
         spans.append(_span(event, output_start, end))
-    joined = np.concatenate(tokens)
-    mask = np.zeros(len(joined), np.uint8)
-    for span in spans:
-        mask[span.output_start : span.end] = 1
+    length = spans[-1].end
+    mask = _mask(spans)
     context = [span for span in spans if span.turn not in segment.row.in_loss]
-    in_loss = mask.copy() if context else mask
-    for span in context:
-        in_loss[span.output_start : span.end] = 0
-    by_token, names = _versions(versions, len(joined))
-    prompt_length = next((span.output_start for span in spans if span.end > span.output_start), len(joined))
+    by_token, names = _versions(versions, length)
+    prompt_length = next((span.output_start for span in spans if span.end > span.output_start), length)
     first = turns[0].event
     return Sample(
         segment=segment.number,
@@ -225,19 +217,37 @@ def sample(segment: Segment) -> Sample:
         place=segment.place,
         agent_id=segment.row.leaf.agent_id,
         in_loss=segment.row.in_loss,
-        tokens=joined,
-        loss_mask=in_loss,
+        tokens=np.frombuffer(b"".join(tokens), "<i4"),
+        loss_mask=_mask(spans, segment.row.in_loss) if context else mask,
         sampled_mask=mask,
-        logprobs=np.concatenate(logprobs),
+        logprobs=np.frombuffer(b"".join(logprobs), "<f8"),
         weight_versions=by_token,
         weight_version_names=names,
         version_spans=versions,
         prompt_length=prompt_length,
-        response_length=len(joined) - prompt_length,
+        response_length=length - prompt_length,
         status=segment.status,
         last_status=segment.last_status,
         turns=spans,
     )
+
+
+def _mask(spans: Sequence[TurnSpan], turns: Collection[int] | None = None) -> Array:
+    """1 for each token that one of these turns (None: any) has sampled."""
+    parts: list[bytes] = []
+    for span in spans:
+        is_set = turns is None or span.turn in turns
+        parts += [bytes(span.output_start - span.start), (b"\1" if is_set else b"\0") * (span.end - span.output_start)]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _version_spans(event: TurnCommitted, output_start: int, end: int) -> list[VersionSpan]:
+    """The turn's spans in the sample, of which the turn's output is [output_start, end)."""
+    return [
+        VersionSpan(span.version, output_start + span.start, min(output_start + span.end, end))
+        for span in event.weight_versions
+        if output_start + span.start < end
+    ]
 
 
 def _span(event: TurnCommitted, output_start: int, end: int) -> TurnSpan:
@@ -258,25 +268,27 @@ def _span(event: TurnCommitted, output_start: int, end: int) -> TurnSpan:
     )
 
 
-def _check(event: TurnCommitted, before: int, suffix: int, output: int, logprobs: int) -> None:
+def _check(turn: TurnTokens, before: int) -> None:
+    event = turn.event
     if event.base_tokens + event.trimmed != before:
         raise Inconsistent(f"turn {event.turn} continues {event.base_tokens} tokens, {before} are stored")
-    if suffix != event.suffix_tokens or output != event.output_tokens or output != logprobs:
+    found = len(turn.suffix_ids), len(turn.output_ids), len(turn.logprobs)
+    suffix, output = event.suffix_tokens, event.output_tokens
+    if found != (suffix * TOKEN_BYTES, output * TOKEN_BYTES, output * LOGPROB_BYTES):
         raise Inconsistent(
-            f"turn {event.turn} has {suffix} + {output} tokens and {logprobs} logprobs; "
-            f"the log says {event.suffix_tokens} + {event.output_tokens}"
+            f"turn {event.turn} has {found[0] // TOKEN_BYTES} + {found[1] // TOKEN_BYTES} tokens and "
+            f"{found[2] // LOGPROB_BYTES} logprobs; the log says {suffix} + {output}"
         )
 
 
 def _versions(spans: Sequence[VersionSpan], length: int) -> tuple[Array, list[str]]:
     by_token = np.full(length, -1, np.int64)
-    names: list[str] = []
-    numeric = all(is_number(span.version) for span in spans)
+    names = list(dict.fromkeys(span.version for span in spans))
+    numeric = all(map(is_number, names))
+    numbers = {name: int(name) if numeric else number for number, name in enumerate(names)}
     for span in spans:
-        if not numeric and span.version not in names:
-            names.append(span.version)
-        by_token[span.start : span.end] = int(span.version) if numeric else names.index(span.version)
-    return by_token, names
+        by_token[span.start : span.end] = numbers[span.version]
+    return by_token, [] if numeric else names
 
 
 def status_of(finish_reason: str | None) -> Status:

@@ -105,11 +105,11 @@ CHECK_BYTES = 8
 """CRC-32 as hex."""
 
 
-def _undamaged(name: str, version: int, data: bytes) -> bytes:
+def _undamaged(name: str, version: int, data: bytes) -> bytes | memoryview:
     """The JSON, checked; older rows have no checksum. Raises UnknownEvent."""
     if data.endswith(b"}"):
         return data
-    fields = data[: -1 - CHECK_BYTES]
+    fields = memoryview(data)[: -1 - CHECK_BYTES]
     if b"#%08x" % zlib.crc32(fields) != data[-1 - CHECK_BYTES :]:
         raise UnknownEvent(f"event {name!r} version {version} is not what was stored")
     return fields

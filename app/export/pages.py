@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -16,7 +16,9 @@ import msgspec
 from app.domain.branches import Branches, Picker
 from app.domain.events import EXPORTED
 from app.domain.groups import grpo
+from app.export import formats
 from app.export.links import sign
+from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
 from app.store import bulk, reads, survey
 from app.store.archives.fetching import fetch_archived
@@ -26,11 +28,15 @@ from app.store.engine import Database
 from app.store.packs.reader import fetch_packed
 from app.store.reads import Connection, Position
 
-PAGE = 64
+PAGE = 256
 """Positions read in one query."""
 
-PART_TURNS = 256
-"""Turns read together, if they belong to several pages."""
+PART_BYTES = 12 << 20
+"""About how many bytes of stored content are read together, if they belong to several pages: with few sessions at a
+time most of a read is the cost of its statements."""
+
+FIRST_TURN_BYTES = 64 << 10
+"""What a turn is taken to have before the first is read."""
 
 REPLAY_SESSIONS = 2
 """Sessions read together with replay payloads, which are larger than all else."""
@@ -91,7 +97,8 @@ class _Known(msgspec.Struct, frozen=True):
 class ExportPages:
     """The pages up to `high`. `grouped`: a row contains a whole group; `advantages`: each session needs one.
 
-    A group stands at the position of its last session, even if that session was erased since.
+    A group stands at the position of its last session, even if that session was erased since. `turn_bytes`: the stored
+    bytes of a turn, on average, in what was read last.
     """
 
     def __init__(
@@ -104,8 +111,10 @@ class ExportPages:
         replay: bool | Literal["urls"],
         url_s: int,
         branches: Branches | Picker,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self._database = database
+        self._part_bytes = part_bytes
         self._high = high
         self._grouped = grouped
         self._advantages = advantages
@@ -115,13 +124,36 @@ class ExportPages:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._known: _Known | None = None
         self._order: list[tuple[str, Position]] | None = None
+        self.turn_bytes: int | None = None
+
+    @classmethod
+    def of_query(
+        cls,
+        database: Database,
+        high: Position,
+        query: ExportQuery,
+        branches: Branches | Picker,
+        part_bytes: int = PART_BYTES,
+    ) -> ExportPages:
+        """The pages that a query asks for."""
+        return cls(
+            database,
+            high,
+            grouped=formats.takes_groups(query.shape),
+            advantages=query.advantage is not None,
+            replay=query.replay,
+            url_s=query.url_s,
+            branches=branches,
+            part_bytes=part_bytes,
+        )
 
     async def following(
         self, after: Position, session_id: str | None, group_id: str | None, types: Sequence[str]
-    ) -> tuple[list[list[ExportPage]], Position | None]:
+    ) -> tuple[Iterator[list[ExportPage]], Position | None]:
         """The next pages, in parts that may be in memory together, and the last position examined; None at the end.
 
-        They are read as of one moment: a session may be archived or brought back meanwhile.
+        They are read as of one moment: a session may be archived or brought back meanwhile. How large the turns of one
+        part were decides how many turns the next one has.
         """
         asked_for = session_id is not None
 
@@ -191,6 +223,7 @@ class ExportPages:
             urls = await sign(self._database, found.values(), self._url_s)
             found = {one: msgspec.structs.replace(stored, urls=urls) for one, stored in found.items()}
         stored = {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
+        self._measure(stored.values())
         return await self._rollout_rows.counted(stored, members)
 
     def _places(
@@ -260,16 +293,32 @@ class ExportPages:
             rollouts={member.session_id: member.rollout for member in found},
         )
 
-    def _parts(self, places: Sequence[ExportPage]) -> list[list[ExportPage]]:
-        parts: list[list[ExportPage]] = []
+    def _parts(self, places: Sequence[ExportPage]) -> Iterator[list[ExportPage]]:
+        part: list[ExportPage] = []
         turns = sessions = 0
         for place in places:
             turns, sessions = turns + place.turns, sessions + len(place.members)
-            if not parts or turns > PART_TURNS or (self._replay and sessions > REPLAY_SESSIONS):
-                parts.append([])
-                turns, sessions = place.turns, len(place.members)
-            parts[-1].append(place)
-        return parts
+            if part and (
+                turns * (self.turn_bytes or FIRST_TURN_BYTES) > self._part_bytes
+                or (self._replay and sessions > REPLAY_SESSIONS)
+            ):
+                yield part
+                part, turns, sessions = [], place.turns, len(place.members)
+            part.append(place)
+        if part:
+            yield part
+
+    def _measure(self, read: Collection[StoredSession]) -> None:
+        sizes = [stored_bytes(stored) for stored in read]
+        turns = sum(len(stored.frames) for stored in read)
+        if turns:
+            self.turn_bytes = max(sum(sizes) // turns, 1)
+
+
+def stored_bytes(stored: StoredSession) -> int:
+    """Bytes of a session's log and frames."""
+    frames = (frame for both in stored.frames.values() for frame in both if frame is not None)
+    return sum(len(row.data or b"") for row in stored.events) + sum(map(len, frames))
 
 
 def _in_order(places: Sequence[Position]) -> bool:

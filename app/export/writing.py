@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from app.export.containers.writer import ContainerWriter
-from app.export.row import Fields
+from app.export.helpers import Rows
+from app.export.threads import Threads
+from app.export.worker import MadePart
 from app.tasks import cancelled
 
 T = TypeVar("T")
@@ -17,12 +19,13 @@ T = TypeVar("T")
 class _Worker:
     """Runs a writer on threads. A cancelled request cannot stop a thread, so closing waits for it."""
 
-    def __init__(self, writer: ContainerWriter) -> None:
+    def __init__(self, threads: Threads, writer: ContainerWriter) -> None:
+        self._threads = threads
         self._writer = writer
         self._work: asyncio.Task[Any] | None = None
 
     async def do(self, call: Callable[..., T], *arguments: Any) -> T:
-        work = asyncio.create_task(asyncio.to_thread(call, *arguments))
+        work = asyncio.create_task(self._threads.run(call, *arguments))
         self._work = work
         return await asyncio.shield(work)
 
@@ -33,10 +36,10 @@ class _Worker:
             self._work.add_done_callback(lambda _: self._writer.close())
 
 
-async def read_ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[Sequence[Fields]]:
+async def read_ahead(pages: AsyncIterator[T]) -> AsyncGenerator[T]:
     """The same pages, with the next one read and shaped while one is written."""
 
-    async def following() -> Sequence[Fields] | None:
+    async def following() -> T | None:
         return await anext(pages, None)
 
     task = asyncio.create_task(following())
@@ -49,21 +52,23 @@ async def read_ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[S
 
 
 async def written(
-    writer: ContainerWriter, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
+    threads: Threads, writer: ContainerWriter, first: Rows | None, rest: AsyncGenerator[Rows]
 ) -> AsyncGenerator[bytes]:
     """The pages as pieces of one file."""
-    with contextlib.closing(_Worker(writer)) as worker:
+    with contextlib.closing(_Worker(threads, writer)) as worker:
         if first is not None:
-            for piece in await worker.do(_all, writer.write, first):
+            for piece in await worker.do(_all, writer, first):
                 yield piece
         async with contextlib.aclosing(rest):
             async for rows in rest:
-                for piece in await worker.do(_all, writer.write, rows):
+                for piece in await worker.do(_all, writer, rows):
                     yield piece
         last = writer.finish()
         while piece := await worker.do(next, last, b""):
             yield piece
 
 
-def _all(write: Callable[[Sequence[Fields]], Iterable[bytes]], rows: Sequence[Fields]) -> list[bytes]:
-    return list(write(rows))
+def _all(writer: ContainerWriter, rows: Rows) -> list[bytes]:
+    if isinstance(rows, MadePart):
+        return [piece for packed in rows.packed for piece in writer.add(packed)]
+    return list(writer.write(rows))

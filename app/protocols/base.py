@@ -49,13 +49,15 @@ class LiveRenderer(Protocol):
 
 class WireProtocol(Protocol):
     """One protocol. `route` is its path below a base URL. `is_native`: engines speak it, so that their replies and
-    errors pass as they are. `history` is that of a session whose first turn comes in this protocol and that has none
-    yet. `keepalive` is sent while a stream waits for its turn. `schema` is a request's JSON schema, with a title, for
-    the OpenAPI document, and `example` a request."""
+    errors pass as they are. `has_layouts`: its requests say where a long body's messages are, so that the next body is
+    known by its bytes. `history` is that of a session whose first turn comes in this protocol and that has none yet.
+    `keepalive` is sent while a stream waits for its turn. `schema` is a request's JSON schema, with a title, for the
+    OpenAPI document, and `example` a request."""
 
     name: str
     route: str
     is_native: bool
+    has_layouts: bool
     history: History
     keepalive: bytes
     schema: Mapping[str, Any]
@@ -67,7 +69,7 @@ class WireProtocol(Protocol):
         """The request. Raises InvalidRequest, which names the field, and Unsupported.
 
         `has_few_values`: the body has no more values than `bounds.FEW`. `continued`: what is known of the body, for a
-        protocol that gives its requests a layout.
+        protocol that has layouts.
         """
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:

@@ -139,7 +139,8 @@ class Lookups(msgspec.Struct):
 
 
 class SessionCache:
-    """Drops the least recently used entries when the total, counted approximately, exceeds `max_bytes`."""
+    """Drops what was least recently used when the total, counted approximately, exceeds `max_bytes`: the newest
+    requests first, which save some milliseconds, then whole entries."""
 
     def __init__(self, database: Database, writer: Writer, max_bytes: int) -> None:
         self.database = database
@@ -147,6 +148,7 @@ class SessionCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
         self._sizes: dict[str, int] = {}
+        self._with_bodies: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[CacheEntry | None]] = {}
         self._saving: set[asyncio.Task[None]] = set()
@@ -255,6 +257,7 @@ class SessionCache:
     def drop(self, session_id: str) -> None:
         if self._entries.pop(session_id, None) is not None:
             self._bytes -= self._sizes.pop(session_id)
+            self._with_bodies.pop(session_id, None)
 
     async def messages(self, live: CacheEntry, turn: int) -> bytes:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
@@ -371,8 +374,20 @@ class SessionCache:
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
         self._entries.move_to_end(session_id)
+        if live.bodies.size:
+            self._with_bodies[session_id] = None
+            self._with_bodies.move_to_end(session_id)
+        while self._bytes > self._max_bytes and self._with_bodies:
+            self._drop_bodies(next(iter(self._with_bodies)))
         while self._bytes > self._max_bytes and len(self._entries) > 1:
             self.drop(next(iter(self._entries)))
+
+    def _drop_bodies(self, session_id: str) -> None:
+        live = self._entries[session_id]
+        self._bytes -= live.bodies.size
+        self._sizes[session_id] -= live.bodies.size
+        live.bodies = KnownBodies()
+        del self._with_bodies[session_id]
 
     def snapshot_if_due(self, before: int, session_id: str) -> None:
         """Save a snapshot every SNAPSHOT_EVENTS events, so that a miss on a long session reads few events.

@@ -1,4 +1,4 @@
-"""Lists of sessions by pages: newest first for clients; filtered and sorted for the page and the command line."""
+"""The list of sessions, by pages, filtered and sorted: for clients, the command line and the page."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from app.domain import cursors, patterns
 from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
-from app.store import group_reads, heads_view, survey, survey_lists
+from app.store import group_reads, heads_view, session_metadata, survey, survey_lists
+from app.store.archives.fetching import read_archived
+from app.store.damaged import split
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
@@ -25,6 +27,11 @@ this process."""
 Status = Literal["open", "closed", "erased", "set_aside"]
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
+
+MAX_LOOKED_AT = 10_000
+"""The most sessions whose metadata one request reads; the page that ends there may be short."""
+
+METADATA_AT_ONCE = 500
 
 Held = Callable[[], Mapping[str, bool]]
 """Sessions whose turn waits at a gate of this process; True if the turn has its claim."""
@@ -67,13 +74,17 @@ class SessionRow(msgspec.Struct, frozen=True):
     tags: list[str]
 
 
-class SessionQuery(BaseModel):
+class SessionFilter(BaseModel):
     """Filters and order of a list; None: no filter."""
 
     model_config = ConfigDict(frozen=True)
 
-    state: State | None = Field(default=None, description="Only sessions in this state.")
-    group_id: Text = Field(default=None, description="A group's id.")
+    status: Status | None = Field(default=None, description="Only sessions with this status.")
+    state: State | None = Field(
+        default=None, description="Only sessions in this state: a status, or what an open session is doing."
+    )
+    group_id: Text = Field(default=None, description="Only sessions of this group.")
+    attempt: int | None = Field(default=None, ge=0, le=2**31 - 1, description="Only sessions with this attempt number.")
     engine: Text = Field(default=None, description="Only sessions that are bound to this engine.")
     min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
     max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
@@ -82,19 +93,47 @@ class SessionQuery(BaseModel):
         default=None,
         ge=0,
         le=2**62,
-        description="Only sessions whose oldest token is at least so many weight versions old.",
+        description="Only sessions whose newest weight version is at least this many versions behind the newest one.",
     )
     stuck_s: float | None = Field(
         default=None,
         ge=0,
         le=MAX_SECONDS,
         allow_inf_nan=False,
-        description="Only sessions with a turn in flight for longer than so many seconds.",
+        description="Only sessions with a turn in flight for longer than this many seconds.",
     )
-    q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
+    metadata: list[str] = Field(
+        default=[],
+        max_length=20,
+        description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
+        "key leads into an object.",
+    )
     tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
-    sort: Sort = Field(default="created_at", description="By what the list is sorted.")
-    order: Literal["desc", "asc"] = Field(default="desc", description="Up or down.")
+    sort: Sort = Field(default="created_at", description="The column by which the list is sorted.")
+    order: Literal["desc", "asc"] = Field(default="desc", description="Descending or ascending.")
+
+    @field_validator("metadata", mode="after")
+    @classmethod
+    def _pairs(cls, given: list[str]) -> list[str]:
+        if any(not one.partition("=")[0] or "=" not in one for one in given):
+            raise ValueError("metadata must be key=value")
+        return given
+
+    @model_validator(mode="after")
+    def _one_state(self) -> SessionFilter:
+        if self.status is not None and self.state is not None:
+            raise ValueError("status and state exclude each other")
+        return self
+
+    @property
+    def wanted_metadata(self) -> list[tuple[str, str]]:
+        return [(one.partition("=")[0], one.partition("=")[2]) for one in self.metadata]
+
+
+class SessionQuery(SessionFilter):
+    """As the page asks."""
+
+    q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
 
 
 class SessionListPage(msgspec.Struct, frozen=True):
@@ -104,23 +143,6 @@ class SessionListPage(msgspec.Struct, frozen=True):
     next_cursor: str | None
     total: int
     total_is_exact: bool
-
-
-async def newest_sessions(
-    database: Database,
-    *,
-    status: Status | None,
-    group_id: str | None,
-    tag: str | None,
-    before: tuple[float, str] | None,
-    limit: int,
-) -> list[HeadRow]:
-    """Heads from the newest on, created before `before` (created_at, session_id)."""
-    wanted = HeadFilter(status=status, group_id=group_id, tag=tag)
-    return await database.read(
-        lambda c: heads_view.page(c, wanted, order="created_at", newest_first=True, after=before, limit=limit),
-        or_else=lambda c: _sorted(survey_lists.rows(c, wanted), SessionQuery(), before)[:limit],
-    )
 
 
 class SessionList:
@@ -138,8 +160,46 @@ class SessionList:
         self._engines = engines
         self._clock = clock
 
-    async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> SessionListPage:
-        """Raises InvalidRequest for an invalid cursor, StoreUnavailable."""
+    async def page(
+        self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool = True
+    ) -> SessionListPage:
+        """One page. Without `counted` its `total` is 0. With a metadata filter the total is that of this page, and
+        a page may have fewer rows than `limit` though others follow.
+
+        Raises InvalidRequest for an invalid cursor, StoreUnavailable; with a metadata filter PayloadsUnavailable, if
+        sessions are archived.
+        """
+        if not query.metadata:
+            return await self._page(query, cursor, limit, counted=counted)
+        rows: list[SessionRow] = []
+        after = cursor
+        for _ in range(MAX_LOOKED_AT // METADATA_AT_ONCE):
+            page = await self._page(query, after, METADATA_AT_ONCE, counted=False)
+            matching = await self._with_metadata(page.sessions, query)
+            rows += [row for row in page.sessions if row.session_id in matching]
+            after = page.next_cursor
+            if after is None or len(rows) >= limit:
+                break
+        if len(rows) > limit:
+            after = _cursor_behind(rows[limit - 1], query)
+        rows = rows[:limit]
+        return SessionListPage(rows, after, len(rows), total_is_exact=cursor is None and after is None)
+
+    async def _with_metadata(self, rows: Sequence[SessionRow], query: SessionQuery) -> set[str]:
+        """The ids of those that have the metadata."""
+        wanted = query.wanted_metadata
+
+        def read(connection: Connection, ids: Sequence[str]) -> dict[str, bool]:
+            return session_metadata.matches(connection, ids, wanted)
+
+        ids = [row.session_id for row in rows if row.state != "erased"]
+        found = await self._database.read(lambda c: read(c, ids), or_else=lambda c: split(c, ids, read)[0])
+        archivable = [row.session_id for row in rows if row.state == "closed" and row.session_id not in found]
+        if archivable:
+            found |= await read_archived(self._database, archivable, read)
+        return {session_id for session_id, matches in found.items() if matches}
+
+    async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionListPage:
         after = None if cursor is None else _place_of(cursor, query)
         held = self.held()
 
@@ -157,6 +217,8 @@ class SessionList:
                 rows, is_exact = self._in_flight(connection, query, newest, held)
                 return page(_sorted(rows, query, after)[: limit + 1], len(rows), is_exact, newest)
             wanted = _wanted(query, newest, held)
+            if not counted:
+                return page(_page(connection, wanted, query, after, limit + 1, many=True), 0, False, newest)
             total = heads_view.count(connection, wanted)
             is_exact = total <= COUNTED
             found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == HeadFilter())
@@ -250,10 +312,11 @@ def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -
         most = NEVER if newest is None else newest - query.min_staleness
     is_open = query.state not in (None, "closed", "erased", "set_aside")
     return HeadFilter(
-        status="open" if is_open else query.state,  # type: ignore[arg-type]
+        status="open" if is_open else query.status or query.state,  # type: ignore[arg-type]
         idle=query.state == "idle",
         but=held.keys() if query.state == "idle" else (),
         group_id=query.group_id,
+        attempt=query.attempt,
         engine=query.engine,
         min_reward=query.min_reward,
         max_reward=query.max_reward,
@@ -299,7 +362,7 @@ def _sorted(rows: Sequence[HeadRow], query: SessionQuery, after: Place | None) -
     return [places[place] for place in (*valued, *others)]
 
 
-def _cursor_behind(row: HeadRow, query: SessionQuery) -> str:
+def _cursor_behind(row: HeadRow | SessionRow, query: SessionQuery) -> str:
     """The cursor after a row in this order."""
     column, descending = _order_of(query)
     place = (column, descending, getattr(row, column), row.session_id)

@@ -154,7 +154,8 @@ class Database:
     """The store's connections. Call `open` before use and `close` after; raises StartupError if it cannot serve.
 
     `committed` is called after each durable transaction. `lost` is called once, with the reason, if this process loses
-    its SQLite file: nothing is written from then on. `bucket` holds replay payloads.
+    its SQLite file: nothing is written from then on. `bucket` holds replay payloads. `blocking`: a read from SQLite may
+    hold up the event loop, for a process that has nothing else to do.
     """
 
     def __init__(
@@ -163,10 +164,13 @@ class Database:
         committed: Committed = lambda seconds: None,
         lost: Callable[[str], None] = _ignored,
         bucket: Bucket | None = None,
+        *,
+        blocking: bool = False,
     ) -> None:
         self.url = url
         self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
         self.engine = create_engine(url)
+        self._blocking = sqlite_engine.create_blocking(make_url(url)) if blocking and self.is_sqlite else None
         self.is_read_only = False
         self._readers = Turnstile()
         self._lock = sqlite_lock(url)
@@ -337,6 +341,9 @@ class Database:
         return StoreDamaged(f"a page of the database is damaged ({why}): run ops.verify")
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
+        if self._blocking is not None:
+            with self._blocking.connect() as connection:
+                return function(connection)
         async with self._readers, self.engine.connect() as connection:
             return await connection.run_sync(function)
 

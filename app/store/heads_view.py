@@ -73,6 +73,7 @@ class HeadFilter(msgspec.Struct, frozen=True):
     idle: bool = False
     but: Collection[str] = ()
     group_id: str | None = None
+    attempt: int | None = None
     engine: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
@@ -183,6 +184,7 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         head.open_turns == 0 if wanted.idle else None,
         head.session_id.not_in(list(wanted.but)[:LISTED]) if wanted.but else None,
         None if wanted.group_id is None else head.group_id == wanted.group_id,
+        None if wanted.attempt is None else head.attempt == wanted.attempt,
         None if wanted.engine is None else head.engine == wanted.engine,
         None if wanted.min_reward is None else head.reward >= wanted.min_reward,
         None if wanted.max_reward is None else head.reward <= wanted.max_reward,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import Connection, event
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy import Connection, create_engine, event
+from sqlalchemy.engine import URL, Engine, make_url
 
 from app.store.async_engine import AsyncEngine, create_async_engine
 from app.store.dialect import FILE_PRAGMAS, PRAGMAS, READER_CACHE
@@ -22,23 +22,32 @@ def file_of(url: URL | str) -> Path:
 def create(url: URL, connections: int) -> AsyncEngine:
     """For reads and migrations."""
     engine = _engine(url, connections)
-
-    @event.listens_for(engine.sync_engine, "connect")
-    def _configure(connection: Any, _: Any) -> None:
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        try:
-            cursor.execute("PRAGMA page_count")
-            is_new = cursor.fetchone()[0] == 0
-            for pragma in (*(FILE_PRAGMAS if is_new else ()), *PRAGMAS, READER_CACHE):
-                cursor.execute(pragma)
-        except BaseException:
-            # Left open, it would affect how the next connection to this file can be opened.
-            connection.close()
-            raise
-        cursor.close()
-
+    event.listen(engine.sync_engine, "connect", _configure)
     return engine
+
+
+def create_blocking(url: URL) -> Engine:
+    """For reads by a process that does nothing else meanwhile: no statement goes to a thread and back, which takes as
+    long as to read a session."""
+    engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": LOCKED_S})
+    event.listen(engine, "begin", _begin)
+    event.listen(engine, "connect", _configure)
+    return engine
+
+
+def _configure(connection: Any, _: Any) -> None:
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    try:
+        cursor.execute("PRAGMA page_count")
+        is_new = cursor.fetchone()[0] == 0
+        for pragma in (*(FILE_PRAGMAS if is_new else ()), *PRAGMAS, READER_CACHE):
+            cursor.execute(pragma)
+    except BaseException:
+        # Left open, it would affect how the next connection to this file can be opened.
+        connection.close()
+        raise
+    cursor.close()
 
 
 def create_reader(url: URL, connections: int) -> AsyncEngine:

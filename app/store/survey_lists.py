@@ -29,6 +29,7 @@ def _is_wanted(row: HeadRow, wanted: HeadFilter) -> bool:
         and not (wanted.idle and row.claimed_since is not None)
         and row.session_id not in wanted.but
         and wanted.group_id in (None, row.group_id)
+        and wanted.attempt in (None, row.attempt)
         and wanted.engine in (None, row.engine)
         and (wanted.min_reward is None or (row.reward is not None and row.reward >= wanted.min_reward))
         and (wanted.max_reward is None or (row.reward is not None and row.reward <= wanted.max_reward))

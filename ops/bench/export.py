@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import random
 import threading
 import time
@@ -19,10 +21,10 @@ from app.store.engine import Database
 from app.store.schema import sessions
 from ops.bench import client
 from ops.bench.latency import timed
-from ops.bench.measure import cpu_s, family, save_figures, table
+from ops.bench.measure import cpu_s, family, save_figures, stat, table
 from ops.bench.sessions import Conversation, opening_messages
 from ops.bench.sizes import MIB
-from ops.bench.stand import Cores, cores, folder_for_bench, simulator, started
+from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started
 from ops.bench.stored import StoredTurn, write_sessions
 from ops.server import ServerProcess
 from workers import codec
@@ -57,7 +59,10 @@ READS = {
 }
 """The queries of the plain read, and how many of their last columns are content."""
 
-SAMPLE_S = 0.01
+SAMPLE_S = 0.05
+
+LOOK_S = 0.2
+"""How often new processes are looked for: a large export starts some."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,22 +71,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=500, help="tokens of each turn: half new prompt, half output")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="formats and shapes to measure")
     parser.add_argument(
-        "--spread", action="store_true", help="run all processes on both cores, instead of the server on one"
+        "--server-cores",
+        nargs="+",
+        type=int,
+        default=[1, 2],
+        help="measure with the server on so many cores; the client has the second one",
     )
+    parser.add_argument("--store", type=Path, help="keep the filled store in this folder, and use it if it is there")
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    cpu_sets = cores(arguments.spread)
-    with folder_for_bench(arguments.folder) as folder, simulator(cpu_sets) as engine:
-        count = min(POOL, arguments.sessions * arguments.turns)
-        pool = await made_turns(folder, engine.base_url, cpu_sets, arguments.tokens, count)
-        server = ServerProcess(folder).migrate()
-        stored = await fill_with(server, pool, arguments.sessions, arguments.turns)
+    cpu_sets = cores()
+    with pinned(cpu_sets.others), contextlib.ExitStack() as stack:
+        folder = arguments.store or stack.enter_context(folder_for_bench(arguments.folder))
+        server = await _filled(folder, cpu_sets, arguments)
+        stored = await _stored_bytes(server)
         print(f"{arguments.sessions} sessions x {arguments.turns} turns: {stored / MIB:.0f} MiB", flush=True)
-        rows = [await _export(server, form, arguments.sessions, stored, cpu_sets) for form in arguments.forms]
+        rows = [
+            await _export(server, form, arguments.sessions, stored, _for_server(cpu_sets, count))
+            for form in arguments.forms
+            for count in arguments.server_cores
+        ]
     table(rows)
     save_figures(f"export-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
     return 0
+
+
+def _for_server(cpu_sets: Cores, count: int) -> Cores:
+    every = sorted(cpu_sets.server) + sorted(cpu_sets.others - cpu_sets.server)
+    return Cores(set(every[:count]), cpu_sets.others)
+
+
+async def _filled(folder: Path, cpu_sets: Cores, arguments: argparse.Namespace) -> ServerProcess:
+    """A server with a store in the folder, which is filled unless it is there."""
+    if (folder / "turnlog.db").exists():
+        return ServerProcess(folder).migrate()
+    folder.mkdir(parents=True, exist_ok=True)
+    count = min(POOL, arguments.sessions * arguments.turns)
+    with simulator(cpu_sets) as engine, folder_for_bench(folder) as sample:
+        pool = await made_turns(sample, engine.base_url, cpu_sets, arguments.tokens, count)
+    server = ServerProcess(folder).migrate()
+    await fill_with(server, pool, arguments.sessions, arguments.turns)
+    return server
 
 
 async def made_turns(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int, count: int) -> list[StoredTurn]:
@@ -122,8 +153,8 @@ def _with_logprobs(facts: Facts, rng: np.random.Generator) -> Facts:
     return msgspec.structs.replace(facts, logprobs=drawn.astype("<f8").tobytes())
 
 
-async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
-    """Fill the store; returns the bytes of content that an export has to read."""
+async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> None:
+    """Fill the store."""
     rng = random.Random(1)
 
     def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
@@ -134,6 +165,14 @@ async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: in
     await database.open()
     try:
         await write_sessions(database, all_sessions(), b'{"model":"simulator","temperature":1.0}', ended=True)
+    finally:
+        await database.close()
+
+
+async def _stored_bytes(server: ServerProcess) -> int:
+    """The bytes of content that an export has to read."""
+    database = _database(server)
+    try:
         return await database.read(lambda connection: _read_page(connection, {"first": "", "last": "~"}))
     finally:
         await database.close()
@@ -141,49 +180,72 @@ async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: in
 
 async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu_sets: Cores) -> dict[str, Any]:
     """Measure one export by a new server, and one plain read. MB are 10^6 bytes, of the store's content and of the
-    output."""
+    output. The ratio of CPU times holds also where other programs have a share of the cores."""
     format, shape = form.split()
+    cpu = time.process_time()
     read_s = await _plain_read(server, stored)
+    read_cpu = time.process_time() - cpu
     with started(server, cpu_sets):
         await _download(server, format, shape, limit=1)
-        cpu = cpu_s(server.pid)
+        cpu = _cpu_s(server.pid)
         with _Peak(server.pid) as peak:
             began = time.perf_counter()
             downloaded = await _download(server, format, shape)
             seconds = time.perf_counter() - began
-        cpu = cpu_s(server.pid) - cpu
+        cpu = _cpu_s(server.pid) - cpu
     if format == "ndjson" and downloaded.lines != count:
         raise Incomplete(f"{form}: {downloaded.lines} rows of {count} sessions")
     return {
         "form": form,
+        "cores": len(cpu_sets.server),
         "rows/s": count / seconds,
         "seconds": seconds,
         "output MB/s": downloaded.size / seconds / 1e6,
         "stored MB/s": stored / seconds / 1e6,
         "plain read MB/s": stored / read_s / 1e6,
         "ratio": read_s / seconds,
-        "server CPU": cpu / seconds,
-        "peak MiB": peak.bytes / MIB,
-        "before MiB": peak.before / MIB,
+        "CPU us a row": cpu / count * 1e6,
+        "plain CPU us": read_cpu / count * 1e6,
+        "CPU ratio": read_cpu / cpu,
+        "peak MiB": peak.most.resident / MIB,
+        "before MiB": peak.before.resident / MIB,
+        "peak MiB, shared once": peak.most.proportional / MIB,
     }
 
 
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process and its children, those that have ended too."""
+    fields = stat(pid)
+    return cpu_s(pid) + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+
+class _Held(NamedTuple):
+    """Bytes of memory: resident pages, with those that several processes share counted for each, or once."""
+
+    resident: int
+    proportional: int
+
+
 class _Peak(threading.Thread):
-    """Samples the memory of a process and its children and keeps the maximum: resident pages, with shared pages counted
-    for each process."""
+    """Samples the memory of a process and its children and keeps the maximum."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
+        self._pid = pid
         self._pids = family(pid)
+        self._looked = time.monotonic()
         self._stopped = threading.Event()
-        self.before = self.bytes = self._resident()
+        self.before = self.most = self._held()
 
     def run(self) -> None:
         while not self._stopped.wait(SAMPLE_S):
-            self.bytes = max(self.bytes, self._resident())
+            if time.monotonic() - self._looked > LOOK_S:
+                self._pids, self._looked = family(self._pid), time.monotonic()
+            held = self._held()
+            self.most = _Held(*map(max, self.most, held))
 
-    def _resident(self) -> int:
-        return sum(_resident(pid) for pid in self._pids)
+    def _held(self) -> _Held:
+        return _Held(*map(sum, zip(*map(_held_by, self._pids), strict=True)))
 
     def __enter__(self) -> _Peak:
         self.start()
@@ -194,11 +256,15 @@ class _Peak(threading.Thread):
         self.join()
 
 
-def _resident(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _held_by(pid: int) -> _Held:
+    """Nothing for a process that has ended."""
+    found = {"Rss": 0, "Pss": 0}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, _, size = line.partition(":")
+            if name in found:
+                found[name] = int(size.split()[0]) * 1024
+    return _Held(found["Rss"], found["Pss"])
 
 
 class Incomplete(Exception):

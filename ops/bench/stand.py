@@ -165,9 +165,9 @@ class Side:
         await self._create_ahead(self._pace * seconds)
 
     async def run_period(self, seconds: float) -> Period:
-        before = self._cpu_s()
+        before = self.cpu_s()
         tallies = [await self._loads[0].run(seconds)] if len(self._loads) == 1 else await self._all(seconds)
-        found = Period(tallies, self._cpu_s() - before)
+        found = Period(tallies, self.cpu_s() - before)
         self._pace = max(self._pace, found.turns / found.seconds)
         return found
 
@@ -182,7 +182,8 @@ class Side:
         """All turns answered so far."""
         return sum(load.answered for load in self._loads)
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
+        """Of the servers, in seconds."""
         return sum(cpu_s(server.pid) for server in self._servers)
 
     async def _all(self, seconds: float) -> list[Tally]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from helpers.store import Store
 
+from app.domain.known_body import LONG_BODY
+from app.protocols.chat.parse import parse_chat
 from app.sessions.cache import SessionCache
 from app.store.engine import Database
 
@@ -122,3 +125,35 @@ async def test_of_two_refreshes_the_later_one_knows_what_it_read(store: Store, s
     _, live = await asyncio.gather(*refreshes)
     assert live is not None
     assert live.session == await store.session("s")
+
+
+async def test_requests_are_dropped_before_sessions(store: Store) -> None:
+    """What is kept of long requests costs no other session its place."""
+    body = b'{"messages":[{"role":"user","content":"%b"}]}' % (b"x" * LONG_BODY)
+    layout = parse_chat(body).layout
+    assert layout is not None
+    names = ["a", "b", "c"]
+    for name in names:
+        await store.create(name)
+        await store.take_turn(name)
+
+    async def filled(max_bytes: int) -> SessionCache:
+        cache = SessionCache(store.database, store.writer, max_bytes)
+        for name in names:
+            await cache.get(name)
+        for name in names:
+            cache.remember(name, 1, b"{}", None, layout, hashlib.sha256())
+        return cache
+
+    cache = await filled(1 << 30)
+    assert [cache.continued(name, body) is not None for name in names] == [True] * 3
+    sizes = cache.size
+    for room, kept in ((sizes, 3), (sizes - 1, 2), (sizes - 2 * LONG_BODY, 1), (sizes - 3 * LONG_BODY, 0)):
+        cache = await filled(room)
+        assert [cache.continued(name, body) is not None for name in names] == [False] * (3 - kept) + [True] * kept
+        assert cache.sessions == 3
+        assert sizes - (3 - kept) * (LONG_BODY + 100) <= cache.size <= room
+    cache = await filled(1 << 30)
+    for name in names:
+        cache.drop(name)
+    assert (cache.size, cache.sessions) == (0, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -22,6 +24,7 @@ MISSING = (1, 3)
 """Attempts of the third group that nobody made."""
 
 ADAPTER = "code-lora"
+AT_ONCE = {"latency_s": 0}
 TASKS = (
     "How many apples are left if 23 of 60 were sold in the morning and half of the rest later?",
     "The test suite fails in one place. Find out why and propose a patch.",
@@ -159,3 +162,76 @@ def _asked(stand: Stand, talk: Talk, messages: Sequence[dict[str, Any]]) -> HTTP
 def _gated(stand: Stand) -> int:
     count: int = stand.http.get("/ui/api/overview").json()["sessions"]["gated"]
     return count
+
+
+SIDE_BY_SIDE = "retail/order-17"
+
+
+def rollouts(stand: Stand, group: str = SIDE_BY_SIDE, count: int = 6) -> list[str]:
+    """A group whose rollouts call a tool, begin alike and then differ; one has branches, one a refused reply."""
+    return [_rollout(stand, group, number) for number in range(count)]
+
+
+def _rollout(stand: Stand, group: str, number: int) -> str:
+    name = f"{group.split('/')[0]}-{number:02}"
+    tree = {"history": "tree"} if number == 3 else {}
+    talk = stand.talk(session_id=name, group_id=group, attempt=number, metadata={"task": group}, **tree)
+    talk.say(
+        "A customer wants to return order 17. What do you do?",
+        tools=[WEATHER],
+        sim={**AT_ONCE, "text": "I will look it up."},
+    )
+    called = talk.add(user("Yes."), tools=[WEATHER], sim={**AT_ONCE, "tool_calls": True})
+    calls = called.json()["choices"][0]["message"].get("tool_calls") or []
+    status = "delivered" if number % 2 else "in transit"
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": f'{{"status": "{status}"}}'} for call in calls]
+    talk.add(
+        *(results or [user("Go on.")]), tools=[WEATHER], sim={**AT_ONCE, "tool_calls": False, "completion_tokens": 30}
+    )
+    if number == 4:
+        assert (
+            talk.chat([*talk.messages, user("Are you sure?")], sim={**AT_ONCE, "fault": "not_json"}).status_code >= 500
+        )
+    history = list(talk.messages)
+    for step in range(number):
+        talk.say(
+            f"The customer asks again, for the {step + 1}. time.", sim={**AT_ONCE, "completion_tokens": 20 + 15 * step}
+        )
+    if number == 3:
+        talk.messages = history
+        talk.say("Another agent looks into it.", sim={**AT_ONCE, "completion_tokens": 24})
+    reward = (number * 3 % 5) / 4
+    body = {"reward": reward, "components": {"resolved": round(reward + 0.1, 3), "length": -0.1}}
+    assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
+    return talk.id
+
+
+HOURS = 12
+
+
+def over_hours(stand: Stand, sessions: int = 96) -> None:
+    """A run of some hours: rewards that grow, weights that change each hour, turns that become slower, some errors.
+
+    The turns are taken now; the times in the log are then set back, while the server is stopped.
+    """
+    for number in range(sessions):
+        hour = number * HOURS // sessions
+        talk = stand.talk(session_id=f"run-{number:03}", group_id=f"task-{number // 8}", attempt=number % 8)
+        sim = {"completion_tokens": 8 + 2 * hour + number % 5}
+        for turn in range(1 + (number + hour) % 4):
+            talk.say(f"{turn}", sim={**sim, "weight_version": str(100 + hour - turn % 2), "latency_s": 0.002 * hour})
+        if number % 11 == 3:
+            talk.chat([*talk.messages, user("And?")], sim={**sim, "fault": "not_json" if hour % 2 else "status_500"})
+        reward = min(1.0, hour / 14 + (number % 8) / 20)
+        assert stand.http.put(f"{talk.path}/reward", json={"reward": reward}).status_code == 200
+    stand.server.stop()
+    with contextlib.closing(sqlite3.connect(stand.url.partition("///")[2])) as store, store:
+        for number in range(sessions):
+            back = 3600.0 * (HOURS - number * HOURS // sessions)
+            name = f"run-{number:03}"
+            store.execute("UPDATE events SET at = at - ? WHERE session_id = ?", (back, name))
+            store.execute(
+                "UPDATE sessions SET created_at = created_at - ?, updated_at = updated_at - ? WHERE session_id = ?",
+                (back, back, name),
+            )
+    stand.server.start()

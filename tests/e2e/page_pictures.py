@@ -10,10 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from integration.stand import Stand
+from integration.stand import Stand, standing
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
+from e2e.page_data import over_hours, rollouts
 
 VIEWS = {
     "sessions": "#/",
@@ -21,9 +22,12 @@ VIEWS = {
     "groups": "#/groups",
     "group": "#/group/gsm8k%2Ftrain-04127",
     "flat": "#/group/swe%2Fdjango-11099",
+    "trends": "#/trends",
     "exports": "#/exports?max_staleness=0&weight_version=12",
     "nothing": "#/?q=nobody",
     "tree": "#/session/deep-research-5",
+    "rollouts": "#/group/retail%2Forder-17/rollouts?sort=best",
+    "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
     "compared": "#/session/deep-research-5?branch=0&against=2",
 }
 DOCUMENTED = (
@@ -31,6 +35,8 @@ DOCUMENTED = (
     ("sessions", "dark"),
     ("groups", "light"),
     ("group", "light"),
+    ("rollouts", "light"),
+    ("diff", "light"),
     ("exports", "light"),
     ("tree", "light"),
     ("compared", "light"),
@@ -64,12 +70,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root, page_standing(_Folders(Path(root))) as page, launched() as browser:
         shown = opened(browser, page.stand.server.base_url)
         work(page.stand)
+        rollouts(page.stand)
         for name, scheme in every if arguments.all else DOCUMENTED:
             take(shown, name, scheme, folder / f"{name}-{scheme}.png")
+        trends(browser, folder, arguments.all)
         for width, height in ((1920, 1080), (800, 1000)) if arguments.all else ():
             shown.set_viewport_size({"width": width, "height": height})
             for name in VIEWS:
                 take(shown, name, "light", folder / f"{name}-{width}.png")
+
+
+def trends(browser: Browser, folder: Path, both: bool) -> None:
+    """Of a run of its own, whose times are hours apart."""
+    with tempfile.TemporaryDirectory() as root, standing(Path(root)) as stand:
+        over_hours(stand)
+        page = opened(browser, stand.server.base_url)
+        for scheme in ("light", "dark") if both else ("light",):
+            take(page, "trends", scheme, folder / f"trends-{scheme}.png")
 
 
 def opened(browser: Browser, base_url: str) -> Page:

@@ -34,6 +34,9 @@ def test_a_page_runs(path: Path, stand: Stand) -> None:
     absent = guides.missing(path.read_text())
     if absent:
         pytest.skip(f"{', '.join(absent)} not installed")
+    if guides.is_killed(path.read_text()):
+        assert guides.main([str(path)]) == 0  # on a server of its own
+        return
     try:
         printed = guides.run(path, stand.server.base_url, str(stand.sim.base_url).rstrip("/"))
     except subprocess.CalledProcessError as error:

@@ -124,7 +124,7 @@ def test_what_changes_on_a_later_page_is_not_new(watched: Watched, guarded: Stan
     later = guarded.http.get("/ui/api/sessions", params={"q": "many-", "limit": 1}).json()["sessions"][0]["session_id"]
     for session_id in (later, key):
         assert guarded.http.put(f"/sessions/{session_id}/reward", json={"reward": 0.5}).status_code == 200
-    expect(first.locator("td").nth(4)).to_have_text("0.500")
+    expect(first.locator("td").nth(5)).to_have_text("0.500")
     expect(page.locator("button.changed")).to_be_hidden()
 
     watched.go("#/?q=many-")

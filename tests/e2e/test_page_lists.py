@@ -97,7 +97,7 @@ def test_live_rows_change_in_place(watched: Watched, page_stand: PageStand) -> N
     page.eval_on_selector(row, "row => { row.isTheSame = true }")
     talk.say("one", max_tokens=8)
     talk.say("two", max_tokens=8)
-    page.wait_for_function("row => document.querySelector(row).cells[3].textContent === '2'", arg=row)
+    page.wait_for_function("row => document.querySelector(row).cells[4].textContent === '2'", arg=row)
     assert page.eval_on_selector(row, "row => row.isTheSame")
     stand.talk(session_id="live-2")
     page.wait_for_function("rows => document.querySelector(rows)?.dataset.key === 'live-2'", arg=ROWS)

@@ -20,6 +20,7 @@ VIEWS = {
     "#/": "main tbody tr[data-key]",
     "#/groups": "main tbody tr[data-key]",
     f"#/group/{GROUP}": "svg.plot",
+    "#/trends": ".trendplot canvas",
     "#/exports": "a[download]",
     "#/session/deep-research-5": ".said",
     "#/session/deep-research-5?branch=0&against=2": ".sides .said",

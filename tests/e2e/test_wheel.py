@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -16,75 +12,18 @@ import pytest
 from helpers.kept_server import KeptServer
 from integration.stand import Stand, until
 
+from e2e.packages import SERVER, Built, Environment, done
 from ops.server import ROOT
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
 PATIENCE_S = 120
-SERVER = ("app", "workers", "ops", "migrations")
-"""Names that other packages have as well."""
-
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "--python")
 
 
-def done(*command: str | Path, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TURNLOG_", "PYTHON"))}
-    run = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert run.returncode == code, run.stdout + run.stderr
-    return run
-
-
-class Environment:
-    """A virtual environment of its own, and an empty folder to run in."""
-
-    def __init__(self, folder: Path) -> None:
-        self.empty = folder / "empty"
-        self.empty.mkdir(parents=True)
-        self.bin = folder / "venv" / "bin"
-        done(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
-        [self.packages] = (folder / "venv" / "lib").glob("*/site-packages")
-
-    def pip(self, *arguments: str | Path) -> None:
-        done(*PIP, self.bin / "python", *arguments, cwd=self.empty)
-
-    def turnlog(self, *arguments: str | Path, code: int = 0, **environment: str) -> str:
-        run = done(self.bin / "turnlog", *arguments, cwd=self.empty, code=code, **environment)
-        return run.stderr if code else run.stdout
-
-    def python(self, code: str) -> str:
-        return done(self.bin / "python", "-c", code, cwd=self.empty).stdout
-
-    def lend(self, *without: str) -> None:
-        """The packages of these tests, but for Turnlog itself and what is to be missing."""
-        for entry in Path(sysconfig.get_path("purelib")).iterdir():
-            if not entry.name.lower().startswith(("turnlog", "_turnlog", "pip", *without)):
-                (self.packages / entry.name).symlink_to(entry)
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by what build.lock pins, from the sdist, and that from a copy without a history."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source, builder = folder / "source", Environment(folder / "builder")
-    for name in ("turnlog", *SERVER):
-        shutil.copytree(ROOT / name, source / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    builder.pip("install", "--require-hashes", "--no-deps", "-r", ROOT / "ops/deploy/build.lock")
-    done(builder.bin / "hatchling", "build", "-t", "sdist", "-d", folder, cwd=source)
-    [packed] = folder.glob("turnlog-*.tar.gz")
-    builder.pip("wheel", "--no-deps", "--no-build-isolation", "-w", folder, packed)
-    [made] = folder.glob("turnlog-*.whl")
-    return made
+@pytest.fixture
+def wheel(built: Built) -> Path:
+    return built.wheel
 
 
 def foreign(folder: Path) -> Path:

@@ -24,6 +24,7 @@ ON_BOTH = frozenset(
         "test_odd_parameters",
         "test_retries",
         "test_rollouts",
+        "test_session_lists",
         "test_search",
         "test_sessions",
         "test_tree",

@@ -118,6 +118,21 @@ def test_what_is_archived_is_exported_as_before(yard: Yard) -> None:
     assert yard.archive()["archived"] == 0
 
 
+def test_archived_sessions_are_listed_by_their_metadata(yard: Yard) -> None:
+    mark = uuid.uuid4().hex
+    talks = [yard.talk("Hello", metadata={"mark": mark, "number": number}) for number in range(3)]
+    yard.archive()
+    open_one = yard.talk("Hello", close=False, metadata={"mark": mark, "number": 1})
+
+    def listed(*metadata: str) -> list[str]:
+        reply = yard.stand.http.get("/sessions", params={"metadata": metadata})
+        assert reply.status_code == 200, reply.text
+        return [one["session_id"] for one in reply.json()["sessions"]]
+
+    assert listed(f"mark={mark}") == [open_one.id, *(talk.id for talk in reversed(talks))]
+    assert listed(f"mark={mark}", "number=1") == [open_one.id, talks[1].id]
+
+
 def test_a_position_of_all_events_outlives_the_archive(yard: Yard) -> None:
     [end] = lines(yard.stand.http.get("/events", params={"after": "end"}))
     talk = yard.talk("Hello", "And then?")

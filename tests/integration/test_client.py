@@ -170,7 +170,7 @@ def test_an_export_that_breaks_off_loses_and_repeats_nothing(client: Turnlog, st
     some = client.export(group_id=group, limit=3)
     assert [row["session_id"] for row in some] == made[:3]
     assert [row["session_id"] for row in client.export(group_id=group, cursor=some.cursor)] == made[3:]
-    with pytest.raises(InvalidRequest, match="min_rewards is not a parameter"):
+    with pytest.raises(TypeError, match="min_rewards is not a parameter, did you mean min_reward:"):
         list(client.export(min_rewards=1))
 
 

@@ -188,7 +188,7 @@ def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> No
     }
     talk = stand.talk(**given)
     assert set(given) == set(CreateSession.model_fields)
-    assert talk.state()["session"] == given
+    assert talk.state()["session"] == {**given, "note": None, "tags": []}
     assert "snapshot" not in talk.state()["metadata"], "that is what is so now"
 
 
@@ -212,6 +212,8 @@ def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) ->
         "params_mode": "override",
         "evaluation": False,
         "parent_session_id": None,
+        "note": None,
+        "tags": [],
     }
 
 

@@ -1,14 +1,147 @@
-"""The client and the command line know every parameter of exports, of the feed and of all events, and no other."""
+"""The client's parameters and replies are the server's, and a wrong parameter is refused before it is sent."""
 
 from __future__ import annotations
 
+import inspect
+from typing import Any, NotRequired, get_args, get_origin, get_type_hints, is_typeddict
+
+import msgspec
+import numpy as np
+import pytest
+
+import turnlog
 from app.api.events import EventParameters as EventsRoute
 from app.api.exports import ExportParameters as ExportRoute
-from app.export.feed import FeedQuery
-from turnlog.parameters import EventParameters, ExportParameters, FeedParameters
+from app.api.search import search
+from app.api.session_lists import ListedSession, SessionListQuery
+from app.api.sessions import CreateSession
+from app.domain import events as server_events
+from app.domain.branches import Branches, Loss
+from app.domain.groups import Attempt, Statistics
+from app.export.feed import FeedQuery, Group
+from app.export.formats import SHAPES
+from app.export.shapes.turnlog import COLUMNS
+from app.fleet.pauses import AdapterState
+from app.sessions.group_list import GroupRow
+from app.sessions.search import Hit
+from app.sessions.session_list import Sort, State, Status
+from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
+from app.store.groups import Acknowledged
+from turnlog import client, events, parameters, replies, rows
+from turnlog.client.checked import checked, metadata_filter
 
 
-def test_they_are_the_servers() -> None:
-    assert {*ExportParameters.__annotations__, "format"} == set(ExportRoute.model_fields)
-    assert set(EventParameters.__annotations__) == set(EventsRoute.model_fields)
-    assert {*FeedParameters.__annotations__, "consumer"} == set(FeedQuery.model_fields)
+def names(kind: type) -> set[str]:
+    return set(get_type_hints(kind))
+
+
+def test_parameters_are_the_servers() -> None:
+    assert {*names(parameters.ExportParameters), "format"} == set(ExportRoute.model_fields)
+    assert names(parameters.EventParameters) == set(EventsRoute.model_fields)
+    assert {*names(parameters.FeedParameters), "consumer"} == set(FeedQuery.model_fields)
+    assert names(parameters.NewSession) == set(CreateSession.model_fields)
+    searched = set(inspect.signature(search).parameters) - {"request"}
+    assert {*names(parameters.SearchFilters), "q", "limit", "cursor"} == searched
+    assert {*names(parameters.SessionFilters), "count", "limit", "cursor"} == set(SessionListQuery.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (parameters.Branches, Branches),
+        (parameters.Loss, Loss),
+        (parameters.SessionState, State),
+        (parameters.SessionStatus, Status),
+        (parameters.SessionOrder, Sort),
+    ],
+)
+def test_choices_are_the_servers(ours: Any, theirs: Any) -> None:
+    assert set(get_args(ours)) == set(get_args(theirs))
+
+
+def test_shapes_and_event_types_are_the_servers() -> None:
+    assert {"turnlog", *get_args(parameters.TrainerShape)} == set(SHAPES)
+    assert set(get_args(parameters.EventType)) == set(server_events.TYPES)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (replies.ListedSession, ListedSession),
+        (replies.ListedGroup, GroupRow),
+        (replies.SearchHit, Hit),
+        (replies.Group, Group),
+        (replies.Attempt, Attempt),
+        (rows.Statistics, Statistics),
+        (rows.Acknowledged, Acknowledged),
+        (replies.AdapterState, AdapterState),
+        (replies.Tree, Tree),
+        (replies.TreeTurn, TreeTurn),
+        (replies.TreeBranch, TreeBranch),
+    ],
+)
+def test_replies_are_the_servers(ours: type, theirs: type[msgspec.Struct]) -> None:
+    assert names(ours) == set(theirs.__struct_fields__)
+
+
+def test_rows_are_the_servers() -> None:
+    assert names(rows.Row) == set(COLUMNS)
+
+
+def test_events_are_the_servers() -> None:
+    """What has a default is left out where it is the default, and so need not be there."""
+    ours = {get_args(get_type_hints(one)["type"])[0]: one for one in get_args(events.Event)}
+    assert set(ours) == set(server_events.TYPES)
+    for name, kind in server_events.TYPES.items():
+        fields = {field.name: field.required for field in msgspec.structs.fields(kind)}
+        typed = get_type_hints(ours[name], include_extras=True)
+        needed = {one: get_origin(hint) is not NotRequired for one, hint in typed.items()}
+        assert needed == {"seq": True, "at": True, "type": True, "session_id": False, "position": False, **fields}, name
+
+
+def test_all_types_are_public_and_nothing_else_is_typed() -> None:
+    assert turnlog.__all__ == client.__all__
+    for module in (parameters, replies, rows):
+        own = {name for name, one in vars(module).items() if is_typeddict(one) and one.__module__ == module.__name__}
+        assert own - {"RowForm", "RowFilters"} <= set(turnlog.__all__)
+    for name in turnlog.__all__:
+        assert getattr(turnlog, name) is getattr(client, name)
+    with pytest.raises(AttributeError, match="no attribute 'Sessions'"):
+        turnlog.Sessions  # type: ignore[attr-defined]  # noqa: B018
+
+
+WRONG: list[tuple[type, dict[str, Any], type[Exception], str]] = [
+    (parameters.ExportParameters, {"grup_id": "g"}, TypeError, "grup_id is not a parameter, did you mean group_id"),
+    (parameters.ExportParameters, {"format": "parquet"}, TypeError, "format is not a parameter"),
+    (parameters.ExportParameters, {"shape": "slim"}, ValueError, "shape must be one of turnlog, miles, slime"),
+    (parameters.ExportParameters, {"status": "done"}, ValueError, "status must be one of completed, truncated"),
+    (parameters.ExportParameters, {"limit": "5"}, TypeError, "limit must be int, not str"),
+    (parameters.ExportParameters, {"limit": 5.0}, TypeError, "limit must be int, not float"),
+    (parameters.ExportParameters, {"limit": True}, TypeError, "limit must be int, not bool"),
+    (parameters.ExportParameters, {"min_reward": float("nan")}, ValueError, "min_reward must be finite, not nan"),
+    (parameters.ExportParameters, {"replay": "url"}, ValueError, "replay must be one of urls, not url"),
+    (parameters.ExportParameters, {"since": []}, TypeError, "since must be float or str, not list"),
+    (parameters.FeedParameters, {"size": None, "lease_s": "1"}, TypeError, "lease_s must be float, not str"),
+    (parameters.EventParameters, {"type": ["TurnComitted"]}, ValueError, "each of type must be one of SessionCreated"),
+    (parameters.EventParameters, {"type": "TurnCommitted"}, TypeError, "type must be a sequence, not str"),
+    (parameters.SessionFilters, {"metadata": "a=b"}, TypeError, "metadata must be a mapping, not str"),
+    (parameters.SessionFilters, {"status": "idle"}, ValueError, "status must be one of open, closed, erased"),
+    (parameters.NewSession, {"history": "trees"}, ValueError, "history must be one of linear, tree, not trees"),
+    (parameters.NewSession, {"attempt": "0"}, TypeError, "attempt must be int"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "error", "message"), WRONG, ids=[str(one[1]) for one in WRONG])
+def test_a_wrong_parameter_is_refused(kind: type, given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        checked(kind, given)
+    assert message in str(caught.value)
+
+
+def test_right_parameters_pass() -> None:
+    given = {"limit": np.int64(3), "min_reward": 1, "max_reward": np.float32(2), "since": "2026-01-01", "until": 5}
+    assert checked(parameters.ExportParameters, {**given, "replay": True, "cursor": None}) == {**given, "replay": True}
+    assert checked(parameters.EventParameters, {"type": ("TurnCommitted",)}) == {"type": ("TurnCommitted",)}
+    filters = {"a": "b", "n": 3, "yes": True, "none": None}
+    assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}
+    assert metadata_filter(filters) == ["a=b", "n=3", "yes=true", "none=null"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
 from app.export.cursor import Cursor, decode_cursor
-from app.export.exporter import SLICE_BYTES, _slice
+from app.export.slices import SLICE_BYTES, next_rows
 from app.store.reads import Position
 
 PLACE = st.builds(Position, st.integers(0, 2**62), st.integers(0, 2**62))
@@ -86,8 +86,8 @@ def test_rows_are_made_a_few_megabytes_at_a_time() -> None:
             yield {"number": number, "tokens": np.zeros(SLICE_BYTES // 4 // 8, np.int64)}
 
     source = rows()
-    assert [row["number"] for row in _slice(source, 100)] == [0, 1, 2, 3]
+    assert [row["number"] for row in next_rows(source, 100)] == [0, 1, 2, 3]
     assert made == [0, 1, 2, 3], "no more is made than is written next"
-    assert [row["number"] for row in _slice(source, 2)] == [4, 5]
+    assert [row["number"] for row in next_rows(source, 2)] == [4, 5]
     text = ({"messages": ["x" * (SLICE_BYTES // 4)] * 2} for _ in range(5))
-    assert [len(_slice(text, 9)) for _ in range(4)] == [2, 2, 1, 0]
+    assert [len(next_rows(text, 9)) for _ in range(4)] == [2, 2, 1, 0]

@@ -117,6 +117,20 @@ def test_a_continued_body_is_read_as_a_new_one(name: str) -> None:
     assert told(body, continued) == told(body, None)
 
 
+def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was checked in earlier requests counts towards the limit of all messages."""
+    known, body = known_after(body_of()), body_of(MORE)
+    continued = continued_of(known, body)
+    whole = parse_chat(body).layout
+    assert continued is not None
+    assert whole is not None
+    assert continued.layout.values == whole.values
+    monkeypatch.setattr(known_body, "MOST_VALUES", whole.values - 1)
+    assert known.prefix(body) is None
+    monkeypatch.setattr(known_body, "MOST_VALUES", whole.values)
+    assert known.prefix(body) is not None
+
+
 FRONTS = ['{"model":"m",', '{"a":[1,{"messages":[1]}],"messages":[2],"tools":[],', ' { "x":"\\"messages\\":[" , ', "{"]
 
 

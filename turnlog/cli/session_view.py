@@ -1,4 +1,4 @@
-"""Shows a session, from `GET /ui/api/sessions/{id}`."""
+"""Shows a session, from `GET /sessions/{id}/state`."""
 
 from __future__ import annotations
 

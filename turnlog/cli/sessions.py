@@ -14,7 +14,7 @@ from turnlog.cli.run import UsageError, printed_as_json, say
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
-PAGE = 500
+PAGE = 1000
 """The largest page that the server gives."""
 
 
@@ -46,6 +46,11 @@ def sessions(
     ctx: typer.Context,
     state: Annotated[State | None, typer.Option(help="Only those in this state.")] = None,
     group: Annotated[str | None, typer.Option(help="Only those of this group.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="Only those with this attempt number.")] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Only those with this value in their metadata. May be repeated."),
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="Only those of the engine with this URL.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Only those whose id begins so.")] = None,
     min_reward: Annotated[float | None, typer.Option()] = None,
@@ -64,8 +69,10 @@ def sessions(
     wish = {
         "state": state,
         "group_id": group,
+        "attempt": attempt,
+        "metadata": metadata or None,
         "engine": engine,
-        "q": prefix,
+        "prefix": prefix,
         "min_reward": min_reward,
         "max_reward": max_reward,
         "unrewarded": "true" if unrewarded else None,
@@ -80,15 +87,19 @@ def sessions(
         return
     _print_sessions(found["sessions"])
     if found["next_cursor"] is not None:
-        say(f"{len(found['sessions'])} of {found['total']}; more with --all, or --cursor {found['next_cursor']}")
+        of = "" if metadata else f" of {found['total']}"
+        say(f"{len(found['sessions'])}{of}; more with --all, or --cursor {found['next_cursor']}")
 
 
 def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: str | None) -> dict[str, Any]:
     """All pages of the server's list."""
     rows: list[dict[str, Any]] = []
+    counted: dict[str, Any] = {}
     while True:
         wanted = PAGE if limit is None else min(PAGE, limit - len(rows))
-        page = server.read("GET", "/ui/api/sessions", parameters={**wish, "limit": wanted, "cursor": cursor})
+        parameters = {**wish, "count": "true" if not rows else None, "limit": wanted, "cursor": cursor}
+        page = {**counted, **server.read("GET", "/sessions", parameters=parameters)}
+        counted = {name: value for name, value in page.items() if name.startswith("total")}
         rows += page["sessions"]
         cursor = page["next_cursor"]
         if cursor is None or (limit is not None and len(rows) >= limit):
@@ -120,7 +131,7 @@ def show(
     at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
 ) -> None:
     """A session: its turns with their stages, failures and rollbacks."""
-    path = f"/ui/api/sessions/{quote(session, safe='')}"
+    path = f"/sessions/{quote(session, safe='')}/state"
     state = remote(ctx).read("GET", path, parameters={"seq": at})
     if printed_as_json(ctx, state):
         return
@@ -140,7 +151,7 @@ def groups(
     if group is not None and cursor is not None:
         raise UsageError("--cursor is for the list of all groups")
     if group is None:
-        found = server.read("GET", "/ui/api/groups", parameters={"limit": limit, "cursor": cursor})
+        found = server.read("GET", "/groups", parameters={"limit": limit, "cursor": cursor})
     else:
         found = server.read("GET", f"/groups/{quote(group, safe='')}")
     if printed_as_json(ctx, found):

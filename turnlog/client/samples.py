@@ -10,9 +10,11 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from turnlog.errors import NotTurnlog
+from turnlog.replies import SessionMetadata
+from turnlog.rows import SampleFields
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,11 +34,11 @@ class Sample:
     arrays: `tokens` int64 [T], `loss_mask` uint8 [R], `rollout_log_probs` float64 [R], and if the engines sent them
         `rollout_routed_experts` int32 [T-1, layers, k] and `rollout_indexer_topk` int32 [T-1, layers, k]. The arrays
         are writable and share one buffer.
-    fields: `response`, `response_length`, `status`, `weight_versions`, `prefix_cache_info`, `metadata`.
+    fields: what is no array: `response`, `response_length`, `status`, `reward`, `metadata`, …
     """
 
     arrays: Mapping[str, Array]
-    fields: Mapping[str, Any]
+    fields: SampleFields
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Samples:
     """
 
     samples: list[Sample]
-    session: Mapping[str, Any]
+    session: SessionMetadata
     empty_reason: str | None
 
 
@@ -58,7 +60,7 @@ def parse(content: bytes) -> Samples:
         tensors = _tensors(bytearray(content))
         meta = json.loads(tensors.pop(META).tobytes())
         samples = [
-            Sample(_of(tensors, index), {name: value for name, value in fields.items() if name != "nulls"})
+            Sample(_of(tensors, index), cast(SampleFields, {name: fields[name] for name in fields if name != "nulls"}))
             for index, fields in enumerate(meta["samples"])
         ]
         return Samples(samples, meta["session_metadata"], meta["empty_reason"])

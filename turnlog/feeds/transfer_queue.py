@@ -34,6 +34,7 @@ from turnlog.client import AsyncTurnlog
 from turnlog.errors import TurnlogError
 from turnlog.feeds import verl
 from turnlog.feeds.verl import Columns
+from turnlog.rows import LeasedGroup, TrainerRow
 
 RECEIPT = "turnlog:receipt:"
 """Begins the keys of receipts. It has no `_`, so verl takes a receipt for no group's row."""
@@ -154,7 +155,7 @@ class TransferQueueProducer:
             await self._settle()
         return put
 
-    async def _lease(self, waiting: int, new: int) -> list[dict[str, Any]]:
+    async def _lease(self, waiting: int, new: int) -> list[LeasedGroup[TrainerRow]]:
         """Up to `new` new groups. Groups that wait for the trainer are leased again when a third of their lease has
         passed.
         """

@@ -21,14 +21,15 @@ from app.api.describe import (
     ref,
 )
 from app.api.describe import JSON as JSON
+from app.api.session_lists import ListedSession
 from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
 from app.fleet.pauses import AdapterState, FleetGate, Told
+from app.sessions.group_list import GroupPage
 from app.sessions.search import SearchPage
 from app.sessions.tree_view import Tree
 from app.store.groups import Acknowledged
-from app.store.reads import Head
 
 RESPONSES = "#/components/responses/"
 
@@ -99,7 +100,41 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
     ),
     "ArchiveRestored": record("`restored`: it was archived.", session_id=TEXT, restored=BOOLEAN),
-    "SessionPage": record("Some sessions, newest first.", sessions=listed(ref("Head")), next_cursor=nullable(TEXT)),
+    "SessionPage": record(
+        "Some sessions. With `count`, `total` is the number of matches up to 100,000, beyond which `total_is_exact` is "
+        "false. With a metadata filter both are those of this page, which may be short though more pages follow.",
+        optional=["total", "total_is_exact"],
+        sessions=listed(ref("ListedSession")),
+        next_cursor=nullable(TEXT),
+        total=COUNT,
+        total_is_exact=BOOLEAN,
+    ),
+    "SessionState": {
+        **record(
+            "The session after event `seq` of `last_seq`. Turns carry the times of their stages; `state` is what the "
+            "session is doing; `tree` is null where there is at most one branch.",
+            session_id=TEXT,
+            seq=COUNT,
+            last_seq=COUNT,
+            status=TEXT,
+            state=TEXT,
+            erased=BOOLEAN,
+            config=ANYTHING,
+            fork=nullable(ANYTHING),
+            metadata=nullable(ANYTHING),
+            created_at=NUMBER,
+            closed_at=nullable(NUMBER),
+            reward=nullable(ANYTHING),
+            turn_rewards=ANYTHING,
+            affinity=nullable(ANYTHING),
+            open_turns=listed(ANYTHING),
+            tree=nullable(ref("Tree")),
+            turns=listed(ANYTHING),
+            failed=listed(ANYTHING),
+            rollbacks=listed(ANYTHING),
+            problems=listed(ANYTHING),
+        ),
+    },
     "Record": record(
         "A live turn.",
         timestamp=NUMBER,
@@ -284,7 +319,7 @@ _BY_HAND: Mapping[str, Schema] = {
 
 def _generated() -> dict[str, Schema]:
     """The schemas of the types that replies are made of."""
-    kinds = (Head, SearchPage, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
+    kinds = (ListedSession, AdapterState, FleetGate, Told, Group, GroupPage, SearchPage, Acknowledged, Regression, Tree)
     found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
     return found
 

@@ -6,12 +6,14 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.api.page.conversation import Conversations
-from app.api.page.group_list import GroupList
 from app.api.page.overview import Overviews
+from app.api.page.rollout_view import Rollouts
 from app.api.page.session_view import SessionViews
 from app.api.page.token_view import TokenViews
+from app.api.page.trends import Trends
 from app.api.page.watch import Watch
 from app.export.preview import Previews
+from app.sessions.group_list import GroupList
 from app.sessions.session_list import SessionList
 
 if TYPE_CHECKING:
@@ -25,13 +27,15 @@ class PageReaders(NamedTuple):
     views: SessionViews
     conversations: Conversations
     tokens: TokenViews
+    rollouts: Rollouts
     groups: GroupList
     previews: Previews
+    trends: Trends
 
 
 def page_of(app: Services) -> PageReaders:
     database, held = app.database, app.turns.held
-    sessions = SessionList(database, held, app.engines, time.time)
+    sessions = app.session_list
     return PageReaders(
         sessions=sessions,
         overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
@@ -39,6 +43,8 @@ def page_of(app: Services) -> PageReaders:
         views=SessionViews(database, held),
         conversations=Conversations(database),
         tokens=TokenViews(database, app.token_in.prompts),
-        groups=GroupList(database),
+        rollouts=Rollouts(database),
+        groups=app.group_list,
         previews=Previews(database, app.release),
+        trends=Trends(database, sessions),
     )

@@ -12,6 +12,8 @@ from pydantic import Field
 from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
+from app.api.page.rollout_view import MAX_STEPS
+from app.api.page.trends import By
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
 from app.domain.patterns import MAX_INTEGER
@@ -116,6 +118,21 @@ async def tokens(
     return reply(await (await services(request).page()).tokens.at(session_id, seq, branch, start, limit))
 
 
+@router.get("/sessions/{session_id}/rollout")
+@for_the_page
+async def rollout(
+    request: Request,
+    session_id: SessionId,
+    branch: BranchNumber = None,
+    start: Annotated[
+        int, Query(ge=0, le=MAX_INTEGER, description="Index of the first turn whose content is read.")
+    ] = 0,
+    limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
+) -> Response:
+    """A branch of a session as a rollout: all turns in short, and some with their messages and probabilities."""
+    return reply(await (await services(request).page()).rollouts.at(session_id, branch, start, limit))
+
+
 @router.get("/groups")
 @for_the_page
 async def list_groups(
@@ -133,3 +150,17 @@ async def preview_export(request: Request, query: Annotated[ExportParameters, Qu
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     require_known(request, ExportParameters)
     return reply(await (await services(request).page()).previews.of(query, query.cursor))
+
+
+class TrendParameters(SessionQuery):
+    """Filters of the sessions that are summed up; their order does not matter."""
+
+    by: By = Field(default="hour", description="The interval of the sums, or `weight_version`.")
+    cursor: PageCursor = None
+
+
+@router.get("/trends")
+@for_the_page
+async def trends(request: Request, query: Annotated[TrendParameters, Query()]) -> Response:
+    """Sums over time of the next 100 sessions, newest first, to be added up."""
+    return reply(await (await services(request).page()).trends.page(query, query.by, query.cursor))

@@ -371,6 +371,82 @@ export interface TokenPage {
   error: string | null;
 }
 
+/** A turn of a rollout; two with equal marks have the same messages up to here. */
+export type Mark = [turn: number, mark: string, outputTokens: number, finishReason: string | null];
+
+export interface RolloutStep {
+  turn: number;
+  messages: Entry[];
+  prompt_tokens: number;
+  output_tokens: number;
+  finish_reason: string | null;
+  mean_logprob: number | null;
+  /** the lowest logprobs of equal parts of the reply */
+  strip: number[];
+  error: string | null;
+}
+
+/** GET /ui/api/sessions/{id}/rollout: all of a branch's turns in short, and `steps` from index `start` on */
+export interface Rollout {
+  session_id: string;
+  version: number;
+  status: string;
+  group_id: string | null;
+  attempt: number | null;
+  reward: number | null;
+  components: Record<string, number>;
+  turns: number;
+  tokens: number;
+  output_tokens: number;
+  branch: number | null;
+  branches: { branch: number; cause: string | null; step: number }[];
+  marks: Mark[];
+  start: number;
+  steps: RolloutStep[];
+}
+
+/** Sums that can be added up: of the sessions created in an interval, and of the turns that ended in it. */
+export interface TrendBucket {
+  key: number | null;
+  sessions: number;
+  rewarded: number;
+  reward_sum: number;
+  reward_squares: number;
+  reward_min: number | null;
+  reward_max: number | null;
+  session_turns: number;
+  session_sampled: number;
+  session_tokens: number;
+  committed: number;
+  versions: number;
+  version_sum: number;
+  version_max: number | null;
+  latency: Record<string, number>;
+  engines: Record<string, [count: number, milliseconds: number]>;
+  errors: Record<string, number>;
+}
+
+/** uPlot, vendored; only what the page uses of it. */
+export interface UPlot {
+  new (options: object, data: (number | null)[][], target: HTMLElement): UPlotChart;
+}
+
+export interface UPlotChart {
+  destroy(): void;
+  setSize(size: { width: number; height: number }): void;
+}
+
+/** GET /ui/api/trends */
+export interface TrendPage {
+  buckets: TrendBucket[];
+  scanned: number;
+  total: number;
+  total_is_exact: boolean;
+  damaged: number;
+  is_cut: boolean;
+  cursor: string | null;
+}
+
 /** A row that is not in the export. */
 export interface Example {
   session_id: string;

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from app.export import jsontext
-from app.export.containers.writer import PIECE
+from app.export.containers.writer import PIECE, Buffer
 from app.export.row import Fields
 
 
@@ -32,6 +32,12 @@ class RowWriter:
                 pending, size = [], 0
         if pending:
             yield b"".join(pending)
+
+    def pack(self, rows: Sequence[Fields]) -> bytes:
+        return b"".join(map(self._encode, rows))
+
+    def add(self, packed: Buffer) -> Iterator[bytes]:
+        return iter((bytes(packed),) if packed else ())
 
     def finish(self) -> Iterator[bytes]:
         return iter(())

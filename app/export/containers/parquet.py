@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 from app.domain.samples import Array
 from app.export import jsontext
 from app.export.columns import Column, Columns, depth
+from app.export.containers.writer import Buffer
 from app.export.row import Fields
 
 GROUP = 4 << 20
@@ -63,27 +65,55 @@ class ParquetWriter:
             use_byte_stream_split=list(_paths(columns, FLOATS)),
             write_statistics=list(_paths(columns, SCALARS.keys() - {"json", "bytes"}, scalars=True)),
         )
-        self._pending: dict[str, list[object]] = {name: [] for name in columns}
-        self._count = 0
+        self._batches: list[Any] = []
         self._size = 0
 
     def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+        return self._add(*self._packed(rows))
+
+    def pack(self, rows: Sequence[Fields]) -> bytes:
+        sizes, batch = self._packed(rows)
+        out = io.BytesIO()
+        with pa.ipc.new_stream(out, self._schema) as stream:
+            stream.write_batch(batch)
+        return msgspec.msgpack.encode((sizes, out.getbuffer()))
+
+    def add(self, packed: Buffer) -> Iterator[bytes]:
+        sizes, content = msgspec.msgpack.decode(packed, type=tuple[list[int], memoryview])
+        with pa.ipc.open_stream(content) as stream:
+            yield from self._add(sizes, stream.read_next_batch())
+
+    def _packed(self, rows: Sequence[Fields]) -> tuple[list[int], Any]:
+        """What each row takes in memory, about, and all of them as a record batch."""
+        values: dict[str, list[object]] = {name: [] for name in self._columns}
+        sizes: list[int] = []
         for row in rows:
             if unknown := row.keys() - self._columns.keys():
                 raise ValueError(f"no column was declared for {', '.join(sorted(unknown))}")
+            size = ROW_COST
             for name, column in self._columns.items():
                 value = row.get(name)
                 if value is not None:
                     value = _plain(column, value)
-                    self._size += _size(value)
-                self._pending[name].append(value)
-            self._count += 1
-            self._size += ROW_COST
+                    size += _size(value)
+                values[name].append(value)
+            sizes.append(size)
+        arrays = [_array(column, values[name]) for name, column in self._columns.items()]
+        return sizes, pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _add(self, sizes: Sequence[int], batch: Any) -> Iterator[bytes]:
+        begun = 0
+        for end, size in enumerate(sizes, 1):
+            self._size += size
             if self._size >= GROUP:
+                self._batches.append(batch.slice(begun, end - begun))
+                begun = end
                 yield from self._group()
+        if begun < len(sizes):
+            self._batches.append(batch.slice(begun))
 
     def finish(self) -> Iterator[bytes]:
-        if self._count:
+        if self._batches:
             yield from self._group()
         self._parquet.close()
         yield from self._out.taken()
@@ -92,10 +122,12 @@ class ParquetWriter:
         self._out.close()
 
     def _group(self) -> Iterator[bytes]:
-        arrays = [_array(column, self._pending[name]) for name, column in self._columns.items()]
-        self._pending = {name: [] for name in self._columns}
-        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._count)
-        self._count = self._size = 0
+        # In one chunk, since a page ends with one.
+        table = pa.Table.from_batches(self._batches).combine_chunks()
+        self._batches, self._size = [], 0
+        self._parquet.write_table(table, row_group_size=len(table))
+        del table
+        pa.default_memory_pool().release_unused()
         yield from self._out.taken()
 
 

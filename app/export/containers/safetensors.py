@@ -11,17 +11,19 @@ from __future__ import annotations
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from app.domain.samples import Array
 from app.errors import InvalidRequest
 from app.export import jsontext
 from app.export.columns import Column, Columns, depth
-from app.export.containers.writer import EXCLUDED, PIECE
+from app.export.containers.writer import EXCLUDED, PIECE, Buffer
 from app.export.row import Fields
+from workers.codec import describe
 
 META = "_rows_meta"
 """The tensor (uint8) with the JSON of what is no array: `{"rows": [...], "excluded": [...]}`."""
@@ -46,6 +48,8 @@ NAMES = {
     "bool": "BOOL",
 }
 """The format's name for each dtype."""
+
+ITEM_SIZES = {short: np.dtype(name).itemsize for name, short in NAMES.items()}
 
 ENTRY = struct.Struct("<BQQI")
 """Of a tensor that waits: which of SIZES, its start and end among those, the length of its header's beginning."""
@@ -76,6 +80,33 @@ class Spool:
         self._file.close()
 
 
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a row: the beginning of its name, the row's number, and what the header says of it."""
+
+    path: str
+    row: int
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+    @property
+    def place(self) -> int:
+        return SIZES.index(ITEM_SIZES[self.dtype])
+
+
+class PackedRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of a file: their tensors, and the tensors' data in their order by item size, as in SIZES. `rows` and
+    `excluded` are the JSON of the rest."""
+
+    tensors: list[Tensor]
+    data: list[memoryview]
+    rows: list[memoryview]
+    excluded: list[memoryview]
+
+
+describe(PackedRows)
+
+
 class TensorFile:
     """Tensors in the order in which they come, written at the end."""
 
@@ -85,14 +116,21 @@ class TensorFile:
 
     def add(self, name: str, array: Array) -> None:
         """Raises InvalidRequest for more tensors than a reader of the format accepts."""
-        little = array.astype(array.dtype.newbyteorder("<")) if sys.byteorder == "big" else array
         place = SIZES.index(array.itemsize)
-        spool = self._data[place]
-        start = spool.size
-        if array.size:
-            # memoryview.cast refuses an array without items.
-            spool.add(np.ascontiguousarray(little).data.cast("B"))
-        self._enter(name, NAMES[array.dtype.name], array.shape, place, start, spool.size)
+        start = self._data[place].size
+        self._data[place].add(little_endian(array))
+        self._enter(name, NAMES[array.dtype.name], array.shape, place, start, self._data[place].size)
+
+    def add_all(self, packed: PackedRows, first_row: int) -> None:
+        """The tensors of rows of which the first has this number. Raises InvalidRequest as `add`."""
+        ends = [spool.size for spool in self._data]
+        for spool, data in zip(self._data, packed.data, strict=True):
+            spool.add(data)
+        for one in packed.tensors:
+            start = ends[one.place]
+            ends[one.place] += one.size
+            name = f"{one.path}.{first_row + one.row}"
+            self._enter(name, one.dtype, one.shape, one.place, start, ends[one.place])
 
     def pieces(self, name: str, texts: Sequence[Spool]) -> Iterator[bytes]:
         """The file; `texts` one after the other are its last tensor, of bytes."""
@@ -152,19 +190,48 @@ class SafetensorsWriter:
         self._count = self._left_out = 0
 
     def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+        return self._add(self._packed(rows))
+
+    def pack(self, rows: Sequence[Fields]) -> bytes:
+        return msgspec.msgpack.encode(self._packed(rows))
+
+    def add(self, packed: Buffer) -> Iterator[bytes]:
+        return self._add(msgspec.msgpack.decode(packed, type=PackedRows))
+
+    def _packed(self, rows: Sequence[Fields]) -> PackedRows:
+        tensors: list[Tensor] = []
+        data: list[list[memoryview | bytes]] = [[] for _ in SIZES]
+        texts: list[memoryview] = []
+        excluded: list[memoryview] = []
+
+        def take(path: str, array: Array) -> None:
+            content = little_endian(array)
+            tensors.append(Tensor(path, len(texts), NAMES[array.dtype.name], array.shape, len(content)))
+            data[tensors[-1].place].append(content)
+
         for row in rows:
             if EXCLUDED in row:
-                self._excluded.add((b"," if self._left_out else b"") + jsontext.encode(row))
-                self._left_out += 1
+                excluded.append(memoryview(jsontext.encode(row)))
                 continue
             rest = dict(row)
             for name, column in self._apart.items():
                 if rest.get(name) is not None:
-                    found = self._without(name, column, rest.pop(name))
+                    found = _without(name, column, rest.pop(name), take)
                     if found is not None:
                         rest[name] = found
-            self._rows.add((b"," if self._count else b"") + jsontext.encode(rest))
+            texts.append(memoryview(jsontext.encode(rest)))
+        return PackedRows(tensors, [memoryview(b"".join(parts)) for parts in data], texts, excluded)
+
+    def _add(self, packed: PackedRows) -> Iterator[bytes]:
+        self._file.add_all(packed, self._count)
+        for text in packed.rows:
+            self._rows.add(b"," if self._count else b"")
+            self._rows.add(text)
             self._count += 1
+        for text in packed.excluded:
+            self._excluded.add(b"," if self._left_out else b"")
+            self._excluded.add(text)
+            self._left_out += 1
         return iter(())
 
     def finish(self) -> Iterator[bytes]:
@@ -175,27 +242,35 @@ class SafetensorsWriter:
         for held in (self._file, self._rows, self._excluded):
             held.close()
 
-    def _without(self, path: str, column: Column, value: Any) -> object:
-        """Make tensors of the arrays in a value that is not None, and give what is left of it: None if nothing is."""
-        if isinstance(column, Mapping):
-            rest = dict(value)
-            for name, inner in column.items():
-                if _holds_arrays(inner) and rest.get(name) is not None:
-                    left = self._without(f"{path}.{name}", inner, rest.pop(name))
-                    if left is not None:
-                        rest[name] = left
-            return rest
-        dimensions, item = depth(column)
-        if dimensions > 1 and not isinstance(value, np.ndarray):
-            inner = "[" * (dimensions - 1) + item + "]" * (dimensions - 1)
-            return [self._without(f"{path}.{number}", inner, one) for number, one in enumerate(value)]
-        if item == "bytes":
-            array = np.frombuffer(value, np.uint8)
-        else:
-            # An array keeps its own type; a list of numbers takes its column's.
-            array = value if isinstance(value, np.ndarray) else np.array(value, item)
-        self._file.add(f"{path}.{self._count}", array)
-        return None
+
+def _without(path: str, column: Column, value: Any, take: Callable[[str, Array], None]) -> object:
+    """Have the arrays in a value that is not None taken, and give what is left of it: None if nothing is."""
+    if isinstance(column, Mapping):
+        rest = dict(value)
+        for name, inner in column.items():
+            if _holds_arrays(inner) and rest.get(name) is not None:
+                left = _without(f"{path}.{name}", inner, rest.pop(name), take)
+                if left is not None:
+                    rest[name] = left
+        return rest
+    dimensions, item = depth(column)
+    if dimensions > 1 and not isinstance(value, np.ndarray):
+        inner = "[" * (dimensions - 1) + item + "]" * (dimensions - 1)
+        return [_without(f"{path}.{number}", inner, one, take) for number, one in enumerate(value)]
+    if item == "bytes":
+        array = np.frombuffer(value, np.uint8)
+    else:
+        # An array keeps its own type; a list of numbers takes its column's.
+        array = value if isinstance(value, np.ndarray) else np.array(value, item)
+    take(path, array)
+    return None
+
+
+def little_endian(array: Array) -> memoryview | bytes:
+    """An array's content as the file has it."""
+    little = array.astype(array.dtype.newbyteorder("<")) if sys.byteorder == "big" else array
+    # memoryview.cast refuses an array without items.
+    return np.ascontiguousarray(little).data.cast("B") if array.size else b""
 
 
 def _holds_arrays(column: Column) -> bool:

@@ -8,6 +8,8 @@ from typing import Protocol
 from app.export.columns import Column
 from app.export.row import Fields
 
+Buffer = bytes | memoryview
+
 EXCLUDED = "excluded"
 """The key, beside those of EXCLUSION, by which a row says why something is not in the export."""
 
@@ -27,14 +29,19 @@ PIECE = 1 << 20
 class ContainerWriter(Protocol):
     """Turns rows into pieces of one file. The same rows give the same bytes, however they were divided into calls.
 
-    No piece is empty. `finish` is called once, after the last row; `close` in any case.
+    `pack` does what needs no knowledge of other rows; it may run in another process, whose result `add` takes. No
+    piece is empty. `finish` is called once, after the last row; `close` in any case.
     """
 
     @property
     def media_type(self) -> str: ...
     @property
     def suffix(self) -> str: ...
-    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]: ...
+    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+        """As `add(pack(rows))`."""
+
+    def pack(self, rows: Sequence[Fields]) -> bytes: ...
+    def add(self, packed: Buffer) -> Iterator[bytes]: ...
     def finish(self) -> Iterator[bytes]: ...
     def close(self) -> None:
         """Free what is held outside memory."""

@@ -23,6 +23,7 @@ class Chat:
     name = "chat"
     route = "/v1/chat/completions"
     is_native = True
+    has_layouts = True
     history: History = "linear"
     keepalive = KEEPALIVE
     schema: Mapping[str, Any] = REQUEST

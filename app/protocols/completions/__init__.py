@@ -12,6 +12,7 @@ from app.protocols.completions.schema import EXAMPLE, REQUEST
 class Completions(Chat):
     name = "completions"
     route = "/v1/completions"
+    has_layouts = False
     schema = REQUEST
     example = EXAMPLE
 

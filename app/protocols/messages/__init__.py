@@ -25,6 +25,7 @@ class Messages:
     name = "messages"
     route = "/v1/messages"
     is_native = False
+    has_layouts = False
     history: History = "tree"
     keepalive = event({"type": "ping"}, "ping")
     schema: Mapping[str, Any] = REQUEST

@@ -25,6 +25,7 @@ class Responses:
     name = "responses"
     route = "/v1/responses"
     is_native = False
+    has_layouts = False
     history: History = "tree"
     keepalive = KEEPALIVE
     schema: Mapping[str, Any] = REQUEST

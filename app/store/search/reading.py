@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, exists, select
+from sqlalchemy import ColumnElement, Connection, Select, exists, select, text
 
 from app.domain import notes
 from app.domain.search_query import Query
@@ -115,4 +114,8 @@ def _rows(connection: Connection, query: Select[Any]) -> list[Found]:
     return [Found(*row) for row in connection.execute(query)]
 
 
-Search = Callable[[Connection], Sequence[Found]]
+def can_search(connection: Connection) -> bool:
+    """Not every build of SQLite has FTS5."""
+    if connection.dialect.name != "sqlite":
+        return True
+    return bool(connection.execute(text("SELECT sqlite_compileoption_used('ENABLE_FTS5')")).scalar())

@@ -12,7 +12,7 @@ from app.domain import notes
 from app.domain.search_text import words_of
 from app.store import pins
 from app.store import statements as sql
-from app.store.dialect import Tx, now
+from app.store.dialect import Tx, erase_sessions, keep_sessions, now
 from app.store.log import BaseOperation, StoreOperation
 from app.store.schema import search_entries, search_metadata, search_shards, search_state
 from app.store.search import words
@@ -111,6 +111,8 @@ _drop = delete(search_entries).where(search_entries.c.id == bindparam("entry"))
 _shards = select(search_shards.c.id)
 _drop_shards = delete(search_shards)
 _now = select(now())
+_keep_sessions = select(keep_sessions())
+_erase_sessions = select(erase_sessions())
 
 EVERY = 1 << 30
 
@@ -181,7 +183,8 @@ class IndexPage(StoreOperation, frozen=True):
     if it is no longer at `expected`.
 
     A turn that is in the index is left as it is, and nothing is written of an erased session: it may have been erased
-    after its content was read.
+    after its content was read. No session's row is locked, so no turn waits; an erasure waits for the page, or the page
+    for the erasure.
     """
 
     durable: ClassVar[bool] = False
@@ -197,6 +200,7 @@ class IndexPage(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> bool:
         if tx.one(_move, {"of": "position", "expected": self.expected, "to": self.position}) is None:
             return False
+        tx.one(_keep_sessions, {})
         live = {
             session_id for session_id in sorted({one.session_id for one in self.changes}) if _is_live(tx, session_id)
         }
@@ -218,8 +222,6 @@ class IndexPage(StoreOperation, frozen=True):
 
 
 def _is_live(tx: Tx, session_id: str) -> bool:
-    """Locks the session's row, so that an erasure comes before or after."""
-    tx.lock(sql.lock_head, {"sid": session_id})
     head = tx.one(sql.head, {"sid": session_id})
     return head is not None and head[1] != "erased"
 
@@ -276,6 +278,12 @@ class DropEntries(BaseOperation, frozen=True):
         if head is None or head[1] == "open" or (self.unless_pinned and pins.pinned_upto(tx, self.session_id)):
             return False
         return drop_entries(tx, self.session_id, self.most) == self.most
+
+
+def erase_entries(tx: Tx, session_id: str) -> None:
+    """Delete a session's entries in the transaction that erases it, so that none can come between."""
+    tx.one(_erase_sessions, {})
+    drop_entries(tx, session_id)
 
 
 def drop_entries(tx: Tx, session_id: str, most: int = EVERY) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from turnlog import Turnlog, TurnlogError
+from turnlog import Row, Turnlog, TurnlogError
 
 ATTEMPTS, TURNS, TURNS_A_STEP, NEW_GROUPS = 2, 5, 2, 2
 """Rollouts of a group, turns of a rollout, how many of them a step plays, and groups that a step begins."""
@@ -121,9 +121,9 @@ def _chat(session: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def sample(row: dict[str, Any]) -> list[Any]:
+def sample(row: Row) -> list[Any]:
     """What of a row a trainer trains on."""
-    trained = {name: row[name] for name in ("tokens", "loss_mask", "logprobs", "advantage") if name in row}
+    trained = {name: row[name] for name in ("tokens", "loss_mask", "logprobs", "advantage")}
     return [row["group_id"], row["attempt"], row["reward"], len(row["turns"]), _digest(trained)]
 
 

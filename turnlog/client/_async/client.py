@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import default_address, default_token, segment
+from turnlog.client.checked import checked, metadata_filter
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
-from turnlog.parameters import EventParameters, ExportParameters, FeedParameters
+from turnlog.events import Event, UnreadableEvent
+from turnlog.parameters import (
+    EventParameters,
+    ExportFilters,
+    ExportParameters,
+    FeedFilters,
+    FeedParameters,
+    NewSession,
+    SearchFilters,
+    SessionFilters,
+    Shape,
+    TrainerShape,
+)
+from turnlog.replies import (
+    AdapterState,
+    Checkpoint,
+    FleetGate,
+    Group,
+    ListedGroup,
+    ListedSession,
+    PausedAdapter,
+    RestoredStore,
+    SearchHit,
+)
+from turnlog.rows import Acknowledged, Excluded, LeasedGroup, Row, TrainerRow, WaitingGroup
+
+PAGE = 1000
+"""The largest page of a list that the server gives."""
+
+SEARCH_PAGE = 100
+"""The largest page of a search."""
+
+R = TypeVar("R")
+"""The type of an export's rows."""
 
 
 class AsyncTurnlog:
@@ -44,54 +78,15 @@ class AsyncTurnlog:
     def base_url(self) -> str:
         return self._transport.base_url
 
-    async def create_session(
-        self,
-        *,
-        session_id: str | None = None,
-        group_id: str | None = None,
-        attempt: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        rollback_window: int | None = None,
-        retain: Literal["window", "all"] | None = None,
-        history: Literal["linear", "tree"] | None = None,
-        on_divergence: Literal["reject", "segment"] | None = None,
-        on_drift: Literal["segment", "reject"] | None = None,
-        matcher: Literal["tolerant", "strict", "role_content_only"] | None = None,
-        adapter: str | None = None,
-        on_abort: Literal["return", "continue", "fail"] | None = None,
-        stream_mode: Literal["whole", "live"] | None = None,
-        params: Mapping[str, Any] | None = None,
-        model: str | None = None,
-        params_mode: Literal["override", "refuse"] | None = None,
-        evaluation: bool | None = None,
-        parent_session_id: str | None = None,
-    ) -> AsyncSession:
-        """Create a session. Arguments that are None get the server's defaults; docs/api.md describes them.
+    async def create_session(self, **fields: Unpack[NewSession]) -> AsyncSession:
+        """Create a session. Fields that are None get the server's defaults; docs/api.md describes them.
 
         The id is random unless given. The same id with the same fields returns the same session again. Raises Conflict
-        if the id is in use, InvalidRequest, Unavailable.
+        if the id is in use, InvalidRequest, Unavailable; TypeError and ValueError before anything is sent.
         """
-        given = {
-            "session_id": session_id or uuid.uuid4().hex,
-            "group_id": group_id,
-            "attempt": attempt,
-            "metadata": None if metadata is None else dict(metadata),
-            "rollback_window": rollback_window,
-            "retain": retain,
-            "history": history,
-            "on_divergence": on_divergence,
-            "on_drift": on_drift,
-            "matcher": matcher,
-            "adapter": adapter,
-            "on_abort": on_abort,
-            "stream_mode": stream_mode,
-            "params": None if params is None else dict(params),
-            "model": model,
-            "params_mode": params_mode,
-            "evaluation": evaluation,
-            "parent_session_id": parent_session_id,
-        }
-        body = {name: value for name, value in given.items() if value is not None}
+        body = checked(NewSession, fields)
+        body["session_id"] = body.get("session_id") or uuid.uuid4().hex
+        body |= {name: dict(body[name]) for name in ("metadata", "params") if name in body}
         made = await self._transport.read("POST", "/sessions", body=body)
         return AsyncSession(self._transport, made["session_id"], made.get("token"))
 
@@ -100,134 +95,198 @@ class AsyncTurnlog:
         return AsyncSession(self._transport, session_id, token)
 
     async def sessions(
-        self, *, status: Literal["open", "closed", "erased", "set_aside"] | None = None, group_id: str | None = None
+        self, limit: int | None = None, **filters: Unpack[SessionFilters]
+    ) -> AsyncIterator[ListedSession]:
+        """Sessions that match all filters, at most `limit`; by default newest first. Needs the admin token.
+
+        `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
+        """
+        given = checked(SessionFilters, filters)
+        if "metadata" in given:
+            given["metadata"] = metadata_filter(given["metadata"])
+        async for one in self._pages("/sessions", "sessions", given, limit):
+            yield cast(ListedSession, one)
+
+    async def groups(self, limit: int | None = None) -> AsyncIterator[ListedGroup]:
+        """All groups with their progress and the statistics of their rewards, by id. Needs the admin token."""
+        async for one in self._pages("/groups", "groups", {}, limit):
+            yield cast(ListedGroup, one)
+
+    async def _pages(
+        self, path: str, name: str, given: Object, limit: int | None, most: int = PAGE
     ) -> AsyncIterator[Object]:
-        """All sessions, newest first: id, status, turns, reward, times."""
-        given: Object = {"status": status, "group_id": group_id, "limit": 1000}
-        parameters = present(given)
-        while True:
-            page = await self._transport.read("GET", "/sessions", parameters=parameters)
-            for one in page["sessions"]:
+        """The items of all pages of a list, at most `limit`."""
+        left = limit
+        cursor: str | None = None
+        while left is None or left > 0:
+            size = most if left is None else min(most, left)
+            page = await self._transport.read("GET", path, parameters={**given, "limit": size, "cursor": cursor})
+            for one in page[name]:
                 yield one
-            if page["next_cursor"] is None:
+            left = None if left is None else left - len(page[name])
+            cursor = page["next_cursor"]
+            if cursor is None:
                 return
-            parameters["cursor"] = page["next_cursor"]
 
     async def search(
-        self,
-        q: str | None = None,
-        *,
-        role: str | None = None,
-        tool: str | None = None,
-        finish_reason: str | None = None,
-        reason: str | None = None,
-        session_id: str | None = None,
-        metadata: str | None = None,
-        status: Literal["open", "closed", "erased", "set_aside"] | None = None,
-        group_id: str | None = None,
-        tag: str | None = None,
-    ) -> AsyncIterator[Object]:
-        """Messages, tool calls and results that match, newest first, page after page: session, turn, message, a snippet
+        self, q: str | None = None, limit: int | None = None, **filters: Unpack[SearchFilters]
+    ) -> AsyncIterator[SearchHit]:
+        """Messages, tool calls and results that match, at most `limit`, newest first: session, turn, message, a snippet
         and the places in it that match. `metadata` is `key=value`. Needs the admin token.
 
-        Raises InvalidRequest, also if the server makes no search index (`search_off`).
+        Raises InvalidRequest, also if the server makes no search index (`search_off`); TypeError and ValueError before
+        anything is sent.
         """
-        given = {
-            "q": q,
-            "role": role,
-            "tool": tool,
-            "finish_reason": finish_reason,
-            "reason": reason,
-            "session_id": session_id,
-            "metadata": metadata,
-            "status": status,
-            "group_id": group_id,
-            "tag": tag,
-        }
-        parameters = present(given)
-        while True:
-            page = await self._transport.read("GET", "/search", parameters=parameters)
-            for one in page["hits"]:
-                yield one
-            if page["next_cursor"] is None:
-                return
-            parameters["cursor"] = page["next_cursor"]
+        given = {**checked(SearchFilters, filters), **present({"q": q})}
+        async for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
+            yield cast(SearchHit, one)
 
-    async def group(self, group_id: str) -> Object:
+    async def group(self, group_id: str) -> Group:
         """A group's sessions, and the statistics of their rewards. Raises NotFound."""
-        return await self._transport.read("GET", f"/groups/{segment(group_id)}")
+        return cast(Group, await self._transport.read("GET", f"/groups/{segment(group_id)}"))
 
-    def export(self, **parameters: Unpack[ExportParameters]) -> AsyncExport:
-        """Training rows as they arrive."""
-        return AsyncExport(self._transport, ExportPlace(present(parameters)))
+    @overload
+    def export(
+        self,
+        *,
+        shape: Literal["turnlog"] = "turnlog",
+        explain: Literal[False] = False,
+        **filters: Unpack[ExportFilters],
+    ) -> AsyncExport[Row]: ...
+
+    @overload
+    def export(
+        self, *, shape: Literal["turnlog"] = "turnlog", explain: bool, **filters: Unpack[ExportFilters]
+    ) -> AsyncExport[Row | Excluded]: ...
+
+    @overload
+    def export(
+        self, *, shape: TrainerShape, explain: bool = False, **filters: Unpack[ExportFilters]
+    ) -> AsyncExport[TrainerRow]: ...
+
+    def export(
+        self, *, shape: Shape = "turnlog", explain: bool = False, **filters: Unpack[ExportFilters]
+    ) -> AsyncExport[Any]:
+        """Training rows as they arrive. With `explain` also an object with `excluded` for what has no row.
+
+        Raises TypeError and ValueError for an invalid parameter, before anything is sent.
+        """
+        given = checked(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
+        return AsyncExport(self._transport, ExportPlace(given))
 
     def events(self, **parameters: Unpack[EventParameters]) -> AsyncEvents:
-        """The events of all sessions in the order of commits; with `follow` also new ones, without an end."""
-        return AsyncEvents(self._transport, AllEventsPlace(present(parameters)))
+        """The events of all sessions in the order of commits; with `follow` also new ones, without an end.
 
-    async def hand_out(self, consumer: str, **parameters: Unpack[FeedParameters]) -> list[Object]:
+        Raises TypeError and ValueError for an invalid parameter, before anything is sent.
+        """
+        return AsyncEvents(self._transport, AllEventsPlace(checked(EventParameters, parameters)))
+
+    @overload
+    async def hand_out(
+        self,
+        consumer: str,
+        *,
+        shape: Literal["turnlog"] = "turnlog",
+        explain: Literal[False] = False,
+        **filters: Unpack[FeedFilters],
+    ) -> list[LeasedGroup[Row]]: ...
+
+    @overload
+    async def hand_out(
+        self,
+        consumer: str,
+        *,
+        shape: Literal["turnlog"] = "turnlog",
+        explain: bool,
+        **filters: Unpack[FeedFilters],
+    ) -> list[LeasedGroup[Row] | WaitingGroup]: ...
+
+    @overload
+    async def hand_out(
+        self,
+        consumer: str,
+        *,
+        shape: TrainerShape,
+        explain: Literal[False] = False,
+        **filters: Unpack[FeedFilters],
+    ) -> list[LeasedGroup[TrainerRow]]: ...
+
+    @overload
+    async def hand_out(
+        self, consumer: str, *, shape: TrainerShape, explain: bool, **filters: Unpack[FeedFilters]
+    ) -> list[LeasedGroup[TrainerRow] | WaitingGroup]: ...
+
+    async def hand_out(
+        self, consumer: str, *, shape: Shape = "turnlog", explain: bool = False, **filters: Unpack[FeedFilters]
+    ) -> Any:
         """Up to `size` (default: one) complete groups with their rows, leased to `consumer` until it acknowledges them.
 
         First the groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
+        Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = {**parameters, "consumer": consumer}
-        once = parameters.get("new_only", False)
+        given = checked(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
+        given["consumer"] = consumer
+        once = filters.get("new_only", False)
         reply = await self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
         return [decode(line) for line in reply.content.split(b"\n") if line]
 
-    async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Object:
+    async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
         """Acknowledge groups for good. Returns which were `acknowledged`, `already`, `not_leased` or `unknown`."""
         body = {"consumer": consumer, "groups": list(group_ids)}
-        return await self._transport.read("POST", "/export/groups/ack", body=body)
+        return cast(Acknowledged, await self._transport.read("POST", "/export/groups/ack", body=body))
 
-    async def pause_adapter(self, name: str, *, lease_s: float | None = None) -> Object:
+    async def pause_adapter(self, name: str, *, lease_s: float | None = None) -> PausedAdapter:
         """Hold the adapter's turns and abort its generations, until `resume_adapter` or the end of the lease.
 
         Raises EnginesFailed if an engine did not accept the order; the gate is shut nevertheless.
         """
         path = f"/adapters/{segment(name)}/pause"
-        return await self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True)
+        return cast(
+            PausedAdapter, await self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True)
+        )
 
-    async def resume_adapter(self, name: str, *, version: str | None = None) -> Object:
+    async def resume_adapter(self, name: str, *, version: str | None = None) -> AdapterState:
         """Let the adapter's turns proceed; `version` is the version of its weights from now on."""
         path = f"/adapters/{segment(name)}/resume"
-        return await self._transport.read("POST", path, body=present({"version": version}))
+        return cast(AdapterState, await self._transport.read("POST", path, body=present({"version": version})))
 
     async def pause_fleet(
         self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
-    ) -> Object:
+    ) -> FleetGate:
         """Hold all turns and pause every engine. Raises EnginesFailed; the gate is shut nevertheless."""
         body = present({"mode": mode, "lease_s": lease_s})
-        return await self._transport.read("POST", "/fleet/pause", body=body, slow=True)
+        return cast(FleetGate, await self._transport.read("POST", "/fleet/pause", body=body, slow=True))
 
-    async def resume_fleet(self, *, version: str | None = None) -> Object:
+    async def resume_fleet(self, *, version: str | None = None) -> FleetGate:
         """Resume every engine and let all turns proceed. `version` is the weight version of engines that cannot say
         theirs. Raises EnginesFailed; the gate is open nevertheless.
         """
         body = present({"version": version})
-        return await self._transport.read("POST", "/fleet/resume", body=body, slow=True)
+        return cast(FleetGate, await self._transport.read("POST", "/fleet/resume", body=body, slow=True))
 
-    async def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Object:
+    async def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Checkpoint:
         """Name a cut over all sessions, groups and acknowledgements. Needs the admin token.
 
         `drain`: hold new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises Conflict if
         the name is in use, also by an earlier attempt of this call whose reply was lost.
         """
         body = {"name": name, "cut": "drain" if drain else "now", **present({"drain_s": drain_s})}
-        return await self._transport.read("POST", "/checkpoints", body=body, slow=True)
+        return cast(Checkpoint, await self._transport.read("POST", "/checkpoints", body=body, slow=True))
 
-    async def checkpoints(self) -> list[Object]:
+    async def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints, the oldest first."""
-        found: list[Object] = (await self._transport.read("GET", "/checkpoints"))["checkpoints"]
+        found: list[Checkpoint] = (await self._transport.read("GET", "/checkpoints"))["checkpoints"]
         return found
 
-    async def restore_checkpoint(self, name: str) -> Object:
+    async def restore_checkpoint(self, name: str) -> RestoredStore:
         """Take the store back to a checkpoint; nothing is deleted. The reply's `before` names what it was instead.
 
         Raises NotFound, Conflict.
         """
-        return await self._transport.read("POST", f"/checkpoints/{segment(name)}/restore", slow=True)
+        return cast(
+            RestoredStore, await self._transport.read("POST", f"/checkpoints/{segment(name)}/restore", slow=True)
+        )
 
     async def delete_checkpoint(self, name: str) -> None:
         """Delete a checkpoint; sessions stay as they are. Raises NotFound, Conflict."""
@@ -246,7 +305,7 @@ class AsyncTurnlog:
         await self.aclose()
 
 
-class AsyncExport:
+class AsyncExport(Generic[R]):
     """The rows of one export as dicts. After a broken connection it resumes without a gap or a repetition.
 
     Reading raises InvalidRequest for an invalid parameter or cursor.
@@ -267,8 +326,8 @@ class AsyncExport:
         read to its end."""
         return self._place.next_cursor
 
-    def __aiter__(self) -> AsyncIterator[Object]:
-        return self._transport.lines("/export", self._place)
+    def __aiter__(self) -> AsyncIterator[R]:
+        return cast(AsyncIterator[R], self._transport.lines("/export", self._place))
 
 
 class AsyncEvents:
@@ -287,7 +346,7 @@ class AsyncEvents:
         """Resumes after the last event, or further on where a filter has left out what follows it: `after=position`."""
         return self._place.position
 
-    async def __aiter__(self) -> AsyncIterator[Object]:
+    async def __aiter__(self) -> AsyncIterator[Event | UnreadableEvent]:
         async for line in self._transport.lines("/events", self._place):
             if is_event(line):
-                yield line
+                yield cast(Event | UnreadableEvent, line)

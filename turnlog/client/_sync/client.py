@@ -4,15 +4,49 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_token, segment
+from turnlog.client.checked import checked, metadata_filter
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
-from turnlog.parameters import EventParameters, ExportParameters, FeedParameters
+from turnlog.events import Event, UnreadableEvent
+from turnlog.parameters import (
+    EventParameters,
+    ExportFilters,
+    ExportParameters,
+    FeedFilters,
+    FeedParameters,
+    NewSession,
+    SearchFilters,
+    SessionFilters,
+    Shape,
+    TrainerShape,
+)
+from turnlog.replies import (
+    AdapterState,
+    Checkpoint,
+    FleetGate,
+    Group,
+    ListedGroup,
+    ListedSession,
+    PausedAdapter,
+    RestoredStore,
+    SearchHit,
+)
+from turnlog.rows import Acknowledged, Excluded, LeasedGroup, Row, TrainerRow, WaitingGroup
+
+PAGE = 1000
+"""The largest page of a list that the server gives."""
+
+SEARCH_PAGE = 100
+"""The largest page of a search."""
+
+R = TypeVar("R")
+"""The type of an export's rows."""
 
 
 class Turnlog:
@@ -45,54 +79,15 @@ class Turnlog:
     def base_url(self) -> str:
         return self._transport.base_url
 
-    def create_session(
-        self,
-        *,
-        session_id: str | None = None,
-        group_id: str | None = None,
-        attempt: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        rollback_window: int | None = None,
-        retain: Literal["window", "all"] | None = None,
-        history: Literal["linear", "tree"] | None = None,
-        on_divergence: Literal["reject", "segment"] | None = None,
-        on_drift: Literal["segment", "reject"] | None = None,
-        matcher: Literal["tolerant", "strict", "role_content_only"] | None = None,
-        adapter: str | None = None,
-        on_abort: Literal["return", "continue", "fail"] | None = None,
-        stream_mode: Literal["whole", "live"] | None = None,
-        params: Mapping[str, Any] | None = None,
-        model: str | None = None,
-        params_mode: Literal["override", "refuse"] | None = None,
-        evaluation: bool | None = None,
-        parent_session_id: str | None = None,
-    ) -> Session:
-        """Create a session. Arguments that are None get the server's defaults; docs/api.md describes them.
+    def create_session(self, **fields: Unpack[NewSession]) -> Session:
+        """Create a session. Fields that are None get the server's defaults; docs/api.md describes them.
 
         The id is random unless given. The same id with the same fields returns the same session again. Raises Conflict
-        if the id is in use, InvalidRequest, Unavailable.
+        if the id is in use, InvalidRequest, Unavailable; TypeError and ValueError before anything is sent.
         """
-        given = {
-            "session_id": session_id or uuid.uuid4().hex,
-            "group_id": group_id,
-            "attempt": attempt,
-            "metadata": None if metadata is None else dict(metadata),
-            "rollback_window": rollback_window,
-            "retain": retain,
-            "history": history,
-            "on_divergence": on_divergence,
-            "on_drift": on_drift,
-            "matcher": matcher,
-            "adapter": adapter,
-            "on_abort": on_abort,
-            "stream_mode": stream_mode,
-            "params": None if params is None else dict(params),
-            "model": model,
-            "params_mode": params_mode,
-            "evaluation": evaluation,
-            "parent_session_id": parent_session_id,
-        }
-        body = {name: value for name, value in given.items() if value is not None}
+        body = checked(NewSession, fields)
+        body["session_id"] = body.get("session_id") or uuid.uuid4().hex
+        body |= {name: dict(body[name]) for name in ("metadata", "params") if name in body}
         made = self._transport.read("POST", "/sessions", body=body)
         return Session(self._transport, made["session_id"], made.get("token"))
 
@@ -100,133 +95,190 @@ class Turnlog:
         """An existing session; sends no request. Raises ValueError for an invalid id."""
         return Session(self._transport, session_id, token)
 
-    def sessions(
-        self, *, status: Literal["open", "closed", "erased", "set_aside"] | None = None, group_id: str | None = None
-    ) -> Iterator[Object]:
-        """All sessions, newest first: id, status, turns, reward, times."""
-        given: Object = {"status": status, "group_id": group_id, "limit": 1000}
-        parameters = present(given)
-        while True:
-            page = self._transport.read("GET", "/sessions", parameters=parameters)
-            yield from page["sessions"]
-            if page["next_cursor"] is None:
+    def sessions(self, limit: int | None = None, **filters: Unpack[SessionFilters]) -> Iterator[ListedSession]:
+        """Sessions that match all filters, at most `limit`; by default newest first. Needs the admin token.
+
+        `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
+        """
+        given = checked(SessionFilters, filters)
+        if "metadata" in given:
+            given["metadata"] = metadata_filter(given["metadata"])
+        for one in self._pages("/sessions", "sessions", given, limit):
+            yield cast(ListedSession, one)
+
+    def groups(self, limit: int | None = None) -> Iterator[ListedGroup]:
+        """All groups with their progress and the statistics of their rewards, by id. Needs the admin token."""
+        for one in self._pages("/groups", "groups", {}, limit):
+            yield cast(ListedGroup, one)
+
+    def _pages(self, path: str, name: str, given: Object, limit: int | None, most: int = PAGE) -> Iterator[Object]:
+        """The items of all pages of a list, at most `limit`."""
+        left = limit
+        cursor: str | None = None
+        while left is None or left > 0:
+            size = most if left is None else min(most, left)
+            page = self._transport.read("GET", path, parameters={**given, "limit": size, "cursor": cursor})
+            yield from page[name]
+            left = None if left is None else left - len(page[name])
+            cursor = page["next_cursor"]
+            if cursor is None:
                 return
-            parameters["cursor"] = page["next_cursor"]
 
     def search(
-        self,
-        q: str | None = None,
-        *,
-        role: str | None = None,
-        tool: str | None = None,
-        finish_reason: str | None = None,
-        reason: str | None = None,
-        session_id: str | None = None,
-        metadata: str | None = None,
-        status: Literal["open", "closed", "erased", "set_aside"] | None = None,
-        group_id: str | None = None,
-        tag: str | None = None,
-    ) -> Iterator[Object]:
-        """Messages, tool calls and results that match, newest first, page after page: session, turn, message, a snippet
+        self, q: str | None = None, limit: int | None = None, **filters: Unpack[SearchFilters]
+    ) -> Iterator[SearchHit]:
+        """Messages, tool calls and results that match, at most `limit`, newest first: session, turn, message, a snippet
         and the places in it that match. `metadata` is `key=value`. Needs the admin token.
 
-        Raises InvalidRequest, also if the server makes no search index (`search_off`).
+        Raises InvalidRequest, also if the server makes no search index (`search_off`); TypeError and ValueError before
+        anything is sent.
         """
-        given = {
-            "q": q,
-            "role": role,
-            "tool": tool,
-            "finish_reason": finish_reason,
-            "reason": reason,
-            "session_id": session_id,
-            "metadata": metadata,
-            "status": status,
-            "group_id": group_id,
-            "tag": tag,
-        }
-        parameters = present(given)
-        while True:
-            page = self._transport.read("GET", "/search", parameters=parameters)
-            yield from page["hits"]
-            if page["next_cursor"] is None:
-                return
-            parameters["cursor"] = page["next_cursor"]
+        given = {**checked(SearchFilters, filters), **present({"q": q})}
+        for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
+            yield cast(SearchHit, one)
 
-    def group(self, group_id: str) -> Object:
+    def group(self, group_id: str) -> Group:
         """A group's sessions, and the statistics of their rewards. Raises NotFound."""
-        return self._transport.read("GET", f"/groups/{segment(group_id)}")
+        return cast(Group, self._transport.read("GET", f"/groups/{segment(group_id)}"))
 
-    def export(self, **parameters: Unpack[ExportParameters]) -> Export:
-        """Training rows as they arrive."""
-        return Export(self._transport, ExportPlace(present(parameters)))
+    @overload
+    def export(
+        self,
+        *,
+        shape: Literal["turnlog"] = "turnlog",
+        explain: Literal[False] = False,
+        **filters: Unpack[ExportFilters],
+    ) -> Export[Row]: ...
+
+    @overload
+    def export(
+        self, *, shape: Literal["turnlog"] = "turnlog", explain: bool, **filters: Unpack[ExportFilters]
+    ) -> Export[Row | Excluded]: ...
+
+    @overload
+    def export(
+        self, *, shape: TrainerShape, explain: bool = False, **filters: Unpack[ExportFilters]
+    ) -> Export[TrainerRow]: ...
+
+    def export(
+        self, *, shape: Shape = "turnlog", explain: bool = False, **filters: Unpack[ExportFilters]
+    ) -> Export[Any]:
+        """Training rows as they arrive. With `explain` also an object with `excluded` for what has no row.
+
+        Raises TypeError and ValueError for an invalid parameter, before anything is sent.
+        """
+        given = checked(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
+        return Export(self._transport, ExportPlace(given))
 
     def events(self, **parameters: Unpack[EventParameters]) -> Events:
-        """The events of all sessions in the order of commits; with `follow` also new ones, without an end."""
-        return Events(self._transport, AllEventsPlace(present(parameters)))
+        """The events of all sessions in the order of commits; with `follow` also new ones, without an end.
 
-    def hand_out(self, consumer: str, **parameters: Unpack[FeedParameters]) -> list[Object]:
+        Raises TypeError and ValueError for an invalid parameter, before anything is sent.
+        """
+        return Events(self._transport, AllEventsPlace(checked(EventParameters, parameters)))
+
+    @overload
+    def hand_out(
+        self,
+        consumer: str,
+        *,
+        shape: Literal["turnlog"] = "turnlog",
+        explain: Literal[False] = False,
+        **filters: Unpack[FeedFilters],
+    ) -> list[LeasedGroup[Row]]: ...
+
+    @overload
+    def hand_out(
+        self,
+        consumer: str,
+        *,
+        shape: Literal["turnlog"] = "turnlog",
+        explain: bool,
+        **filters: Unpack[FeedFilters],
+    ) -> list[LeasedGroup[Row] | WaitingGroup]: ...
+
+    @overload
+    def hand_out(
+        self,
+        consumer: str,
+        *,
+        shape: TrainerShape,
+        explain: Literal[False] = False,
+        **filters: Unpack[FeedFilters],
+    ) -> list[LeasedGroup[TrainerRow]]: ...
+
+    @overload
+    def hand_out(
+        self, consumer: str, *, shape: TrainerShape, explain: bool, **filters: Unpack[FeedFilters]
+    ) -> list[LeasedGroup[TrainerRow] | WaitingGroup]: ...
+
+    def hand_out(
+        self, consumer: str, *, shape: Shape = "turnlog", explain: bool = False, **filters: Unpack[FeedFilters]
+    ) -> Any:
         """Up to `size` (default: one) complete groups with their rows, leased to `consumer` until it acknowledges them.
 
         First the groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
+        Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = {**parameters, "consumer": consumer}
-        once = parameters.get("new_only", False)
+        given = checked(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
+        given["consumer"] = consumer
+        once = filters.get("new_only", False)
         reply = self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
         return [decode(line) for line in reply.content.split(b"\n") if line]
 
-    def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Object:
+    def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
         """Acknowledge groups for good. Returns which were `acknowledged`, `already`, `not_leased` or `unknown`."""
         body = {"consumer": consumer, "groups": list(group_ids)}
-        return self._transport.read("POST", "/export/groups/ack", body=body)
+        return cast(Acknowledged, self._transport.read("POST", "/export/groups/ack", body=body))
 
-    def pause_adapter(self, name: str, *, lease_s: float | None = None) -> Object:
+    def pause_adapter(self, name: str, *, lease_s: float | None = None) -> PausedAdapter:
         """Hold the adapter's turns and abort its generations, until `resume_adapter` or the end of the lease.
 
         Raises EnginesFailed if an engine did not accept the order; the gate is shut nevertheless.
         """
         path = f"/adapters/{segment(name)}/pause"
-        return self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True)
+        return cast(PausedAdapter, self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True))
 
-    def resume_adapter(self, name: str, *, version: str | None = None) -> Object:
+    def resume_adapter(self, name: str, *, version: str | None = None) -> AdapterState:
         """Let the adapter's turns proceed; `version` is the version of its weights from now on."""
         path = f"/adapters/{segment(name)}/resume"
-        return self._transport.read("POST", path, body=present({"version": version}))
+        return cast(AdapterState, self._transport.read("POST", path, body=present({"version": version})))
 
     def pause_fleet(
         self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
-    ) -> Object:
+    ) -> FleetGate:
         """Hold all turns and pause every engine. Raises EnginesFailed; the gate is shut nevertheless."""
         body = present({"mode": mode, "lease_s": lease_s})
-        return self._transport.read("POST", "/fleet/pause", body=body, slow=True)
+        return cast(FleetGate, self._transport.read("POST", "/fleet/pause", body=body, slow=True))
 
-    def resume_fleet(self, *, version: str | None = None) -> Object:
+    def resume_fleet(self, *, version: str | None = None) -> FleetGate:
         """Resume every engine and let all turns proceed. `version` is the weight version of engines that cannot say
         theirs. Raises EnginesFailed; the gate is open nevertheless.
         """
         body = present({"version": version})
-        return self._transport.read("POST", "/fleet/resume", body=body, slow=True)
+        return cast(FleetGate, self._transport.read("POST", "/fleet/resume", body=body, slow=True))
 
-    def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Object:
+    def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Checkpoint:
         """Name a cut over all sessions, groups and acknowledgements. Needs the admin token.
 
         `drain`: hold new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises Conflict if
         the name is in use, also by an earlier attempt of this call whose reply was lost.
         """
         body = {"name": name, "cut": "drain" if drain else "now", **present({"drain_s": drain_s})}
-        return self._transport.read("POST", "/checkpoints", body=body, slow=True)
+        return cast(Checkpoint, self._transport.read("POST", "/checkpoints", body=body, slow=True))
 
-    def checkpoints(self) -> list[Object]:
+    def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints, the oldest first."""
-        found: list[Object] = (self._transport.read("GET", "/checkpoints"))["checkpoints"]
+        found: list[Checkpoint] = (self._transport.read("GET", "/checkpoints"))["checkpoints"]
         return found
 
-    def restore_checkpoint(self, name: str) -> Object:
+    def restore_checkpoint(self, name: str) -> RestoredStore:
         """Take the store back to a checkpoint; nothing is deleted. The reply's `before` names what it was instead.
 
         Raises NotFound, Conflict.
         """
-        return self._transport.read("POST", f"/checkpoints/{segment(name)}/restore", slow=True)
+        return cast(RestoredStore, self._transport.read("POST", f"/checkpoints/{segment(name)}/restore", slow=True))
 
     def delete_checkpoint(self, name: str) -> None:
         """Delete a checkpoint; sessions stay as they are. Raises NotFound, Conflict."""
@@ -245,7 +297,7 @@ class Turnlog:
         self.close()
 
 
-class Export:
+class Export(Generic[R]):
     """The rows of one export as dicts. After a broken connection it resumes without a gap or a repetition.
 
     Reading raises InvalidRequest for an invalid parameter or cursor.
@@ -266,8 +318,8 @@ class Export:
         read to its end."""
         return self._place.next_cursor
 
-    def __iter__(self) -> Iterator[Object]:
-        return self._transport.lines("/export", self._place)
+    def __iter__(self) -> Iterator[R]:
+        return cast(Iterator[R], self._transport.lines("/export", self._place))
 
 
 class Events:
@@ -286,7 +338,7 @@ class Events:
         """Resumes after the last event, or further on where a filter has left out what follows it: `after=position`."""
         return self._place.position
 
-    def __iter__(self) -> Iterator[Object]:
+    def __iter__(self) -> Iterator[Event | UnreadableEvent]:
         for line in self._transport.lines("/events", self._place):
             if is_event(line):
-                yield line
+                yield cast(Event | UnreadableEvent, line)

@@ -7,13 +7,17 @@ import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import session_path
+from turnlog.client.checked import checked
 from turnlog.client.lines import EventsPlace, Object, present
 from turnlog.client.samples import Samples, parse
 from turnlog.errors import SessionClosed
+from turnlog.events import Event
+from turnlog.parameters import TreeParameters
+from turnlog.replies import Records, State, Tree
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -90,11 +94,17 @@ class Session:
         seq: int = reply["seq"]
         return seq
 
-    def get(self) -> Object:
+    def get(self) -> Records:
         """`session_id`, `records` (for each live turn its request as sent to the engine, and the engine's reply),
         `metadata` (the current state) and `session` (the arguments of its creation, note and tags). Raises NotFound,
         SessionClosed."""
-        return self._transport.read("GET", self._path, token=self.token)
+        return cast(Records, self._transport.read("GET", self._path, token=self.token))
+
+    def state(self, seq: int | None = None) -> State:
+        """The session after event `seq`, by default the last: turns with the times of their stages, failed turns,
+        rollbacks, rewards, metadata; also of a closed or erased session. Raises NotFound."""
+        found = self._transport.read("GET", f"{self._path}/state", parameters={"seq": seq}, token=self.token)
+        return cast(State, found)
 
     def samples(self, max_seq_len: int | None = None) -> Samples:
         """The training samples of an open session, cut to `max_seq_len` tokens. Raises NotFound, SessionClosed."""
@@ -103,19 +113,20 @@ class Session:
         response = self._transport.call("POST", path, body=body, token=self.token, slow=True)
         return parse(response.content)
 
-    def tree(self, *, branches: str | None = None, loss: str | None = None) -> Object:
+    def tree(self, **parameters: Unpack[TreeParameters]) -> Tree:
         """The turns as a tree: `turns`, `branches`, and which rows of an export with these `branches` (`kept`, `main`,
         `longest`, `all`) and `loss` (`once`, `every`) have each turn in their loss; also of a closed session. Raises
-        NotFound."""
-        parameters = present({"branches": branches, "loss": loss})
-        return self._transport.read("GET", f"{self._path}/tree", parameters=parameters, token=self.token)
+        NotFound; TypeError and ValueError for an invalid parameter."""
+        given = checked(TreeParameters, parameters)
+        return cast(Tree, self._transport.read("GET", f"{self._path}/tree", parameters=given, token=self.token))
 
-    def events(self, after: int = 0, *, follow: bool = False) -> Iterator[Object]:
+    def events(self, after: int = 0, *, follow: bool = False) -> Iterator[Event]:
         """The events after number `after`; with `follow` also new ones, until the session is erased.
 
         A broken connection causes no gap and no repetition. Raises NotFound.
         """
-        return self._transport.lines(f"{self._path}/events", EventsPlace(after, follow), self.token)
+        lines = self._transport.lines(f"{self._path}/events", EventsPlace(after, follow), self.token)
+        return cast(Iterator[Event], lines)
 
     def fork(
         self,

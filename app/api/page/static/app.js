@@ -9,10 +9,12 @@ import { GroupView } from "./group.js";
 import { GroupsView } from "./groups.js";
 import { listenToKeys, showKeys } from "./keys.js";
 import { parse } from "./route.js";
+import { RolloutsView } from "./rollouts.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
 import { TokensView } from "./tokens.js";
+import { TrendsView } from "./trends.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Me, Overview} from "../ui_types.d.ts" */
@@ -24,11 +26,14 @@ const VIEWS = {
   tokens: { View: TokensView, title: "Tokens" },
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
+  rollouts: { View: RolloutsView, title: "Rollouts" },
+  trends: { View: TrendsView, title: "Over time" },
   exports: { View: ExportsView, title: "Exports" },
 };
 const NAVIGATION = [
   { name: "sessions", href: "#/", title: "Sessions" },
   { name: "groups", href: "#/groups", title: "Groups" },
+  { name: "trends", href: "#/trends", title: "Over time" },
   { name: "exports", href: "#/exports", title: "Exports" },
 ];
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
@@ -144,7 +149,7 @@ class App {
     }
     this.#leave();
     this.place = place;
-    markNavigation(route?.name === "group" ? "groups" : route?.name);
+    markNavigation(route?.name === "group" || route?.name === "rollouts" ? "groups" : route?.name);
     if (!route) {
       document.title = "Turnlog";
       const links = NAVIGATION.map(({ href, title }) => [h("a", { href }, title), " "]);

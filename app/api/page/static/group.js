@@ -6,7 +6,7 @@ import { copyButtons } from "./copy.js";
 import { badge, bar, figure, h, message, replace } from "./dom.js";
 import { count, decimal } from "./format.js";
 import { ranges } from "./groups.js";
-import { queryOf, sessionHref, sessionsHref } from "./route.js";
+import { queryOf, rolloutsHref, sessionHref, sessionsHref } from "./route.js";
 import { badgeCell, linkCell, smallTable, textCell } from "./rows.js";
 import { View } from "./view.js";
 import { visible, visibleText } from "./visible.js";
@@ -30,6 +30,7 @@ export class GroupView extends View {
     replace(
       root,
       bar(h("h1", { dir: "auto" }, visible(id)), [
+        h("a", { href: rolloutsHref(id) }, "Side by side"),
         h("a", { href: sessionsHref({ group_id: id }) }, "In the session list"),
         h("a", { href: `#/exports${queryOf({ group_id: id })}` }, "Export"),
         copyButtons(() => ({ path: this.path })),

@@ -7,12 +7,13 @@ const KEYS = [
   ["j, k", "next and previous row"],
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
-  ["g s, g g, g e", "sessions, groups, exports"],
+  ["arrows", "from step to step of rollouts side by side, and between tokens"],
+  ["g s, g g, g t, g e", "sessions, groups, over time, exports"],
   ["Esc", "leave a field, close this"],
   ["?", "these keys"],
 ];
 /** @type {Record<string, string>} */
-const PLACES = { s: "#/", g: "#/groups", e: "#/exports" };
+const PLACES = { s: "#/", g: "#/groups", t: "#/trends", e: "#/exports" };
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */

@@ -2,7 +2,7 @@
 
 /**
  * @typedef {object} Route
- * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"exports"} name
+ * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"rollouts"|"trends"|"exports"} name
  * @property {string} id the session's or the group's, "" for a list
  * @property {URLSearchParams} query
  *
@@ -21,11 +21,14 @@ export function parse(hash) {
   if (rest.length) return null;
   if (raw === undefined) {
     if (name === "" || name === "sessions") return { name: "sessions", id: "", query };
-    return name === "groups" || name === "exports" ? { name, id: "", query } : null;
+    const lists = /** @type {const} */ (["groups", "rollouts", "trends", "exports"]);
+    const list = lists.find((one) => one === name);
+    return list ? { name: list, id: "", query } : null;
   }
   const id = decoded(raw);
   if (!id) return null;
   if (below === undefined) return name === "group" || name === "session" ? { name, id, query } : null;
+  if (name === "group" && below === "rollouts") return { name: "rollouts", id, query };
   return name === "session" && below === "tokens" ? { name: "tokens", id, query } : null;
 }
 
@@ -81,6 +84,16 @@ export function tokensHref(id, parameters) {
 /** @param {string} id @returns {string} */
 export function groupHref(id) {
   return `#/group/${encodeURIComponent(id)}`;
+}
+
+/** @param {string} id @param {Parameters} [parameters] @returns {string} the group's rollouts side by side */
+export function rolloutsHref(id, parameters) {
+  return `${groupHref(id)}/rollouts${queryOf(parameters)}`;
+}
+
+/** @param {string[]} ids of sessions @returns {string} these side by side */
+export function sideBySideHref(ids) {
+  return `#/rollouts${queryOf({ sessions: ids.join(",") })}`;
 }
 
 /**

@@ -186,6 +186,28 @@ export function badgeCell(state, tone) {
   };
 }
 
+/**
+ * A box that picks the row.
+ * @template Row
+ * @param {(row: Row) => string} keyOf
+ * @param {(key: string) => boolean} isPicked
+ * @param {(key: string, isPicked: boolean) => void} onPick
+ * @returns {Column<Row>["fill"]}
+ */
+export function pickCell(keyOf, isPicked, onPick) {
+  return (cell, row) => {
+    const key = keyOf(row);
+    let box = cell.querySelector("input");
+    if (!box) {
+      box = h("input", { type: "checkbox", "aria-label": `pick ${key}` });
+      const made = box;
+      box.addEventListener("change", () => onPick(key, made.checked));
+      cell.replaceChildren(box);
+    }
+    box.checked = isPicked(key);
+  };
+}
+
 /** @template Row @param {(row: Row) => number|null} at @param {"ago"|"for"} [style] @returns {Column<Row>["fill"]} */
 export function sinceCell(at, style = "ago") {
   return (cell, row) => {

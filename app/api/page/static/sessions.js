@@ -5,8 +5,8 @@ import { copyButtons } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
 import { addressOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
 import { count, decimal } from "./format.js";
-import { groupHref, sessionHref, sessionsHref, setQuery } from "./route.js";
-import { badgeCell, linkCell, sinceCell, textCell } from "./rows.js";
+import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { badgeCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
@@ -24,11 +24,13 @@ export class SessionsView extends View {
   constructor(root, { query, overview }) {
     super(root);
     this.list = new SessionList(this.closed, () => this.#show());
+    /** @type {Set<string>} the sessions that are to be shown side by side */
+    this.picked = new Set();
     const newestVersion = () => overview()?.weight_version ?? null;
     this.versionShown = newestVersion();
     this.table = new LongTable(this.closed, {
       label: "Sessions",
-      columns: columns(newestVersion),
+      columns: [this.#pickColumn(), ...columns(newestVersion)],
       keyOf: (row) => row.session_id,
       isDim: (row) => this.list.unmatched.has(row.session_id),
       onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
@@ -41,6 +43,7 @@ export class SessionsView extends View {
     });
     this.total = h("span", { role: "status" });
     this.changes = button("", () => this.refresh(), { class: "changed", hidden: true });
+    this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const copy = copyButtons(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const again = button("Refresh", () => this.refresh(), { class: "quiet" });
@@ -48,12 +51,32 @@ export class SessionsView extends View {
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar(this.presets, [this.changes, this.total, again, copy]),
+      bar(this.presets, [this.compare, this.changes, this.total, again, copy]),
       this.problem,
       this.table.element,
     );
     this.every(POLL_MS, () => this.#poll());
     this.#open(listQueryOf(query));
+  }
+
+  /** @returns {Column<SessionRow>} */
+  #pickColumn() {
+    return {
+      title: "Pick",
+      hint: "Show these side by side",
+      width: "44px",
+      fill: pickCell(
+        (row) => row.session_id,
+        (id) => this.picked.has(id),
+        (id, isPicked) => {
+          if (isPicked) this.picked.add(id);
+          else this.picked.delete(id);
+          this.compare.hidden = !this.picked.size;
+          this.compare.setAttribute("href", sideBySideHref([...this.picked]));
+          setText(this.compare, `${count(this.picked.size)} side by side`);
+        },
+      ),
+    };
   }
 
   /** @param {ListQuery} query show this, and say so in the address */

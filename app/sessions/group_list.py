@@ -1,4 +1,4 @@
-"""The page's list of groups, with each group's progress and reward statistics."""
+"""The list of groups, with each group's progress and reward statistics."""
 
 from __future__ import annotations
 

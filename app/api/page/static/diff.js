@@ -1,0 +1,89 @@
+/** The difference of two texts, by words; of long ones by lines. */
+
+/** @typedef {{kind: "same"|"removed"|"added", text: string}} Part of the texts, in order */
+
+/** Work of one comparison: words of one text times those of the other. */
+const MOST = 2_000_000;
+
+/**
+ * @param {string} one
+ * @param {string} other
+ * @returns {Part[]} joined without what was added it is `one`, without what was removed `other`
+ */
+export function difference(one, other) {
+  const words = (/** @type {string} */ text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s]/gu) ?? [];
+  return compare(words(one), words(other)) ?? compare(linesOf(one), linesOf(other)) ?? replaced(one, other);
+}
+
+/** @param {string} text @returns {string[]} with their ends */
+function linesOf(text) {
+  return text.match(/[^\n]*\n|[^\n]+$/g) ?? [];
+}
+
+/** @param {string} one @param {string} other @returns {Part[]} */
+function replaced(one, other) {
+  return joined([
+    { kind: "removed", text: one },
+    { kind: "added", text: other },
+  ]);
+}
+
+/** @param {string[]} one @param {string[]} other @returns {Part[]|null} null: too much work */
+function compare(one, other) {
+  let head = 0;
+  while (head < one.length && head < other.length && one[head] === other[head]) head += 1;
+  let tail = 0;
+  const most = Math.min(one.length, other.length) - head;
+  while (tail < most && one[one.length - 1 - tail] === other[other.length - 1 - tail]) tail += 1;
+  const [left, right] = [one.slice(head, one.length - tail), other.slice(head, other.length - tail)];
+  if (left.length * right.length > MOST) return null;
+  return joined([
+    { kind: "same", text: one.slice(0, head).join("") },
+    ...middle(left, right),
+    { kind: "same", text: one.slice(one.length - tail).join("") },
+  ]);
+}
+
+/** By the longest common subsequence. @param {string[]} left @param {string[]} right @returns {Part[]} */
+function middle(left, right) {
+  const width = right.length + 1;
+  const lengths = new Uint32Array((left.length + 1) * width);
+  const at = (/** @type {number} */ i, /** @type {number} */ j) => lengths[i * width + j] ?? 0;
+  for (let i = left.length - 1; i >= 0; i -= 1) {
+    for (let j = right.length - 1; j >= 0; j -= 1) {
+      lengths[i * width + j] =
+        left[i] === right[j] ? at(i + 1, j + 1) + 1 : Math.max(at(i + 1, j), at(i, j + 1));
+    }
+  }
+  /** @type {Part[]} */
+  const parts = [];
+  let [i, j] = [0, 0];
+  while (i < left.length || j < right.length) {
+    const [mine, theirs] = [left[i], right[j]];
+    if (mine !== undefined && mine === theirs) {
+      parts.push({ kind: "same", text: mine });
+      i += 1;
+      j += 1;
+    } else if (mine !== undefined && (theirs === undefined || at(i + 1, j) >= at(i, j + 1))) {
+      parts.push({ kind: "removed", text: mine });
+      i += 1;
+    } else {
+      parts.push({ kind: "added", text: theirs ?? "" });
+      j += 1;
+    }
+  }
+  return parts;
+}
+
+/** @param {Part[]} parts @returns {Part[]} neighbours of one kind are one, empty ones are left out */
+function joined(parts) {
+  /** @type {Part[]} */
+  const found = [];
+  for (const part of parts) {
+    const last = found.at(-1);
+    if (!part.text) continue;
+    if (last?.kind === part.kind) last.text += part.text;
+    else found.push({ ...part });
+  }
+  return found;
+}

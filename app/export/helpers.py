@@ -1,0 +1,178 @@
+"""Makes the parts of a large export on several cores, in their order.
+
+Helper processes (`app.export.worker`) make parts beside a thread of this process. They run while a large export does,
+so that a server without one does not hold their memory. A part that a helper did not make is made on the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from itertools import islice
+
+import msgspec
+
+from app.export.pages import ExportPage, ExportPages
+from app.export.parts import PartRows, Warn
+from app.export.row import Fields
+from app.export.slices import next_rows
+from app.export.threads import Threads
+from app.export.worker import HelpedExport, MadePart, PartJob
+from app.tasks import cancelled, uncancelled
+from workers.parse import Rejected
+from workers.pool import Pool, PoolError
+
+log = logging.getLogger("turnlog.export")
+
+Part = list[ExportPage]
+
+LOCAL_PARTS = 8
+"""Parts that are made without helpers: it takes half a second until they have started."""
+
+
+PART_BYTES = 3 << 20
+"""About how much stored content a part has: less than without helpers, since several parts are in memory."""
+
+
+class Helpers:
+    """`count` helper processes, while they are lent; a job may take so many seconds, and bytes of memory.
+
+    `local_parts` of an export are made without them; a part has about `part_bytes` of stored content.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        deadline_s: float,
+        memory_bytes: int,
+        local_parts: int = LOCAL_PARTS,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self.count = count
+        self.local_parts = local_parts
+        self.part_bytes = part_bytes
+        self._deadline_s = deadline_s
+        self._memory_bytes = memory_bytes
+        self._pool: Pool | None = None
+        self._lent = 0
+
+    @contextlib.asynccontextmanager
+    async def lent(self) -> AsyncIterator[Pool]:
+        """The pool, which several exports share."""
+        if self._pool is None:
+            self._pool = Pool(
+                self.count,
+                deadline_s=self._deadline_s,
+                memory_bytes=self._memory_bytes,
+                function="app.export.worker:run",
+            )
+            self._pool.start()
+        pool = self._pool
+        self._lent += 1
+        try:
+            yield pool
+        finally:
+            self._lent -= 1
+            if not self._lent:
+                self._pool = None
+                await uncancelled(pool.stop(0))
+
+
+Rows = MadePart | Sequence[Fields]
+
+
+class PartMaker:
+    """Makes parts of one export; with `pages` and `rows` it does so here."""
+
+    def __init__(self, export: HelpedExport, pages: ExportPages, rows: PartRows, warn: Warn, threads: Threads) -> None:
+        self._export = msgspec.msgpack.encode(export)
+        self._pages = pages
+        self._rows = rows
+        self._warn = warn
+        self.threads = threads
+        self.pool: Pool | None = None
+        self._by_helpers = self._here = 0
+
+    @property
+    def is_free(self) -> bool:
+        return self._is_here_free or self._is_helper_free
+
+    @property
+    def _is_here_free(self) -> bool:
+        return not self._here
+
+    @property
+    def _is_helper_free(self) -> bool:
+        return self.pool is not None and self._by_helpers < self.pool.counters().alive
+
+    async def make(self, part: Part) -> tuple[Rows, Iterator[Fields] | None]:
+        """The first rows of a part, and what makes the others."""
+        if self.pool is None or not self._is_helper_free:
+            return await self._make_here(part)
+        self._by_helpers += 1
+        try:
+            return await self._make_by_helper(self.pool, part)
+        except Rejected:
+            pass  # it cannot read this part, as where sessions are archived
+        except (PoolError, OSError) as error:
+            log.warning("a helper of an export made no rows (%s); they are made without it", type(error).__name__)
+        finally:
+            self._by_helpers -= 1
+        return await self._make_here(part)
+
+    async def _make_here(self, part: Part) -> tuple[Rows, Iterator[Fields] | None]:
+        self._here += 1
+        try:
+            rows = self._rows.fields(part, await self._pages.read(part))
+            return await self.threads.run(next_rows, rows, sys.maxsize), rows
+        finally:
+            self._here -= 1
+
+    async def _make_by_helper(self, pool: Pool, part: Part) -> tuple[Rows, Iterator[Fields] | None]:
+        answer = await pool.run(b"", msgspec.msgpack.encode(PartJob(self._export, part)))
+        found = msgspec.msgpack.decode(answer, type=MadePart)
+        self._pages.turn_bytes = found.turn_bytes or self._pages.turn_bytes
+        for session_id, why in found.unreadable:
+            self._warn(session_id, why)
+        if found.is_whole:
+            return found, None
+        return found, islice(self._rows.fields(part, await self._pages.read(part)), found.rows, None)
+
+
+async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) -> AsyncGenerator[Rows]:
+    """The rows of the parts, in their order."""
+    waiting: deque[asyncio.Task[tuple[Rows, Iterator[Fields] | None]]] = deque()
+    most = helpers.count + 2
+    async with contextlib.aclosing(parts), contextlib.AsyncExitStack() as stack:
+        number = 0
+        try:
+            async for part in parts:
+                number += 1
+                if number > helpers.local_parts and maker.pool is None:
+                    maker.pool = await stack.enter_async_context(helpers.lent())
+                while not maker.is_free or len(waiting) >= most:
+                    if waiting[0].done() or len(waiting) >= most:
+                        async for rows in _given(maker.threads, await waiting.popleft()):
+                            yield rows
+                    else:
+                        running = [task for task in waiting if not task.done()]
+                        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                waiting.append(asyncio.create_task(maker.make(part)))
+                await asyncio.sleep(0)  # the task takes its place
+            while waiting:
+                async for rows in _given(maker.threads, await waiting.popleft()):
+                    yield rows
+        finally:
+            await cancelled(*waiting)
+
+
+async def _given(threads: Threads, found: tuple[Rows, Iterator[Fields] | None]) -> AsyncGenerator[Rows]:
+    first, rest = found
+    yield first
+    while rest is not None and (rows := await threads.run(next_rows, rest, sys.maxsize)):
+        yield rows

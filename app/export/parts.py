@@ -1,0 +1,219 @@
+"""The rows of a part of an export, made from what was read for it; runs on a thread or in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+
+import msgspec
+
+from app.domain.branches import Branches, BranchRow, Picker, turns_left_out
+from app.domain.events import UnknownEvent
+from app.domain.samples import Inconsistent, Truncate
+from app.domain.session import Session
+from app.export import formats
+from app.export.cursor import Cursor
+from app.export.pages import ExportPage
+from app.export.query import ExportQuery, session_excluded
+from app.export.row import Fields, Row, Unfit
+from app.export.rows import SessionRows, known
+from app.store.bulk import StoredSession
+from workers.codec import CorruptContent
+
+UNREADABLE = (UnknownEvent, CorruptContent, Inconsistent)
+"""Errors of a single session, which do not end the export."""
+
+ERASED = "erased"
+
+NOTHING_FITS: Mapping[Truncate, str] = {
+    "turn": "no turn within max_seq_len",
+    "token": "no sampled token within max_seq_len",
+}
+
+Warn = Callable[[str, object], None]
+"""Is told the id of a session that cannot be read, and why."""
+
+
+class PartRows:
+    """The rows of an export with this window. `release` is Turnlog's version, for provenance.
+
+    `counts_only`: give the counts of each row instead of the row.
+    """
+
+    def __init__(
+        self,
+        query: ExportQuery,
+        window: Cursor,
+        release: str,
+        branches: Branches | Picker,
+        warn: Warn,
+        *,
+        counts_only: bool = False,
+    ) -> None:
+        self._query = query
+        self._window = window
+        self._release = release
+        self._branches = branches
+        self._warn = warn
+        self._counts_only = counts_only
+
+    def fields(self, part: Sequence[ExportPage], stored: Mapping[str, StoredSession]) -> Iterator[Fields]:
+        """The pages' rows; with `explain`, exclusions are rows too."""
+        window, query = self._window, self._query
+        for page in part:
+            members = [stored[member] for member in page.members if member in stored]
+            skip = window.given or 0 if page.at == window.at else 0
+            if page.is_group:
+                rows = iter(self._group(members, page))
+            else:
+                every = (row for member in members for row in self._session(member, page))
+                rows = (self._shaped(row) for row in every)
+            for row in islice(rows, skip, None):
+                if query.explain or row.get(formats.EXCLUDED) is None:
+                    yield row
+
+    def _group(self, members: Sequence[StoredSession], page: ExportPage) -> list[Fields]:
+        """A whole group as one row, and what is excluded from it.
+
+        Part of a group gives no row: only erased sessions and rolled-back turns may be missing.
+        """
+        found = [list(self._session(member, page)) for member in members]
+        rows = [one for of_member in found for one in of_member if isinstance(one, Row)]
+        left_out = [one for of_member in found for one in of_member if not isinstance(one, Row)]
+        total = bool(rows) + len(left_out) if self._query.explain else 1
+        cursors = [self._window.behind(page.at, number, total) for number in range(1, 2 + len(left_out))]
+        if not rows:
+            return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
+        rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
+        missing = next(filter(None, map(_missing, members, found)), None)
+        if missing is not None:
+            whole = _excluded(page.session_id, cursors[0], f"a session of the group is left out: {missing}")
+        else:
+            whole = self._or_excluded(
+                lambda: self._row_or_counts(formats.of_group(self._query.shape, rows), rows),
+                page.session_id,
+                cursors[0],
+            )
+        return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
+
+    def _shaped(self, row: Row | Fields) -> Fields:
+        if not isinstance(row, Row):
+            return row
+        return self._or_excluded(
+            lambda: self._row_or_counts(formats.of_row(self._query.format, self._query.shape, row), [row]),
+            row.session.session_id,
+            row.cursor,
+            row.sample.segment,
+        )
+
+    def _row_or_counts(self, fields: Fields, rows: Sequence[Row]) -> Fields:
+        return _counts_of(rows) if self._counts_only else fields
+
+    def _or_excluded(
+        self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
+    ) -> Fields:
+        """A shaped row, or why there is none: the shape cannot hold it, or its content is damaged."""
+        try:
+            return make()
+        except Unfit as error:
+            return _excluded(session_id, cursor, str(error), segment=segment)
+        except UNREADABLE as error:
+            return self._unreadable(session_id, cursor, error, segment)
+
+    def _unreadable(self, session_id: str, cursor: str, error: Exception, segment: int | None = None) -> Fields:
+        self._warn(session_id, error)
+        return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
+
+    def _session(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
+        """A session's rows and exclusions; an unreadable session ends with its reason."""
+        try:
+            yield from self._readable(stored, page)
+        except UNREADABLE as error:
+            yield self._unreadable(stored.session_id, self._window.behind(page.at), error)
+
+    def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
+        """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
+
+        A session outside the requested group gives nothing: it is read only where damage hides its group.
+        """
+        session_id, at = stored.session_id, page.at
+        if stored.status == "erased":
+            yield _excluded(session_id, self._window.behind(at), ERASED)
+            return
+        found = known(stored)
+        if self._query.group_id is not None and self._query.group_id not in found.groups:
+            return
+        reason = session_excluded(found, self._query)
+        if reason is not None:
+            yield _excluded(session_id, self._window.behind(at), reason)
+            return
+        made = SessionRows(
+            stored,
+            found,
+            self._query.max_seq_len,
+            self._query.truncate,
+            self._release,
+            branches=self._branches,
+            loss=self._query.loss,
+        )
+        fitting = {segment.row.leaf.number: segment for segment in made.segments}
+        missing = list(turns_left_out(found.session, made.rows, self._query.branches)) if self._query.explain else []
+        total = len(made.rows) + len(missing)
+        for nth, row in enumerate(made.rows, 1):
+            cursor, segment, number = (
+                self._window.behind(at, nth, total),
+                fitting.get(row.leaf.number),
+                row.leaf.segment,
+            )
+            if segment is None:
+                reason = NOTHING_FITS[self._query.truncate] + _in_no_loss(found.session, row, self._query)
+                yield _excluded(session_id, cursor, reason, segment=number)
+            elif self._query.status not in (
+                None,
+                status := formats.status_of(self._query.format, self._query.shape, segment),
+            ):
+                yield _excluded(
+                    session_id,
+                    cursor,
+                    f"status is {status}{_in_no_loss(found.session, row, self._query)}",
+                    segment=number,
+                )
+            else:
+                advantage = page.advantages.get(session_id)
+                yield made.row(segment, cursor, payloads=self._query.replay, advantage=advantage)
+        for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
+            cursor = self._window.behind(at, nth, total)
+            yield _excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)
+
+
+def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:
+    """Of a row that is left out: the turns that only it has in its loss."""
+    if not session.is_tree or not row.in_loss or query.loss == "every":
+        return ""
+    return f"; turns {', '.join(map(str, sorted(row.in_loss)))} are in no loss"
+
+
+def _counts_of(rows: Sequence[Row]) -> Fields:
+    """The counts of a row."""
+    return {
+        "sessions": sorted({row.session.session_id for row in rows}),
+        "tokens": sum(len(row.sample.tokens) for row in rows),
+        "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
+        "cursor": rows[-1].cursor,
+    }
+
+
+def _missing(member: StoredSession, found: Sequence[Row | Fields]) -> str | None:
+    """The exclusion of a session, because of which its group is incomplete."""
+    if member.status == "erased":
+        return None
+    if not found:
+        return f"{member.session_id}: its log names another group"
+    left_out = (one for one in found if not isinstance(one, Row) and one["turn"] is None)
+    return next((f"{one['session_id']}: {one[formats.EXCLUDED]}" for one in left_out), None)
+
+
+def _excluded(
+    session_id: str, cursor: str, reason: str, *, segment: int | None = None, turn: int | None = None
+) -> Fields:
+    return {"session_id": session_id, "segment": segment, "turn": turn, formats.EXCLUDED: reason, "cursor": cursor}

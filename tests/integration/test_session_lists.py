@@ -1,0 +1,176 @@
+"""`GET /sessions` with every filter, `GET /groups`, and a session's state: what the command line asks for."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from typing import Any
+
+import pytest
+
+from integration.stand import Stand, error_of
+
+
+def get(stand: Stand, path: str, **parameters: Any) -> Any:
+    response = stand.http.get(path, params=parameters)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def every(stand: Stand, limit: int = 2, **parameters: Any) -> list[str]:
+    """The ids of all pages."""
+    found: list[str] = []
+    cursor: dict[str, str] = {}
+    while True:
+        page = get(stand, "/sessions", limit=limit, **parameters, **cursor)
+        found += [one["session_id"] for one in page["sessions"]]
+        if page["next_cursor"] is None:
+            return found
+        cursor = {"cursor": page["next_cursor"]}
+
+
+class Group:
+    """Five sessions of a group: rewards 0 to 3 and none, two turns in the first, the last two closed."""
+
+    def __init__(self, stand: Stand) -> None:
+        self.name = f"listed-{uuid.uuid4().hex}"
+        given = [
+            {"difficulty": number % 2, "env": {"name": "maze"}, "odd": number % 2 == 1, "tag": str(number), "a.b": 1}
+            for number in range(5)
+        ]
+        self.talks = [
+            stand.talk(group_id=self.name, attempt=number, metadata=given[number], session_id=f"{self.name}-{number}")
+            for number in range(5)
+        ]
+        self.talks[0].say("One")
+        self.talks[0].say("Two")
+        for number in range(4):
+            stand.http.put(f"{self.talks[number].path}/reward", json={"reward": float(number)}).raise_for_status()
+        stand.http.put(f"{self.talks[1].path}/note", json={"note": "odd", "tags": ["look", "x"]}).raise_for_status()
+        for talk in self.talks[3:]:
+            stand.http.delete(talk.path).raise_for_status()
+
+    def numbers(self, ids: list[str]) -> list[int]:
+        return [int(one.rpartition("-")[2]) for one in ids]
+
+
+FILTERS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [4, 3, 2, 1, 0]),
+    ({"order": "asc"}, [0, 1, 2, 3, 4]),
+    ({"status": "open"}, [2, 1, 0]),
+    ({"status": "closed"}, [4, 3]),
+    ({"status": "erased"}, []),
+    ({"state": "idle"}, [2, 1, 0]),
+    ({"state": "claimed"}, []),
+    ({"attempt": 2}, [2]),
+    ({"attempt": 2, "status": "closed"}, []),
+    ({"min_reward": 1}, [3, 2, 1]),
+    ({"min_reward": 1, "max_reward": 2}, [2, 1]),
+    ({"unrewarded": "true"}, [4]),
+    ({"sort": "reward"}, [3, 2, 1, 0, 4]),
+    ({"sort": "reward", "order": "asc"}, [0, 1, 2, 3, 4]),
+    ({"sort": "turns", "limit": 1, "attempt": 0}, [0]),
+    ({"engine": "http://elsewhere"}, []),
+    ({"tag": "look"}, [1]),
+    ({"tag": "lo"}, []),
+    ({"stuck_s": 0}, []),
+    ({"metadata": "difficulty=1"}, [3, 1]),
+    ({"metadata": ["difficulty=0", "tag=2"]}, [2]),
+    ({"metadata": "odd=true", "status": "open"}, [1]),
+    ({"metadata": "env.name=maze", "order": "asc"}, [0, 1, 2, 3, 4]),
+    ({"metadata": 'env={"name": "maze"}', "attempt": 4}, [4]),
+    ({"metadata": "a.b=1", "min_reward": 3}, [3]),
+    ({"metadata": "difficulty=2"}, []),
+    ({"metadata": "none=1"}, []),
+    ({"metadata": "tag="}, []),
+]
+
+
+@pytest.fixture(scope="module")
+def group(shared: Stand) -> Group:
+    return Group(shared)
+
+
+@pytest.mark.parametrize(("asked", "wanted"), FILTERS)
+def test_filters_and_orders(stand: Stand, group: Group, asked: dict[str, Any], wanted: list[int]) -> None:
+    assert group.numbers(every(stand, **{"group_id": group.name, **asked})) == wanted
+    assert group.numbers(every(stand, **{"prefix": f"{group.name}-", **asked})) == wanted
+
+
+def test_a_row_has_what_it_always_had_and_more(stand: Stand, group: Group) -> None:
+    [row] = get(stand, "/sessions", group_id=group.name, attempt=0)["sessions"]
+    head = ["session_id", "version", "status", "turns", "group_id", "reward", "created_at", "updated_at"]
+    assert list(row)[: len(head)] == head
+    assert (row["status"], row["state"], row["turns"], row["reward"], row["attempt"]) == ("open", "idle", 2, 0.0, 0)
+    assert row["engine"] == str(stand.sim.base_url).rstrip("/")
+    assert row["claimed_since"] is None
+    assert "total" not in get(stand, "/sessions", group_id=group.name)
+    counted = get(stand, "/sessions", group_id=group.name, count="true", limit=2)
+    assert (counted["total"], counted["total_is_exact"]) == (5, True)
+
+
+def test_the_cursor_in_the_default_order_is_the_old_one(stand: Stand, group: Group) -> None:
+    page = get(stand, "/sessions", group_id=group.name, limit=2)
+    cursor = page["next_cursor"]
+    place = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    assert place == [page["sessions"][-1]["created_at"], page["sessions"][-1]["session_id"]]
+    other = get(stand, "/sessions", group_id=group.name, limit=2, sort="turns")["next_cursor"]
+    for wrong in ({"cursor": other}, {"cursor": cursor, "sort": "turns"}, {"cursor": cursor, "order": "asc"}):
+        assert error_of(stand.http.get("/sessions", params=wrong)) == (400, "invalid_request"), wrong
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sorted": "turns"},
+        {"status": "idle"},
+        {"status": "open", "state": "idle"},
+        {"attempt": -1},
+        {"metadata": "difficulty"},
+        {"metadata": "=1"},
+        {"prefix": "a b"},
+        {"min_reward": "nan"},
+        {"limit": 1001},
+    ],
+)
+def test_a_wrong_parameter_is_refused(stand: Stand, wrong: dict[str, Any]) -> None:
+    assert error_of(stand.http.get("/sessions", params=wrong)) == (400, "invalid_request")
+
+
+def test_groups_are_listed(stand: Stand, group: Group) -> None:
+    found: dict[str, Any] = {}
+    cursor: dict[str, str] = {}
+    while True:
+        page = get(stand, "/groups", limit=1, **cursor)
+        found |= {one["group_id"]: one for one in page["groups"]}
+        if page["next_cursor"] is None:
+            break
+        cursor = {"cursor": page["next_cursor"]}
+    one = found[group.name]
+    assert (one["sessions"], one["closed"], one["rewarded"], one["state"]) == (5, 2, 4, "open")
+    assert (one["mean"], one["min"], one["max"]) == (1.5, 0.0, 3.0)
+    assert error_of(stand.http.get("/groups", params={"cursor": "é"})) == (400, "invalid_request")
+
+
+def test_a_session_after_any_event(stand: Stand) -> None:
+    talk = stand.talk(metadata={"task": "seven"})
+    talk.say("One")
+    talk.say("Two")
+    stand.http.delete(talk.path).raise_for_status()
+    state = get(stand, f"{talk.path}/state")
+    assert (state["status"], len(state["turns"]), state["metadata"]) == ("closed", 2, {"task": "seven"})
+    assert state == get(stand, f"/ui/api{talk.path}")
+    first = get(stand, f"{talk.path}/state", seq=talk.types().index("TurnCommitted") + 1)
+    assert (first["status"], len(first["turns"]), first["last_seq"]) == ("open", 1, state["seq"])
+    assert error_of(stand.http.get("/sessions/never-seen/state")) == (404, "session_not_found")
+
+
+def test_a_metadata_filter_sees_forks_and_no_erased_session(stand: Stand) -> None:
+    mark = uuid.uuid4().hex
+    talk = stand.talk(metadata={"mark": mark})
+    talk.say("One")
+    [fork] = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
+    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"], talk.id]
+    stand.http.delete(talk.path, params={"erase": "true"}).raise_for_status()
+    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"]]

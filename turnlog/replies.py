@@ -1,0 +1,335 @@
+"""What the server answers about sessions, groups, checkpoints and gates: plain dicts with these fields.
+
+docs/api.md says what they mean. Lengths are in tokens, times in seconds since the epoch; a later server may add fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from turnlog.events import BranchCause, VersionSpan
+from turnlog.parameters import SessionState, SessionStatus
+from turnlog.rows import Part, Statistics, TurnReward
+
+
+class ListedSession(TypedDict):
+    """`version` is the number of the last event. `state` is the status, or what an open session is doing."""
+
+    session_id: str
+    version: int
+    status: SessionStatus
+    turns: int
+    group_id: str | None
+    reward: float | None
+    created_at: float
+    updated_at: float
+    state: SessionState
+    attempt: int | None
+    weight_version: int | None
+    staleness: int | None
+    engine: str | None
+    claimed_since: float | None
+    closed_at: float | None
+    note: str | None
+    tags: list[str]
+
+
+class ListedGroup(TypedDict):
+    """`sessions` counts the rollouts, by their root sessions. `std` is the population's."""
+
+    group_id: str
+    sessions: int
+    closed: int
+    rewarded: int
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    zero_variance: bool
+    missing_attempts: list[int]
+    state: Literal["open", "complete", "leased", "acknowledged"]
+
+
+class SearchHit(TypedDict):
+    """A message that matches. `message` counts from 0 in the conversation that ends with the turn's reply; None for a
+    refused reply. `marks` are [start, end) of what matches in `snippet`."""
+
+    session_id: str
+    turn: int
+    message: int | None
+    role: str
+    tools: list[str]
+    finish_reason: str | None
+    reason: str | None
+    at: float
+    status: SessionStatus
+    group_id: str | None
+    snippet: str
+    marks: list[list[int]]
+
+
+class Attempt(TypedDict):
+    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded."""
+
+    session_id: str
+    attempt: int | None
+    reward: float | None
+    status: SessionStatus
+    finished: bool
+
+
+class Group(TypedDict):
+    group_id: str
+    attempts: list[Attempt]
+    statistics: Statistics | None
+    complete: bool
+
+
+class TreeTurn(TypedDict):
+    turn: int
+    parent: int
+    agent_id: str | None
+    state: Literal["open", "committed", "set_aside"]
+    branch: int | None
+    cause: BranchCause | None
+    carries: int | None
+    superseded: bool
+    messages: int | None
+    tokens: int | None
+    output_tokens: int | None
+    finish_reason: str | None
+    weight_versions: list[str]
+    exported: bool
+    reason: str | None
+    loss_branches: list[int]
+
+
+class TreeBranch(TypedDict):
+    branch: int
+    cause: BranchCause | None
+    parent_branch: int | None
+    fork_turn: int | None
+    agent_id: str | None
+    leaf: int
+    turns: int
+    tokens: int
+    exported: bool
+    reason: str | None
+
+
+class Tree(TypedDict):
+    session_id: str
+    version: int
+    status: SessionStatus
+    history: Literal["linear", "tree"] | None
+    main_branch: int | None
+    branches: list[TreeBranch]
+    turns: list[TreeTurn]
+
+
+class StageTimes(TypedDict):
+    """Milliseconds in each stage of a turn."""
+
+    gate: float
+    claim: float
+    prepare: float
+    engine: float
+    validate: float
+
+
+class StatePayload(TypedDict):
+    kind: str
+    rows: int
+    tombstoned: bool
+
+
+class StateTurn(TypedDict):
+    """A committed turn, live or discarded (by the event `discarded_by`); `seq` is its commit's."""
+
+    turn: int
+    parent: int
+    segment: int
+    segment_cause: str | None
+    live: bool
+    opened_at: float | None
+    committed_at: float
+    seq: int
+    fence: int
+    engine: str
+    dialect: str
+    protocol: str
+    adapter: str | None
+    finish_reason: str | None
+    timing: StageTimes | None
+    prompt_tokens: int
+    base_tokens: int
+    suffix_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    trimmed: int
+    messages: int
+    weight_versions: list[VersionSpan]
+    dispatched: str | None
+    parts: list[Part]
+    payloads: list[StatePayload]
+    discarded_by: int | None
+
+
+class FailedTurn(TypedDict):
+    turn: int
+    fence: int
+    opened_at: float | None
+    ended_at: float
+    reason: str
+    status: int | None
+    detail: str | None
+    kind: Literal["rejected", "abandoned"]
+    reply_bytes: int | None
+    kept_bytes: int | None
+
+
+class OpenTurn(TypedDict):
+    turn: int
+    parent: int
+    fence: int
+    incarnation: int
+    adapter: str | None
+    opened_at: float
+
+
+class Rollback(TypedDict):
+    seq: int
+    at: float
+    to_turn: int
+    discarded: list[int]
+
+
+class State(TypedDict):
+    """A session after event `seq` of `last_seq`. `tree` is None where there is at most one branch."""
+
+    session_id: str
+    seq: int
+    last_seq: int
+    status: SessionStatus
+    state: SessionState
+    erased: bool
+    config: dict[str, Any]
+    fork: dict[str, Any] | None
+    metadata: dict[str, Any] | None
+    created_at: float
+    closed_at: float | None
+    reward: TurnReward | None
+    turn_rewards: dict[str, TurnReward]
+    note: str | None
+    tags: list[str]
+    affinity: dict[str, Any] | None
+    open_turns: list[OpenTurn]
+    tree: Tree | None
+    turns: list[StateTurn]
+    failed: list[FailedTurn]
+    rollbacks: list[Rollback]
+    problems: list[dict[str, str]]
+
+
+class Record(TypedDict):
+    """A live turn: the request as sent to the engine, and the engine's reply."""
+
+    timestamp: float
+    request_timestamp: float
+    method: str
+    path: str
+    status_code: int
+    request: dict[str, Any]
+    response: dict[str, Any]
+
+
+class SessionMetadata(TypedDict):
+    """A session's current state. `accumulated_token_ids` are those of the newest turn, prompt and output."""
+
+    accumulated_token_ids: list[int]
+    max_trim_tokens: int
+    status: SessionStatus
+    version: int
+    group_id: str | None
+    attempt: int | None
+    reward: float | None
+    tito_session_mismatch: NotRequired[list[dict[str, Any]] | None]
+    tree: NotRequired[dict[str, Any]]
+
+
+class Records(TypedDict):
+    """`session` is what was given at the creation, with the defaults."""
+
+    session_id: str
+    records: list[Record]
+    metadata: SessionMetadata
+    session: dict[str, Any]
+
+
+class Checkpoint(TypedDict):
+    """`sessions` and `groups` count what is in it, `erased` the sessions whose content has been erased since."""
+
+    name: str
+    state: Literal["made", "restoring"]
+    cut: Literal["now", "drain", "restore"]
+    created_at: float
+    sessions: int
+    groups: int
+    restores: str | None
+    erased: int
+
+
+class RestoredStore(TypedDict):
+    """`before` is the checkpoint of what the store was instead."""
+
+    name: str
+    before: str
+    epoch: str
+    sessions: int
+    set_aside: int
+    erased: list[str]
+    unreadable: list[str]
+
+
+class Told(TypedDict):
+    """Whether an engine did as told."""
+
+    ok: bool
+    error: str | None
+    aborted: int
+
+
+class AdapterState(TypedDict):
+    """`held` counts the turns that wait in the answering process, `in_flight` those with a claim in any process."""
+
+    name: str
+    paused: bool
+    closings: int
+    since: float | None
+    lease_left_s: float | None
+    version: str | None
+    held: int
+    in_flight: int
+
+
+class PausedAdapter(AdapterState):
+    """`aborted` are the ids of the generations that were aborted."""
+
+    aborted: list[str]
+    count: int
+    engines: dict[str, Told]
+
+
+class FleetGate(TypedDict):
+    paused: bool
+    mode: Literal["abort", "in_place", "retract"] | None
+    closings: int
+    since: float | None
+    lease_left_s: float | None
+    held: int
+    in_flight: int
+    paused_adapters: list[str]
+    version: int
+    weight_version: str | None
+    held_for: Literal["drain", "restore"] | None
+    engines: dict[str, Told]
