@@ -28,7 +28,8 @@ class Fleet(msgspec.Struct, frozen=True):
     """Live sessions, the turns of each, and a turn's tokens.
 
     `payload_bytes` are a token's bytes in the bucket, 0 without replay payloads. `load_turns` are further turns, right
-    after a checkpoint: for the write-ahead log of a turn, and in the export.
+    after a checkpoint: for the write-ahead log of a turn, and in the export. PostgreSQL made `checkpoints` while the
+    sessions were filled in.
     """
 
     sessions: int
@@ -37,6 +38,7 @@ class Fleet(msgspec.Struct, frozen=True):
     output_tokens: float
     payload_bytes: float = 0.0
     load_turns: int = 2000
+    checkpoints: int = 0
 
     @property
     def tokens(self) -> float:
@@ -63,6 +65,8 @@ class Costs(msgspec.Struct, frozen=True):
     turn_indexes: float = 353.0
     chunk_rows: float = 200.0
     chunk_indexes: float = 115.0
+    chunk_in_pack: float = 85.0
+    """Of each turn, beside its payload: the head of a zstd frame, and a line of the pack's index."""
     content: float = 400.0
     content_new_token: float = 12.0
     content_output_token: float = 37.0
@@ -83,7 +87,7 @@ class Costs(msgspec.Struct, frozen=True):
     p99_ms: float = 180.0
     export_row_ms: float = 5.0
     idle_base_ms: float = 0.5
-    idle_session_us: float = 0.2
+    idle_session_us: float = 0.64
     closed_a_second: float = 33.0
     restart_s: float = 3.0
     restart_mib: float = 128.0
@@ -110,7 +114,10 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 def predict(fleet: Fleet, costs: Costs) -> dict[str, float]:
-    """The figures of `ops.bench sessions`, by their names."""
+    """The figures of `ops.bench sessions`, by their names.
+
+    While sessions are filled in, half of the pages that there are in the end are in the log once for each checkpoint.
+    """
     turns = fleet.sessions * fleet.turns
     content = costs.content
     content += fleet.new_tokens * costs.content_new_token + fleet.output_tokens * costs.content_output_token
@@ -124,8 +131,10 @@ def predict(fleet: Fleet, costs: Costs) -> dict[str, float]:
     return {
         "database MiB": (rows + indexes) / MIB,
         "of it indexes MiB": indexes / MIB,
-        "bucket MiB": fleet.tokens * fleet.payload_bytes / MIB,
-        "filling: WAL KiB a turn": wal_turn + costs.wal_session / fleet.turns / KIB,
+        "bucket MiB": (fleet.tokens * fleet.payload_bytes + has_payloads * turns * costs.chunk_in_pack) / MIB,
+        "filling: WAL KiB a turn": wal_turn
+        + costs.wal_session / fleet.turns / KIB
+        + PAGE_KIB * fleet.checkpoints * pages / 2 / turns,
         "WAL KiB a turn": wal_turn + PAGE_KIB * touched(pages, costs.pages_a_turn, fleet.load_turns),
         "filling: server CPU ms a turn": costs.fill_server_ms,
         "filling: database CPU ms a turn": costs.fill_database_ms,

@@ -185,7 +185,7 @@ def places_of(text: bytes, at: int, items: Sequence[msgspec.Raw]) -> tuple[array
         starts.append(at)
         end = at + len(memoryview(item))
         ends.append(end)
-        at = _end(_BETWEEN, text, end)
+        at = end + 1 if text[end : end + 2] == b",{" else _end(_BETWEEN, text, end)
     return starts, ends
 
 

@@ -45,6 +45,9 @@ class Lazy(Sequence[T]):
     def __len__(self) -> int:
         return len(self._items())
 
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items())
+
     @overload
     def __getitem__(self, index: int) -> T: ...
     @overload

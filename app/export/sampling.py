@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -34,10 +35,16 @@ describe(_Params)
 
 def sampling_of(event: TurnCommitted, params: bytes) -> TurnSampling:
     """`params` are the request's, raw JSON. What is no number is None."""
+    return msgspec.structs.replace(_named(params), turn=event.turn, logprobs_of=event.logprobs_of or "unknown")
+
+
+@lru_cache(maxsize=16)
+def _named(params: bytes) -> TurnSampling:
+    """The same of any turn: most requests of a session have the same parameters."""
     found = msgspec.json.decode(params, type=_Params)
     return TurnSampling(
-        turn=event.turn,
-        logprobs_of=event.logprobs_of or "unknown",
+        turn=0,
+        logprobs_of="unknown",
         temperature=_number(found.temperature),
         top_k=found.top_k if isinstance(found.top_k, int) and not isinstance(found.top_k, bool) else None,
         top_p=_number(found.top_p),

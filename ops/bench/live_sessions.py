@@ -44,6 +44,7 @@ SELECT sum(pg_relation_size(c.oid))::bigint AS rows, sum(pg_indexes_size(c.oid))
        coalesce(sum(pg_total_relation_size(nullif(c.reltoastrelid, 0))), 0)::bigint AS toast
 FROM pg_class c WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace
 """
+_CHECKPOINTS = "SELECT num_done FROM pg_stat_checkpointer"
 _CLOSED = "SELECT session_id FROM sessions WHERE status = 'closed'"
 _SIZE = re.compile(r"<Size>(\d+)</Size>")
 _NEXT = re.compile(r"<NextContinuationToken>([^<]+)<")
@@ -124,6 +125,7 @@ class _Stand:
             output_tokens=self._shape.output_tokens,
             payload_bytes=EXPERTS["layers"] * EXPERTS["top_k"] * bits / 8,
             load_turns=measured["turns"],
+            checkpoints=measured["filling: checkpoints"],
         )
 
     async def measure(self, count: int) -> dict[str, Any]:
@@ -140,14 +142,24 @@ class _Stand:
         return {**figures, **await self._janitor(), "errors": self._filling.errors}
 
     async def _fill(self, count: int, until: float | None) -> dict[str, Any]:
+        before = await self._value(_CHECKPOINTS)
         found, used = await self._measured(self._filling.fill_up_to(count, until))
         turns = len(found.latencies)
         return {
             "filling: turns": turns,
             "filling: turns/s": turns / found.seconds,
+            "filling: checkpoints": await self._value(_CHECKPOINTS) - before,
             "tokens a session": self._filling.tokens / max(self._filling.count, 1),
             **{f"filling: {name}": value for name, value in used.items()},
         }
+
+    async def _value(self, query: str) -> int:
+        connection = await asyncpg.connect(plain_url(self._url))
+        try:
+            found: int = await connection.fetchval(query)
+            return found
+        finally:
+            await connection.close()
 
     async def _load(self) -> dict[str, Any]:
         """Turns of random sessions, few of which the server has in memory."""

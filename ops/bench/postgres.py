@@ -1,7 +1,8 @@
 """Turns per second on PostgreSQL with several API processes, compared with SQLite and with plain commits.
 
-One run measures all of them in sequence on one disk, with a PostgreSQL that syncs. No process is pinned to a core: the
-database, servers, simulator and clients share all cores. Their CPU figures show which of them is the limit.
+One run measures all of them in sequence on one disk, with a PostgreSQL that syncs. Database, servers, simulator and
+clients share all cores, or the database has some of its own (`--database-cores`). Their CPU figures show which is the
+limit: `ceiling` is the turns a second at which the CPU of the database would be used up, on its own cores or on one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from app.store.schema import turns
 from ops.bench.measure import percentile, save_figures, table
 from ops.bench.primary import SETTINGS, Primary, counted, plain_url, primary
 from ops.bench.sessions import Script, short_turns
-from ops.bench.stand import Cores, Side, folder_for_bench, simulator, started
+from ops.bench.stand import Cores, Side, folder_for_bench, pinned, simulator, started
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
@@ -42,29 +43,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument(
+        "--database-cores", type=int, default=0, help="cores that only the database has; 0: it shares all"
+    )
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
         "--connections", type=int, nargs="+", default=[1, 16, 64], help="connections for the plain commits"
     )
 
 
 async def main(arguments: argparse.Namespace) -> int:
     print("PostgreSQL with", ", ".join(f"{name}={value}" for name, value in SETTINGS.items()))
-    everywhere = Cores(os.sched_getaffinity(0), os.sched_getaffinity(0))
-    with primary(arguments.folder) as database, simulator(everywhere) as engine:
+    allowed = sorted(os.sched_getaffinity(0))
+    own = allowed[: arguments.database_cores]
+    rest = set(allowed[len(own) :])
+    everywhere = Cores(rest, rest)
+    script = short_turns(arguments.request_bytes, TURNS_PER_SESSION)
+    rows: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        with pinned(set(own or allowed)):
+            database = stack.enter_context(primary(arguments.folder))
+        engine = stack.enter_context(simulator(everywhere))
         url = database.new_database()
         bare = [await _plain_commits(database, url, count, 1, arguments) for count in arguments.connections]
         bare.append(await _plain_commits(database, url, 16, 16, arguments))
         table(bare)
-        script = short_turns(arguments.request_bytes, TURNS_PER_SESSION)
-        rows = [await measure_turns(None, engine, 1, arguments, everywhere, script)]
-        for count in arguments.processes:
-            rows.append(await measure_turns(database, engine, count, arguments, everywhere, script))  # noqa: PERF401
+        for number in range(arguments.rounds):
+            for count in (None, *arguments.processes):
+                store = None if count is None else database
+                row = await measure_turns(store, engine, count or 1, arguments, everywhere, script)
+                rows.append({"round": number + 1, **row})
     best = max(float(row["commits/s"]) for row in bare[:-1])
-    rows = [{**row, "of the ceiling": row["turns/s"] / best} for row in rows]
+    rows = [{**row, "ceiling": _ceiling(row, len(own)), "of bare commits": row["turns/s"] / best} for row in rows]
     table(rows)
-    save_figures(
-        f"postgres-{arguments.clients}x{arguments.request_bytes}", {"settings": SETTINGS, "bare": bare, "turns": rows}
-    )
+    name = f"postgres-{arguments.clients}x{arguments.request_bytes}" + (f"-own{len(own)}" if own else "")
+    save_figures(name, {"settings": SETTINGS, "bare": bare, "turns": rows})
     return 1 if any(row["errors"] or row["recorded"] != row["answered"] for row in rows) else 0
+
+
+def _ceiling(row: Mapping[str, Any], cores: int) -> float | None:
+    """Turns a second at which the database's CPU would be used up."""
+    each = row["database ms/turn"]
+    return None if each is None else max(cores, 1) * 1000 / each
 
 
 async def _plain_commits(
@@ -131,13 +150,15 @@ async def measure_turns(
         found = await side.run_period(arguments.seconds)
         row = {"store": "SQLite" if url is None else "PostgreSQL", "processes": processes, **found.figures()}
         if database is not None and url is not None and before is not None:
-            row["database ms/turn"] = (database.cpu_s() - cpu) * 1000 / max(found.turns, 1)
+            used = database.cpu_s() - cpu
+            row["database ms/turn"] = used * 1000 / max(found.turns, 1)
+            row["database CPU"] = used / found.seconds
             await asyncio.sleep(REPORT_DELAY_S)
             grown = (await counted(url)).since(before)
             row["transactions a turn"] = grown.commits / max(found.turns, 1)
             row["WAL KiB a turn"] = grown.wal_bytes / max(found.turns, 1) / 1024
         else:
-            row.update(dict.fromkeys(("database ms/turn", "transactions a turn", "WAL KiB a turn")))
+            row.update(dict.fromkeys(("database ms/turn", "database CPU", "transactions a turn", "WAL KiB a turn")))
         return {**row, "answered": side.answered, "recorded": await _committed_turns(servers)}
 
 

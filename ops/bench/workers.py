@@ -34,6 +34,7 @@ PATHS = ("own", "any")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--connections", type=int, help="of the pool; by default one for each client")
     parser.add_argument("--request-bytes", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
@@ -72,7 +73,7 @@ async def _measure(
         settings = ServerProcess(folder, upstreams=[engine.base_url], database_url=url)
         for path, handover in itertools.product(PATHS, (False, True) if workers > 1 else (False,)):
             with Workers(settings, workers, folder, handover) as server:
-                async with _Pool(server.base_url, script, arguments.clients, path) as load:
+                async with _Pool(server.base_url, script, arguments, path) as load:
                     await load.run(WARM_UP_S)
                     before, cpu, own = await counted(url), database.cpu_s(), cpu_s(server.pid)
                     found = await load.run(arguments.seconds)
@@ -97,13 +98,14 @@ async def _measure(
 
 
 class _Pool:
-    """`clients` sessions at a time over as many connections."""
+    """So many sessions at a time as there are clients, over the connections of a pool."""
 
-    def __init__(self, base_url: str, script: Script, clients: int, path: str) -> None:
+    def __init__(self, base_url: str, script: Script, arguments: argparse.Namespace, path: str) -> None:
         self.errors: dict[str, int] = {}
         self._base_url = base_url
         self._script = script
-        self._clients = clients
+        self._clients: int = arguments.clients
+        self._connections: int = max(arguments.connections or 0, arguments.clients)
         self._is_shared = path == "any"
         self._name = f"{path}-{time.time_ns()}"
         self._names: Iterator[int] = itertools.count()
@@ -111,7 +113,7 @@ class _Pool:
         self._until = 0.0
 
     async def __aenter__(self) -> _Pool:
-        for _ in range(self._clients):
+        for _ in range(self._connections):
             self._idle.put_nowait(await Connection.connect(self._base_url))
         return self
 

@@ -103,8 +103,16 @@ NOTES = (
     Allowed("as its session does", r"GET /sessions(\?.*|/[^/?]+)?", r"0/(sessions/\d+|session)/(note|tags)", added),
 )
 
+LISTED = Allowed(
+    "a session in the list says what the page and the command line ask for",
+    r"GET /sessions(\?.*)?",
+    r"0/sessions/\d+/(state|attempt|weight_version|staleness|engine|claimed_since|closed_at)",
+    added,
+)
+
 SINCE_D7078C7 = (
     LEASE,
+    LISTED,
     *NOTES,
     *ROLLOUTS,
     *TREE,
@@ -149,6 +157,19 @@ SINCE_D7078C7 = (
 
 ALLOWED = {
     "d7078c7": SINCE_D7078C7,
-    "3970f0b": (LEASE, *NOTES, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, URLS, SAMPLES, PINNING),
+    "3970f0b": (
+        LEASE,
+        LISTED,
+        *NOTES,
+        *ROLLOUTS,
+        *TREE,
+        *PROTOCOLS,
+        *STREAMS,
+        SAMPLING,
+        PINNED,
+        URLS,
+        SAMPLES,
+        PINNING,
+    ),
 }
 """By the release that wrote the store."""

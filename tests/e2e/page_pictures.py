@@ -10,11 +10,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from integration.stand import Stand, standing
+from integration.stand import Stand, standing, until
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
 from e2e.page_data import over_hours, rollouts
+from e2e.page_story import keep
 
 VIEWS = {
     "sessions": "#/",
@@ -23,6 +24,7 @@ VIEWS = {
     "group": "#/group/gsm8k%2Ftrain-04127",
     "flat": "#/group/swe%2Fdjango-11099",
     "trends": "#/trends",
+    "search": "#/search?q=order",
     "exports": "#/exports?max_staleness=0&weight_version=12",
     "nothing": "#/?q=nobody",
     "tree": "#/session/deep-research-5",
@@ -74,7 +76,7 @@ def main() -> None:
         for name, scheme in every if arguments.all else DOCUMENTED:
             take(shown, name, scheme, folder / f"{name}-{scheme}.png")
         trends(browser, folder, arguments.all)
-        for width, height in ((1920, 1080), (800, 1000)) if arguments.all else ():
+        for width, height in ((1440, 900), (768, 1024), (390, 844)) if arguments.all else ():
             shown.set_viewport_size({"width": width, "height": height})
             for name in VIEWS:
                 take(shown, name, "light", folder / f"{name}-{width}.png")
@@ -82,11 +84,15 @@ def main() -> None:
 
 def trends(browser: Browser, folder: Path, both: bool) -> None:
     """Of a run of its own, whose times are hours apart."""
-    with tempfile.TemporaryDirectory() as root, standing(Path(root)) as stand:
+    searched = {"TURNLOG_SEARCH": "on"}
+    with tempfile.TemporaryDirectory() as root, standing(Path(root), environment=searched) as stand:
+        rollouts(stand)
         over_hours(stand)
+        until(lambda: stand.http.get("/search", params={"q": "order"}).json()["is_current"])
         page = opened(browser, stand.server.base_url)
-        for scheme in ("light", "dark") if both else ("light",):
-            take(page, "trends", scheme, folder / f"trends-{scheme}.png")
+        for name in ("trends", "search"):
+            for scheme in ("light", "dark") if both else ("light",):
+                take(page, name, scheme, folder / f"{name}-{scheme}.png")
 
 
 def opened(browser: Browser, base_url: str) -> Page:
@@ -114,7 +120,7 @@ def take(page: Page, name: str, scheme: str, to: Path) -> None:
     page.evaluate("hash => { location.hash = hash }", VIEWS[name])
     page.wait_for_timeout(SHOWN_MS)
     page.evaluate("document.querySelector('.withtree')?.scrollIntoView({block: 'end'})")
-    page.screenshot(path=to)
+    keep(page, to)
 
 
 if __name__ == "__main__":

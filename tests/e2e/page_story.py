@@ -80,7 +80,7 @@ def main() -> None:
             for name, show in VIEWS.items():
                 if arguments.all or (name, scheme) in DOCUMENTED:
                     show(page, f"{stand.server.base_url}/ui#/session/{STORY}")
-                    _keep(page, arguments.folder / f"{name}-{scheme}.png")
+                    keep(page, arguments.folder / f"{name}-{scheme}.png")
             context.close()
 
 
@@ -110,7 +110,7 @@ VIEWS = {"session": _now, "session-past": _past, "tokens": _tokens}
 DOCUMENTED = (("session", "light"), ("tokens", "light"), ("tokens", "dark"))
 
 
-def _keep(page: Page, to: Path) -> None:
+def keep(page: Page, to: Path) -> None:
     """With a palette, which is a third of the bytes; one that covers rare colours, too, such as a legend's."""
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(to, optimize=True)

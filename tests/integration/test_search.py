@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integration.cli import answer, complaint, run
 from integration.places import Places
 from integration.stand import Stand, Talk, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
+from turnlog import Turnlog
 
 ON = {"TURNLOG_SEARCH": "on"}
 
@@ -248,3 +250,26 @@ def test_what_was_archived_before_the_index_came_to_it_is_found(sglang: Simulato
         found = current(stand, q="rhinoceros", metadata="a=b")
         assert places_of(found) == [(talk.id, 1, 0)]
         assert json.loads(stand.http.get("/export", params={"session_id": talk.id}).text)["session_id"] == talk.id
+
+
+def test_the_client_and_the_command_line_give_every_page(
+    searched: Stand, clean_environment: Callable[..., None]
+) -> None:
+    clean_environment(URL=searched.server.base_url)
+    word = f"ibis{uuid.uuid4().hex[:8]}"
+    talk = searched.talk()
+    for number in range(25):
+        talk.say(f"{word} number {number}")
+    current(searched, q=word)
+    with Turnlog(searched.server.base_url) as client:
+        assert [hit["turn"] for hit in client.search(word, role="user")] == list(range(25, 0, -1))
+    first = answer("search", word, "--limit", "20")
+    rest = answer("search", word, "--cursor", first["next_cursor"])
+    assert [hit["turn"] for hit in first["hits"] + rest["hits"]] == list(range(25, 0, -1))
+    shown = run("search", word, "--limit", "1").stdout.splitlines()
+    assert shown[1].split()[:4] == [talk.id, "25", "48", "user"]
+    assert "being made anew" in run("search", "--reindex").stderr
+    assert "stands alone" in complaint("search", word, "--reindex", code=2)
+    assert run("note", talk.id, "Seen.", "--tag", word).stdout == ""
+    assert [row["note"] for row in answer("sessions", "--tag", word)["sessions"]] == ["Seen."]
+    assert "is needed" in complaint("note", talk.id, code=2)

@@ -178,3 +178,19 @@ def test_a_parameter_that_an_export_does_not_have_is_refused(stand: Stand) -> No
     assert error_of(stand.http.get("/ui/api/exports", params={"min_rewards": 1})) == (400, "invalid_request")
     assert error_of(stand.http.get("/ui/api/exports", params={"shape": "odd"})) == (400, "invalid_request")
     assert error_of(stand.http.get("/ui/api/exports", params={"cursor": "x"})) == (400, "invalid_request")
+
+
+def test_columns_of_metadata(stand: Stand) -> None:
+    """A key with dots is looked up as it is first, then as a path; what is too long is cut, what is none is missing."""
+    given = {"task": "math", "env": {"name": "web", "size": 3}, "a.b": True, "long": "x" * 500, "none": None}
+    stand.talk(session_id="columns-1", metadata=given)
+    stand.talk(session_id="columns-2")
+    gone = stand.talk(session_id="columns-3", metadata=given)
+    assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
+    columns = "task,env.name, env.size,a.b,long,none,env"
+    page = stand.http.get("/ui/api/sessions", params={"q": "columns-", "columns": columns}).json()
+    assert len(page["sessions"]) == 3
+    assert page["metadata"] == {
+        "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
+    }, "the first six columns"
+    assert stand.http.get("/ui/api/sessions", params={"q": "columns-"}).json()["metadata"] == {}

@@ -78,6 +78,8 @@ def fill(stand: Stand) -> list[Keeper]:
     rolled.talk.messages = rolled.talk.messages[:2]
     rolled.say("Instead of two")
     finish(stand, closed.talk, 0.5, 1.0)
+    noted = {"note": "Look again.", "tags": ["b", "a"]}
+    assert stand.http.put(f"{closed.talk.path}/note", json=noted).status_code == 200
     bad = refused.talk.chat([*refused.talk.messages, user("Bad")], sim={"fault": "null_logprob"})
     assert bad.status_code == 502
     return keepers

@@ -26,6 +26,7 @@ COSTS = scale.Costs(
     wal_session=2048.0,
     wal_turn=1024.0,
     wal_content=2.0,
+    chunk_in_pack=4.0,
     export_bytes_a_token=16.0,
 )
 FLEET = scale.Fleet(sessions=1 << 20, turns=2, new_tokens=90, output_tokens=50, load_turns=0)
@@ -45,7 +46,7 @@ def test_payloads_have_rows_in_the_database_and_bytes_in_the_bucket() -> None:
     found, without = (
         scale.predict(fleet, COSTS) for fleet in (with_payloads, scale.Fleet(1 << 20, 2, 90, 50, load_turns=1))
     )
-    assert found["bucket MiB"] == 280 * 8
+    assert found["bucket MiB"] == 280 * 8 + 2 * 4
     assert found["database MiB"] - without["database MiB"] == 2 * (20 + 10)
 
 

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.api.page.conversation import Conversations
+from app.api.page.metadata_columns import MetadataColumns
 from app.api.page.overview import Overviews
 from app.api.page.rollout_view import Rollouts
 from app.api.page.session_view import SessionViews
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 class PageReaders(NamedTuple):
     sessions: SessionList
+    listed: MetadataColumns
     overviews: Overviews
     watch: Watch
     views: SessionViews
@@ -38,6 +40,7 @@ def page_of(app: Services) -> PageReaders:
     sessions = app.session_list
     return PageReaders(
         sessions=sessions,
+        listed=MetadataColumns(database, sessions),
         overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
         watch=Watch(database, sessions, app.log_end),
         views=SessionViews(database, held),

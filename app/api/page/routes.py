@@ -40,6 +40,11 @@ class SessionListParameters(SessionQuery):
 
     limit: int = Field(default=100, ge=1, le=MAX_PAGE, description=LIMIT)
     cursor: PageCursor = None
+    columns: str | None = Field(
+        default=None,
+        max_length=512,
+        description="Keys of the metadata whose values are given too, with dots into objects and commas in between.",
+    )
 
 
 def reply(found: object) -> Response:
@@ -71,7 +76,8 @@ async def overview_of(app: Services) -> dict[str, Any]:
 @for_the_page
 async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> Response:
     """Sessions by any filter, in any order; `sort=claimed_since` lists only those with a turn in flight."""
-    return reply(await (await services(request).page()).sessions.page(query, query.cursor, query.limit))
+    listed = (await services(request).page()).listed
+    return reply(await listed.page(query, query.cursor, query.limit, query.columns))
 
 
 Seq = Annotated[

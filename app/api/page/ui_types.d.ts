@@ -39,6 +39,8 @@ export interface SessionRow {
 
 /** GET /ui/api/sessions */
 export interface SessionPage {
+  /** values of the asked-for keys of the metadata, by session and key */
+  metadata: Record<string, Record<string, string>>;
   sessions: SessionRow[];
   next_cursor: string | null;
   total: number;
@@ -424,6 +426,29 @@ export interface TrendBucket {
   latency: Record<string, number>;
   engines: Record<string, [count: number, milliseconds: number]>;
   errors: Record<string, number>;
+}
+
+export interface SearchHit {
+  session_id: string;
+  turn: number;
+  message: number | null;
+  role: string;
+  tools: string[];
+  finish_reason: string | null;
+  reason: string | null;
+  at: number;
+  status: string;
+  group_id: string | null;
+  snippet: string;
+  /** in Unicode characters */
+  marks: [start: number, end: number][];
+}
+
+/** GET /search */
+export interface SearchPage {
+  hits: SearchHit[];
+  next_cursor: string | null;
+  is_current: boolean;
 }
 
 /** uPlot, vendored; only what the page uses of it. */

@@ -10,6 +10,7 @@ import { GroupsView } from "./groups.js";
 import { listenToKeys, showKeys } from "./keys.js";
 import { parse } from "./route.js";
 import { RolloutsView } from "./rollouts.js";
+import { SearchView } from "./search.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
@@ -28,12 +29,14 @@ const VIEWS = {
   group: { View: GroupView, title: "Group" },
   rollouts: { View: RolloutsView, title: "Rollouts" },
   trends: { View: TrendsView, title: "Over time" },
+  search: { View: SearchView, title: "Search" },
   exports: { View: ExportsView, title: "Exports" },
 };
 const NAVIGATION = [
   { name: "sessions", href: "#/", title: "Sessions" },
   { name: "groups", href: "#/groups", title: "Groups" },
   { name: "trends", href: "#/trends", title: "Over time" },
+  { name: "search", href: "#/search", title: "Search" },
   { name: "exports", href: "#/exports", title: "Exports" },
 ];
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };

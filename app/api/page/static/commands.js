@@ -7,13 +7,13 @@ import { replaceOdd } from "./visible.js";
 /** @import {Parameters} from "./route.js" */
 
 /**
- * A request: with a body it is a POST of JSON.
- * @typedef {{path: string, parameters?: Parameters, body?: unknown}} Command
+ * A request: with a body it is a POST of JSON, unless it names another method.
+ * @typedef {{path: string, parameters?: Parameters, body?: unknown, method?: "PUT"}} Command
  */
 
 /** @param {Command} command @returns {string} for a POSIX shell; a body is a here-document */
-export function curl({ path, parameters, body }) {
-  const parts = ["curl -sS"];
+export function curl({ path, parameters, body, method }) {
+  const parts = [method ? `curl -sS -X ${method}` : "curl -sS"];
   if (needsAuthorization()) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
   parts.push(quoted(url(path, parameters)));
   if (body === undefined) return parts.join(" ");
@@ -22,7 +22,7 @@ export function curl({ path, parameters, body }) {
 }
 
 /** @param {Command} command @returns {string} for Python with httpx, which the client needs anyway */
-export function python({ path, parameters, body }) {
+export function python({ path, parameters, body, method }) {
   const query = Object.fromEntries(new URLSearchParams(queryOf(parameters)));
   const given = [literal(url(path), 1)];
   if (Object.keys(query).length) given.push(`params=${literal(query, 1)}`);
@@ -34,7 +34,7 @@ export function python({ path, parameters, body }) {
   return [
     needsAuthorization() && "import os\n",
     "import httpx\n",
-    `response = httpx.${body === undefined ? "get" : "post"}(\n    ${given.join(",\n    ")},\n)`,
+    `response = httpx.${method?.toLowerCase() ?? (body === undefined ? "get" : "post")}(\n    ${given.join(",\n    ")},\n)`,
     "response.raise_for_status()",
     "print(response.text)\n",
   ]

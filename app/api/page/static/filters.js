@@ -13,6 +13,7 @@ const STATES = ["open", "idle", "claimed", "gated", "closed", "erased", "set_asi
 /** The filters' names are the parameters of GET /ui/api/sessions. */
 const FILTERS = [
   "q",
+  "tag",
   "state",
   "group_id",
   "engine",
@@ -23,6 +24,8 @@ const FILTERS = [
   "stuck_s",
 ];
 const TYPING_MS = 250;
+/** As many as the server gives. */
+const MOST_COLUMNS = 6;
 export const DEFAULT_ORDER = { sort: "updated_at", order: "desc" };
 
 /** The most wanted lists, each an address of its own. */
@@ -36,7 +39,7 @@ export const PRESETS = [
 
 /** @param {URLSearchParams} query @returns {ListQuery} */
 export function listQueryOf(query) {
-  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "sort", "order"]) };
+  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "columns", "sort", "order"]) };
 }
 
 /** @param {ListQuery} query @returns {Values} without the default order, for a short address */
@@ -70,6 +73,7 @@ export function matches(row, query) {
     (!query.state || isInState(row, query.state)) &&
     (query.sort !== "claimed_since" || row.claimed_since !== null) &&
     (!query.group_id || row.group_id === query.group_id) &&
+    (!query.tag || row.tags.includes(query.tag)) &&
     (!query.engine || row.engine === query.engine) &&
     (least === null || (row.reward !== null && row.reward >= least)) &&
     (most === null || (row.reward !== null && row.reward <= most)) &&
@@ -105,10 +109,27 @@ export function newestFirst(a, b) {
   return b.updated_at - a.updated_at || (a.session_id < b.session_id ? 1 : -1);
 }
 
+/** @param {Values} query @returns {string[]} the keys of metadata that are columns */
+export function columnsOf({ columns = "" }) {
+  const keys = columns.split(",").map((one) => one.trim());
+  return [...new Set(keys.filter(Boolean))].slice(0, MOST_COLUMNS);
+}
+
+/** @returns {HTMLElement} a field for the columns of metadata */
+export function columnsField() {
+  const made = textField("columns");
+  made.setAttribute("placeholder", "task, env.name");
+  return field("Metadata columns", made);
+}
+
 /** The form above the session list. It acts while one types, and always shows what the address says. */
 export class FilterForm {
-  /** @param {AbortSignal} closed @param {(filters: Values) => void} onChange */
-  constructor(closed, onChange) {
+  /**
+   * @param {AbortSignal} closed
+   * @param {(filters: Values) => void} onChange
+   * @param {HTMLElement} [more] a further field
+   */
+  constructor(closed, onChange, more) {
     this.engines = choice("engine", []);
     this.engines.classList.add("wide");
     this.element = h(
@@ -117,12 +138,14 @@ export class FilterForm {
       field("Session id begins with", textField("q")),
       field("State", choice("state", STATES)),
       field("Group", textField("group_id")),
+      field("Tag", textField("tag")),
       field("Engine", this.engines),
       field("Reward from", numberField("min_reward", { step: "any" })),
       field("to", numberField("max_reward", { step: "any" })),
       checkbox("unrewarded", "no reward"),
       field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
+      more,
     );
     this.box = foldedForm(closed, this.element);
     let timer = 0;

@@ -14,6 +14,7 @@ import { setSince, since } from "./format.js";
  * @property {string} [width] of the column, in CSS; columns without one share the rest
  * @property {boolean} [isHeader] names the row
  * @property {boolean} [isExtra] hidden on a narrow page
+ * @property {boolean} [isLuxury] shown on a wide page only
  * @property {(cell: HTMLElement, row: Row) => void} fill called again with each new version of the row
  */
 
@@ -98,9 +99,9 @@ function newCell(column) {
   return column.isHeader ? h("th", { scope: "row", class: kind }) : h("td", { class: kind });
 }
 
-/** @param {{number?: boolean, isExtra?: boolean}} column @param {string} [text] the class of a column of text */
+/** @param {{number?: boolean, isExtra?: boolean, isLuxury?: boolean}} column @param {string} [text] the class of a column of text */
 function classOf(column, text = "") {
-  return [column.number ? "number" : text, column.isExtra && "extra"].filter(Boolean).join(" ") || null;
+  return [column.number ? "number" : text, column.isExtra && "extra", column.isLuxury && "luxury"].filter(Boolean).join(" ") || null;
 }
 
 /**

@@ -7,7 +7,7 @@ import { copyButtons } from "./copy.js";
 import { badge, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
 import { clock, count, decimal, since } from "./format.js";
-import { groupHref, sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
+import { groupHref, sessionHref, sessionsHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
 import { Travel } from "./travel.js";
 import { BranchTree } from "./tree.js";
@@ -202,8 +202,8 @@ export class SessionView extends View {
     this.log.mark(this.seq);
     this.log.start(session.last_seq);
     replace(this.facts, facts(session));
-    const { config, metadata, turn_rewards: rewards, erased, state, status } = session;
-    this.#renew(this.title, [erased, state, status, this.seq], () => this.#title(session));
+    const { config, metadata, turn_rewards: rewards, erased, state, status, note, tags } = session;
+    this.#renew(this.title, [erased, state, status, this.seq, note, tags], () => this.#title(session));
     this.#renew(this.folds, [config, metadata, rewards], () => folds(session));
   }
 
@@ -238,13 +238,21 @@ export class SessionView extends View {
         { class: "switches" },
         copyButtons(() => ({ path: this.path, parameters: { seq } })),
         copyButtons(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
+        copyButtons(
+          () => ({
+            path: `/sessions/${encodeURIComponent(this.id)}/note`,
+            method: "PUT",
+            body: { note: session.note ?? "", tags: session.tags },
+          }),
+          "note",
+        ),
       ),
     ];
   }
 }
 
 /** @param {Session} session @returns {Child} */
-function facts({ config, fork, turns, tree, affinity, reward, created_at, closed_at }) {
+function facts({ note, tags, config, fork, turns, tree, affinity, reward, created_at, closed_at }) {
   const live = turns.filter((turn) => turn.live);
   const newest = live.at(-1);
   const engine = affinity?.engine ?? newest?.engine;
@@ -276,6 +284,8 @@ function facts({ config, fork, turns, tree, affinity, reward, created_at, closed
     adapter != null && fact("Adapter", named(adapter)),
     fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
     fact("Tokens", newest ? count(newest.prompt_tokens + newest.output_tokens) : "–"),
+    note && fact("Note", textBlock(note)),
+    tags.length > 0 && fact("Tags", tags.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))])),
     fact("Created", since(created_at)),
     closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
   ];

@@ -33,6 +33,8 @@ export class SessionList {
     this.unmatched = new Set();
     /** @type {Map<string, SessionRow>} changes that came while a page was being loaded */
     this.changedMeanwhile = new Map();
+    /** @type {Map<string, Record<string, string>>} values of the columns of metadata; they do not change */
+    this.metadata = new Map();
     /** @type {string|null} */
     this.nextCursor = null;
     this.total = 0;
@@ -144,6 +146,8 @@ export class SessionList {
       this.arrived.clear();
       this.unmatched.clear();
     }
+    if (isFirst) this.metadata.clear();
+    for (const [id, values] of Object.entries(page.metadata)) this.metadata.set(id, values);
     for (const row of page.sessions) {
       this.arrived.delete(row.session_id);
       if (!isOlder(row, this.byId.get(row.session_id))) this.byId.set(row.session_id, row);

@@ -3,10 +3,11 @@
 import { ApiError } from "./api.js";
 import { copyButtons } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
-import { addressOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
+import { addressOf, columnsField, columnsOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
 import { count, decimal } from "./format.js";
 import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { badgeCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
+import { SavedViews } from "./saved.js";
 import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
@@ -28,21 +29,15 @@ export class SessionsView extends View {
     this.picked = new Set();
     const newestVersion = () => overview()?.weight_version ?? null;
     this.versionShown = newestVersion();
-    this.table = new LongTable(this.closed, {
-      label: "Sessions",
-      columns: [this.#pickColumn(), ...columns(newestVersion)],
-      keyOf: (row) => row.session_id,
-      isDim: (row) => this.list.unmatched.has(row.session_id),
-      onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
-      onNearEnd: () => this.list.error || this.list.more(),
-      onReleased: () => this.#show(),
-    });
+    this.newestVersion = newestVersion;
+    this.table = this.#newTable([]);
     this.form = new FilterForm(this.closed, (filters) => {
       const { sort, order } = this.list.query;
       this.#open({ sort, order, ...filters });
-    });
+    }, columnsField());
     this.total = h("span", { role: "status" });
     this.changes = button("", () => this.refresh(), { class: "changed", hidden: true });
+    this.saved = new SavedViews();
     this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const copy = copyButtons(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
@@ -51,12 +46,39 @@ export class SessionsView extends View {
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar(this.presets, [this.compare, this.changes, this.total, again, copy]),
+      bar([this.presets, this.saved.element], [this.compare, this.changes, this.total, again, copy]),
       this.problem,
       this.table.element,
     );
     this.every(POLL_MS, () => this.#poll());
     this.#open(listQueryOf(query));
+  }
+
+  /** @param {string[]} keys of metadata @returns {LongTable<SessionRow>} */
+  #newTable(keys) {
+    this.tableLife?.abort();
+    /** Ends the table: another choice of columns makes another one. */
+    this.tableLife = new AbortController();
+    this.keys = keys;
+    return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
+      label: "Sessions",
+      columns: [this.#pickColumn(), ...columns(this.newestVersion), ...keys.map((key) => this.#metadataColumn(key))],
+      keyOf: (row) => row.session_id,
+      isDim: (row) => this.list.unmatched.has(row.session_id),
+      onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
+      onNearEnd: () => this.list.error || this.list.more(),
+      onReleased: () => this.#show(),
+    });
+  }
+
+  /** @param {string} key @returns {Column<SessionRow>} */
+  #metadataColumn(key) {
+    return {
+      title: visibleText(key),
+      hint: "Of the metadata",
+      width: "130px",
+      fill: textCell((row) => visibleText(this.list.metadata.get(row.session_id)?.[key] ?? "–")),
+    };
   }
 
   /** @returns {Column<SessionRow>} */
@@ -83,6 +105,12 @@ export class SessionsView extends View {
   async #open(query) {
     setQuery(addressOf(query));
     this.form.set(query);
+    const keys = columnsOf(query);
+    if (keys.join() !== this.keys?.join()) {
+      const old = this.table;
+      this.table = this.#newTable(keys);
+      old.element.replaceWith(this.table.element);
+    }
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
     replace(this.presets, presetLinks(query));
@@ -232,7 +260,7 @@ function columns(newest) {
     { title: "Reward", width: "86px", number: true, sort: "reward", fill: textCell((row) => decimal(row.reward)) },
     {
       title: "Weights",
-      width: "80px",
+      width: "74px",
       number: true,
       isExtra: true,
       fill: textCell((row) => visibleText(String(row.weight_version ?? "–"))),
@@ -246,10 +274,16 @@ function columns(newest) {
       fill: textCell((row) => count(staleness(row, newest()))),
     },
     { title: "Engine", width: "12%", fill: textCell((row) => (row.engine ? shortEngine(row.engine) : "–")) },
-    { title: "Changed", width: "100px", number: true, sort: "updated_at", fill: sinceCell((row) => row.updated_at) },
+    { title: "Changed", width: "112px", number: true, sort: "updated_at", fill: sinceCell((row) => row.updated_at) },
+    {
+      title: "Note and tags",
+      width: "140px",
+      isLuxury: true,
+      fill: textCell((row) => visibleText([...row.tags, row.note].filter(Boolean).join(", "))),
+    },
     {
       title: "Created",
-      width: "100px",
+      width: "112px",
       number: true,
       isExtra: true,
       sort: "created_at",

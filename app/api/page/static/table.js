@@ -31,17 +31,17 @@ const POINTED_MS = 3000;
  */
 
 /** The least width of a column that shares what the others leave. */
-const SHARED_PX = 170;
+const SHARED_PX = 150;
 
 /** @param {{isExtra?: boolean, width?: string}[]} columns @returns {string} the width below which the table scrolls */
 function leastWidth(columns) {
-  const widths = columns.map(({ width = "" }) => (width.endsWith("px") ? Number.parseInt(width, 10) : SHARED_PX));
+  const widths = columns.map(({ width = "" }) => (width.endsWith("px") ? Number.parseInt(width, 10) : width.endsWith("%") ? 110 : SHARED_PX));
   return `${widths.reduce((sum, one) => sum + one, 0)}px`;
 }
 
-/** @param {{isExtra?: boolean, width?: string}} column @returns {HTMLElement} */
+/** @param {{isExtra?: boolean, isLuxury?: boolean, width?: string}} column @returns {HTMLElement} */
 function newColumn(column) {
-  return h("col", { class: column.isExtra ? "extra" : null, style: column.width ? { width: column.width } : null });
+  return h("col", { class: column.isExtra ? "extra" : column.isLuxury ? "luxury" : null, style: column.width ? { width: column.width } : null });
 }
 
 /** @template Row */
@@ -68,7 +68,8 @@ export class LongTable {
         "aria-label": options.label,
         style: {
           "--least": leastWidth(options.columns),
-          "--least-narrow": leastWidth(options.columns.filter((column) => !column.isExtra)),
+          "--least-middle": leastWidth(options.columns.filter((column) => !column.isLuxury)),
+          "--least-narrow": leastWidth(options.columns.filter((column) => !column.isExtra && !column.isLuxury)),
         },
       },
       h("colgroup", null, options.columns.map(newColumn)),

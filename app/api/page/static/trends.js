@@ -65,7 +65,7 @@ export class TrendsView extends View {
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    const { sort, order, ...filters } = listQueryOf(query);
+    const { sort, order, columns, ...filters } = listQueryOf(query);
     const by = query.get("by") ?? "";
     this.isChosen = by in BY;
     this.#open(filters, by in BY ? by : "hour");

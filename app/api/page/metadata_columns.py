@@ -1,0 +1,72 @@
+"""Values of sessions' metadata, as columns of the page's list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.sessions.session_list import SessionList, SessionListPage, SessionQuery, SessionRow
+from app.store import metadata_reads
+from app.store.engine import Database
+
+MAX_COLUMNS = 6
+
+MAX_VALUE = 200
+"""Characters of one value; a longer one is cut."""
+
+
+class ListedSessions(msgspec.Struct, frozen=True):
+    """A page of the list. `metadata`: for each session that has any of the columns, its values as text, by column."""
+
+    sessions: Sequence[SessionRow]
+    next_cursor: str | None
+    total: int
+    total_is_exact: bool
+    metadata: Mapping[str, Mapping[str, str]]
+
+
+class MetadataColumns:
+    def __init__(self, database: Database, sessions: SessionList) -> None:
+        self._database = database
+        self._sessions = sessions
+
+    async def page(self, query: SessionQuery, cursor: str | None, limit: int, columns: str | None) -> ListedSessions:
+        """A page of the list with the metadata named by `columns`, a comma between two.
+
+        A column is a key, with dots into objects. Raises InvalidRequest for an invalid cursor, StoreUnavailable.
+        """
+        found = await self._sessions.page(query, cursor, limit)
+        keys = [key.strip() for key in (columns or "").split(",") if key.strip()][:MAX_COLUMNS]
+        return _listed(found, await self._values(found, keys) if keys else {})
+
+    async def _values(self, found: SessionListPage, keys: Sequence[str]) -> dict[str, dict[str, str]]:
+        ids = [row.session_id for row in found.sessions]
+        stored = await self._database.read(lambda c: metadata_reads.metadata_of(c, ids), or_else=lambda _: {})
+        return await asyncio.to_thread(
+            lambda: {one: values for one, raw in stored.items() if (values := _values_of(raw, keys))}
+        )
+
+
+def _listed(found: SessionListPage, metadata: Mapping[str, Mapping[str, str]]) -> ListedSessions:
+    return ListedSessions(**msgspec.structs.asdict(found), metadata=metadata)
+
+
+def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:
+    metadata = msgspec.json.decode(raw)
+    return {key: text for key in keys if (text := _text_of(metadata, key)) is not None}
+
+
+def _text_of(metadata: Any, key: str) -> str | None:
+    """The value at `key` itself, else where its dots lead; None where there is nothing."""
+    value = metadata.get(key) if isinstance(metadata, dict) else None
+    if value is None:
+        value = metadata
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…"

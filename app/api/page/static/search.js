@@ -1,0 +1,186 @@
+/** Search: messages, tool calls and results over all sessions; each hit leads to its turn. */
+
+import { ApiError, get } from "./api.js";
+import { copyButtons } from "./copy.js";
+import { announce, badge, bar, button, h, message, replace, setText } from "./dom.js";
+import { choice, field, focusField, foldedForm, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { count, since } from "./format.js";
+import { groupHref, sessionHref, setQuery } from "./route.js";
+import { View } from "./view.js";
+import { named, visible } from "./visible.js";
+
+/** @import {Child, SearchHit, SearchPage} from "../ui_types.d.ts" */
+/** @import {Values} from "./form.js" */
+/** @import {Place} from "./view.js" */
+
+const PAGE = 20;
+const TYPING_MS = 300;
+const ROLES = ["system", "developer", "user", "assistant", "tool", "rejected"];
+/** The fields' names are the parameters of GET /search; those that need no other are the first ones. */
+const ENOUGH = ["q", "role", "tool", "finish_reason", "reason", "metadata"];
+const FIELDS = [...ENOUGH, "status", "group_id", "tag"];
+
+export class SearchView extends View {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, { query }) {
+    super(root);
+    /** @type {Values} */
+    this.query = {};
+    /** @type {SearchHit[]} */
+    this.hits = [];
+    /** @type {string|null} */
+    this.cursor = null;
+    this.form = fields();
+    this.found = h("span", { role: "status" });
+    this.list = h("ol", { class: "hits" });
+    this.foot = h("div", { class: "foot" });
+    this.#listen();
+    replace(
+      root,
+      h("h1", { class: "visually-hidden" }, "Search"),
+      foldedForm(this.closed, this.form),
+      bar(this.found, copyButtons(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } }))),
+      this.problem,
+      this.list,
+      this.foot,
+    );
+    this.onQuery(query);
+    this.onFilterKey();
+  }
+
+  /** @param {URLSearchParams} query */
+  onQuery(query) {
+    this.#open(valuesOf(query, FIELDS));
+  }
+
+  onFilterKey() {
+    focusField(this.form, "q");
+  }
+
+  onReset() {}
+
+  #listen() {
+    let timer = 0;
+    this.form.addEventListener("input", () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => this.#open(readForm(this.form)), TYPING_MS);
+    });
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      clearTimeout(timer);
+      this.#open(readForm(this.form));
+    });
+    this.closed.addEventListener("abort", () => clearTimeout(timer));
+  }
+
+  /** @param {Values} query */
+  #open(query) {
+    this.query = query;
+    setQuery(query);
+    writeForm(this.form, query, document.activeElement);
+    this.refresh();
+  }
+
+  refresh() {
+    this.requests.abort();
+    if (!ENOUGH.some((name) => this.query[name])) {
+      this.hits = [];
+      this.cursor = null;
+      replace(this.problem);
+      this.#show(null);
+      return;
+    }
+    return this.#read(null);
+  }
+
+  /** @param {string|null} cursor */
+  #read(cursor) {
+    setText(this.found, "Searching …");
+    const parameters = { ...this.query, limit: PAGE, cursor };
+    return this.read(
+      async (signal) => /** @type {SearchPage} */ (await get("/search", parameters, signal)),
+      (page) => {
+        this.hits = cursor === null ? page.hits : [...this.hits, ...page.hits];
+        this.cursor = page.next_cursor;
+        announce(`${count(this.hits.length)} hits`);
+        this.#show(page);
+      },
+    );
+  }
+
+  /** @param {unknown} error */
+  onFailure(error) {
+    setText(this.found, "");
+    replace(this.list);
+    replace(this.foot);
+    if (error instanceof ApiError && error.code === "search_off") {
+      const how = h("p", null, "Start the server with ", h("code", null, "TURNLOG_SEARCH=on"), ".");
+      replace(this.problem, message("empty", "Search is off.", how));
+    } else super.onFailure(error);
+  }
+
+  /** @param {SearchPage|null} page null: nothing was searched for */
+  #show(page) {
+    const more = this.cursor ? " or more" : "";
+    const word = this.hits.length === 1 ? "hit" : "hits";
+    const behind = page && !page.is_current ? "; the index does not have the newest turns yet" : "";
+    setText(this.found, page ? `${count(this.hits.length)}${more} ${word}, newest first${behind}` : "Words, or a field.");
+    replace(this.list, this.hits.map(hitItem));
+    const next = this.cursor;
+    replace(this.foot, next && button("Load more", () => this.#read(next)));
+  }
+}
+
+/** @returns {HTMLFormElement} */
+function fields() {
+  const words = textField("q");
+  words.setAttribute("placeholder", 'refund "order 17" -test');
+  return h(
+    "form",
+    { class: "filters", role: "search", "aria-label": "Search messages" },
+    field("Words", words),
+    field("Role", choice("role", ROLES)),
+    field("Tool", textField("tool")),
+    field("Finish reason", textField("finish_reason")),
+    field("In no row because", textField("reason")),
+    field("Metadata key=value", textField("metadata")),
+    field("Status", choice("status", ["open", "closed"])),
+    field("Group", textField("group_id")),
+    field("Tag", textField("tag")),
+  );
+}
+
+/** @param {SearchHit} hit @returns {HTMLElement} */
+function hitItem(hit) {
+  const { session_id, turn, message: index, role, tools, finish_reason, reason, at, status, group_id } = hit;
+  return h(
+    "li",
+    { class: "panel" },
+    h(
+      "p",
+      { class: "who" },
+      h("a", { href: sessionHref(session_id, { turn: index === null ? null : turn }) }, named(session_id), ` turn ${turn}`),
+      h("strong", null, named(role)),
+      tools.map((tool) => h("code", null, named(tool))),
+      badge(status),
+      finish_reason !== null && h("span", { class: "note" }, named(finish_reason)),
+      reason !== null && badge(reason, "warn"),
+      group_id !== null && h("a", { href: groupHref(group_id) }, named(group_id)),
+      since(at),
+    ),
+    h("p", { class: "snippet", dir: "auto" }, marked(hit)),
+  );
+}
+
+/** @param {SearchHit} hit @returns {Child} the snippet; its marks count characters, not UTF-16 units */
+function marked({ snippet, marks }) {
+  const characters = [...snippet];
+  /** @type {Child[]} */
+  const parts = [];
+  let end = 0;
+  for (const [from, to] of marks) {
+    parts.push(visible(characters.slice(end, from).join("")), h("mark", null, visible(characters.slice(from, to).join(""))));
+    end = to;
+  }
+  return [...parts, visible(characters.slice(end).join(""))];
+}
