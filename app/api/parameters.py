@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 from pydantic import BaseModel
 
-from app.domain.patterns import ID
+from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, SessionNotFound
 
 
@@ -23,7 +23,9 @@ async def _well_formed(
 
 SessionId = Annotated[str, Depends(_well_formed)]
 
-PageCursor = Annotated[str | None, Query(description="Where to continue: the cursor of an earlier reply.")]
+PageCursor = Annotated[
+    str | None, Query(pattern=NO_NUL, description="Where to continue: the cursor of an earlier reply.")
+]
 
 LIMIT = "Maximum number of items."
 

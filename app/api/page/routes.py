@@ -16,7 +16,7 @@ from app.api.page.rollout_view import MAX_STEPS
 from app.api.page.trends import By
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
-from app.domain.patterns import MAX_INTEGER
+from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.sessions.session_list import SessionQuery
 
@@ -43,6 +43,7 @@ class SessionListParameters(SessionQuery):
     columns: str | None = Field(
         default=None,
         max_length=512,
+        pattern=NO_NUL,
         description="Keys of the metadata whose values are given too, with dots into objects and commas in between.",
     )
 
