@@ -110,13 +110,15 @@ class Services(Assembly):
 
 def _exporter(made: Services) -> Exporter:
     from app.export.exporter import Exporter  # a start does not need it
-    from app.export.helpers import Helpers
+    from app.export.helpers import MOST_HELPERS, Helpers
 
     settings = made.settings
     helpers = None
     if settings.workers > 1:
         helpers = Helpers(
-            settings.workers - 1, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes
+            min(settings.workers - 1, MOST_HELPERS),
+            deadline_s=settings.worker_deadline_s,
+            memory_bytes=settings.worker_memory_bytes,
         )
     return Exporter(made.database, made.release, exported=made.exported, picker=made.picker, helpers=helpers)
 

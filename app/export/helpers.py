@@ -30,9 +30,11 @@ log = logging.getLogger("turnlog.export")
 
 Part = list[ExportPage]
 
+MOST_HELPERS = 3
+"""Helpers of a server: each has about 100 MiB, and what they leave free of the machine serves turns."""
+
 LOCAL_PARTS = 8
 """Parts that are made without helpers: it takes half a second until they have started."""
-
 
 PART_BYTES = 3 << 20
 """About how much stored content a part has: less than without helpers, since several parts are in memory."""

@@ -31,7 +31,7 @@ from app.store.reads import Connection, Position
 PAGE = 256
 """Positions read in one query."""
 
-PART_BYTES = 12 << 20
+PART_BYTES = 8 << 20
 """About how many bytes of stored content are read together, if they belong to several pages: with few sessions at a
 time most of a read is the cost of its statements."""
 

@@ -20,7 +20,9 @@ VIEWS = {
     "#/": "main tbody tr[data-key]",
     "#/groups": "main tbody tr[data-key]",
     f"#/group/{GROUP}": "svg.plot",
+    f"#/group/{GROUP}/rollouts": ".gridcell .said",
     "#/trends": ".trendplot canvas",
+    "#/search": "form.filters",
     "#/exports": "a[download]",
     "#/session/deep-research-5": ".said",
     "#/session/deep-research-5?branch=0&against=2": ".sides .said",
@@ -134,3 +136,27 @@ def test_a_branch_without_a_row_has_a_link_too(watch: Watch, page_stand: PageSta
     assert [one.split(",")[0].split(":")[0] for one in every] == [f"branch {n}" for n in range(len(every))]
     page.locator("nav[aria-label=Branches] a").first.click()
     page.wait_for_selector(".tokens .turnmark:has-text('turn 1')")
+
+
+def test_a_view_that_is_left_leaves_nothing_behind(watch: Watch, page_stand: PageStand) -> None:
+    """The nodes that the browser keeps, after some visits of all views and after three times as many."""
+    watched = watch(page_stand.stand.server.base_url)
+    page = watched.open()
+    inspector = page.context.new_cdp_session(page)
+    inspector.send("Performance.enable")
+
+    def nodes() -> int:
+        watched.go("#/nowhere")
+        page.locator("main > .message").wait_for()
+        inspector.send("HeapProfiler.collectGarbage")
+        metrics = inspector.send("Performance.getMetrics")["metrics"]
+        return int(next(one["value"] for one in metrics if one["name"] == "Nodes"))
+
+    kept = []
+    for visits in (2, 4):
+        for _ in range(visits):
+            for place, ready in VIEWS.items():
+                watched.go(place)
+                page.locator(ready).first.wait_for()
+        kept.append(nodes())
+    assert kept[1] < kept[0] + 150, kept
