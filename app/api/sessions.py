@@ -339,7 +339,7 @@ async def delete_session(
     session_id: SessionId,
     erase: Annotated[bool, Query(description="Also delete the content permanently.")] = False,
 ) -> Response:
-    """Close the session at once; with `erase` also delete its content permanently.
+    """Close the session at once; with `?erase=true` also delete its content permanently.
 
     202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
     """
