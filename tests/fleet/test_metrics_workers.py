@@ -51,12 +51,12 @@ def pids(server: ServerProcess) -> list[int]:
     return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", server.log_path.read_text())]
 
 
-def take_turn(server: ServerProcess, session_id: str, messages: list[dict[str, object]]) -> None:
-    """On a connection of its own, which either process may take."""
-    url = f"{server.base_url}/sessions/{session_id}/v1/chat/completions"
-    response = httpx.post(url, json={"messages": messages}, timeout=60)
-    assert response.status_code == 200, response.text
-    messages += [response.json()["choices"][0]["message"], user("And then?")]
+def take_turn(server: ServerProcess) -> None:
+    """In a session of its own, whose process is any of them."""
+    with httpx.Client(base_url=server.base_url, timeout=60) as client:
+        path = client.post("/sessions").json()["base_url"]
+        response = client.post(f"{path}/chat/completions", json={"messages": [user("Whose turn is it?")]})
+        assert response.status_code == 200, response.text
 
 
 def scrape(server: ServerProcess) -> dict[str, float]:
@@ -84,11 +84,9 @@ def counted_by(folder: Path, pid: int) -> float:
 def test_each_process_tells_of_all_also_of_one_that_was_killed(server: ServerProcess, tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("turnlog-metrics-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    session_id = httpx.post(f"{server.base_url}/sessions", timeout=60).json()["session_id"]
-    messages: list[dict[str, object]] = [user("Whose turn is it?")]
     turns = 0
     while not all(counted_by(folder, pid) for pid in pids(server)):
-        take_turn(server, session_id, messages)
+        take_turn(server)
         turns += 1
     for found in [scrape(server) for _ in range(SCRAPES)]:
         assert found["turnlog_turns_totalcommitted"] == turns
@@ -98,7 +96,7 @@ def test_each_process_tells_of_all_also_of_one_that_was_killed(server: ServerPro
 
     os.kill(pids(server)[0], signal.SIGKILL)
     until(lambda: said(server, "Application startup complete") == WORKERS + 1, START_S)
-    take_turn(server, session_id, messages)
+    take_turn(server)
     for found in [scrape(server) for _ in range(SCRAPES)]:
         assert found["turnlog_turns_totalcommitted"] == turns + 1, "a killed process's turns count on"
         assert found["turnlog_processes"] == WORKERS, "a killed process is not alive"
