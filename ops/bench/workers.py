@@ -1,7 +1,6 @@
 """`turnlog serve --workers N`: sessions whose turns come over one connection each, and over any connection of a pool.
 
-Over any connection a turn reaches any process, which may not have the session in memory. Both are measured with and
-without `--handover`, by which the processes hand each other connections. PostgreSQL, the servers, the
+Over any connection a turn reaches any process, which may not have the session in memory. PostgreSQL, the servers, the
 engine simulator and the clients share all cores, so the figures to compare are those of CPU.
 """
 
@@ -58,9 +57,8 @@ async def main(arguments: argparse.Namespace) -> int:
 class Workers(OwnProcess):
     """`turnlog serve --workers N`."""
 
-    def __init__(self, server: ServerProcess, workers: int, folder: Path, handover: bool) -> None:
+    def __init__(self, server: ServerProcess, workers: int, folder: Path) -> None:
         command = [sys.executable, "-m", "turnlog.cli", "serve", "--port", PORT, "--workers", str(workers)]
-        command.append("--handover" if handover else "--no-handover")
         super().__init__(command, folder / f"workers-{workers}.log", environment=server.environment)
 
 
@@ -71,8 +69,8 @@ async def _measure(
     rows: list[dict[str, Any]] = []
     with folder_for_bench(arguments.folder) as folder:
         settings = ServerProcess(folder, upstreams=[engine.base_url], database_url=url)
-        for path, handover in itertools.product(PATHS, (False, True) if workers > 1 else (False,)):
-            with Workers(settings, workers, folder, handover) as server:
+        for path in PATHS:
+            with Workers(settings, workers, folder) as server:
                 async with _Pool(server.base_url, script, arguments, path) as load:
                     await load.run(WARM_UP_S)
                     before, cpu, own = await counted(url), database.cpu_s(), cpu_s(server.pid)
@@ -84,7 +82,6 @@ async def _measure(
                 rows.append(
                     {
                         "connection": path,
-                        "handover": handover,
                         "turns/s": turns / found.seconds,
                         "p50 ms": percentile(found.latencies, 50) * 1000,
                         "p99 ms": percentile(found.latencies, 99) * 1000,

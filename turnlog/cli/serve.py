@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,10 +34,6 @@ def serve(
         bool, typer.Option("--migrate/--no-migrate", help="Bring the database up to date first.")
     ] = True,
     stop_s: Annotated[int, typer.Option(min=0, help="Seconds that a stop waits for open requests.")] = STOP_S,
-    handover: Annotated[
-        bool,
-        typer.Option("--handover/--no-handover", help="Workers hand each other connections by their turns' sessions."),
-    ] = True,
 ) -> None:
     """Run a server. Its settings are TURNLOG_ variables (docs/api.md).
 
@@ -55,9 +50,7 @@ def serve(
         _require_unserved(settings.database_url)
         _upgrade(settings.database_url)
     _greet(settings, found.host, found.port)
-    name = f"turnlog-{secrets.token_hex(8)}" if handover and workers > 1 and sys.platform == "linux" else ""
-    descriptors = tuple(one.fileno() for one in found.sockets)
-    options = ServeOptions(descriptors, found.host, found.port, workers, stop_s, name)
+    options = ServeOptions(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
     for one in found.sockets:
         one.set_inheritable(True)
     # this process has imported more than the keeper needs: it becomes the keeper, with its process id and sockets

@@ -31,7 +31,6 @@ class Child:
 
     def __init__(self, options: ServeOptions) -> None:
         self.phase = Phase.IMPORTING
-        self.place: int | None = None
         self.started_at = time.monotonic()
         self.control, theirs = socket.socketpair()
         self.control.setblocking(False)
@@ -57,13 +56,11 @@ class Child:
     def age_s(self) -> float:
         return time.monotonic() - self.started_at
 
-    def promote(self, place: int, reason: str) -> None:
-        """Tell it to serve, in a place that no other server has. `reason` is how the server before it ended, for its
-        log."""
+    def promote(self, reason: str) -> None:
+        """Tell it to serve. `reason` is how the server before it ended, for its log."""
         self.phase = Phase.STARTING
-        self.place = place
         with contextlib.suppress(OSError):  # it has died; the keeper is about to reap it
-            self.control.send(f"{place} {reason}\n".encode())
+            self.control.send(reason.encode() + b"\n")
 
     def read_status(self) -> bool:
         """Read what it has sent. False: its end of the socket is closed."""

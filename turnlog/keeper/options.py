@@ -15,15 +15,13 @@ BACKLOG = 4096
 
 class ServeOptions(NamedTuple):
     """Passed on the command line. `sockets` are listening descriptors, `host` and `port` their address for the log;
-    `servers` run at a time, without the spare. A stop waits `stop_s` seconds for open requests. Servers hand each other
-    connections by the name `handover` (`turnlog.keeper.handover`), if there is one."""
+    `servers` run at a time, without the spare. A stop waits `stop_s` seconds for open requests."""
 
     sockets: tuple[int, ...]
     host: str
     port: int
     servers: int
     stop_s: int
-    handover: str = ""
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())

@@ -30,26 +30,24 @@ class ControlSocket:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._promoted = threading.Event()
-        self._line = ""
+        self._reason = ""
         threading.Thread(target=self._listen, name="turnlog-keeper", daemon=True).start()
 
     def _listen(self) -> None:
         # A keeper that dies before it has read what was sent to it resets the connection.
         with contextlib.suppress(ConnectionError), self._control.makefile("r", encoding="utf-8") as lines:
             for line in lines:
-                self._line = line.strip()
+                self._reason = line.strip()
                 self._promoted.set()
         os._exit(KEEPER_GONE)
 
-    def wait_for_promotion(self) -> tuple[int, str]:
-        """Report that everything is imported, and wait. Returns this server's place, and how the server before this one
-        ended, or nothing."""
+    def wait_for_promotion(self) -> str:
+        """Report that everything is imported, and wait. Returns how the server before this one ended, or nothing."""
         self._control.send(READY)
         if not self._promoted.is_set():
             log.info("process %d waits to take over", os.getpid())
         self._promoted.wait()
-        place, _, reason = self._line.partition(" ")
-        return int(place), reason
+        return self._reason
 
     def report_serving(self) -> None:
         self._control.send(SERVING)
@@ -70,7 +68,12 @@ def serve(options: ServeOptions, control: ControlSocket) -> None:
     import uvicorn
 
     from app.api.connection import KEEP_ALIVE_S
-    from turnlog.keeper.serving import KeptServer
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            self._log_started_message(sockets or [])
+            control.report_serving()
 
     config = uvicorn.Config(
         "app.main:app",
@@ -88,11 +91,10 @@ def serve(options: ServeOptions, control: ControlSocket) -> None:
     config.get_loop_factory()
     _warm()
     gc.enable()
-    place, reason = control.wait_for_promotion()
+    reason = control.wait_for_promotion()
     if reason:
         log.warning("%s; process %d takes over", reason, os.getpid())
-    server = KeptServer(config, options, place, control.report_serving)
-    server.run([socket.socket(fileno=descriptor) for descriptor in options.sockets])
+    Server(config).run([socket.socket(fileno=descriptor) for descriptor in options.sockets])
 
 
 def _warm() -> None:

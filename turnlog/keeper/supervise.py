@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import selectors
 import signal
@@ -70,8 +69,7 @@ class Keeper:
             child = self._spare() or self._spawn()
             if child is None:
                 return self._backoff_left_s()
-            taken = {active.place for active in self._active()}
-            child.promote(next(place for place in itertools.count() if place not in taken), self._last_exit)
+            child.promote(self._last_exit)
         if self._spare() is not None or any(child.phase != Phase.SERVING for child in self._active()):
             return None
         return None if self._spawn() else self._backoff_left_s()
