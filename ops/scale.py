@@ -75,7 +75,7 @@ class Costs(msgspec.Struct, frozen=True):
     wal_session: float = 1120.0
     wal_turn: float = 3700.0
     wal_content: float = 1.08
-    pages_a_turn: float = 6.0
+    pages_a_turn: float = 3.0
     """Pages that a turn of a random session changes, each in the log as a whole the first time after a checkpoint: the
     leaves of the indexes of `events`, `turns` and `chunks`, and the session's head with its indexes."""
 
@@ -87,7 +87,7 @@ class Costs(msgspec.Struct, frozen=True):
     p99_ms: float = 180.0
     export_row_ms: float = 5.0
     idle_base_ms: float = 0.5
-    idle_session_us: float = 0.64
+    idle_session_us: float = 0.18
     closed_a_second: float = 33.0
     restart_s: float = 3.0
     restart_mib: float = 128.0
