@@ -114,9 +114,9 @@ def _exporter(made: Services) -> Exporter:
 
     settings = made.settings
     helpers = None
-    if settings.workers > 1:
+    if settings.workers > 2:  # fewer cores gain little: docs/benchmarks.md
         helpers = Helpers(
-            min(settings.workers - 1, MOST_HELPERS),
+            min(settings.workers - 2, MOST_HELPERS),
             deadline_s=settings.worker_deadline_s,
             memory_bytes=settings.worker_memory_bytes,
         )
