@@ -27,6 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from app.errors import StartupError
 from app.store.dialect import PRAGMAS
 from app.store.engine import Database
+from app.store.partitions import partition, parts_of
 from app.store.ports import LOCKED_S
 from app.store.projections import require_revision
 from app.store.salvage import Damage
@@ -259,8 +260,8 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
 
 async def _files(connection: AsyncConnection, table: str) -> list[str]:
     """The table itself, or its partitions: what has a file. Each is locked by itself."""
-    partitions = f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{table}'::regclass ORDER BY 1"
-    return list((await connection.exec_driver_sql(partitions)).scalars()) or [table]
+    parts = await connection.run_sync(partial(parts_of, table=table))
+    return [partition(table, number) for number in parts.numbers] or [table]
 
 
 async def _rewrite(connection: AsyncConnection, name: str, refused: list[str]) -> None:
