@@ -24,7 +24,7 @@ from app.store.archives.rows import AddArchive, Archive, places_in, read_whole
 from app.store.log import StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
 from app.store.packs import rows
-from app.store.packs.bucket import Bucket
+from app.store.packs.bucket import GAP_BYTES, Bucket
 from app.store.packs.collector import Collector
 from app.store.packs.format import InPack, Packed, build, frame_bytes, read_index
 from app.store.packs.move import START, Key, Mover
@@ -171,11 +171,37 @@ async def test_a_name_is_never_written_twice(yard: Yard) -> None:
         await yard.bucket.put("1/1/1-3", b"xyz")
 
 
-@pytest.mark.parametrize("part", [(2, 3), (3, 3), (90, 3)])
-async def test_a_part_behind_the_end_of_an_object_is_not_there(yard: Yard, part: tuple[int, int]) -> None:
+@pytest.fixture(params=["folder", "s3"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    if request.param == "folder":
+        yield Bucket(f"file://{tmp_path}/bucket", 5.0)
+        return
+    storage = TestBucket()
+    for name, value in storage.environment.items():
+        monkeypatch.setenv(name, value)
+    yield Bucket(f"s3://{storage.name}/run", 5.0)
+    storage.close()
+
+
+async def test_a_part_behind_the_end_of_an_object_is_not_there(bucket: Bucket) -> None:
     """The object is damaged; the storage is not away."""
-    await yard.bucket.put("1/1/1-100", b"abc")
-    assert await yard.bucket.read_parts("1/1/1-100", [(0, 3), part]) is None
+    await bucket.put("1/1/1-100", b"abc")
+    await bucket.put("1/1/2-100", b"")
+    for part in ((2, 3), (3, 3), (90, 3), (GAP_BYTES + 9, 3)):
+        for parts in ([part], [(0, 3), part], [part, (0, 3)]):
+            assert await bucket.read_parts("1/1/1-100", parts) is None
+            assert await bucket.read_parts("1/1/2-100", parts) is None
+            assert await bucket.read_parts("1/1/3-100", parts) is None
+
+
+async def test_parts_come_in_the_order_in_which_they_are_asked_for(bucket: Bucket) -> None:
+    body = bytes(range(250)) * (GAP_BYTES // 50)
+    await bucket.put("1/1/1-100", body)
+    last = len(body) - 7
+    parts = [(last, 7), (0, 3), (5, 1), (0, 9), (GAP_BYTES + 20, 8), (2 * GAP_BYTES, 5), (2 * GAP_BYTES, 5)]
+    expected = [body[offset : offset + length] for offset, length in parts]
+    assert await bucket.read_parts("1/1/1-100", parts) == expected
+    assert await bucket.read_parts("1/1/1-100", []) == []
 
 
 async def test_what_is_committed_stays_and_is_read(yard: Yard) -> None:
