@@ -334,6 +334,22 @@ async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:
     assert await yard.round(2 * KEEP_S) == []
 
 
+async def test_of_two_stores_that_begin_at_once_in_one_place_one_owns_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bucket.owner
+
+    async def too_early() -> str | None:
+        monkeypatch.setattr(bucket, "owner", real)
+        owner = await real()
+        assert await bucket.owned_by("first") == "first"
+        return owner
+
+    monkeypatch.setattr(bucket, "owner", too_early)
+    assert await bucket.owned_by("second") == "first"
+    assert await bucket.owner() == "first"
+
+
 async def test_an_object_that_is_shorter_than_its_name_says_stops_nothing(yard: Yard) -> None:
     """A machine that crashed in the middle of an upload into a folder may leave one."""
     await yard.turn("s", text(1))

@@ -171,10 +171,8 @@ class Collector:
 
     async def _owns_place(self) -> bool:
         """Do the packs here belong to this store? A copy of a database must not delete what its original needs."""
-        own, owner = await self._name(), await self._bucket.owner()
-        if owner is None:
-            await self._bucket.own(own)
-            return True
+        own = await self._name()
+        owner = await self._bucket.owned_by(own)
         if owner != own and owner != self._told_of:
             log.warning(
                 "%s belongs to another store, or to this one before a restore: nothing is collected there, and "
