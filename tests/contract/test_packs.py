@@ -29,7 +29,7 @@ from app.store.packs.collector import Collector
 from app.store.packs.format import InPack, Packed, build, frame_bytes, read_index
 from app.store.packs.move import START, Key, Mover
 from app.store.packs.reader import load_chunks
-from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
+from app.store.packs.rows import MoveChunks, Moved, NotePlace, TakeKeeping
 from app.store.packs.writer import PackWriter
 from app.store.schema import chunks as chunks_table
 from app.store.writer import Writer
@@ -304,6 +304,24 @@ async def test_a_stale_token_moves_and_deletes_nothing(yard: Yard) -> None:
     await yard.store.submit(TakeKeeping("another's"))
     assert await yard.store.submit(MoveChunks("mine", [Moved("s", 2, 0, places[2, 0], other)])) == 0
     assert await yard.store.submit(rows.ForgetPacks("mine", [other.pack])) == []
+
+
+async def test_the_store_knows_which_places_have_objects_of_it(yard: Yard) -> None:
+    async def used() -> list[str]:
+        return await yard.store.database.read(rows.places_in_use)
+
+    await yard.round()
+    assert await used() == []
+    await yard.turn("s", text(1))
+    await yard.round()
+    await yard.store.submit(NotePlace("s3://another", True))
+    assert await used() == [yard.bucket.url, "s3://another"]
+    await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False))
+    await yard.round()
+    assert await used() == [yard.bucket.url, "s3://another"], "the pack is kept for a while"
+    await yard.round(KEEP_S)
+    await yard.round()
+    assert await used() == ["s3://another"]
 
 
 async def test_an_erasure_does_not_end_with_a_round_that_lost_its_token(yard: Yard) -> None:
