@@ -188,7 +188,7 @@ class Archiver:
                     continue
                 try:
                     found.append(await self._checked(one))
-                except (UnknownEvent, CorruptContent) as error:
+                except (UnknownEvent, CorruptContent, SessionUnreadable) as error:
                     self._database.unreadable.warn(one.session_id, error)
             yield len(part), found
 
@@ -207,7 +207,8 @@ class Archiver:
         return found
 
     async def _checked(self, session: ArchivedSession) -> ArchivedSession:
-        """The session with its chunks in packs fetched. Raises UnknownEvent and CorruptContent if it is not whole."""
+        """The session with its chunks in packs fetched. Raises UnknownEvent, CorruptContent and SessionUnreadable if it
+        is not whole."""
         rows_of_log = session.rows[events.name]
         entries = [reads.EventRow(*(row[name] for name in reads.EventRow._fields)) for row in rows_of_log]
         folded = await asyncio.to_thread(reads.fold_rows, session.session_id, None, entries)
@@ -219,7 +220,8 @@ class Archiver:
         return await self._with_frames(session)
 
     async def _with_frames(self, session: ArchivedSession) -> ArchivedSession:
-        """Raises CorruptContent if a chunk's frame is lost."""
+        """Raises CorruptContent if a chunk's frame is lost; SessionUnreadable if the session was archived meanwhile,
+        and the archive is damaged."""
         live = {
             (row["fence"], row["number"]): InPack(row["location"], row["pack_offset"], row["pack_length"])
             for row in session.rows[chunks.name]

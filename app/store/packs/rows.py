@@ -12,7 +12,7 @@ from app.domain.events import ChunkKey
 from app.store.dialect import Tx
 from app.store.log import StoreOperation
 from app.store.packs.format import InPack, place_columns
-from app.store.reads import SPAN
+from app.store.reads import FRAME, SPAN, frame_of
 from app.store.schema import SESSION_ID, chunks, open_turns, pack_erasures, sessions, store_meta
 
 
@@ -70,6 +70,17 @@ def places_of(connection: Connection, session_id: str, keys: Iterable[ChunkKey])
     key = tuple_(chunks.c.fence, chunks.c.number)
     parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
     return {(row[0], row[1]): InPack(*row[2:]) for part in parts for row in connection.execute(part)}
+
+
+def live_chunks(
+    connection: Connection, session_id: str, keys: Iterable[ChunkKey]
+) -> dict[ChunkKey, bytes | InPack | None]:
+    """The frames of live chunks, or where they are in packs; None for a frame that is lost."""
+    wanted = sorted(keys)
+    query = select(chunks.c.fence, chunks.c.number, *FRAME).where(chunks.c.session_id == session_id, _is_live)
+    key = tuple_(chunks.c.fence, chunks.c.number)
+    parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
+    return {(row[0], row[1]): frame_of(*row[2:]) for part in parts for row in connection.execute(part)}
 
 
 def erasures(connection: Connection) -> set[str]:
