@@ -87,12 +87,14 @@ async def main(arguments: argparse.Namespace) -> int:
                 {"view": name, **await _openings(browser, server.base_url, name, arguments.openings)} for name in VIEWS
             ]
             table(opened)
+            again = await _again(browser, server.base_url, arguments.openings)
+            table([again])
             held = [await _replayed(browser, server.base_url, name, arguments.minutes * 60) for name in VIEWS]
             held.append(await _entered(browser, server.base_url, arguments.rounds))
             table(held)
             rows = await _all_rows(browser, server.base_url)
     table([rows])
-    save_figures("page", {"opened": opened, "held": held, "scrolled": rows})
+    save_figures("page", {"opened": opened, "again": again, "held": held, "scrolled": rows})
     is_kept = all(one["budget"] == "kept" for one in (*opened, *held)) and rows["rows"] >= arguments.sessions
     return 0 if is_kept else 1
 
@@ -168,6 +170,32 @@ async def _openings(browser: Browser, base_url: str, name: str, times: int) -> d
             shown.append(await page.evaluate("__probe.shownAt"))
     median = statistics.median(shown)
     return {"first content ms, median": median, "most": max(shown), "budget": _kept(median <= BUDGET_MS)}
+
+
+async def _again(browser: Browser, base_url: str, times: int) -> dict[str, Any]:
+    """Milliseconds of reading all sessions over time: when nothing was read before, and with the turns since then."""
+    async with _opened(browser, base_url, "over time") as page:
+        first: float = await page.evaluate(_READ, "day")
+        took = [await page.evaluate(_READ) for _ in range(times)]
+    return {"over time: all sessions, first ms": first, "again, median": statistics.median(took), "most": max(took)}
+
+
+_READ = """async (interval) => {
+  const buttonOf = (text) => [...document.querySelectorAll("main button")].find((one) => one.textContent === text);
+  const began = performance.now();
+  if (interval) {
+    const field = document.querySelector("main select[aria-label=By]");
+    field.value = interval;
+    field.dispatchEvent(new Event("change"));
+  } else buttonOf("Refresh").click();
+  while (true) {
+    await new Promise((painted) => requestAnimationFrame(painted));
+    if (document.querySelector("main [role=status]").textContent.startsWith("Looking")) continue;
+    if (buttonOf("Look further").hidden) return performance.now() - began;
+    buttonOf("Look further").click();
+  }
+}"""
+"""By an interval that was not read before, or again."""
 
 
 async def _replayed(browser: Browser, base_url: str, name: str, seconds: float) -> dict[str, Any]:
