@@ -72,9 +72,9 @@ class StoredTurn(msgspec.Struct, frozen=True):
         )
 
 
-async def fill(url: str, sessions: int, turns: int) -> None:
+async def fill(url: str, sessions: int, turns: int, *, ended: bool = False, group_size: int = 0) -> None:
     """Write sessions `filled-0` and so on, which all have the same turns. Only their number matters, not their
-    content."""
+    content. With `group_size` so many after another are a group."""
     made = [_plain_turn(number) for number in range(turns)]
 
     def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
@@ -84,7 +84,7 @@ async def fill(url: str, sessions: int, turns: int) -> None:
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=False)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=ended, group_size=group_size)
     finally:
         await database.close()
 
@@ -102,16 +102,23 @@ def _ids(count: int) -> bytes:
 
 
 async def write_sessions(
-    database: Database, sessions: Iterable[tuple[str, Sequence[StoredTurn]]], params: bytes, *, ended: bool
+    database: Database,
+    sessions: Iterable[tuple[str, Sequence[StoredTurn]]],
+    params: bytes,
+    *,
+    ended: bool,
+    group_size: int = 0,
 ) -> None:
     """Write the sessions; each turn continues the previous one. `params` is a JSON object, the same for every request.
 
-    With `ended`, the sessions are closed and have a reward.
+    With `ended`, the sessions are closed and have a reward. With `group_size`, so many after another are a group.
     """
     incarnation = await register(database)
     waiting: list[Operation[Any]] = []
-    for session_id, turns in sessions:
-        waiting += _session(session_id, turns, params, incarnation, ended)
+    for number, (session_id, turns) in enumerate(sessions):
+        group_id = f"task-{number // group_size:05}" if group_size else None
+        config = msgspec.structs.replace(CONFIG, group_id=group_id, attempt=number % group_size if group_size else None)
+        waiting += _session(session_id, turns, params, incarnation, ended, config)
         if len(waiting) >= 2 * TURNS_PER_TRANSACTION:
             await _write(database, waiting)
             waiting = []
@@ -123,11 +130,16 @@ async def _write(database: Database, operations: Sequence[Operation[Any]]) -> No
 
 
 def _session(
-    session_id: str, turns: Sequence[StoredTurn], params: bytes, incarnation: int, ended: bool
+    session_id: str,
+    turns: Sequence[StoredTurn],
+    params: bytes,
+    incarnation: int,
+    ended: bool,
+    config: SessionConfig,
 ) -> list[Operation[Any]]:
     at = time.time()
     operations: list[Operation[Any]] = [
-        Create(session_id, at, SessionCreated(CONFIG, body_hash=_HASH), _HASH, None, None)
+        Create(session_id, at, SessionCreated(config, body_hash=_HASH), _HASH, config.group_id, None)
     ]
     log = _Log(session_id, incarnation, at, params)
     for stored in turns:
