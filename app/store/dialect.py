@@ -301,9 +301,14 @@ class SqliteTx:
             self.run(statement, one)
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows:
-            sql, values = self._bind(statement, row, tuple(row))
+        if not rows:
+            return
+        columns = tuple(rows[0])
+        sql, values = self._bind(statement, rows[0], columns)
+        if len(rows) == 1:
             self._cursor.execute(sql, values)
+        else:
+            self._cursor.executemany(sql, [self._bind(statement, row, columns)[1] for row in rows])
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         return
