@@ -68,6 +68,9 @@ LARGEST_BYTES = 256 << 20
 WRITTEN_AT_ONCE = 100
 """Sessions submitted to the writer together."""
 
+CLEAN_EVERY_S = 86400.0
+"""How often to look for what another process has left of archived sessions: that asks for each of them."""
+
 Place = tuple[float, str]
 START: Place = (-1.0, "")
 
@@ -107,7 +110,7 @@ class Archiver:
         self._incarnation = incarnation
         self._closed_for_s = closed_for_s
         self._one_step = asyncio.Lock()
-        self._cleaned = False
+        self._clean_until: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -256,12 +259,14 @@ class Archiver:
             for one in group
         ]
         archived: list[str] = []
+        clean_until, self._clean_until = self._clean_until, None  # until all is dropped
         for at in range(0, len(operations), WRITTEN_AT_ONCE):
             part = operations[at : at + WRITTEN_AT_ONCE]
             done = await asyncio.gather(*map(self._writer.submit, part))
             archived += [one.session_id for one, is_done in zip(part, done, strict=True) if is_done]
         reach("after_archived")
         await self._drop(archived)
+        self._clean_until = clean_until
         self._archives.counters.archived += len(archived)
         log.info("%d sessions are in archive %s", len(archived), name)
         return len(archived), len(body) + len(samples)
@@ -290,13 +295,16 @@ class Archiver:
                 more = await self._writer.submit(DropArchived(session_id))
 
     async def _drop_left_over(self) -> None:
-        """Finish what a process that died has left, once."""
-        after = ""
-        while not self._cleaned:
+        """Finish what a step that was cut short has left: of this process at the next step, of another one that died at
+        this process's first step, or within `CLEAN_EVERY_S`."""
+        if self._clean_until is not None and self._clock() < self._clean_until:
+            return
+        after: str | None = ""
+        while after is not None:
             found = await self._database.read(partial(rows.left_over, after=after, limit=EXAMINED))
             await self._drop(found)
-            self._cleaned = len(found) < EXAMINED
-            after = found[-1] if found else ""
+            after = found[-1] if len(found) == EXAMINED else None
+        self._clean_until = self._clock() + CLEAN_EVERY_S
 
 
 def _all(write: Callable[..., Iterable[bytes]], *rows: Sequence[Fields]) -> list[bytes]:

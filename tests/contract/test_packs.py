@@ -29,7 +29,7 @@ from app.store.packs.collector import Collector
 from app.store.packs.format import InPack, Packed, build, frame_bytes, read_index
 from app.store.packs.move import START, Key, Mover
 from app.store.packs.reader import load_chunks
-from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
+from app.store.packs.rows import MoveChunks, Moved, NotePlace, TakeKeeping
 from app.store.packs.writer import PackWriter
 from app.store.schema import chunks as chunks_table
 from app.store.writer import Writer
@@ -306,6 +306,24 @@ async def test_a_stale_token_moves_and_deletes_nothing(yard: Yard) -> None:
     assert await yard.store.submit(rows.ForgetPacks("mine", [other.pack])) == []
 
 
+async def test_the_store_knows_which_places_have_objects_of_it(yard: Yard) -> None:
+    async def used() -> list[str]:
+        return await yard.store.database.read(rows.places_in_use)
+
+    await yard.round()
+    assert await used() == []
+    await yard.turn("s", text(1))
+    await yard.round()
+    await yard.store.submit(NotePlace("s3://another", True))
+    assert await used() == [yard.bucket.url, "s3://another"]
+    await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False))
+    await yard.round()
+    assert await used() == [yard.bucket.url, "s3://another"], "the pack is kept for a while"
+    await yard.round(KEEP_S)
+    await yard.round()
+    assert await used() == ["s3://another"]
+
+
 async def test_an_erasure_does_not_end_with_a_round_that_lost_its_token(yard: Yard) -> None:
     """As when payloads are moved meanwhile."""
     await yard.turn("s", text(1))
@@ -332,6 +350,22 @@ async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:
     await yard.collector.adopt()
     await yard.round()
     assert await yard.round(2 * KEEP_S) == []
+
+
+async def test_of_two_stores_that_begin_at_once_in_one_place_one_owns_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bucket.owner
+
+    async def too_early() -> str | None:
+        monkeypatch.setattr(bucket, "owner", real)
+        owner = await real()
+        assert await bucket.owned_by("first") == "first"
+        return owner
+
+    monkeypatch.setattr(bucket, "owner", too_early)
+    assert await bucket.owned_by("second") == "first"
+    assert await bucket.owner() == "first"
 
 
 async def test_an_object_that_is_shorter_than_its_name_says_stops_nothing(yard: Yard) -> None:

@@ -224,8 +224,19 @@ class Bucket:
         except _FAULTS as error:
             raise self._unavailable(error) from error
 
+    async def owned_by(self, name: str) -> str:
+        """Say that the packs belong to the store of this name, unless one has said so before; whose they are."""
+        while (owner := await self.owner()) is None:
+            try:
+                await obstore.put_async(self._store, OWNER, name.encode(), mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                continue  # by another store since, or by this one: the request was repeated
+            except _FAULTS as error:
+                raise self._unavailable(error) from error
+        return owner
+
     async def own(self, name: str) -> None:
-        """Say that the packs belong to the store of this name."""
+        """Say that the packs belong to the store of this name, whoever has said so before."""
         try:
             await obstore.put_async(self._store, OWNER, name.encode(), use_multipart=False)
         except _FAULTS as error:
