@@ -22,6 +22,7 @@ from app.fleet.versions import WeightVersions
 from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.checkpoints import Checkpoints
+from app.sessions.erasure import Erasure
 from app.sessions.followers import Followers
 from app.sessions.forks import Forks
 from app.sessions.janitor import Janitor
@@ -149,6 +150,15 @@ class Assembly:
             clock,
             self.archives,
             names_engine_sessions=settings.engine_session_ids,
+        )
+        self.erasure = Erasure(
+            database=database,
+            writer=self.writer,
+            cache=self.cache,
+            followers=self.followers,
+            clock=clock,
+            archives=self.archives,
+            sessions=self.sessions,
             collector=self.collector,
         )
         self.forks = Forks(database, self.archives, self.sessions, clock)
@@ -172,7 +182,7 @@ class Assembly:
             lease_left=lease_left or self._recovery.lease_left,
             on_delete=lambda: self.janitor.look_again(),
         )
-        self.janitor = Janitor(database, self.writer, self.sessions, settings, clock)
+        self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
 
     def _collector(
         self,

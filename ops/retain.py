@@ -16,6 +16,7 @@ import msgspec
 
 from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
+from app.sessions.erasure import Erasure
 from app.sessions.followers import Followers
 from app.sessions.janitor import REST_S, Janitor
 from app.sessions.lifecycle import Sessions
@@ -68,9 +69,19 @@ async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
         await _abandon_dead(writer, 0.0 if database.is_sqlite else settings.lease_s)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
-        sessions = Sessions(database, writer, cache, Followers(), time.time, Archives(database, writer))
+        followers, archives = Followers(), Archives(database, writer)
+        sessions = Sessions(database, writer, cache, followers, time.time, archives)
+        erasure = Erasure(
+            database=database,
+            writer=writer,
+            cache=cache,
+            followers=followers,
+            clock=time.time,
+            archives=archives,
+            sessions=sessions,
+        )
         rest_s = 0.0 if database.is_sqlite else REST_S
-        yield Janitor(database, writer, sessions, settings, time.time, rest_s=rest_s)
+        yield Janitor(database, writer, sessions, erasure, settings, time.time, rest_s=rest_s)
 
 
 async def _abandon_dead(writer: Writer, lease_s: float) -> None:

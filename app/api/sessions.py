@@ -344,10 +344,10 @@ async def delete_session(
 
     202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
     """
-    sessions = services(request).sessions
+    app = services(request)
     if not erase:
-        await sessions.close(session_id)
+        await app.sessions.close(session_id)
         return Response(status_code=204)
-    is_gone = await sessions.erase(session_id)
+    is_gone = await app.erasure.erase(session_id)
     log.info("session erased", extra={"session_id": session_id})
     return Response(status_code=204 if is_gone else 202)

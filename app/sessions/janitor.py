@@ -16,8 +16,9 @@ import msgspec
 
 from app.domain.fleet import fold
 from app.errors import AppError, SessionUnreadable, StoreDamaged
+from app.sessions.erasure import Erasure, forget_words
 from app.sessions.groups import settle_groups
-from app.sessions.lifecycle import Sessions, forget_words
+from app.sessions.lifecycle import Sessions
 from app.settings import Settings
 from app.store import group_reads, reads, survey_lists
 from app.store.fleet import state
@@ -70,6 +71,7 @@ class Janitor:
         database: Database,
         writer: Writer,
         sessions: Sessions,
+        erasure: Erasure,
         settings: Settings,
         clock: Callable[[], float],
         *,
@@ -81,6 +83,7 @@ class Janitor:
         self._database = database
         self._writer = writer
         self._sessions = sessions
+        self._erasure = erasure
         self._settings = settings
         self._clock = clock
         self._freed_upto = (0.0, "")
@@ -178,7 +181,7 @@ class Janitor:
         after = min(self._freed_upto, (cutoff - LATE_S, ""))
         async for place in self._closed(cutoff, after, holding=True):
             with suppress(SessionUnreadable, StoreDamaged):
-                await self._sessions.free_replay(place[1], unless_pinned=True)
+                await self._erasure.free_replay(place[1], unless_pinned=True)
                 self.done.freed += 1
             self._freed_upto = place
 
@@ -195,7 +198,7 @@ class Janitor:
                     or_else=partial(survey_lists.holding_sessions, group_id=place[1], cutoff=cutoff),
                 ):
                     with suppress(SessionUnreadable, StoreDamaged):
-                        await self._sessions.free_replay(session_id, unless_pinned=True)
+                        await self._erasure.free_replay(session_id, unless_pinned=True)
                         self.done.freed += 1
                     await asyncio.sleep(self._rest_s)
                 self._acknowledged_upto = max(place, self._acknowledged_upto)
@@ -207,7 +210,7 @@ class Janitor:
         async for _, session_id in self._closed(self._clock() - self._settings.closed_ttl_s, (0.0, ""), holding=False):
             self._erased_in_log_file = True
             with suppress(SessionUnreadable, StoreDamaged):
-                await self._sessions.drop_content(session_id, unless_pinned=True)
+                await self._erasure.drop_content(session_id, unless_pinned=True)
                 self.done.erased += 1
         if self._erased_in_log_file:
             await forget_words(self._database, self._writer)

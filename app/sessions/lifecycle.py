@@ -1,4 +1,4 @@
-"""Creates, rewards, closes and erases sessions."""
+"""Creates, rewards and closes sessions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from app.crash_points import reach
-from app.domain import decide, retention
+from app.domain import decide
 from app.domain.events import (
     BlobRef,
     SessionConfig,
     SessionCreated,
     TurnAbandoned,
-    UnknownEvent,
 )
 from app.domain.history import digest
 from app.domain.rids import engine_session_of
@@ -33,49 +32,31 @@ from app.errors import (
     SessionEnded,
     SessionExists,
     SessionNotFound,
-    SessionUnreadable,
     StoreFull,
     TooManySessions,
 )
 from app.sessions.archives import Archives
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
-from app.store import reads, rollouts
-from app.store.erasure import EraseComponents, reward_rows, without_components
-from app.store.log import ARCHIVED, Appended, Refused, StoredBlob
+from app.store import rollouts
+from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import (
     AssignReward,
     Circular,
     Close,
     CloseIdle,
     Create,
-    Erase,
     Existing,
-    FreeChunks,
     FreeReplay,
     Note,
     ShareReward,
 )
-from app.store.packs import rows as packs
-from app.store.packs.collector import Collector
 from app.store.ports import Database, Writer
-from app.store.search.writing import DropEntries, MergeShard, dirty_shards
-from app.store.statements import ENDED
 from workers import codec
 
 log = logging.getLogger("turnlog.sessions")
 
 Clock = Callable[[], float]
-
-FREED_AT_ONCE = 4
-"""Chunks, of at most 1 MiB each, that one transaction overwrites."""
-
-REWARDS_AT_ONCE = 16
-"""Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
-
-
-ENTRIES_AT_ONCE = 200
-"""Entries of the search index, of at most about 32 KiB each, that one transaction deletes."""
 
 
 class NewSession(msgspec.Struct, frozen=True):
@@ -100,7 +81,6 @@ class Sessions:
         archives: Archives,
         *,
         names_engine_sessions: bool = False,
-        collector: Collector | None = None,
     ) -> None:
         self._database = database
         self._writer = writer
@@ -109,7 +89,6 @@ class Sessions:
         self._clock = clock
         self._archives = archives
         self._names_engine_sessions = names_engine_sessions
-        self._collector = collector
         self._on_close: list[Callable[[str, Sequence[int]], None]] = []
         self.is_full = False
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -201,7 +180,7 @@ class Sessions:
         reach("after_reward")
         seq = self._appended(session_id, outcome).events[-1].seq
         if turn is None:
-            async for members in self._members(session_id, "open", "closed"):
+            async for members in self.members(session_id, "open", "closed"):
                 await asyncio.gather(*map(self._share_reward, members))
         return seq
 
@@ -234,12 +213,25 @@ class Sessions:
         """The session's id at engines, if they know one."""
         return engine_session_of(session_id) if self._names_engine_sessions else None
 
+    async def close_if_open(self, session_id: str) -> None:
+        """As `close`; a session that has ended may still have members of its rollout that are open.
+
+        Raises SessionNotFound.
+        """
+        outcome = await self._writer.submit(self._closing(session_id))
+        reach("after_close")
+        if isinstance(outcome, Appended):
+            self._closed(session_id, self._appended(session_id, outcome))
+        elif outcome.status is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        await self.close_members(session_id)
+
     async def close_members(self, root_id: str) -> None:
         """Close the open sessions of the rollout of a closed root."""
-        async for members in self._members(root_id, "open"):
+        async for members in self.members(root_id, "open"):
             await asyncio.gather(*map(self._close_with_root, members))
 
-    async def _members(self, root_id: str, *status: str) -> AsyncIterator[list[str]]:
+    async def members(self, root_id: str, *status: str) -> AsyncIterator[list[str]]:
         """The sessions of a root's rollout without the root, ordered by id."""
         after = ""
         while page := await self._database.read(
@@ -280,109 +272,6 @@ class Sessions:
         for callback in self._on_close:
             callback(session_id, ended)
 
-    async def erase(self, session_id: str) -> bool:
-        """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
-        log files. Returns whether all of it is gone: packs are rewritten afterwards.
-
-        Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
-        """
-        while not await self._erase_rollout(session_id):
-            log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
-        await forget_words(self._database, self._writer)
-        await self._database.empty_log_file()
-        if self._collector is None:
-            return True
-        self._collector.hurry()
-        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
-
-    async def _erase_rollout(self, session_id: str) -> bool:
-        """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
-        outcome = await self._writer.submit(self._closing(session_id))
-        reach("after_close")
-        if isinstance(outcome, Appended):
-            self._closed(session_id, self._appended(session_id, outcome))
-        elif outcome.status is None:
-            raise SessionNotFound(f"session {session_id} does not exist")
-        await self.close_members(session_id)
-        is_erased = True
-        async for members in self._members(session_id, *ENDED):
-            for member in members:
-                is_erased &= await self.drop_content(member)
-        return await self.drop_content(session_id) and is_erased
-
-    async def free_replay(self, session_id: str, *, unless_pinned: bool = False) -> None:
-        """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps.
-
-        `unless_pinned`: not if a checkpoint has it.
-        """
-        snapshot, rows = await self._database.read(
-            lambda connection: reads.session_rows(connection, session_id), session_id=session_id
-        )
-        try:
-            session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
-        except UnknownEvent as error:
-            self._database.unreadable.warn(session_id, error)
-            return
-        event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
-        if session is not None and event is not None:
-            outcome = await self.apply(FreeReplay(session_id, session.version, self._clock(), event, unless_pinned))
-            if not (isinstance(outcome, Appended) and outcome.events):
-                return
-            reach("after_tombstones")
-        by = await self._database.read(
-            lambda connection: reads.last_tombstone(connection, session_id), session_id=session_id
-        )
-        more = True
-        while more:
-            more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
-            reach("after_freed")
-            await asyncio.sleep(0)
-
-    async def drop_content(self, session_id: str, *, unless_pinned: bool = False) -> bool:
-        """Erase a closed session; False if it is open. Its content is in the log files until those are emptied.
-
-        `unless_pinned`: not if a checkpoint has it.
-        An archived session is brought back first. Raises SessionUnreadable if the content is on a damaged page or in a
-        damaged archive, PayloadsUnavailable.
-        """
-        if self._database.archives is not None:
-            await self._archives.bring_back(session_id)
-        while (erased := await self._drop_content(session_id, unless_pinned)) == Refused(ARCHIVED):
-            await self._archives.bring_back(session_id)  # just archived, and so again with all that had been removed
-        reach("after_erase")
-        self._cache.drop(session_id)
-        if isinstance(erased, Appended):
-            self._followers.notify(session_id)
-        return erased != Refused("open")
-
-    async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
-        with contextlib.suppress(SessionUnreadable):
-            await self.free_replay(session_id, unless_pinned=unless_pinned)
-        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        more = True
-        while more:
-            more = await self._writer.submit(DropEntries(session_id, ENTRIES_AT_ONCE, unless_pinned))
-            reach("after_entries_dropped")
-        has_packs = self._database.bucket is not None
-        return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
-
-    async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
-        """Remove the components from existing rewards, in steps; returns the last event examined."""
-        after = 0
-        while True:
-            rows = await self._database.read(
-                lambda connection, after=after: reward_rows(connection, session_id, after, REWARDS_AT_ONCE),  # type: ignore[misc]
-                session_id=session_id,
-            )
-            if not rows:
-                return after
-            rewritten = await asyncio.to_thread(without_components, rows)
-            if rewritten:
-                freed = sum(len(row.data) for row in rows)
-                await self._writer.submit(EraseComponents(session_id, rewritten, freed, unless_pinned))
-                reach("after_components")
-            after = rows[-1].seq
-
     async def apply(self, operation: CloseIdle | FreeReplay) -> Appended | Refused:
         """Run an operation that is refused if the session has changed."""
         outcome = await self._writer.submit(operation)
@@ -400,14 +289,6 @@ class Sessions:
         self._cache.advance(session_id, outcome.events)
         self._followers.notify(session_id)
         return outcome
-
-
-async def forget_words(database: Database, writer: Writer) -> None:
-    """Take what was deleted from SQLite's full-text tables out of them for good, in steps."""
-    for shard in await database.read(dirty_shards):
-        is_first = True
-        while await writer.submit(MergeShard(shard, is_first)):
-            is_first = False
 
 
 PAGE = 500

@@ -21,6 +21,7 @@ from app.export.rollout_rows import RolloutRows
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
+from app.sessions.erasure import Erasure
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Sessions
 from app.sessions.log_end import LogEnd
@@ -193,8 +194,17 @@ async def test_an_erasure_leaves_no_components_of_a_session_that_is_just_archive
     archive, _ = await in_bucket(store, tmp_path, "s")
     writer = Meanwhile(store.writer, Erase, archive).as_writer
     cache = SessionCache(store.database, store.writer, 1 << 20)
-    sessions = Sessions(store.database, writer, cache, Followers(), time.time, Archives(store.database, writer))
-    await sessions.drop_content("s")
+    followers, archives = Followers(), Archives(store.database, writer)
+    erasure = Erasure(
+        database=store.database,
+        writer=writer,
+        cache=cache,
+        followers=followers,
+        clock=time.time,
+        archives=archives,
+        sessions=Sessions(store.database, writer, cache, followers, time.time, archives),
+    )
+    await erasure.drop_content("s")
     log = await store.log("s")
     assert isinstance(log[-1].event, SessionErased)
     [reward] = [one.event for one in log if isinstance(one.event, RewardAssigned)]

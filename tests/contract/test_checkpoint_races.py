@@ -12,6 +12,7 @@ from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound
 from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
+from app.sessions.erasure import Erasure
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Sessions
 from app.sessions.restores import HEAD, Restores
@@ -25,6 +26,19 @@ pytestmark = pytest.mark.anyio
 def sessions_of(store: Store, writer: Writer) -> Sessions:
     cache, archives = SessionCache(store.database, store.writer, 1 << 20), Archives(store.database, writer)
     return Sessions(store.database, writer, cache, Followers(), time.time, archives)
+
+
+def erasure_of(store: Store, writer: Writer) -> Erasure:
+    cache, archives = SessionCache(store.database, store.writer, 1 << 20), Archives(store.database, writer)
+    return Erasure(
+        database=store.database,
+        writer=writer,
+        cache=cache,
+        followers=Followers(),
+        clock=time.time,
+        archives=archives,
+        sessions=sessions_of(store, writer),
+    )
 
 
 def restores(store: Store, writer: Writer) -> Restores:
@@ -62,7 +76,7 @@ async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store
     head = dict.fromkeys(HEAD) | {"status": "open", "turns": 0}
     back = RestoreSession(name, 1, 2, 9.0, [SessionRestored("cut", 1, history="linear")], head)
     writer = Meanwhile(store.writer, Erase, back)
-    assert await sessions_of(store, writer.as_writer).erase("root")
+    assert await erasure_of(store, writer.as_writer).erase("root")
     for session_id in {name, "root"}:
         found = await store.head(session_id)
         assert found is not None

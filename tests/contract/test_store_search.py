@@ -10,7 +10,7 @@ from helpers.store import Store
 from sqlalchemy.engine import make_url
 
 from app.domain.search_query import parse
-from app.sessions.lifecycle import forget_words
+from app.sessions.erasure import forget_words
 from app.store.heads_view import HeadFilter
 from app.store.search import reading, writing
 from app.store.search.reading import FIRST, EntryFilter

@@ -343,7 +343,7 @@ class Machine(RuleBasedStateMachine):
             return
 
         async def erased() -> None:
-            await self.any_node(node).service.sessions.erase(model.id)
+            await self.any_node(node).service.erasure.erase(model.id)
 
         self.run(erased())
         model.status = "erased"

@@ -308,7 +308,7 @@ class Client:
 
     async def _erase(self) -> None:
         process = self._process()
-        await self._fact(process, "erased", lambda: process.service.sessions.erase(self.session_id))
+        await self._fact(process, "erased", lambda: process.service.erasure.erase(self.session_id))
 
     async def _fact(
         self, process: Process, what: str, work: Callable[[], Coroutine[Any, Any, object]], value: float = 0.0

@@ -1,0 +1,173 @@
+"""Erases sessions, and frees the replay payloads of closed ones: what is deleted, in which steps.
+
+Each step is a transaction of its own, because SQLite overwrites what it frees. The event that says what is gone comes
+before the bytes go, and the session is erased last, so that whoever tries again after a crash finds what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from functools import partial
+
+from app.crash_points import reach
+from app.domain import retention
+from app.domain.events import UnknownEvent
+from app.errors import SessionUnreadable
+from app.sessions.archives import Archives
+from app.sessions.cache import SessionCache
+from app.sessions.followers import Followers
+from app.sessions.lifecycle import Clock, Sessions
+from app.store import reads
+from app.store.erasure import EraseComponents, reward_rows, without_components
+from app.store.log import ARCHIVED, Appended, Refused
+from app.store.log_sessions import Erase, FreeChunks, FreeReplay
+from app.store.packs import rows as packs
+from app.store.packs.collector import Collector
+from app.store.ports import Database, Writer
+from app.store.search.writing import DropEntries, MergeShard, dirty_shards
+from app.store.statements import ENDED
+
+log = logging.getLogger("turnlog.sessions")
+
+FREED_AT_ONCE = 4
+"""Chunks, of at most 1 MiB each, that one transaction overwrites."""
+
+REWARDS_AT_ONCE = 16
+"""Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
+
+ENTRIES_AT_ONCE = 200
+"""Entries of the search index, of at most about 32 KiB each, that one transaction deletes."""
+
+
+class Erasure:
+    """`sessions` closes what is erased. `collector` rewrites packs; without one there are none."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        writer: Writer,
+        cache: SessionCache,
+        followers: Followers,
+        clock: Clock,
+        archives: Archives,
+        sessions: Sessions,
+        collector: Collector | None = None,
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._cache = cache
+        self._followers = followers
+        self._clock = clock
+        self._archives = archives
+        self._sessions = sessions
+        self._collector = collector
+
+    async def erase(self, session_id: str) -> bool:
+        """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
+        log files. Returns whether all of it is gone: packs are rewritten afterwards.
+
+        Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
+        """
+        while not await self._erase_rollout(session_id):
+            log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
+        await forget_words(self._database, self._writer)
+        await self._database.empty_log_file()
+        if self._collector is None:
+            return True
+        self._collector.hurry()
+        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
+
+    async def _erase_rollout(self, session_id: str) -> bool:
+        """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
+        await self._sessions.close_if_open(session_id)
+        is_erased = True
+        async for members in self._sessions.members(session_id, *ENDED):
+            for member in members:
+                is_erased &= await self.drop_content(member)
+        return await self.drop_content(session_id) and is_erased
+
+    async def free_replay(self, session_id: str, *, unless_pinned: bool = False) -> None:
+        """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps.
+
+        `unless_pinned`: not if a checkpoint has it.
+        """
+        snapshot, rows = await self._database.read(
+            lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+        )
+        try:
+            session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
+        except UnknownEvent as error:
+            self._database.unreadable.warn(session_id, error)
+            return
+        event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
+        if session is not None and event is not None:
+            outcome = await self._sessions.apply(
+                FreeReplay(session_id, session.version, self._clock(), event, unless_pinned)
+            )
+            if not (isinstance(outcome, Appended) and outcome.events):
+                return
+            reach("after_tombstones")
+        by = await self._database.read(
+            lambda connection: reads.last_tombstone(connection, session_id), session_id=session_id
+        )
+        more = True
+        while more:
+            more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
+            reach("after_freed")
+            await asyncio.sleep(0)
+
+    async def drop_content(self, session_id: str, *, unless_pinned: bool = False) -> bool:
+        """Erase a closed session; False if it is open. Its content is in the log files until those are emptied.
+
+        `unless_pinned`: not if a checkpoint has it.
+        An archived session is brought back first. Raises SessionUnreadable if the content is on a damaged page or in a
+        damaged archive, PayloadsUnavailable.
+        """
+        if self._database.archives is not None:
+            await self._archives.bring_back(session_id)
+        while (erased := await self._drop_content(session_id, unless_pinned)) == Refused(ARCHIVED):
+            await self._archives.bring_back(session_id)  # just archived, and so again with all that had been removed
+        reach("after_erase")
+        self._cache.drop(session_id)
+        if isinstance(erased, Appended):
+            self._followers.notify(session_id)
+        return erased != Refused("open")
+
+    async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
+        with contextlib.suppress(SessionUnreadable):
+            await self.free_replay(session_id, unless_pinned=unless_pinned)
+        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
+        more = True
+        while more:
+            more = await self._writer.submit(DropEntries(session_id, ENTRIES_AT_ONCE, unless_pinned))
+            reach("after_entries_dropped")
+        has_packs = self._database.bucket is not None
+        return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
+
+    async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
+        """Remove the components from existing rewards, in steps; returns the last event examined."""
+        after = 0
+        while True:
+            rows = await self._database.read(
+                lambda connection, after=after: reward_rows(connection, session_id, after, REWARDS_AT_ONCE),  # type: ignore[misc]
+                session_id=session_id,
+            )
+            if not rows:
+                return after
+            rewritten = await asyncio.to_thread(without_components, rows)
+            if rewritten:
+                freed = sum(len(row.data) for row in rows)
+                await self._writer.submit(EraseComponents(session_id, rewritten, freed, unless_pinned))
+                reach("after_components")
+            after = rows[-1].seq
+
+
+async def forget_words(database: Database, writer: Writer) -> None:
+    """Take what was deleted from SQLite's full-text tables out of them for good, in steps."""
+    for shard in await database.read(dirty_shards):
+        is_first = True
+        while await writer.submit(MergeShard(shard, is_first)):
+            is_first = False
