@@ -24,9 +24,10 @@ from app.domain.events import (
     TurnCommitted,
     TurnOpened,
 )
+from app.domain.fold import fold
 from app.domain.history import Plan
 from app.domain.reply import ValidatedReply
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.domain.tree import Branch, NewTurn, TreeIndex, branch_of
 from app.domain.turns import Turn
 from app.errors import InvalidRequest, Restored, SessionClosed, SessionNotFound

@@ -24,7 +24,8 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
-from app.domain.session import Session, apply, fold
+from app.domain.fold import apply, fold
+from app.domain.session import Session
 from app.errors import NotFound, SessionClosed
 
 

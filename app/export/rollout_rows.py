@@ -15,7 +15,7 @@ import msgspec
 
 from app.domain.branches import Branches, Picker, pick
 from app.domain.events import UnknownEvent
-from app.domain.session import fold
+from app.domain.fold import fold
 from app.store import bulk, reads, rollouts, survey
 from app.store.archives.fetching import read_each
 from app.store.bulk import StoredSession

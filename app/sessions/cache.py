@@ -24,9 +24,10 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
+from app.domain.fold import apply
 from app.domain.known_body import BodyLayout, Hasher, KnownBodies, KnownBody
 from app.domain.retention import ChunkUses
-from app.domain.session import Session, apply, encode_session
+from app.domain.session import Session, encode_session
 from app.domain.tree import TreeIndex
 from app.domain.turns import Turn
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable

@@ -11,8 +11,9 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, ForkRef, Recorded, UnknownEvent
+from app.domain.fold import fold
 from app.domain.fork import Forked, config_of_fork, fork
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.errors import (
     IdempotencyMismatch,
     Overloaded,

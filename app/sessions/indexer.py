@@ -29,8 +29,9 @@ from app.domain.events import (
     UnknownEvent,
     shape_of,
 )
+from app.domain.fold import fold
 from app.domain.search_text import pairs_of, read_message
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.domain.tree import superseded
 from app.errors import AppError, InvalidRequest, SessionUnreadable, StoreDamaged
 from app.sessions.log_end import POLL_S, LogEnd

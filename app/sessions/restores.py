@@ -21,8 +21,9 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
+from app.domain.fold import apply, fold
 from app.domain.restore import restoring
-from app.domain.session import Session, apply, fold
+from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
 from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from app.domain.events import Recorded, TurnCommitted, UnknownEvent
-from app.domain.session import Session, apply
+from app.domain.fold import apply
+from app.domain.session import Session
 from app.errors import InvalidRequest, NotFound, SessionNotFound, SessionUnreadable
 from app.store import heads_view, reads
 from app.store.engine import Database

@@ -10,8 +10,8 @@ import msgspec
 from sqlalchemy import Connection, Select, case, or_, select
 
 from app.domain.events import ChunkKey, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
+from app.domain.fold import fold
 from app.domain.groups import Root
-from app.domain.session import fold
 from app.domain.upcast import decode
 from app.store import rollouts
 from app.store.archives.format import Place

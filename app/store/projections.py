@@ -16,8 +16,9 @@ from sqlalchemy.exc import DBAPIError
 
 from app.domain import notes
 from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
+from app.domain.fold import fold
 from app.domain.groups import largest_version
-from app.domain.session import OpenTurn, Session, fold
+from app.domain.session import OpenTurn, Session
 from app.store import statements as sql
 from app.store.dialect import AlchemyTx, Row, Tx
 from app.store.engine import Database

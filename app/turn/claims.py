@@ -11,9 +11,10 @@ from typing import Literal, Protocol
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
+from app.domain.fold import fold
 from app.domain.history import Plan
 from app.domain.rids import rid_of
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.errors import (
     AppError,
     HistoryMismatch,

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from app.domain.events import TurnCommitted
-from app.domain.session import fold
+from app.domain.fold import fold
 from app.domain.tree import TreeIndex
 from app.store import reads
 from app.store.engine import Database

@@ -24,7 +24,8 @@ from app.domain.events import (
     UnknownEvent,
     name_of,
 )
-from app.domain.session import Session, fold
+from app.domain.fold import fold
+from app.domain.session import Session
 from app.sessions.replay_payloads import keys_of
 from app.store import projections as heads
 from app.store import reads

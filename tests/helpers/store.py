@@ -10,7 +10,8 @@ from sqlalchemy import delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.fleet import EngineListed
-from app.domain.session import Session, encode_session, fold
+from app.domain.fold import fold
+from app.domain.session import Session, encode_session
 from app.fleet.engines import Engines
 from app.store import incarnations, reads
 from app.store.dialect import Tx, now

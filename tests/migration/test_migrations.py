@@ -16,7 +16,8 @@ from helpers.store import Store
 from sqlalchemy import inspect, select
 from sqlalchemy.engine import make_url
 
-from app.domain.session import Session, fold
+from app.domain.fold import fold
+from app.domain.session import Session
 from app.errors import StartupError
 from app.store import reads
 from app.store.engine import Database, create_engine, sqlite_lock

@@ -23,9 +23,10 @@ from app.domain.events import (
     TurnOpened,
     TurnRejected,
 )
+from app.domain.fold import fold
 from app.domain.history import Incoming, Plan, canonical_hash
 from app.domain.samples import TurnTokens
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.domain.tree import TreeIndex
 
 Message = dict[str, Any]

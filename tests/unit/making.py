@@ -24,10 +24,11 @@ from app.domain.events import (
     TurnRejected,
     VersionSpan,
 )
+from app.domain.fold import fold
 from app.domain.history import Incoming, Plan, canonical_hash
 from app.domain.reply import ValidatedReply
 from app.domain.samples import TurnTokens
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.domain.tree import TreeIndex
 from workers.job import WorkerResult
 

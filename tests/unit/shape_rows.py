@@ -12,8 +12,9 @@ from helpers.log import committed, float64, int32
 from hypothesis import strategies as st
 
 from app.domain.events import Recorded, SessionConfig, TurnCommitted, VersionSpan
+from app.domain.fold import fold
 from app.domain.samples import TurnTokens, samples
-from app.domain.session import AssignedReward, Session, Status, fold
+from app.domain.session import AssignedReward, Session, Status
 from app.export.row import Routing, Row, Source, TurnContent
 from app.export.sampling import TurnSampling, sampling_of
 

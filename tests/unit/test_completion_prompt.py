@@ -14,8 +14,9 @@ from making import validated
 from app.domain.completion import IncomingPrompt
 from app.domain.decide import TurnBlobs, commit_turn, open_turn
 from app.domain.events import Event, Recorded, SessionConfig, SessionCreated
+from app.domain.fold import fold
 from app.domain.history import Plan
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.domain.tree import TreeIndex
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
 from app.protocols.completions.parse import parse_completion

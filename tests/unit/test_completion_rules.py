@@ -11,8 +11,9 @@ from helpers.log import committed, created, digest, opened
 
 from app.domain.completion import IncomingPrompt
 from app.domain.events import Recorded, TurnCommitted
+from app.domain.fold import fold
 from app.domain.history import Plan
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.domain.tree import TreeIndex
 from app.errors import HistoryMismatch
 from app.protocols.completions.parse import parse_completion

@@ -8,7 +8,8 @@ import pytest
 from helpers.log import committed, created, opened
 
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.session import Session, fold
+from app.domain.fold import fold
+from app.domain.session import Session
 
 
 def folded(**changes: dict[str, Any]) -> Session:

@@ -22,11 +22,12 @@ from app.domain.events import (
     TurnCommitted,
     VersionSpan,
 )
+from app.domain.fold import fold
 from app.domain.fork import Forked, config_of_fork, fork
 from app.domain.groups import oldest_version
 from app.domain.history import match
 from app.domain.samples import TurnTokens, samples
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
 

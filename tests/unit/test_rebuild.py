@@ -16,7 +16,7 @@ from app.domain.events import (
     TurnRejected,
     VersionSpan,
 )
-from app.domain.session import fold
+from app.domain.fold import fold
 from app.sessions.inspection import described
 from app.store.projections import HEAD, OPEN_TURN, FoldedLog
 from app.store.schema import open_turns, sessions

@@ -16,7 +16,7 @@ from app.domain.events import (
     SessionErased,
     UnknownEvent,
 )
-from app.domain.session import fold
+from app.domain.fold import fold
 
 HASH = "0" * 32
 

@@ -11,8 +11,8 @@ from making import Book, assistant, user
 
 from app.domain.branches import Branches, Loss, branch_rows
 from app.domain.events import PayloadRef, TurnCommitted
+from app.domain.fold import fold
 from app.domain.history import Plan
-from app.domain.session import fold
 from app.domain.tree import superseded
 from app.domain.turns import Turns
 

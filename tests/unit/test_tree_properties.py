@@ -13,9 +13,10 @@ from making import SESSION
 
 from app.domain.branches import Branches, Loss, branch_rows
 from app.domain.events import SessionConfig
+from app.domain.fold import fold
 from app.domain.retention import chunk_keys
 from app.domain.samples import Sample, sample, segments
-from app.domain.session import decode_session, encode_session, fold
+from app.domain.session import decode_session, encode_session
 from app.domain.tree import TreeIndex, leaves, superseded
 
 TEXTS = st.sampled_from("aab")

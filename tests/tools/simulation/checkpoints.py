@@ -10,7 +10,8 @@ from typing import TypeVar
 from sqlalchemy import Connection, select
 
 from app.domain import fleet
-from app.domain.session import Session, fold
+from app.domain.fold import fold
+from app.domain.session import Session
 from app.errors import AppError
 from app.store import checkpoints as store
 from app.store import fleet as fleet_store

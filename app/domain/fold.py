@@ -1,0 +1,270 @@
+"""A session as the fold of its events: what each event changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from app.domain.events import (
+    AffinityBound,
+    AffinityReleased,
+    BlobsTombstoned,
+    BranchCause,
+    Event,
+    PayloadRef,
+    Recorded,
+    ReplyRedelivered,
+    ReplyUndelivered,
+    RewardAssigned,
+    RolledBack,
+    SessionClosed,
+    SessionCreated,
+    SessionErased,
+    SessionNoted,
+    SessionRestored,
+    TurnAbandoned,
+    TurnCommitted,
+    TurnOpened,
+    TurnRejected,
+    UnknownEvent,
+)
+from app.domain.session import Affinity, AssignedReward, OpenTurn, Payload, Session
+from app.domain.turns import Turn, Turns
+
+RECENT_BLOBS = 8
+"""How many blobs a new turn's parameters and tools are compared with before they are stored again."""
+
+
+def apply(session: Session | None, recorded: Recorded, session_id: str) -> Session:
+    """The state one event later.
+
+    Raises UnknownEvent if the event does not follow: after a gap, or if the log does not begin with SessionCreated.
+    """
+    event, seq = recorded.event, recorded.seq
+    if session is None:
+        if seq != 1 or not isinstance(event, SessionCreated):
+            raise UnknownEvent(f"the log of session {session_id} does not begin with SessionCreated")
+        return Session(
+            session_id=session_id,
+            version=1,
+            status="open",
+            config=event.config,
+            body_hash=event.body_hash,
+            created_at=recorded.at,
+            last_event_at=recorded.at,
+            metadata=event.metadata,
+            blob_count=0 if event.metadata is None else 1,
+            fork=event.fork,
+            history=event.config.history,
+        )
+    if seq != session.version + 1:
+        raise UnknownEvent(f"session {session_id} has version {session.version}; event {seq} does not follow")
+    return msgspec.structs.replace(
+        session, version=seq, last_event_at=recorded.at, **_changes(session, event, recorded)
+    )
+
+
+def fold(session_id: str, events: Iterable[Recorded], session: Session | None = None) -> Session | None:
+    """The state after all events, from `session` on; None for an empty log."""
+    for recorded in events:
+        session = apply(session, recorded, session_id)
+    return session
+
+
+def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, Any]:
+    match event:
+        case TurnOpened():
+            return _opened(session, event, recorded.seq)
+        case TurnCommitted():
+            return _committed(session, event, recorded)
+        case TurnRejected() | TurnAbandoned():
+            return {"open_turns": _without(session.open_turns, event.turn)}
+        case ReplyUndelivered() | ReplyRedelivered():
+            given = isinstance(event, ReplyRedelivered)
+            return {"deliveries": {**session.deliveries, event.turn: given}}
+        case RolledBack():
+            return {}
+        case BlobsTombstoned():
+            return _tombstoned(session, set(event.turns))
+        case RewardAssigned():
+            return _rewarded(session, event)
+        case SessionNoted():
+            return _noted(session, event)
+        case AffinityBound():
+            return {"affinity": Affinity(event.engine, event.control)}
+        case AffinityReleased():
+            return {"affinity": None}
+        case SessionClosed():
+            reclaimed = event.reason == "idle"
+            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}
+        case SessionRestored():
+            return _restored(session, event, recorded.at)
+        case SessionErased():
+            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "aside_payloads": {}, "note": None, "tags": ()}
+            return {"status": "erased", **gone, **_without_components(session)}
+        case _:
+            raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
+
+
+def _tombstoned(session: Session, dropped: set[int]) -> dict[str, Any]:
+    kept = {turn: payloads for turn, payloads in session.payloads.items() if turn not in dropped}
+    aside = {turn: payloads for turn, payloads in session.aside_payloads.items() if turn not in dropped}
+    return {"payloads": kept, "aside_payloads": aside}
+
+
+def _restored(session: Session, event: SessionRestored, at: float) -> dict[str, Any]:
+    """What the log has given out since (numbers of turns, branches and blobs) is not given out again."""
+    aside = set(event.aside)
+    every = session.every_turn
+    return {
+        "status": event.status,
+        "turns": Turns(turn for turn in every if turn.number not in aside),
+        "aside": Turns(turn for turn in every if turn.number in aside),
+        "payloads": {turn: kept for turn, kept in session.every_payload.items() if turn not in aside},
+        "aside_payloads": {turn: kept for turn, kept in session.every_payload.items() if turn in aside},
+        "open_turns": {},
+        "reward": None,
+        "turn_rewards": {},
+        "has_roots_reward": False,
+        "note": None,
+        "tags": (),
+        "history": event.history,
+        "closed_at": at if event.status == "set_aside" else event.closed_at,
+        "is_reclaimed": event.is_reclaimed,
+        "deliveries": event.deliveries,
+    }
+
+
+def _without_components(session: Session) -> dict[str, Any]:
+    """Rewards stay as numbers. A state from before the components were removed may still hold them."""
+    return {
+        "reward": None if session.reward is None else AssignedReward(session.reward.reward, {}),
+        "turn_rewards": {turn: AssignedReward(one.reward, {}) for turn, one in session.turn_rewards.items()},
+    }
+
+
+def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
+    """An episode has one reward: the root's replaces any other in all of its sessions."""
+    reward = AssignedReward(event.reward, event.components)
+    if event.turn is not None:
+        return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
+    if session.has_roots_reward and not event.of_root:
+        return {}
+    return {"reward": reward, "has_roots_reward": event.of_root}
+
+
+def _noted(session: Session, event: SessionNoted) -> dict[str, Any]:
+    return {
+        "note": session.note if event.note is None else event.note or None,
+        "tags": session.tags if event.tags is None else event.tags,
+    }
+
+
+def _opened(session: Session, event: TurnOpened, seq: int) -> dict[str, Any]:
+    opened = OpenTurn(
+        event.turn,
+        event.parent,
+        seq,
+        event.incarnation,
+        event.body_hash,
+        event.retry_key,
+        event.adapter,
+        event.agent_id,
+    )
+    return {
+        "open_turns": {**session.open_turns, event.turn: opened},
+        "last_turn": session.last_turn if event.is_provisional else max(session.last_turn, event.turn),
+        "history": session.history or event.history,
+    }
+
+
+def _without(open_turns: dict[int, OpenTurn], turn: int) -> dict[int, OpenTurn]:
+    return {number: one for number, one in open_turns.items() if number != turn}
+
+
+def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> dict[str, Any]:
+    _require_parent(session, event)
+    held = session.open_turns.get(event.turn)
+    branch, cause = _derived_branch(session, event) if event.branch is None else (event.branch, event.branch_cause)
+    turn = Turn(
+        number=event.turn,
+        parent=event.parent,
+        segment=event.segment,
+        base_messages=event.base_messages,
+        message_count=event.base_messages + event.new_messages + 1,
+        message_hashes=event.message_hashes,
+        client_hash=event.client_hash,
+        base_tokens=event.base_tokens,
+        token_count=event.base_tokens + event.suffix_tokens + event.output_tokens,
+        tokens_hash=event.tokens_hash,
+        tokens_text_bytes=event.tokens_text_bytes,
+        output_tokens=event.output_tokens,
+        finish_reason=event.finish_reason,
+        retry_key=event.retry_key,
+        body_hash=event.body_hash,
+        seq=recorded.seq,
+        params=event.params,
+        tools=event.tools,
+        protocol=event.protocol,
+        branch=branch,
+        branch_cause=cause,
+        carries=event.carries,
+        agent_id=event.agent_id,
+        opened_seq=0 if held is None else held.fence,
+        incarnation=0 if held is None else held.incarnation,
+        committed_at=recorded.at,
+        echo=event.echo,
+        calls_hash=event.calls_hash,
+    )
+    changes: dict[str, Any] = {
+        "turns": session.turns.added(turn),
+        "open_turns": _without(session.open_turns, event.turn),
+        "last_turn": max(session.last_turn, event.turn),
+        "branches": max(session.branches, branch + 1),
+    }
+    if event.new_blobs:
+        changes["blobs"] = (*session.blobs, *event.new_blobs)[-RECENT_BLOBS:]
+        changes["blob_count"] = session.blob_count + len(event.new_blobs)
+    if event.payloads:
+        live = tuple(_payload(session, event.parent, ref) for ref in event.payloads)
+        changes["payloads"] = {**session.payloads, event.turn: live}
+    return changes
+
+
+def _require_parent(session: Session, event: TurnCommitted) -> None:
+    """The parent is an earlier turn, so that every chain of turns ends. Raises UnknownEvent."""
+    continues = event.base_messages > 0 or event.base_tokens > 0
+    is_known = event.parent in session.turns if event.parent else not continues
+    is_taken = event.turn in session.turns or event.turn in session.aside
+    if not is_known or not event.parent < event.turn or is_taken:
+        raise UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
+
+
+def _derived_branch(session: Session, event: TurnCommitted) -> tuple[int, BranchCause | None]:
+    """The branch of a turn whose event does not name it: an older one of a linear session, or a copy.
+
+    The newest turn is the only live one without a child.
+    """
+    newest = session.leaf
+    if newest is None:
+        return 0, "start"
+    if event.parent == newest.number:
+        if event.base_tokens:
+            return newest.branch, None
+        return session.branches, "drift" if event.base_messages else "root"
+    new = event.message_hashes[:-1]
+    siblings = (
+        turn for turn in session.turns if (turn.parent, turn.base_messages) == (event.parent, event.base_messages)
+    )
+    return session.branches, "retry" if any(turn.input_hashes == new for turn in siblings) else "fork"
+
+
+def _payload(session: Session, parent: int, ref: PayloadRef) -> Payload:
+    """The payload with the chunks shared with its parent's. Raises UnknownEvent if those are missing."""
+    before = session.payload(parent, ref.kind)
+    shared = () if before is None else before.chunks[: ref.shared]
+    if len(shared) != ref.shared:
+        raise UnknownEvent(f"session {session.session_id}: {ref.kind} shares chunks that turn {parent} does not have")
+    return Payload(ref.kind, ref.start, ref.stop, ref.sent, ref.shape, (*shared, *ref.chunks))
