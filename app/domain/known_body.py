@@ -114,7 +114,8 @@ class KnownBody:
     )
 
     def __init__(self, layout: BodyLayout, protocol: str, turn: int, spelled: Hasher) -> None:
-        self.head = layout.body[: layout.ends[-1]]
+        body, end = layout.body, layout.ends[-1]
+        self.head = memoryview(body)[:end] if len(body) - end <= LONG_BODY else memoryview(body[:end])
         self.name, self.protocol = layout.name, protocol
         self.front, self.hashed, self.values = layout.front, layout.hashed, layout.values
         self.starts, self.ends = layout.starts, layout.ends
@@ -198,7 +199,7 @@ class KnownMessages(Sequence[msgspec.Raw]):
     """A request's messages: those of a kept body, in its bytes, and new ones."""
 
     def __init__(self, prefix: BodyPrefix, new: Sequence[msgspec.Raw]) -> None:
-        self._head = memoryview(prefix.known.head)
+        self._head = prefix.known.head
         self._starts, self._ends = prefix.known.starts, prefix.known.ends
         self._count = prefix.messages
         self._new = new
