@@ -56,9 +56,10 @@ class StoredTurn(msgspec.Struct, frozen=True):
     suffix_tokens: int
     output_tokens: int
     content_hash: str
+    finish_reason: str
 
     @classmethod
-    def of(cls, facts: Facts, wire: Wire) -> StoredTurn:
+    def of(cls, facts: Facts, wire: Wire, finish_reason: str = "stop") -> StoredTurn:
         packed = codec.pack(facts), codec.pack(wire)
         return cls(
             *packed,
@@ -69,22 +70,35 @@ class StoredTurn(msgspec.Struct, frozen=True):
             suffix_tokens=len(facts.suffix_ids) // TOKEN_BYTES,
             output_tokens=len(facts.output_ids) // TOKEN_BYTES,
             content_hash=codec.content_hash(*packed),
+            finish_reason=finish_reason,
         )
 
 
-async def fill(url: str, sessions: int, turns: int) -> None:
+class StoredSession(msgspec.Struct, frozen=True):
+    """A session to write. Each turn continues the previous one; `metadata` is a JSON object."""
+
+    session_id: str
+    turns: Sequence[StoredTurn]
+    group_id: str | None = None
+    metadata: bytes | None = None
+    attempt: int | None = None
+
+
+async def fill(url: str, sessions: int, turns: int, *, ended: bool = False, group_size: int = 0) -> None:
     """Write sessions `filled-0` and so on, which all have the same turns. Only their number matters, not their
-    content."""
+    content. With `group_size` so many after another are a group."""
     made = [_plain_turn(number) for number in range(turns)]
 
-    def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+    def all_sessions() -> Iterator[StoredSession]:
         for number in range(sessions):
-            yield f"filled-{number}", made
+            group = f"task-{number // group_size:05}" if group_size else None
+            attempt = number % group_size if group_size else None
+            yield StoredSession(f"filled-{number}", made, group, attempt=attempt)
 
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=False)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=ended)
     finally:
         await database.close()
 
@@ -101,17 +115,15 @@ def _ids(count: int) -> bytes:
     return array("i", (secrets.randbelow(90_000) + 10_000 for _ in range(count))).tobytes()
 
 
-async def write_sessions(
-    database: Database, sessions: Iterable[tuple[str, Sequence[StoredTurn]]], params: bytes, *, ended: bool
-) -> None:
-    """Write the sessions; each turn continues the previous one. `params` is a JSON object, the same for every request.
+async def write_sessions(database: Database, sessions: Iterable[StoredSession], params: bytes, *, ended: bool) -> None:
+    """Write the sessions. `params` is a JSON object, the same for every request.
 
     With `ended`, the sessions are closed and have a reward.
     """
     incarnation = await register(database)
     waiting: list[Operation[Any]] = []
-    for session_id, turns in sessions:
-        waiting += _session(session_id, turns, params, incarnation, ended)
+    for session in sessions:
+        waiting += _session(session, params, incarnation, ended)
         if len(waiting) >= 2 * TURNS_PER_TRANSACTION:
             await _write(database, waiting)
             waiting = []
@@ -122,15 +134,15 @@ async def _write(database: Database, operations: Sequence[Operation[Any]]) -> No
     await database.write(lambda tx: [operation.apply(tx) for operation in operations], durable=False)
 
 
-def _session(
-    session_id: str, turns: Sequence[StoredTurn], params: bytes, incarnation: int, ended: bool
-) -> list[Operation[Any]]:
-    at = time.time()
-    operations: list[Operation[Any]] = [
-        Create(session_id, at, SessionCreated(CONFIG, body_hash=_HASH), _HASH, None, None)
-    ]
-    log = _Log(session_id, incarnation, at, params)
-    for stored in turns:
+def _session(session: StoredSession, params: bytes, incarnation: int, ended: bool) -> list[Operation[Any]]:
+    at, session_id = time.time(), session.session_id
+    blob = None if session.metadata is None else _blob(0, "metadata", session.metadata)
+    ref = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
+    config = msgspec.structs.replace(CONFIG, group_id=session.group_id, attempt=session.attempt)
+    created = SessionCreated(config, body_hash=_HASH, metadata=ref)
+    operations: list[Operation[Any]] = [Create(session_id, at, created, _HASH, session.group_id, blob)]
+    log = _Log(session_id, incarnation, at, _blob(0 if blob is None else 1, "params", params))
+    for stored in session.turns:
         operations += log.turn(stored)
     if ended:
         reward = float(len(session_id) % 2)
@@ -138,10 +150,14 @@ def _session(
     return operations
 
 
+def _blob(number: int, kind: str, raw: bytes) -> StoredBlob:
+    return StoredBlob(number, kind, len(raw), hashlib.sha256(raw).hexdigest(), codec.compress(raw))
+
+
 class _Log:
     """The running totals of a session's log, turn by turn."""
 
-    def __init__(self, session_id: str, incarnation: int, at: float, params: bytes) -> None:
+    def __init__(self, session_id: str, incarnation: int, at: float, params: StoredBlob) -> None:
         self._session_id = session_id
         self._incarnation = incarnation
         self._at = at
@@ -164,17 +180,14 @@ class _Log:
         self._spelling.update(stored.message + b",")
         self._messages += len(stored.messages) + 1
         self._tokens += stored.suffix_tokens + stored.output_tokens
-        blobs = [
-            StoredBlob(ref.number, ref.kind, ref.size, ref.hash, codec.compress(self._params))
-            for ref in event.new_blobs
-        ]
+        blobs = [self._params] if event.new_blobs else []
         return [
             Claim(self._session_id, fence - 1, self._at, self._at, opened, 8.0),
             Commit(self._session_id, fence, self._incarnation, self._at, [event], stored.facts, stored.wire, blobs),
         ]
 
     def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:
-        params = BlobRef(0, "params", len(self._params), hashlib.sha256(self._params).hexdigest())
+        params = BlobRef(self._params.number, "params", self._params.size, self._params.hash)
         return TurnCommitted(
             turn=self._turn,
             parent=self._turn - 1,
@@ -191,12 +204,12 @@ class _Log:
             tokens_text_bytes=self._text_bytes,
             body_hash=_HASH,
             content_hash=stored.content_hash,
-            params=0,
+            params=params.number,
             dialect="sglang",
             engine="http://127.0.0.1:1",
             weight_versions=(VersionSpan("default", 0, stored.output_tokens),),
             requested_at=self._at,
-            finish_reason="stop",
+            finish_reason=stored.finish_reason,
             new_blobs=(params,) if self._turn == 1 else (),
         )
 

@@ -13,7 +13,7 @@ from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.page.rollout_view import MAX_STEPS
-from app.api.page.trends import By
+from app.api.page.trend_sums import By
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
@@ -169,5 +169,5 @@ class TrendParameters(SessionQuery):
 @router.get("/trends")
 @for_the_page
 async def trends(request: Request, query: Annotated[TrendParameters, Query()]) -> Response:
-    """Sums over time of the next 100 sessions, newest first, to be added up."""
+    """Sums over time of the next sessions, at most 500, newest first, to be added up."""
     return reply(await (await services(request).page()).trends.page(query, query.by, query.cursor))

@@ -465,7 +465,7 @@ export interface UPlotChart {
 export interface TrendPage {
   buckets: TrendBucket[];
   scanned: number;
-  total: number;
+  total: number | null;
   total_is_exact: boolean;
   damaged: number;
   is_cut: boolean;

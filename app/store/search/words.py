@@ -50,8 +50,8 @@ def drop_shard(shard: int) -> TextClause:
 
 @lru_cache(512)
 def add_words(shard: int) -> TextClause:
-    """Parameters `entry` and `said`."""
-    return text(f"INSERT INTO {name_of(shard)} (rowid, text) VALUES (:entry, :said)")
+    """Of the entries with a larger id than `newest`."""
+    return text(f"INSERT INTO {name_of(shard)} (rowid, text) SELECT id, text FROM search_entries WHERE id > :newest")
 
 
 @lru_cache(512)
@@ -72,8 +72,27 @@ total_changes = text("SELECT total_changes()")
 add_on_postgresql = text(
     """INSERT INTO search_entries
     (shard, session_id, turn, message, role, tools, finish_reason, reason, at, text, words)
-    VALUES (0, :session_id, :turn, CAST(:message AS integer), :role, :tools, :finish_reason, :reason, :at, :text,
-        to_tsvector('simple'::regconfig, CAST(:parsed AS text)))"""
+    SELECT 0, session_id, turn, message, role, tools, finish_reason, reason, at, text,
+        to_tsvector('simple'::regconfig, parsed)
+    FROM unnest(
+        CAST(:session_id AS text[]), CAST(:turn AS integer[]), CAST(:message AS integer[]), CAST(:role AS text[]),
+        CAST(:tools AS text[]), CAST(:finish_reason AS text[]), CAST(:reason AS text[]),
+        CAST(:at AS double precision[]), CAST(:text AS text[]), CAST(:parsed AS text[])
+    ) WITH ORDINALITY AS given
+        (session_id, turn, message, role, tools, finish_reason, reason, at, text, parsed, place)
+    ORDER BY place"""
+)
+"""Parameters are lists of equal length, one for each column; `parsed` has the texts as words."""
+
+known_on_postgresql = text(
+    """SELECT DISTINCT entry.session_id, entry.turn
+    FROM unnest(CAST(:sids AS text[]), CAST(:numbers AS integer[])) AS given (session_id, turn)
+    JOIN search_entries AS entry ON entry.session_id = given.session_id AND entry.turn = given.turn"""
+)
+"""Turns that are in the index, of those with these sessions and numbers."""
+
+live_on_postgresql = text(
+    "SELECT session_id FROM sessions WHERE session_id = ANY(CAST(:sids AS text[])) AND status <> 'erased'"
 )
 
 
