@@ -100,9 +100,9 @@ class Costs(msgspec.Struct, frozen=True):
     server_ms: float = 2.2
     database_ms: float = 0.53
     p99_ms: float = 180.0
-    miss_server_ms: float = 1.4
+    miss_server_ms: float = 2.5
     """What a turn costs in addition, if its session is not in the cache and is read from the database."""
-    miss_database_ms: float = 0.45
+    miss_database_ms: float = 0.8
     miss_p99_ms: float = 240.0
     """As `p99_ms`, where no turn's session is in the cache."""
     export_base_s: float = 0.3
