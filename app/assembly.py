@@ -52,6 +52,9 @@ from app.upstream.sessions import EngineSessions
 if TYPE_CHECKING:
     from app.tito.prompts import Prompts
 
+LeaseLeft = Callable[[int], Awaitable[float | None]]
+"""Seconds that are left of a process's lease; None if it is dead."""
+
 DRAIN_S = 10.0
 """How long a stopping process waits for turns whose client has disconnected."""
 
@@ -73,7 +76,7 @@ class Assembly:
         settings: Settings,
         clock: Clock,
         incarnation: Callable[[], int],
-        lease_left: Callable[[int], Awaitable[float | None]] | None = None,
+        lease_left: LeaseLeft | None = None,
         prompts: Prompts | None = None,
         poll_s: float = POLL_S,
     ) -> None:
@@ -87,15 +90,7 @@ class Assembly:
         self._recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         self.token_in = TokenIn(self.cache, prompts)
         self.fleet = FleetState(database, self.writer, poll_s)
-        versions = WeightVersions(self.fleet, client, settings.upstream_api_key)
-        self.engines = Engines(
-            client,
-            settings.placement,
-            settings.upstream_api_key,
-            versions,
-            configured=settings.upstream_dialect,
-            logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
-        )
+        self.engines = self._engines(client, settings)
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.gates = Gates(self.fleet)
         self.pauses = Pauses(
@@ -113,27 +108,8 @@ class Assembly:
             incarnation=incarnation,
             lease_s=self._recovery.lease_to_judge_by,
         )
-        self._claims = Claims(
-            retries=self.retries,
-            limits=settings,
-            cache=self.cache,
-            writer=self.writer,
-            followers=self.followers,
-            clock=clock,
-            incarnation=incarnation,
-            lease_s=self._recovery.lease_to_judge_by,
-            lease_left=lease_left or self._recovery.lease_left,
-        )
-        self._controls = SessionControls(
-            database=database,
-            writer=self.writer,
-            cache=self.cache,
-            engines=self.engines,
-            calls=EngineSessions(client, settings.upstream_api_key),
-            settings=settings,
-            incarnation=incarnation,
-            lease_s=self._recovery.lease_to_judge_by,
-        )
+        self._claims = self._make_claims(settings, clock, incarnation, lease_left)
+        self._controls = self._session_controls(database, client, settings, incarnation)
         self.native = NativeRoutes(client, self.engines, settings.upstream_api_key)
         self.staging = Staging(database, self.writer, settings, incarnation)
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
@@ -164,7 +140,53 @@ class Assembly:
         self.forks = Forks(database, self.archives, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)
-        self.checkpoints = Checkpoints(
+        self.checkpoints = self._checkpoints(database, clock, incarnation, lease_left)
+        self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
+
+    def _engines(self, client: EngineClient, settings: Settings) -> Engines:
+        versions = WeightVersions(self.fleet, client, settings.upstream_api_key)
+        return Engines(
+            client,
+            settings.placement,
+            settings.upstream_api_key,
+            versions,
+            configured=settings.upstream_dialect,
+            logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
+        )
+
+    def _make_claims(
+        self, settings: Settings, clock: Clock, incarnation: Callable[[], int], lease_left: LeaseLeft | None
+    ) -> Claims:
+        return Claims(
+            retries=self.retries,
+            limits=settings,
+            cache=self.cache,
+            writer=self.writer,
+            followers=self.followers,
+            clock=clock,
+            incarnation=incarnation,
+            lease_s=self._recovery.lease_to_judge_by,
+            lease_left=lease_left or self._recovery.lease_left,
+        )
+
+    def _session_controls(
+        self, database: Database, client: EngineClient, settings: Settings, incarnation: Callable[[], int]
+    ) -> SessionControls:
+        return SessionControls(
+            database=database,
+            writer=self.writer,
+            cache=self.cache,
+            engines=self.engines,
+            calls=EngineSessions(client, settings.upstream_api_key),
+            settings=settings,
+            incarnation=incarnation,
+            lease_s=self._recovery.lease_to_judge_by,
+        )
+
+    def _checkpoints(
+        self, database: Database, clock: Clock, incarnation: Callable[[], int], lease_left: LeaseLeft | None
+    ) -> Checkpoints:
+        return Checkpoints(
             database=database,
             writer=self.writer,
             fleet=self.fleet,
@@ -182,7 +204,6 @@ class Assembly:
             lease_left=lease_left or self._recovery.lease_left,
             on_delete=lambda: self.janitor.look_again(),
         )
-        self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
 
     def _collector(
         self,
