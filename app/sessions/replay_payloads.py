@@ -58,6 +58,8 @@ async def values(
         try:
             found[cut.kind] = await asyncio.to_thread(render)
         except CorruptContent as error:
+            if isinstance(await _why_not(database, session.session_id, number, cut.kind), PayloadTombstoned):
+                continue  # since `session` was read
             raise unreadable(session.session_id, number, cut.kind, error) from error
     return found
 
@@ -77,6 +79,9 @@ async def payload_of(database: Database, session: Session, number: int, kind: Re
     try:
         rows = await asyncio.to_thread(rows_of, payload, frames, payload.start, payload.stop)
     except CorruptContent as error:
+        why = await _why_not(database, session.session_id, number, kind)
+        if isinstance(why, PayloadTombstoned):  # since `session` was read
+            raise why from error
         raise unreadable(session.session_id, number, kind, error) from error
     return payload, rows
 
@@ -85,7 +90,7 @@ def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -
     return SessionUnreadable(f"session {session_id}, turn {number}: {kind}: {error}")
 
 
-async def _why_not(database: Database, session_id: str, number: int, kind: ReplayKind) -> NotFound | PayloadTombstoned:
+async def _why_not(database: Database, session_id: str, number: int, kind: str) -> NotFound | PayloadTombstoned:
     """The log's description of a payload that cannot be read."""
     try:
         log = await database.read(lambda connection: reads.load_events(connection, session_id), session_id=session_id)

@@ -15,7 +15,8 @@ from helpers.store import Meanwhile, Store
 from sqlalchemy import select
 
 from app.domain import retention
-from app.errors import PayloadsUnavailable, StartupError
+from app.errors import PayloadsUnavailable, PayloadTombstoned, StartupError
+from app.sessions.replay_payloads import payload_of, values
 from app.store import reads
 from app.store.archives.format import object_of
 from app.store.archives.opened import OpenArchives
@@ -34,6 +35,7 @@ from app.store.packs.writer import PackWriter
 from app.store.schema import chunks as chunks_table
 from app.store.writer import Writer
 from workers import codec
+from workers.codec import Cut, Wire
 
 pytestmark = pytest.mark.anyio
 
@@ -294,6 +296,24 @@ async def test_tombstoned_chunks_are_deleted_after_a_while(yard: Yard) -> None:
     assert await yard.round(KEEP_S) == []
     left = select(chunks_table.c.location).where(chunks_table.c.location.is_not(None))
     assert await yard.store.database.read(lambda connection: connection.execute(left).all()) == []
+
+
+async def test_a_payload_that_is_tombstoned_after_its_session_was_read_is_no_damage(yard: Yard) -> None:
+    await yard.turn("s", text(1))
+    await yard.store.close("s")
+    session = await yard.store.session("s")
+    assert session is not None
+    event = retention.tombstone_all(session)
+    assert event is not None
+    freed = await yard.store.submit(FreeReplay("s", session.version, 6.0, event))
+    await yard.store.submit(FreeChunks("s", freed.events[0].seq, 10))
+    await yard.round()
+    assert await yard.round(KEEP_S) == []
+    with pytest.raises(PayloadTombstoned):
+        await payload_of(yard.store.database, session, 1, "routed_experts")
+    cut = Cut("routed_experts", 0, "base64")
+    wire = Wire(messages=[], message=b"", reply=b"", headers=[], cuts=[cut])
+    assert await values(yard.store.database, session, 1, wire, ["routed_experts"]) == {}
 
 
 async def test_a_stale_token_moves_and_deletes_nothing(yard: Yard) -> None:
