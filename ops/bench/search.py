@@ -15,7 +15,7 @@ import aiohttp
 from app.sessions.indexer import Indexer
 from app.sessions.log_end import LogEnd
 from app.sessions.search import Search
-from app.store import reads
+from app.store import group_reads, reads
 from app.store.engine import Database
 from app.store.search.writing import entry_count
 from app.store.writer import Writer
@@ -73,7 +73,7 @@ async def _searched(server: ServerProcess, arguments: argparse.Namespace) -> dic
                 database, Indexer(database, writer, log_end, lambda: 1, rest=0.0), texts, arguments
             )
             table(figures["index"])
-        search = Search(database, log_end)
+        search = Search(database, log_end, group_reads.newest_version)
         figures["queries"] = await _asked(search, texts.queries(), arguments.times)
         table(figures["queries"])
     finally:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.store.heads_view import HeadFilter
+from app.sessions.session_filter import SessionConditions
 from app.store.search.reading import EntryFilter
 from ops.bench.stored import StoredSession, StoredTurn
 from workers.codec import Facts, Wire
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 
     q: str | None
     entries: EntryFilter = EntryFilter()
-    heads: HeadFilter = HeadFilter()
+    sessions: SessionConditions = SessionConditions()
 
 
 class Texts:
@@ -63,7 +63,7 @@ class Texts:
             "a word in tool results": Asked(some, EntryFilter(role="tool")),
             "calls of a tool": Asked(None, EntryFilter(tool="browse", role="assistant")),
             "a phrase of two frequent words, seldom so": Asked(f'"{self._words[4]} {self._words[7]} {self._words[5]}"'),
-            "a frequent word in an old group": Asked(often, heads=HeadFilter(group_id="task-7")),
+            "a frequent word in an old group": Asked(often, sessions=SessionConditions(group_id="task-7")),
             "a frequent word, metadata of eight old sessions": Asked(often, EntryFilter(pair="task=7")),
             "metadata of eight old sessions": Asked(None, EntryFilter(pair="task=7")),
             "metadata of every fourth session": Asked(None, EntryFilter(pair="env.name=web")),

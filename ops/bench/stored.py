@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import secrets
 import time
@@ -23,6 +24,7 @@ from app.domain.events import (
 )
 from app.domain.history import canonical_hash, decode_message
 from app.sessions.recovery import register
+from app.store.batch import apply_all
 from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create
@@ -32,7 +34,9 @@ from workers import codec
 from workers.codec import TOKEN_BYTES, Facts, Wire
 from workers.parse import token_text
 
-TURNS_PER_TRANSACTION = 500
+SESSIONS_AT_ONCE = 250
+"""Sessions of one transaction, which has a turn of each."""
+
 CONFIG = SessionConfig(rollback_window=1)
 PROMPT_TOKENS, OUTPUT_TOKENS, QUESTION_BYTES = 100, 20, 512
 """Size of a turn with arbitrary content: tokens of its prompt and output, bytes of its question."""
@@ -116,38 +120,25 @@ def _ids(count: int) -> bytes:
 
 
 async def write_sessions(database: Database, sessions: Iterable[StoredSession], params: bytes, *, ended: bool) -> None:
-    """Write the sessions. `params` is a JSON object, the same for every request.
+    """Write the sessions, many at once: their first turns, then their second ones, and so on, as if they ran at the
+    same time. `params` is a JSON object, the same for every request.
 
     With `ended`, the sessions are closed and have a reward.
     """
     incarnation = await register(database)
-    waiting: list[Operation[Any]] = []
-    for session in sessions:
-        waiting += _session(session, params, incarnation, ended)
-        if len(waiting) >= 2 * TURNS_PER_TRANSACTION:
-            await _write(database, waiting)
-            waiting = []
-    await _write(database, waiting)
+    every = iter(sessions)
+    while part := list(itertools.islice(every, SESSIONS_AT_ONCE)):
+        logs = [_Log(session, incarnation, time.time(), params) for session in part]
+        await _write(database, [log.created() for log in logs])
+        for number in range(max(len(session.turns) for session in part)):
+            steps = [log.turn() for log in logs if number < len(log.session.turns)]
+            await _write(database, [claim for claim, _ in steps], [commit for _, commit in steps])
+        if ended:
+            await _write(database, [operation for log in logs for operation in log.ended()])
 
 
-async def _write(database: Database, operations: Sequence[Operation[Any]]) -> None:
-    await database.write(lambda tx: [operation.apply(tx) for operation in operations], durable=False)
-
-
-def _session(session: StoredSession, params: bytes, incarnation: int, ended: bool) -> list[Operation[Any]]:
-    at, session_id = time.time(), session.session_id
-    blob = None if session.metadata is None else _blob(0, "metadata", session.metadata)
-    ref = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
-    config = msgspec.structs.replace(CONFIG, group_id=session.group_id, attempt=session.attempt)
-    created = SessionCreated(config, body_hash=_HASH, metadata=ref)
-    operations: list[Operation[Any]] = [Create(session_id, at, created, _HASH, session.group_id, blob)]
-    log = _Log(session_id, incarnation, at, _blob(0 if blob is None else 1, "params", params))
-    for stored in session.turns:
-        operations += log.turn(stored)
-    if ended:
-        reward = float(len(session_id) % 2)
-        operations += [AssignReward(session_id, at, RewardAssigned(reward)), Close(session_id, at)]
-    return operations
+async def _write(database: Database, *batches: Sequence[Operation[Any]]) -> None:
+    await database.write(lambda tx: [apply_all(tx, batch) for batch in batches], durable=False)
 
 
 def _blob(number: int, kind: str, raw: bytes) -> StoredBlob:
@@ -157,18 +148,31 @@ def _blob(number: int, kind: str, raw: bytes) -> StoredBlob:
 class _Log:
     """The running totals of a session's log, turn by turn."""
 
-    def __init__(self, session_id: str, incarnation: int, at: float, params: StoredBlob) -> None:
-        self._session_id = session_id
+    def __init__(self, session: StoredSession, incarnation: int, at: float, params: bytes) -> None:
+        self.session = session
+        self._session_id = session.session_id
         self._incarnation = incarnation
         self._at = at
-        self._params = params
+        self._metadata = None if session.metadata is None else _blob(0, "metadata", session.metadata)
+        self._params = _blob(0 if self._metadata is None else 1, "params", params)
         self._turn = self._messages = self._tokens = self._text_bytes = 0
         self._text = hashlib.sha256()
         self._spelling = hashlib.sha256()
 
-    def turn(self, stored: StoredTurn) -> list[Operation[Any]]:
-        """The operations of a turn: the claim and the commit. The log has one event for the creation and two for each
-        turn."""
+    def created(self) -> Create:
+        blob = self._metadata
+        ref = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
+        config = msgspec.structs.replace(CONFIG, group_id=self.session.group_id, attempt=self.session.attempt)
+        event = SessionCreated(config, body_hash=_HASH, metadata=ref)
+        return Create(self._session_id, self._at, event, _HASH, self.session.group_id, blob)
+
+    def ended(self) -> tuple[AssignReward, Close]:
+        reward = RewardAssigned(float(len(self._session_id) % 2))
+        return AssignReward(self._session_id, self._at, reward), Close(self._session_id, self._at)
+
+    def turn(self) -> tuple[Claim, Commit]:
+        """The claim and the commit of the next turn. The log has one event for the creation and two for each turn."""
+        stored = self.session.turns[self._turn]
         self._turn += 1
         fence = 2 * self._turn
         opened = TurnOpened(self._turn, self._turn - 1, self._incarnation, body_hash=_HASH)
@@ -181,10 +185,10 @@ class _Log:
         self._messages += len(stored.messages) + 1
         self._tokens += stored.suffix_tokens + stored.output_tokens
         blobs = [self._params] if event.new_blobs else []
-        return [
+        return (
             Claim(self._session_id, fence - 1, self._at, self._at, opened, 8.0),
             Commit(self._session_id, fence, self._incarnation, self._at, [event], stored.facts, stored.wire, blobs),
-        ]
+        )
 
     def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:
         params = BlobRef(self._params.number, "params", self._params.size, self._params.hash)

@@ -35,17 +35,22 @@ for_the_page = describe(
 """The description of routes under `/ui/api/`, which belong to the page and may change with it."""
 
 
+Columns = Annotated[
+    str | None,
+    Field(
+        max_length=512,
+        pattern=NO_NUL,
+        description="Keys of the metadata whose values are given too, with dots into objects and commas in between.",
+    ),
+]
+
+
 class SessionListParameters(SessionQuery):
     """Filters and paging of the session list."""
 
     limit: int = Field(default=100, ge=1, le=MAX_PAGE, description=LIMIT)
     cursor: PageCursor = None
-    columns: str | None = Field(
-        default=None,
-        max_length=512,
-        pattern=NO_NUL,
-        description="Keys of the metadata whose values are given too, with dots into objects and commas in between.",
-    )
+    columns: Columns = None
 
 
 def reply(found: object) -> Response:
@@ -146,9 +151,10 @@ async def list_groups(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
     cursor: PageCursor = None,
+    columns: Annotated[Columns, Query()] = None,
 ) -> Response:
     """Groups, ordered by id."""
-    return reply(await (await services(request).page()).groups.page(cursor, limit))
+    return reply(await (await services(request).page()).listed.page_of_groups(cursor, limit, columns))
 
 
 @router.get("/exports")

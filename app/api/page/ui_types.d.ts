@@ -138,6 +138,7 @@ export interface GroupRow {
 export interface GroupPage {
   groups: GroupRow[];
   next_cursor: string | null;
+  metadata: Record<string, Record<string, string>>;
 }
 
 export interface Attempt {

@@ -17,7 +17,7 @@ from app.store.log import BaseOperation, StoreOperation
 from app.store.schema import search_entries, search_metadata, search_shards, search_state
 from app.store.search import words
 
-INDEX_VERSION = "1"
+INDEX_VERSION = "2"
 """Changes with what is indexed, and how; another index is made anew."""
 
 SHARD_ENTRIES, SHARD_BYTES = 20_000, 16 << 20
@@ -250,7 +250,11 @@ def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
         return
     if tx.is_remote:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        tx.run(words.add_on_postgresql, {**columns, "parsed": [words_of(row["text"]) for row in rows]})
+        columns["parsed"] = [words_of(row["text"]) for row in rows]
+        columns["fields"] = [
+            words.lexemes(row["role"], notes.parted(row["tools"]), row["finish_reason"]) for row in rows
+        ]
+        tx.run(words.add_on_postgresql, columns)
         return
     shard, newest = _shard_for(tx), (tx.one(_newest, {}) or (0,))[0]
     tx.insert(_add, [{"id": number, "shard": shard, **row} for number, row in enumerate(rows, newest + 1)])

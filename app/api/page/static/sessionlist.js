@@ -115,8 +115,9 @@ export class SessionList {
   /** @param {SessionRow} row */
   #applyOne(row) {
     const id = row.session_id;
-    const fits = matches(row, this.query);
     const shown = this.byId.get(id);
+    // Only the server knows metadata, which does not change: what is not listed may or may not match.
+    const fits = matches(row, this.query) && (!this.query.metadata || shown !== undefined);
     if (!shown) {
       if (!fits || !this.#isWithin(row)) this.arrived.delete(id);
       else if (this.arrived.size < MOST_ARRIVED && !isOlder(row, this.arrived.get(id))) this.arrived.set(id, row);
