@@ -5,7 +5,7 @@
     session token            the session's own routes; on routes that name a session in a header, the session itself and
                              its agents' sessions (checked by `header_sessions`, which finds the token's session in the
                              scope under TOKEN_SESSION)
-    the page's cookie        GET and HEAD
+    the page's cookie        GET and HEAD; PUT of a session's note, where the page itself sends it
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
 
@@ -49,8 +49,25 @@ _STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
 _LEASES = "/export/groups"
 """A GET that changes something, so the page's cookie does not allow it."""
 
+_NOTE = re.compile(rf"/sessions/{ID[1:-1]}/note")
+"""What the page may write: PUT alone, and only if the page itself sends it (`_is_sent_by_page`)."""
+
+PAGE_HEADER = b"x-turnlog-page"
+"""The page sends it with what it writes. A page of another site cannot: a browser would first ask this server, which
+answers no such question (CORS)."""
+
 _NEEDED = frozenset(
-    {b"host", b"authorization", b"x-api-key", b"cookie", b"origin", b"sec-fetch-site", b"forwarded", b"x-real-ip"}
+    {
+        b"host",
+        b"authorization",
+        b"x-api-key",
+        b"cookie",
+        b"origin",
+        b"sec-fetch-site",
+        b"forwarded",
+        b"x-real-ip",
+        PAGE_HEADER,
+    }
 )
 _LOOPBACK_HOST = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _CACHED_ADDRESSES, _MAX_ADDRESS = 1024, 64
@@ -155,7 +172,10 @@ class Guard:
 
     def _is_signed_in(self, method: str, path: str, headers: AuthHeaders) -> bool:
         """Does the page's cookie allow the request?"""
-        if method not in _READS or path == _LEASES or b"cookie" not in headers or _is_foreign(headers):
+        if b"cookie" not in headers or _is_foreign(headers):
+            return False
+        reads = method in _READS and path != _LEASES
+        if not reads and not (method == "PUT" and _NOTE.fullmatch(path) and _is_sent_by_page(headers)):
             return False
         now = self._clock()
         return any(self._tokens.is_signed_in(cookie, now) for cookie in _cookies(headers[b"cookie"]))
@@ -212,6 +232,17 @@ def _is_foreign(headers: AuthHeaders) -> bool:
         return any(site not in (b"same-origin", b"none") for site in sites)
     own = headers.get(b"host", [b""])[0].lower()
     return any(origin.partition(b"://")[2].lower() != own for origin in headers.get(b"origin", ()))
+
+
+def _is_sent_by_page(headers: AuthHeaders) -> bool:
+    """Does the request prove that a page of this server sent it? Unlike `_is_foreign`, absent marks prove nothing."""
+    if headers.get(PAGE_HEADER) != [b"1"]:
+        return False
+    sites, origins = headers.get(b"sec-fetch-site", []), headers.get(b"origin", [])
+    if sites:  # else an old browser, or one that does not trust the connection: plain HTTP
+        return sites == [b"same-origin"]
+    own = headers.get(b"host", [b""])[0].lower()
+    return len(origins) == 1 and origins[0].partition(b"://")[2].lower() == own != b""
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,5 @@
-"""Sign-in of the page: a browser sends the admin token once and gets a read-only cookie for twelve hours."""
+"""Sign-in of the page: a browser sends the admin token once and gets a cookie for twelve hours,
+which reads everything and writes notes."""
 
 from __future__ import annotations
 

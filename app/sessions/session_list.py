@@ -15,8 +15,7 @@ from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.sessions.session_filter import SessionConditions
 from app.store import group_reads, heads_view, session_metadata, survey, survey_lists
-from app.store.archives.fetching import read_archived
-from app.store.damaged import split
+from app.store.archives.fetching import read_each
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
@@ -173,10 +172,7 @@ class SessionList:
             return session_metadata.matches(connection, ids, wanted)
 
         ids = [row.session_id for row in rows if row.state != "erased"]
-        found = await self._database.read(lambda c: read(c, ids), or_else=lambda c: split(c, ids, read)[0])
-        archivable = [row.session_id for row in rows if row.state == "closed" and row.session_id not in found]
-        if archivable:
-            found |= await read_archived(self._database, archivable, read)
+        found = await read_each(self._database, ids, read)
         return {session_id for session_id, matches in found.items() if matches}
 
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionListPage:

@@ -20,6 +20,7 @@ from ops.bench import (
     live_sessions,
     load,
     long,
+    page,
     partitions,
     payloads,
     postgres,
@@ -55,6 +56,7 @@ BENCHMARKS = {
     "tree": tree,
     "protocols": protocols,
     "prompts": prompts,
+    "page": page,
 }
 
 

@@ -85,21 +85,24 @@ class StoredSession(msgspec.Struct, frozen=True):
     turns: Sequence[StoredTurn]
     group_id: str | None = None
     metadata: bytes | None = None
+    attempt: int | None = None
 
 
-async def fill(url: str, sessions: int, turns: int) -> None:
+async def fill(url: str, sessions: int, turns: int, *, ended: bool = False, group_size: int = 0) -> None:
     """Write sessions `filled-0` and so on, which all have the same turns. Only their number matters, not their
-    content."""
+    content. With `group_size` so many after another are a group."""
     made = [_plain_turn(number) for number in range(turns)]
 
     def all_sessions() -> Iterator[StoredSession]:
         for number in range(sessions):
-            yield StoredSession(f"filled-{number}", made)
+            group = f"task-{number // group_size:05}" if group_size else None
+            attempt = number % group_size if group_size else None
+            yield StoredSession(f"filled-{number}", made, group, attempt=attempt)
 
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=False)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=ended)
     finally:
         await database.close()
 
@@ -159,7 +162,8 @@ class _Log:
     def created(self) -> Create:
         blob = self._metadata
         ref = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
-        event = SessionCreated(CONFIG, body_hash=_HASH, metadata=ref)
+        config = msgspec.structs.replace(CONFIG, group_id=self.session.group_id, attempt=self.session.attempt)
+        event = SessionCreated(config, body_hash=_HASH, metadata=ref)
         return Create(self._session_id, self._at, event, _HASH, self.session.group_id, blob)
 
     def ended(self) -> tuple[AssignReward, Close]:

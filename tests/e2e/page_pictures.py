@@ -1,21 +1,24 @@
 """The pictures of docs/page: `PYTHONPATH=tests python -m e2e.page_pictures FOLDER [--all]`.
 
-Those of the documentation, or with `--all` each view in light and dark and in three widths, to be looked at.
+Those of the documentation, or with `--all` a sheet of each view, light and dark and in three widths, to be looked at.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from integration.stand import Stand, standing, until
+from integration.stand import Stand, serving, standing, until
+from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
 from e2e.page_data import over_hours, rollouts
-from e2e.page_story import keep
+from e2e.page_story import STORY, keep, story
 
 VIEWS = {
     "sessions": "#/",
@@ -32,6 +35,34 @@ VIEWS = {
     "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
     "compared": "#/session/deep-research-5?branch=0&against=2",
 }
+LOOKED_AT = {
+    **{name: hash for name, hash in VIEWS.items() if name not in ("trends", "search")},
+    "engines": "#/",
+    "columns": "#/?columns=task,harness&metadata=harness%3Ddemo",
+    "groupcolumns": "#/groups?columns=task,harness",
+    "picked": "#/rollouts?sessions=retail-00,retail-03",
+    "session": f"#/session/{STORY}",
+    "note": f"#/session/{STORY}",
+    "turn": f"#/session/{STORY}?turn=3",
+    "past": f"#/session/{STORY}?seq=12",
+    "tokens": f"#/session/{STORY}/tokens?branch=0",
+    "keys": "#/groups",
+    "unknown": "#/session/nobody",
+    "unknowngroup": "#/group/nobody",
+    "nowhere": "#/nowhere",
+}
+"""The views of `--all`; those of charts, of the search and of signing in have stands of their own."""
+
+PRESSED: Mapping[str, Callable[[Page], None]] = {
+    "engines": lambda page: page.click(".engines summary"),
+    "note": lambda page: page.get_by_role("button", name="Edit note").click(),
+    "keys": lambda page: page.keyboard.press("?"),
+}
+"""What is pressed before the picture."""
+
+SIZES = ((1440, 900, 0.55), (768, 1024, 0.6), (390, 844, 0.72))
+"""Width and height of a window, and the scale of its picture on a sheet."""
+
 DOCUMENTED = (
     ("sessions", "light"),
     ("sessions", "dark"),
@@ -68,35 +99,75 @@ def main() -> None:
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
-    every = [(name, scheme) for name in VIEWS for scheme in ("light", "dark")]
     with tempfile.TemporaryDirectory() as root, page_standing(_Folders(Path(root))) as page, launched() as browser:
         shown = opened(browser, page.stand.server.base_url)
         work(page.stand)
         rollouts(page.stand)
-        for name, scheme in every if arguments.all else DOCUMENTED:
-            take(shown, name, scheme, folder / f"{name}-{scheme}.png")
+        if arguments.all:
+            story(page.stand)
+            sheets(browser, page.stand.server.base_url, LOOKED_AT, folder)
+            sign_in(browser, folder)
+        else:
+            for name, scheme in DOCUMENTED:
+                take(shown, name, scheme, folder / f"{name}-{scheme}.png")
         trends(browser, folder, arguments.all)
-        for width, height in ((1440, 900), (768, 1024), (390, 844)) if arguments.all else ():
-            shown.set_viewport_size({"width": width, "height": height})
-            for name in VIEWS:
-                take(shown, name, "light", folder / f"{name}-{width}.png")
 
 
-def trends(browser: Browser, folder: Path, both: bool) -> None:
+def sheets(browser: Browser, base_url: str, views: Mapping[str, str], folder: Path) -> None:
+    """A sheet of each view: wide ones above, narrow ones below, light beside dark."""
+    pictures: dict[str, list[Image.Image]] = {name: [] for name in views}
+    for width, height, scale in SIZES:
+        page = opened(browser, base_url, width, height)
+        for name, hash in views.items():
+            for scheme in ("light", "dark"):
+                page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+                page.goto("about:blank")
+                page.goto(f"{base_url}/ui{hash}")
+                page.wait_for_timeout(SHOWN_MS)
+                PRESSED.get(name, lambda _: None)(page)
+                page.wait_for_timeout(SHOWN_MS // 2)
+                overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+                if overflow:
+                    print(f"{name} at {width}: {overflow} px too wide")
+                taken = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+                pictures[name].append(taken.resize((int(width * scale), int(height * scale)), Image.Resampling.LANCZOS))
+        page.context.close()
+    for name, taken in pictures.items():
+        wide, narrow = taken[:2], taken[2:]
+        sheet = Image.new("RGB", (10 + max(sum(one.width + 10 for one in row) for row in (wide, narrow)), 1150), "gray")
+        for row, top in ((wide, 10), (narrow, 20 + wide[0].height)):
+            left = 10
+            for one in row:
+                sheet.paste(one, (left, top))
+                left += one.width + 10
+        sheet.save(folder / f"{name}.png")
+
+
+def sign_in(browser: Browser, folder: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory() as root,
+        serving(Path(root), environment={"TURNLOG_ADMIN_TOKEN": "x" * 32}) as stand,
+    ):
+        sheets(browser, stand.server.base_url, {"signin": "#/"}, folder)
+
+
+def trends(browser: Browser, folder: Path, every: bool) -> None:
     """Of a run of its own, whose times are hours apart."""
     searched = {"TURNLOG_SEARCH": "on"}
     with tempfile.TemporaryDirectory() as root, standing(Path(root), environment=searched) as stand:
         rollouts(stand)
         over_hours(stand)
         until(lambda: stand.http.get("/search", params={"q": "order"}).json()["is_current"])
+        if every:
+            sheets(browser, stand.server.base_url, {name: VIEWS[name] for name in ("trends", "search")}, folder)
+            return
         page = opened(browser, stand.server.base_url)
         for name in ("trends", "search"):
-            for scheme in ("light", "dark") if both else ("light",):
-                take(page, name, scheme, folder / f"{name}-{scheme}.png")
+            take(page, name, "light", folder / f"{name}-light.png")
 
 
-def opened(browser: Browser, base_url: str) -> Page:
-    page = browser.new_context(viewport={"width": 1200, "height": 700}).new_page()
+def opened(browser: Browser, base_url: str, width: int = 1200, height: int = 700) -> Page:
+    page = browser.new_context(viewport={"width": width, "height": height}).new_page()
     page.on("console", lambda message: print(message.type, message.text))
     page.on("pageerror", lambda error: print(error))
     page.goto(f"{base_url}/ui")

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -15,7 +19,7 @@ from fault.locks import file_locked
 from integration.stand import TIMEOUT_S, Stand, serving
 from playwright.sync_api import expect
 
-from e2e.page import TIMEOUT_MS, Watched, chromium
+from e2e.page import TIMEOUT_MS, Watched, barriers, chromium
 
 Watch = Callable[..., Watched]
 
@@ -93,6 +97,66 @@ def test_sign_in_and_out(watched: Watched) -> None:
     assert not page.context.cookies()
     page.reload()
     page.wait_for_selector("#token")
+
+
+def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None:
+    """By keyboard, in a session that is closed; what differs alone is written."""
+    watched.expected = ("401 (Unauthorized)", "400 (Bad Request)")
+    talk = guarded.talk(session_id="noted-1")
+    assert guarded.http.delete(talk.path).status_code == 204
+    signed_in(watched, f"#/session/{talk.id}")
+    page = watched.page
+    page.get_by_role("button", name="Edit note").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.type("It loops <b>here</b>.")
+    page.keyboard.press("Tab")
+    page.keyboard.type("loop, look at")
+    assert barriers(page, "light") == []
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".sessionfacts >> text=It loops <b>here</b>.")).to_be_visible()
+    expect(page.locator("form.noteform")).to_be_hidden()
+    expect(page.get_by_role("button", name="Edit note")).to_be_focused()
+    page.keyboard.press("Enter")
+    assert page.input_value("textarea[name=note]") == "It loops <b>here</b>."
+    page.fill("input[name=tags]", "loop, " + "x" * 129)
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.locator(".noteform [role=alert]")).to_contain_text("tags")
+    page.fill("input[name=tags]", "")
+    page.keyboard.press("Enter")
+    expect(page.locator(".sessionfacts dt:has-text('Tags')")).to_have_count(0)
+    written = [event for event in talk.events() if event["type"] == "SessionNoted"]
+    assert [(one.get("note"), one.get("tags")) for one in written] == [
+        ("It loops <b>here</b>.", ["look at", "loop"]),
+        (None, []),
+    ]
+
+
+def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_path: Path) -> None:
+    """A page on another port of the same host: the browser sends it the cookie, and asks before it sends a PUT."""
+    talk = guarded.talk(session_id="noted-2")
+    signed_in(watched)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
+        thread = Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            page = watched.page.context.new_page()
+            page.goto(f"http://127.0.0.1:{other.server_port}/")
+            address = f"{watched.base_url}{talk.path}/note"
+            for headers in ({}, {"x-turnlog-page": "1"}):
+                assert page.evaluate(PUT, [address, headers]) == "TypeError"
+            page.close()
+        finally:
+            other.shutdown()
+            thread.join()
+    note = {"x-turnlog-page": "1", "content-type": "application/json"}
+    assert watched.page.evaluate(PUT, [address, note]) == "200", "the page itself may"
+    assert [one["note"] for one in talk.events() if one["type"] == "SessionNoted"] == ["written"]
+
+
+PUT = """([address, headers]) =>
+    fetch(address, { method: "PUT", credentials: "include", headers, body: '{"note": "written"}' })
+        .then((response) => String(response.status), (error) => error.name)"""
 
 
 @pytest.mark.long

@@ -114,6 +114,27 @@ def test_a_view_is_saved_found_again_and_forgotten(searched: Stand, watch: Watch
     expect(page.locator(".savedviews a")).to_have_count(0)
 
 
+def test_metadata_filters_the_list_and_is_a_column_of_groups(searched: Stand, watch: Watch) -> None:
+    page = watch(searched.server.base_url, width=1440).open("#/?q=found-0")
+    expect(page.locator(ROWS)).to_have_count(10)
+    page.fill("input[name=metadata]", "task")
+    page.fill("input[name=metadata]", "task=t1")
+    expect(page.locator(ROWS)).to_have_count(5)
+    assert "metadata=task%3Dt1" in page.url
+    page.evaluate("location.hash = '#/groups'")
+    page.fill("input[name=columns]", "task")
+    page.keyboard.press("Enter")
+    expect(page.locator("main thead th").last).to_have_text("task")
+    expect(page.locator(f"{ROWS}[data-key=zoo] td").last).to_have_text("t0")
+    page.click("text=Save view")
+    page.keyboard.type("by task")
+    page.keyboard.press("Enter")
+    page.evaluate("location.hash = '#/search'")
+    page.click(".savedviews >> text=by task")
+    expect(page.locator(f"{ROWS}[data-key=zoo] td").last).to_have_text("t0")
+    page.get_by_label("Forget by task").click()
+
+
 def test_metadata_as_columns(searched: Stand, watch: Watch) -> None:
     page = watch(searched.server.base_url, width=1440).open("#/?q=found-0&columns=task")
     row = page.locator(f"{ROWS}[data-key=found-03]")

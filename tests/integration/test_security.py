@@ -456,6 +456,16 @@ def test_a_browser_signs_in_and_out(guarded: Guarded) -> None:
             assert browser.get("/sessions").status_code == 200
             assert error_of(browser.post("/sessions", json={})) == (401, "unauthorized")
             assert error_of(browser.get("/sessions", headers={"sec-fetch-site": "cross-site"})) == (401, "unauthorized")
+            session = guarded.client().id
+            marks = {"x-turnlog-page": "1", "sec-fetch-site": "same-origin"}
+            for without in (None, *marks):
+                headers = {name: value for name, value in marks.items() if name != without}
+                reply = browser.put(f"/sessions/{session}/note", json={"note": "seen"}, headers=headers)
+                assert reply.status_code == (200 if without is None else 401)
+            asked = {"origin": "https://evil.example", "access-control-request-method": "PUT"}
+            preflight = browser.options(f"/sessions/{session}/note", headers=asked)
+            assert not preflight.is_success
+            assert not any(name.startswith("access-control") for name in preflight.headers)
             assert browser.post("/ui/sign-out").status_code == 200
             assert browser.get("/ui/api/me").status_code == 401
         secure = browser.post("/ui/sign-in", json={"token": ADMIN}, headers={"x-forwarded-proto": "https"})

@@ -194,3 +194,24 @@ def test_columns_of_metadata(stand: Stand) -> None:
         "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
     }, "the first six columns"
     assert stand.http.get("/ui/api/sessions", params={"q": "columns-"}).json()["metadata"] == {}
+
+
+def test_columns_of_metadata_of_groups(stand: Stand) -> None:
+    """Those of the first session of each group; an erased one has none."""
+    for number, group in enumerate(("columns/a", "columns/a", "columns/b", "columns/c")):
+        metadata = {"task": f"{group} {number}", "n": number} if group != "columns/c" else {}
+        stand.talk(session_id=f"group-columns-{number}", group_id=group, attempt=number, metadata=metadata)
+    gone = stand.talk(session_id="group-columns-0a", group_id="columns/b", metadata={"task": "erased"})
+    assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
+    found: dict[str, Any] = {}
+    cursor = None
+    while not found or cursor:
+        parameters = {"columns": "task,n", "limit": 2, **({"cursor": cursor} if cursor else {})}
+        page = stand.http.get("/ui/api/groups", params=parameters).json()
+        found |= page["metadata"] or {"": None}
+        cursor = page["next_cursor"]
+    assert {name: value for name, value in found.items() if name.startswith("columns/")} == {
+        "columns/a": {"task": "columns/a 0", "n": "0"},
+        "columns/b": {"task": "columns/b 2", "n": "2"},
+    }
+    assert stand.http.get("/ui/api/groups").json()["metadata"] == {}

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from app.api.page.trends import BINS, BINS_PER_DOUBLING, SESSIONS, bin_of
-from integration.stand import Stand, Talk, user
+from app.api.page.trend_sums import BINS, BINS_PER_DOUBLING, Bucket, SessionSums, TrendCache, bin_of
+from app.api.page.trends import SESSIONS
+from app.sessions.session_list import SessionRow
+from integration.stand import Stand, Talk, standing, user
 
 NOW = {"latency_s": 0}
+SESSION_ROW = SessionRow(
+    session_id="a",
+    version=3,
+    state="idle",
+    turns=1,
+    group_id=None,
+    attempt=None,
+    reward=None,
+    weight_version=None,
+    staleness=None,
+    engine=None,
+    created_at=1.0,
+    updated_at=3.0,
+    claimed_since=None,
+    closed_at=None,
+    note=None,
+    tags=[],
+)
 
 
 def pages(stand: Stand, **parameters: Any) -> list[dict[str, Any]]:
@@ -92,8 +116,66 @@ def test_many_sessions_are_several_requests(stand: Stand) -> None:
         stand.talk(session_id=f"paged-{number}")
     found = pages(stand, q="paged-")
     assert [page["scanned"] for page in found] == [SESSIONS, 5]
-    assert [page["total"] for page in found] == [SESSIONS + 5] * 2
+    assert [page["total"] for page in found] == [SESSIONS + 5, None]
     assert total(found, "sessions") == SESSIONS + 5
+
+
+def test_only_what_is_new_is_read_again(stand: Stand, group: str) -> None:
+    """The sums go on from what was read before, and stay right."""
+    talk, other = stand.talk(group_id=group, attempt=0), stand.talk(group_id=group, attempt=1)
+    for turn in range(4):
+        sim = {**NOW, "completion_tokens": 5, "weight_version": "7"}
+        talk.say(f"{turn}", sim=sim)
+        if turn == 2:
+            other.say("one", sim=sim)
+            assert other.chat([*other.messages, user("x")], sim={**NOW, "fault": "status_500"}).status_code == 500
+        for by in ("day", "weight_version"):
+            found = pages(stand, group_id=group, by=by)
+            turns = turn + 1 + (turn >= 2)
+            assert total(found, "committed") == total(found, "session_turns") == turns
+            assert total(found, "session_sampled") == 5 * turns
+            assert total(found, "version_sum") == 7 * turns
+            errors = [one["errors"] for page in found for one in page["buckets"] if one["errors"]]
+            assert len(errors) == (turn >= 2)
+            assert all(sum(one.values()) == 1 for one in errors)
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
+    assert total(pages(stand, group_id=group, by="day"), "reward_sum") == 0.5
+
+
+def test_what_was_read_once_is_not_read_again(tmp_path: Path) -> None:
+    """Turns that are damaged later stay in the sums; those of an interval that was not asked for before lack them."""
+    with standing(tmp_path) as stand:
+        talks = [stand.talk(), stand.talk()]
+        for talk in talks:
+            talk.say("one", sim=NOW)
+        first = pages(stand, by="day")
+        with contextlib.closing(sqlite3.connect(stand.server.database_path)) as store, store:
+            damaged = store.execute("UPDATE events SET data = x'00' WHERE type = 'TurnCommitted'").rowcount
+        assert damaged == total(first, "committed") == 2
+        assert pages(stand, by="day") == first
+        talks[0].say("two", sim=NOW)
+        found = pages(stand, by="day")
+        assert (total(found, "committed"), found[0]["damaged"]) == (3, 0)
+        unread = pages(stand, by="hour")
+        assert (total(unread, "committed"), unread[0]["damaged"]) == (1, 2)
+
+
+def test_the_cache_is_bounded() -> None:
+    """What was asked for longest ago is dropped, and what has another history is not taken for the same."""
+    row = SESSION_ROW
+    cache = TrendCache(most=4)
+    for name in ("a", "b", "a", "c"):
+        made = SessionSums("day")
+        made.add(msgspec.structs.replace(row, session_id=name), [])
+        made.buckets = {0: Bucket(0)}
+        if cache.get(msgspec.structs.replace(row, session_id=name), "day") is None:
+            cache.put(name, "day", made)
+    known = [name for name in "abc" if cache.get(msgspec.structs.replace(row, session_id=name), "day")]
+    assert known == ["a", "c"]
+    for other in ({"version": 2}, {"updated_at": 4.0}):
+        assert cache.get(msgspec.structs.replace(row, session_id="a", **other), "day") is None
+    assert cache.get(msgspec.structs.replace(row, session_id="a", version=4), "day") is not None
+    assert cache.get(msgspec.structs.replace(row, session_id="a"), "hour") is None
 
 
 def test_bins_hold_what_they_say() -> None:

@@ -373,6 +373,54 @@ def test_a_cookie_changes_nothing_and_helps_no_other_site() -> None:
     assert status(WITH_TOKEN, asked("/sessions", "GET", [*cookie(GOOD), *bearer("wrong")])) == 401
 
 
+NOTE = "/sessions/a/note"
+FROM_PAGE = [("x-turnlog-page", "1")]
+SAME_ORIGIN = [("sec-fetch-site", "same-origin")]
+OWN_ORIGIN = [("origin", "http://127.0.0.1:8080")]
+
+
+def test_a_signed_in_browser_writes_a_note() -> None:
+    for mark in (SAME_ORIGIN, OWN_ORIGIN, [*SAME_ORIGIN, *OWN_ORIGIN]):
+        assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(GOOD), *FROM_PAGE, *mark])) == 0
+    for value in ("", "x", TOKENS.cookie_for(ADMIN.encode(), NOW - 13 * 3600)):
+        assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(value), *FROM_PAGE, *SAME_ORIGIN])) == 401
+
+
+@pytest.mark.threat("cross-site writing of a note")
+def test_nobody_else_writes_a_note_by_the_cookie() -> None:
+    """Without the page's header, without a mark of the own origin, or with one of another: no absence is a proof."""
+    for given in (
+        [],
+        SAME_ORIGIN,
+        OWN_ORIGIN,
+        FROM_PAGE,
+        [("x-turnlog-page", "0"), *SAME_ORIGIN],
+        [*FROM_PAGE, *FROM_PAGE, *SAME_ORIGIN],
+        [*FROM_PAGE, ("sec-fetch-site", "none")],
+        [*FROM_PAGE, *OWN_ORIGIN, *OWN_ORIGIN],
+        *([*FROM_PAGE, *headers] for headers in FOREIGN),
+    ):
+        assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(GOOD), *given])) == 401, given
+    assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(GOOD), *FROM_PAGE, ("origin", "http://")], host=None)) == 401
+
+
+@pytest.mark.threat("cross-site use of the cookie")
+def test_nothing_but_a_note_is_written_by_the_cookie() -> None:
+    page = [*cookie(GOOD), *FROM_PAGE, *SAME_ORIGIN]
+    for method in ("POST", "PATCH", "DELETE", "OPTIONS"):
+        assert status(WITH_TOKEN, asked(NOTE, method, page)) == 401
+    for path in (
+        "/sessions/a/reward",
+        "/sessions/a/note/",
+        "/sessions/a/b/note",
+        "/sessions//note",
+        f"{NOTE}\n",
+        "/note",
+    ):
+        assert status(WITH_TOKEN, asked(path, "PUT", page)) == 401, path
+    assert status(WITH_TOKEN, asked("/export/groups", "GET", page)) == 401
+
+
 def test_a_cookie_of_another_server_or_time_is_none() -> None:
     other = Tokens(["another-admin-token"]).cookie_for(b"another-admin-token", NOW)
     late = TOKENS.cookie_for(ADMIN.encode(), NOW - 13 * 3600)

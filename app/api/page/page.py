@@ -14,7 +14,6 @@ from app.api.page.token_view import TokenViews
 from app.api.page.trends import Trends
 from app.api.page.watch import Watch
 from app.export.preview import Previews
-from app.sessions.group_list import GroupList
 from app.sessions.session_list import SessionList
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ class PageReaders(NamedTuple):
     conversations: Conversations
     tokens: TokenViews
     rollouts: Rollouts
-    groups: GroupList
     previews: Previews
     trends: Trends
 
@@ -40,14 +38,13 @@ def page_of(app: Services) -> PageReaders:
     sessions = app.session_list
     return PageReaders(
         sessions=sessions,
-        listed=MetadataColumns(database, sessions),
+        listed=MetadataColumns(database, sessions, app.group_list),
         overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
         watch=Watch(database, sessions, app.log_end),
         views=SessionViews(database, held),
         conversations=Conversations(database),
         tokens=TokenViews(database, app.token_in.prompts),
         rollouts=Rollouts(database),
-        groups=app.group_list,
         previews=Previews(database, app.release),
         trends=Trends(database, sessions),
     )

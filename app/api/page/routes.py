@@ -13,7 +13,7 @@ from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.page.rollout_view import MAX_STEPS
-from app.api.page.trends import By
+from app.api.page.trend_sums import By
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
@@ -35,17 +35,22 @@ for_the_page = describe(
 """The description of routes under `/ui/api/`, which belong to the page and may change with it."""
 
 
+Columns = Annotated[
+    str | None,
+    Field(
+        max_length=512,
+        pattern=NO_NUL,
+        description="Keys of the metadata whose values are given too, with dots into objects and commas in between.",
+    ),
+]
+
+
 class SessionListParameters(SessionQuery):
     """Filters and paging of the session list."""
 
     limit: int = Field(default=100, ge=1, le=MAX_PAGE, description=LIMIT)
     cursor: PageCursor = None
-    columns: str | None = Field(
-        default=None,
-        max_length=512,
-        pattern=NO_NUL,
-        description="Keys of the metadata whose values are given too, with dots into objects and commas in between.",
-    )
+    columns: Columns = None
 
 
 def reply(found: object) -> Response:
@@ -146,9 +151,10 @@ async def list_groups(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
     cursor: PageCursor = None,
+    columns: Annotated[Columns, Query()] = None,
 ) -> Response:
     """Groups, ordered by id."""
-    return reply(await (await services(request).page()).groups.page(cursor, limit))
+    return reply(await (await services(request).page()).listed.page_of_groups(cursor, limit, columns))
 
 
 @router.get("/exports")
@@ -169,5 +175,5 @@ class TrendParameters(SessionQuery):
 @router.get("/trends")
 @for_the_page
 async def trends(request: Request, query: Annotated[TrendParameters, Query()]) -> Response:
-    """Sums over time of the next 100 sessions, newest first, to be added up."""
+    """Sums over time of the next sessions, at most 500, newest first, to be added up."""
     return reply(await (await services(request).page()).trends.page(query, query.by, query.cursor))

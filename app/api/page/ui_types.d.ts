@@ -138,6 +138,7 @@ export interface GroupRow {
 export interface GroupPage {
   groups: GroupRow[];
   next_cursor: string | null;
+  metadata: Record<string, Record<string, string>>;
 }
 
 export interface Attempt {
@@ -465,7 +466,7 @@ export interface UPlotChart {
 export interface TrendPage {
   buckets: TrendBucket[];
   scanned: number;
-  total: number;
+  total: number | null;
   total_is_exact: boolean;
   damaged: number;
   is_cut: boolean;

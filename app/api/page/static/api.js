@@ -90,6 +90,22 @@ export async function post(path, body) {
   });
 }
 
+/**
+ * PUT of JSON: only notes. The header proves to the server that the page sends it.
+ * @param {string} path
+ * @param {unknown} body
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<void>}
+ */
+export async function put(path, body, signal) {
+  await request(url(path), {
+    method: "PUT",
+    headers: { "content-type": "application/json", "x-turnlog-page": "1" },
+    body: JSON.stringify(body),
+    signal,
+  });
+}
+
 /** @param {string} address @param {RequestInit} options @returns {Promise<Response>} */
 async function request(address, options) {
   let response;

@@ -22,6 +22,7 @@ const FILTERS = [
   "unrewarded",
   "min_staleness",
   "stuck_s",
+  "metadata",
 ];
 const TYPING_MS = 250;
 /** As many as the server gives. */
@@ -115,6 +116,14 @@ export function columnsOf({ columns = "" }) {
   return [...new Set(keys.filter(Boolean))].slice(0, MOST_COLUMNS);
 }
 
+/** A text without the sign is no filter yet. @returns {HTMLInputElement} */
+function metadataField() {
+  const made = textField("metadata");
+  made.setAttribute("placeholder", "env.name=shell");
+  made.setAttribute("pattern", "[^=]+=.*");
+  return made;
+}
+
 /** @returns {HTMLElement} a field for the columns of metadata */
 export function columnsField() {
   const made = textField("columns");
@@ -145,6 +154,7 @@ export class FilterForm {
       checkbox("unrewarded", "no reward"),
       field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
+      field("Metadata key=value", metadataField()),
       more,
     );
     this.box = foldedForm(closed, this.element);

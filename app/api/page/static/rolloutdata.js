@@ -9,6 +9,8 @@ export const BLOCK = 5;
 const AT_ONCE = 4;
 /** Blocks of turns that are kept; those that were asked for longest ago are forgotten, and read again when needed. */
 const KEPT = 400;
+/** Rollouts that change are read again at most so often. */
+const REFRESH_MS = 500;
 
 /** @typedef {{sessionId: string, head: Rollout|null, branch: number|null, error: unknown}} Column a rollout, also before it is read */
 
@@ -24,6 +26,11 @@ export class RolloutData {
     /** @type {(() => Promise<void>)[]} */
     this.waiting = [];
     this.running = 0;
+    /** @type {Set<Column>} have changed since they were read */
+    this.changed = new Set();
+    /** @type {number|undefined} */
+    this.refreshing = undefined;
+    closed.addEventListener("abort", () => clearTimeout(this.refreshing));
   }
 
   get isBusy() {
@@ -35,6 +42,7 @@ export class RolloutData {
     this.columns = ids.map((sessionId) => ({ sessionId, head: null, branch: null, error: null }));
     this.blocks.clear();
     this.waiting = [];
+    this.changed.clear();
     for (const column of this.columns) this.#readHead(column);
   }
 
@@ -46,7 +54,20 @@ export class RolloutData {
   /** Read this again: it has changed. @param {string} sessionId */
   refresh(sessionId) {
     const column = this.column(sessionId);
-    if (column) this.#readHead(column);
+    if (!column) return;
+    this.changed.add(column);
+    this.refreshing ??= setTimeout(() => this.#readChanged(), REFRESH_MS);
+  }
+
+  /** Once what was asked for before has come: changes that come faster than they can be read do not pile up. */
+  #readChanged() {
+    this.refreshing = undefined;
+    if (this.isBusy) {
+      this.refreshing = setTimeout(() => this.#readChanged(), REFRESH_MS);
+      return;
+    }
+    for (const column of this.changed) this.#readHead(column);
+    this.changed.clear();
   }
 
   /** @param {string} sessionId @param {number} branch */

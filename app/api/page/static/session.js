@@ -4,9 +4,10 @@ import { get } from "./api.js";
 import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { copyButtons } from "./copy.js";
-import { badge, folded, h, message, replace } from "./dom.js";
+import { badge, button, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
 import { clock, count, decimal, since } from "./format.js";
+import { NoteForm } from "./noteform.js";
 import { groupHref, sessionHref, sessionsHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
 import { Travel } from "./travel.js";
@@ -53,6 +54,12 @@ export class SessionView extends View {
     this.title = h("div", { class: "panelhead" }, h("h1", null, named(id)));
     this.tokensLink = h("a", { href: tokensHref(id) }, "Tokens");
     this.facts = h("dl", { class: "sessionfacts" });
+    this.noteForm = new NoteForm(
+      this.closed,
+      id,
+      () => this.refresh(),
+      () => this.title.querySelector("button")?.focus(),
+    );
     this.folds = h("div", { class: "folds" });
     this.travel = new Travel(this.closed, (seq) => this.#move(seq));
     this.timeline = new Timeline((turn) => this.#pick(turn));
@@ -83,6 +90,7 @@ export class SessionView extends View {
           this.title,
           this.problem,
           this.facts,
+          this.noteForm.element,
           this.folds,
         ),
         this.travel.element,
@@ -217,7 +225,9 @@ export class SessionView extends View {
     const key = JSON.stringify(parts);
     if (this.keys.get(box) === key) return;
     this.keys.set(box, key);
+    const focused = [...box.querySelectorAll("a, button")].findIndex((one) => one === document.activeElement);
     replace(box, make());
+    if (focused >= 0) /** @type {HTMLElement|undefined} */ ([...box.querySelectorAll("a, button")][focused])?.focus();
   }
 
   /** @param {Session} session @returns {number|null} when its event was, if the log has it */
@@ -236,6 +246,7 @@ export class SessionView extends View {
       h(
         "span",
         { class: "switches" },
+        seq === null && !session.erased && button("Edit note", () => this.noteForm.open(session), { class: "quiet" }),
         copyButtons(() => ({ path: this.path, parameters: { seq } })),
         copyButtons(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
         copyButtons(

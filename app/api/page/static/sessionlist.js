@@ -15,6 +15,8 @@ import { LatestRequest } from "./view.js";
 
 const PAGE = 200;
 const MOST_AT_ONCE = 500;
+/** So many rows that came meanwhile are kept; then the list is read anew, with its newest rows only. */
+export const MOST_ARRIVED = 1_000;
 
 export class SessionList {
   /** @param {AbortSignal} closed @param {() => void} onChange show the list again */
@@ -29,6 +31,8 @@ export class SessionList {
     this.byId = new Map();
     /** @type {Map<string, SessionRow>} match, and are not in the list yet */
     this.arrived = new Map();
+    /** Rows that came into the list since it was read. */
+    this.grown = 0;
     /** @type {Set<string>} in the list, but no longer match */
     this.unmatched = new Set();
     /** @type {Map<string, SessionRow>} changes that came while a page was being loaded */
@@ -94,6 +98,11 @@ export class SessionList {
   /** Let rows come, go and move to their places; only in the list of newest changes. */
   rearrange() {
     if (!this.isByChange) return;
+    this.grown += this.arrived.size;
+    if (this.grown >= MOST_ARRIVED) {
+      this.refresh();
+      return;
+    }
     if (this.nextCursor) this.isTotalOld ||= this.arrived.size + this.unmatched.size > 0;
     else this.total += this.arrived.size - this.unmatched.size;
     for (const id of this.unmatched) this.byId.delete(id);
@@ -106,11 +115,12 @@ export class SessionList {
   /** @param {SessionRow} row */
   #applyOne(row) {
     const id = row.session_id;
-    const fits = matches(row, this.query);
     const shown = this.byId.get(id);
+    // Only the server knows metadata, which does not change: what is not listed may or may not match.
+    const fits = matches(row, this.query) && (!this.query.metadata || shown !== undefined);
     if (!shown) {
       if (!fits || !this.#isWithin(row)) this.arrived.delete(id);
-      else if (!isOlder(row, this.arrived.get(id))) this.arrived.set(id, row);
+      else if (this.arrived.size < MOST_ARRIVED && !isOlder(row, this.arrived.get(id))) this.arrived.set(id, row);
       return;
     }
     if (isOlder(row, shown)) return;
@@ -145,8 +155,9 @@ export class SessionList {
       this.byId.clear();
       this.arrived.clear();
       this.unmatched.clear();
+      this.metadata.clear();
+      this.grown = 0;
     }
-    if (isFirst) this.metadata.clear();
     for (const [id, values] of Object.entries(page.metadata)) this.metadata.set(id, values);
     for (const row of page.sessions) {
       this.arrived.delete(row.session_id);

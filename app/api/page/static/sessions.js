@@ -8,7 +8,7 @@ import { count, decimal } from "./format.js";
 import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { badgeCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
 import { SavedViews } from "./saved.js";
-import { SessionList } from "./sessionlist.js";
+import { MOST_ARRIVED, SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
 import { visibleText } from "./visible.js";
@@ -172,7 +172,7 @@ export class SessionsView extends View {
   #showChanges() {
     const { arrived, unmatched } = this.list;
     const parts = [];
-    if (arrived.size) parts.push(`${count(arrived.size)} new`);
+    if (arrived.size) parts.push(`${count(arrived.size)}${arrived.size < MOST_ARRIVED ? "" : "+"} new`);
     if (unmatched.size) parts.push(`${count(unmatched.size)} no longer match`);
     this.changes.hidden = !parts.length;
     setText(this.changes, `${parts.join(", ")}: show`);

@@ -6,7 +6,7 @@ import { announce, bar, button, h, message, replace, setText } from "./dom.js";
 import { FilterForm, listQueryOf } from "./filters.js";
 import { count } from "./format.js";
 import { setQuery } from "./route.js";
-import { TrendCharts } from "./trendchart.js";
+import { loadPlot, TrendCharts } from "./trendchart.js";
 import { chartsOf, csvOf, TrendSums } from "./trendsums.js";
 import { View } from "./view.js";
 
@@ -26,9 +26,12 @@ export class TrendsView extends View {
     this.by = "hour";
     /** Did somebody choose the interval? */
     this.isChosen = false;
+    /** Have the charts something of this interval and these filters? */
+    this.isDrawn = false;
     /** @type {Values} */
     this.filters = {};
     this.charts = new TrendCharts(this.closed);
+    loadPlot();
     this.form = new FilterForm(this.closed, (filters) => this.#open(filters, this.by));
     this.byField = h(
       "select",
@@ -85,6 +88,7 @@ export class TrendsView extends View {
 
   /** @param {Values} filters @param {string} by */
   #open(filters, by) {
+    this.isDrawn = false;
     this.filters = filters;
     this.by = by;
     this.byField.value = by;
@@ -117,6 +121,8 @@ export class TrendsView extends View {
         const page = /** @type {TrendPage} */ (await get("/ui/api/trends", parameters, signal));
         sums.add(page.buckets);
         this.#count(page);
+        // The newest are shown as soon as they are there.
+        if (!this.isDrawn && (this.isChosen || sums.ordered.length > 1)) await this.#show();
       } while (!this.isComplete && (this.scanned ?? 0) < until);
     };
     return this.read(request, () => {
@@ -130,8 +136,10 @@ export class TrendsView extends View {
   /** @param {TrendPage} page */
   #count(page) {
     this.scanned = (this.scanned ?? 0) + page.scanned;
-    this.total = page.total;
-    this.isTotalExact = page.total_is_exact;
+    if (page.total !== null) {
+      this.total = page.total;
+      this.isTotalExact = page.total_is_exact;
+    }
     this.damaged = (this.damaged ?? 0) + page.damaged;
     this.isCut ||= page.is_cut;
     this.cursor = page.cursor;
@@ -164,6 +172,7 @@ export class TrendsView extends View {
   }
 
   #show() {
+    this.isDrawn = true;
     this.#showProgress();
     const buckets = this.sums.ordered;
     this.csv.disabled = !buckets.length;
