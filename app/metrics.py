@@ -174,7 +174,7 @@ class Metrics:
         )
         self.totals(self.archived, dict.fromkeys(("archived", "brought_back"), 0))
         self.packs_waiting = self._gauge("turnlog_pack_waiting_bytes", "Replay payloads that wait for object storage.")
-        self.search_indexed = self._counter("turnlog_search_indexed_total", "What the search index got.", "what")
+        self.search_indexed = self._counter("turnlog_search_indexed_total", "What the search index got.", "kind")
         self.totals(self.search_indexed, dict.fromkeys(("turns", "messages"), 0))
         self.search_failures = self._counter("turnlog_search_failures_total", "Steps of the search index that failed.")
         self.search_behind = self._largest("turnlog_search_behind_events", "Events that the search index lacks.")

@@ -127,8 +127,8 @@ def test_metrics_tell_how_far_the_index_is(searched: Stand) -> None:
     talk.say("One turn of two messages")
     current(searched, q="turn")
     after = indexed(searched)
-    assert after['turnlog_search_indexed_total{what="turns"}'] > before['turnlog_search_indexed_total{what="turns"}']
-    messages = 'turnlog_search_indexed_total{what="messages"}'
+    assert after['turnlog_search_indexed_total{kind="turns"}'] > before['turnlog_search_indexed_total{kind="turns"}']
+    messages = 'turnlog_search_indexed_total{kind="messages"}'
     assert after[messages] >= before[messages] + 2
     until(lambda: indexed(searched)["turnlog_search_behind_events"] == 0)
     assert indexed(searched)["turnlog_search_behind_seconds"] == 0
