@@ -139,7 +139,7 @@ async def run_services(
         if settings.search == "on":
             if not await database.read(can_search):
                 raise StartupError("TURNLOG_SEARCH=on needs FTS5, without which this SQLite was built")
-            indexer = Indexer(database, made.writer, made.log_end, registration.incarnation)
+            indexer = Indexer(database, made.writer, made.log_end, registration.incarnation, figures=made.indexed)
             stack.push_async_callback(indexer.stop)
             indexer.start()
         made.health.start()

@@ -24,6 +24,7 @@ from app.lazy_import import LazyImport
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.group_list import GroupList
+from app.sessions.indexer import IndexFigures
 from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
 from app.sessions.search import Search
@@ -95,6 +96,7 @@ class Services(Assembly):
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
         self.group_list = GroupList(database)
+        self.indexed = IndexFigures()
         self.search = Search(database, self.log_end, self.session_list.newest_version)
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))

@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from app.domain.events import (
     BlobRef,
@@ -99,8 +102,31 @@ class _Page(NamedTuple):
     metadata: Mapping[str, bytes]
 
 
+class IndexFigures(msgspec.Struct):
+    """What this process has indexed since it began, and how far the index is behind the log if this process fills it:
+    0 where it has all, or where another process fills it. `failures`: steps that are tried again."""
+
+    turns: int = 0
+    messages: int = 0
+    failures: int = 0
+    events_behind: int = 0
+    seconds_behind: float = 0.0
+
+    def wrote(self, changes: Sequence[Change]) -> None:
+        indexed = [len(change.entries) for change in changes if isinstance(change, TurnEntries)]
+        self.turns += len(indexed)
+        self.messages += sum(indexed)
+
+    def came_to(self, reached: LogPosition, upto: Position, now: float) -> None:
+        """Positions are numbers of events, on PostgreSQL with gaps."""
+        self.events_behind = max(0, upto.position - reached.place.position)
+        written_at = now if reached.at is None or not self.events_behind else reached.at
+        self.seconds_behind = max(0.0, now - written_at)
+
+
 class Indexer:
-    """Runs as one task from `start` to `stop`. `incarnation` gives this process's number in the store."""
+    """Runs as one task from `start` to `stop`. `incarnation` gives this process's number in the store; `clock` is in
+    seconds since the epoch."""
 
     def __init__(
         self,
@@ -109,8 +135,12 @@ class Indexer:
         log_end: LogEnd,
         incarnation: Callable[[], int],
         *,
+        figures: IndexFigures | None = None,
+        clock: Callable[[], float] = time.time,
         rest: float = REST,
     ) -> None:
+        self._figures = figures or IndexFigures()
+        self._clock = clock
         self._database = database
         self._writer = writer
         self._log_end = log_end
@@ -134,15 +164,18 @@ class Indexer:
                 pause = await self._step()
             except AppError as error:
                 log.warning("the search index waits: %s", error)
+                self._figures.failures += 1
                 pause = RETRY_S
             except Exception:
                 log.exception("an unexpected fault while the search index was filled")
+                self._figures.failures += 1
                 pause = RETRY_S
             await asyncio.sleep(max(pause, self._rest * (loop.time() - began)))
 
     async def _step(self) -> float:
         """Index a page; returns how long to wait at least."""
         if not await self._may():
+            self._figures.events_behind, self._figures.seconds_behind = 0, 0.0
             return RETRY_S
         state = await self._database.read(writing.state)
         position = _known(state)
@@ -150,6 +183,7 @@ class Indexer:
             await self._begin_anew()
             return 0.0
         upto = (await self._log_end.now()).synced
+        self._figures.came_to(position, upto, self._clock())
         if position.place >= upto and position.within is None:
             return IDLE_S
         page = await self._read(position, upto)
@@ -164,7 +198,9 @@ class Indexer:
         for number, part in enumerate(parts, 1):
             to = page.reached.encode() if number == len(parts) else state.position
             if not await self._writer.submit(IndexPage(state.position, to, part)):
-                break  # another process has moved it
+                return 0.0  # another process has moved it
+            self._figures.wrote(part)
+        self._figures.came_to(page.reached, upto, self._clock())
         return 0.0
 
     async def catch_up(self) -> None:

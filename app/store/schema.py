@@ -412,6 +412,8 @@ search_state = Table(
 """How far the search index is: `position` in the log of all sessions, `version` of its structure, and `owner`, the
 process that fills it, until when."""
 
+_IN_NO_ROW = text("reason IS NOT NULL")
+
 search_entries = Table(
     "search_entries",
     metadata,
@@ -427,6 +429,7 @@ search_entries = Table(
     Column("at", Double, nullable=False),
     Column("text", Text, nullable=False),
     Index("ix_search_entries_session_id_turn", "session_id", "turn"),
+    Index("ix_search_entries_reason", "reason", "id", sqlite_where=_IN_NO_ROW, postgresql_where=_IN_NO_ROW),
 )
 """A searched message each, in the order in which they were indexed. Derived from the content; may be emptied at any
 time. On SQLite `shard` says which full-text table has its words (`search_fts_<shard>`); on PostgreSQL a column `words`

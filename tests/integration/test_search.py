@@ -121,6 +121,25 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
         assert places_of(ask(searched, **parameters)) == wanted, parameters
 
 
+def test_metrics_tell_how_far_the_index_is(searched: Stand) -> None:
+    before = indexed(searched)
+    talk = searched.talk()
+    talk.say("One turn of two messages")
+    current(searched, q="turn")
+    after = indexed(searched)
+    assert after['turnlog_search_indexed_total{kind="turns"}'] > before['turnlog_search_indexed_total{kind="turns"}']
+    messages = 'turnlog_search_indexed_total{kind="messages"}'
+    assert after[messages] >= before[messages] + 2
+    until(lambda: indexed(searched)["turnlog_search_behind_events"] == 0)
+    assert indexed(searched)["turnlog_search_behind_seconds"] == 0
+    assert after["turnlog_search_failures_total"] == 0
+
+
+def indexed(stand: Stand) -> dict[str, float]:
+    lines = (line.rpartition(" ") for line in stand.http.get("/metrics").text.splitlines())
+    return {name: float(value) for name, _, value in lines if name.startswith("turnlog_search")}
+
+
 def test_pages_continue_where_they_ended(searched: Stand) -> None:
     word = f"heron{uuid.uuid4().hex[:8]}"
     talks = [searched.talk() for _ in range(3)]

@@ -107,6 +107,7 @@ def _newest(connection: Connection, query: Select[Any], limit: int, *, by_id: bo
 def _on_postgresql(
     connection: Connection, base: Select[Any], asked: words.Wanted, before: int, limit: int, *, is_of_few: bool
 ) -> list[Found]:
+    connection.execute(words.plan_each)
     matching = asked.in_postgresql
     if is_of_few or matching is None:
         whole = base.where(_entry.id < before, *([] if matching is None else [matching]))
@@ -117,7 +118,7 @@ def _on_postgresql(
     found = _newest(connection, part, limit, by_id=True)
     if len(found) == limit or oldest <= 0:
         return found
-    return found + _newest(connection, base.where(_entry.id <= oldest, matching), limit - len(found), by_id=False)
+    return found + _newest(connection, base.where(_entry.id + 0 <= oldest, matching), limit - len(found), by_id=False)
 
 
 def _in_shards(

@@ -20,7 +20,19 @@ from functools import lru_cache, reduce
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, FromClause, TextClause, cast, column, func, literal, literal_column, table, text
+from sqlalchemy import (
+    ColumnElement,
+    FromClause,
+    TextClause,
+    cast,
+    column,
+    func,
+    literal,
+    literal_column,
+    select,
+    table,
+    text,
+)
 from sqlalchemy.dialects.postgresql import REGCONFIG, TSQUERY
 
 from app.domain.search_query import Query
@@ -40,6 +52,8 @@ _PLAIN = re.compile(r"[\x00-\x7f]*[A-Za-z0-9][\x00-\x7f]*")
 """A value whose words FTS5 and `words_of` take apart in the same way."""
 
 _BETWEEN = "\x1f"
+
+_SIMPLE = literal_column("'simple'::regconfig", REGCONFIG())
 
 _FULL_TEXT = re.compile(r"search_fts_\d+(_(data|idx|docsize|config|content))?")
 
@@ -125,6 +139,9 @@ known_on_postgresql = text(
 )
 """Turns that are in the index, of those with these sessions and numbers."""
 
+plan_each = text("SET LOCAL plan_cache_mode = force_custom_plan")
+"""PostgreSQL's general plan, which it makes after some executions, takes the wrong index for a rare word."""
+
 live_on_postgresql = text(
     "SELECT session_id FROM sessions WHERE session_id = ANY(CAST(:sids AS text[])) AND status <> 'erased'"
 )
@@ -161,7 +178,10 @@ class Wanted(msgspec.Struct, frozen=True):
         if not parts:
             return None
         whole = reduce(lambda left, right: func.tsquery_and(left, right), parts)
-        return literal_column(f"search_entries.{WORDS}").op("@@", is_comparison=True)(whole)
+        once = select(
+            whole
+        ).scalar_subquery()  # else PostgreSQL would make the query anew for each row that it compares
+        return literal_column(f"search_entries.{WORDS}").op("@@", is_comparison=True)(once)
 
 
 def matches_in(shard: int, wanted: str) -> ColumnElement[bool]:
@@ -184,5 +204,5 @@ def _tsquery(query: Query) -> ColumnElement[Any]:
 
 
 def _any(terms: Sequence[str]) -> ColumnElement[Any]:
-    found = [func.phraseto_tsquery(cast("simple", REGCONFIG), term) for term in terms]
+    found = [func.phraseto_tsquery(_SIMPLE, term) for term in terms]
     return reduce(lambda left, right: func.tsquery_or(left, right), found)
