@@ -54,7 +54,7 @@ class InvalidRequest(AppError):
 
 class Unsupported(InvalidRequest):
     code = "unsupported"
-    meaning = "documented, but not in this version or installation"
+    meaning = "documented, but not in this version or installation (`format=parquet` without pyarrow)"
 
 
 class ThreadUnsupported(Unsupported):
@@ -65,7 +65,7 @@ class ThreadUnsupported(Unsupported):
 
 class SearchOff(Unsupported):
     code = "search_off"
-    meaning = "this server makes no search index: TURNLOG_SEARCH is off"
+    meaning = "this server makes no search index: `TURNLOG_SEARCH` is off"
 
 
 class PreviousResponseNotFound(InvalidRequest):
@@ -80,7 +80,9 @@ class RollbackTooDeep(InvalidRequest):
 
 class HistoryMismatch(InvalidRequest):
     code = "history_mismatch"
-    meaning = "the history differs from the stored one"
+    meaning = (
+        "an assistant message that the session did not produce there, or nothing sampled in common with the history"
+    )
 
 
 class Unauthorized(AppError):
@@ -98,31 +100,31 @@ class Forbidden(AppError):
 
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
-    meaning = "the id was never used, or is another token's"
+    meaning = "the id was never used, or with a session's token is another's"
 
 
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
-    meaning = "the session was closed or erased"
+    meaning = "the session was closed or erased, also during the turn"
 
 
 class SessionReclaimed(SessionClosed):
     """The agent is told that the server gave its session up, not that it was wrong about the id."""
 
     status, code = 410, "session_reclaimed"
-    meaning = "the janitor closed the session, which was idle for TURNLOG_IDLE_CLOSE_S"
+    meaning = "the janitor closed the session, which was idle for `TURNLOG_IDLE_CLOSE_S`"
 
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
-    meaning = "a turn, payload, group, engine or adapter that the request names does not exist"
+    meaning = "a turn, payload, group, engine or adapter that the request names does not exist, or no such path"
 
 
 class RequestTimeout(AppError):
     """The connection is closed: the rest of the body would be parsed as the next request."""
 
     status, code, type = 408, "request_timeout", "invalid_request_error"
-    meaning = "the body did not arrive in time"
+    meaning = "less than 30 KiB of the body came in 30 s, or not all of it in 600 s; the connection is closed"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "connection": "close"}
@@ -137,22 +139,27 @@ class SessionEnded(SessionExists):
     """The id cannot be used again."""
 
     code = "session_closed"
-    meaning = "the session was closed or erased"
+    meaning = "the session was closed or erased, also during the turn"
 
 
 class TooManySessions(AppError):
     status, code, type, retry = 409, "too_many_sessions", "invalid_request_error", False
-    meaning = "a session token has created its maximum below a root"
+    meaning = (
+        "a session's token names a new agent, and its rollout has `TURNLOG_MAX_AGENT_SESSIONS` sessions below its root"
+    )
 
 
 class TooManyTurns(AppError):
     status, code, type, retry = 409, "too_many_turns", "invalid_request_error", False
-    meaning = "the session has as many turns as TURNLOG_MAX_TURNS allows"
+    meaning = "the session has as many turns as `TURNLOG_MAX_TURNS` allows"
 
 
 class SessionBusy(AppError):
     status, code, type, retry = 409, "session_busy", "conflict_error", False
-    meaning = "another turn of the session is in flight"
+    meaning = (
+        "another turn of the session is in flight, or of a tree as many as `TURNLOG_MAX_OPEN_TURNS`, "
+        "which may be retried"
+    )
 
 
 class Restored(AppError):
@@ -174,7 +181,7 @@ class CheckpointExists(AppError):
 
 class CheckpointBusy(AppError):
     status, code, type, retry = 409, "checkpoint_busy", "conflict_error", True
-    meaning = "the store is being taken back to a checkpoint, or turns are draining for one; retry later"
+    meaning = "a restore is running, or turns are draining for a checkpoint or did not end in time"
     retry_after_s = 2
 
 
@@ -182,34 +189,34 @@ class ClaimLost(AppError):
     """The turn was generated, but another process holds the claim now. A marked retry gets the outcome from the log."""
 
     status, code, type, retry = 409, "claim_lost", "conflict_error", True
-    meaning = "the claim was taken over during the turn"
+    meaning = "another process took the claim over during the turn; nothing was written"
 
 
 class PayloadTombstoned(AppError):
     status, code, type, retry = 410, "payload_tombstoned", "invalid_request_error", False
-    meaning = "a replay payload older than the rollback window"
+    meaning = "a replay payload outside the rollback window; the message names kind, rows, shape and the event"
 
 
 class PositionGone(AppError):
     """What the reader has of the log may differ from the log: it must begin anew."""
 
     status, code, type, retry = 410, "position_gone", "invalid_request_error", False
-    meaning = "the store was restored since the position was given, or a database crash undid its event"
+    meaning = "the store was restored from a backup since the position was given, or a database crash undid its event"
 
 
 class RequestTooLarge(AppError):
     status, code, type, retry = 413, "request_too_large", "invalid_request_error", False
-    meaning = "past `TURNLOG_MAX_REQUEST_BYTES`"
+    meaning = "past `TURNLOG_MAX_REQUEST_BYTES`; on routes that take no turn, past 1 MiB"
 
 
 class TargetTooLong(AppError):
     status, code, type, retry = 414, "target_too_long", "invalid_request_error", False
-    meaning = "path and query exceed the limit"
+    meaning = "path and query have more than 16 KiB"
 
 
 class HeadersTooLarge(AppError):
     status, code, type, retry = 431, "headers_too_large", "invalid_request_error", False
-    meaning = "the headers are too large"
+    meaning = "the headers have more than 64 KiB"
 
 
 class IdempotencyMismatch(AppError):
@@ -226,21 +233,23 @@ class UpstreamInvalid(AppError):
     """The engine's reply failed validation; another generation may succeed."""
 
     status, code, type = 502, "upstream_invalid", "upstream_error"
-    meaning = "a 200 with an invalid body"
+    meaning = "a 200 that lacks what was asked for, is malformed, too large or a redirect"
 
 
 class WorkerCrash(AppError):
     """Validating the reply crashed two worker processes in a row, so the reply is discarded."""
 
     status, code, type = 502, "worker_crash", "upstream_error"
-    meaning = "two worker processes in a row crashed on the reply"
+    meaning = "two worker processes in a row died, hung or ran out of memory over the reply"
 
 
 class EnginesFailed(AppError):
     """The gate is in the requested state. The body lists each engine's result beside the error."""
 
     status, code, type = 502, "engines_failed", "upstream_error"
-    meaning = "an engine did not carry out a pause or resume"
+    meaning = (
+        "an order to pause or resume did not reach every engine; `engines`, beside the error, has each one's result"
+    )
 
 
 class UpstreamUnreachable(AppError):
@@ -252,29 +261,29 @@ class SessionOpenFailed(AppError):
     """`nvext.session_control` failed: no generation was sent, and the session is bound to no engine."""
 
     status, code, type = 502, "session_open_failed", "upstream_error"
-    meaning = "an engine did not open the session of the request"
+    meaning = "an engine did not open the session of `nvext.session_control`; nothing was bound or generated"
 
 
 class UpstreamTimeout(AppError):
     status, code, type = 504, "upstream_timeout", "upstream_error"
-    meaning = "the engine took too long"
+    meaning = "the engine took longer than `TURNLOG_UPSTREAM_TIMEOUT_S`"
 
 
 class NoUpstream(AppError):
     status, code, type = 503, "no_upstream", "upstream_error"
-    meaning = "there is no engine"
+    meaning = "there is no engine, in `TURNLOG_UPSTREAMS` or added"
     retry_after_s = 5
 
 
 class GenerationAborted(AppError):
     status, code, type = 503, "generation_aborted", "upstream_error"
-    meaning = "an engine aborted the generation; the policy is `fail`"
+    meaning = "an engine aborted the generation, and `on_abort` is `fail`"
     retry_after_s = 1
 
 
 class Overloaded(AppError):
     status, code, type = 503, "overloaded", "server_error"
-    meaning = "a limit is reached; retry later"
+    meaning = "`TURNLOG_INFLIGHT_BYTES` or a share of it, a queue of the server, or its file descriptors are used up"
     retry_after_s = 1
 
 
@@ -287,7 +296,10 @@ class BodyGivenUp(Overloaded):
 
 class StoreUnavailable(AppError):
     status, code, type = 503, "store_unavailable", "server_error"
-    meaning = "the database cannot answer or commit"
+    meaning = (
+        "the database cannot answer or commit, also after some seconds of waiting; a marked retry finds "
+        "out whether the turn was committed"
+    )
     retry_after_s: int | None = 2
 
 
@@ -310,12 +322,12 @@ class PayloadsUnavailable(StoreUnavailable):
     """The turn is not committed. Its generation is lost, as with `store_unavailable`."""
 
     code = "payloads_unavailable"
-    meaning = "the object storage of the replay payloads does not answer"
+    meaning = "object storage did not answer for `TURNLOG_PAYLOADS_TIMEOUT_S`; the turn is not committed"
 
 
 class StoreFull(AppError):
     status, code, type = 507, "store_full", "server_error"
-    meaning = "the disk or the database is full"
+    meaning = "the disk or the database is full; a new session past `TURNLOG_MAX_DB_BYTES`"
     retry_after_s = 30
 
 
@@ -323,14 +335,17 @@ class TokenPrefixMismatch(AppError):
     """Nothing is committed: the engine never saw the token sequence that would be trained on."""
 
     status, code, type, retry = 500, "token_prefix_mismatch", "server_error", False
-    meaning = "the prompt's tokens are not the stored or sent ones"
+    meaning = (
+        "the engine reports another prompt than the ids it was sent, or with `on_drift: reject` one "
+        "that does not continue the stored tokens"
+    )
 
 
 class SessionUnreadable(AppError):
     """Nothing is guessed, and no other session is affected."""
 
     status, code, type, retry = 500, "session_unreadable", "server_error", False
-    meaning = "the log or content of this session is damaged"
+    meaning = "the log or content of this session is damaged, or newer than this version; others are not affected"
 
 
 class StartupError(Exception):

@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
@@ -57,7 +58,7 @@ def _workers() -> int:
     return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _off(value: object) -> object:
+def none_if_off(value: object) -> object:
     """None for `off`, which turns a limit off."""
     return None if isinstance(value, str) and value.strip().lower() == "off" else value
 
@@ -82,7 +83,7 @@ _WITH_UNIT = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?)?b\s*", re.IGNORECASE)
 
 _BYTES = TypeAdapter(ByteSize)
 
-Limit = Annotated[float | None, BeforeValidator(_off)]
+Limit = Annotated[float | None, BeforeValidator(none_if_off)]
 Size = Annotated[int, BeforeValidator(_in_bytes)]
 
 SEVERAL = "together"
@@ -96,10 +97,6 @@ BOTH_PLACES = (
 
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
-
-CAN_BE_OFF = frozenset(
-    PREFIX + name for name in ("AFFINITY_TTL_S", "IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "MAX_DB_BYTES")
-)
 
 
 class Settings(BaseSettings):
@@ -130,13 +127,13 @@ class Settings(BaseSettings):
     samples_versions: Literal["names", "spans"] = "names"
     max_open_turns: int = Field(default=64, ge=1, le=100_000)
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
-    max_replay_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=1024 * MIB, ge=MIB)
+    max_replay_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=1024 * MIB, ge=MIB)
     picker: str | None = None
     search: Literal["off", "on"] = "off"
     replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
     replay_incremental: bool = False
-    moe_layers: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
-    moe_topk: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
+    moe_layers: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
+    moe_topk: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
     payloads: str = "database"
     payloads_from: str | None = None
     payloads_timeout_s: float = Field(default=120, gt=0, le=3600)
@@ -158,7 +155,7 @@ class Settings(BaseSettings):
     closed_ttl_s: Limit = Field(default=None, gt=0)
     archive_after_s: Limit = Field(default=None, gt=0)
     retain_until_ack: bool = False
-    max_db_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
+    max_db_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=None, ge=MIB)
     log_format: LogFormat = "auto"
     log_level: LogLevel = "info"
     admin_token: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
@@ -303,6 +300,11 @@ def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
         raise ValueError(f"{wanted}, each once")
 
 
+def can_be_off(field: FieldInfo) -> bool:
+    """Whether a setting accepts `off`."""
+    return any(isinstance(one, BeforeValidator) and one.func is none_if_off for one in field.metadata)
+
+
 def load_settings(*names: str) -> Settings:
     """Read all settings from the environment, or only those named, such as `lease_s`; the others have defaults.
 
@@ -375,7 +377,7 @@ def _one_line(problem: Mapping[str, Any]) -> str:
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))
-    if name in CAN_BE_OFF:
+    if can_be_off(Settings.model_fields[str(problem["loc"][0])]):
         wanted += ", or off"
     return f"{name}={value!r}: accepted is {wanted}"
 

@@ -23,11 +23,18 @@ KIB = 1024
 MIB = 1 << 20
 PAGE_KIB = 8
 
+MISSED = "missing the cache: "
+"""Before the names of a sample's figures of turns that all miss the cache."""
+
+RARE = 0.01
+"""If fewer turns than this miss the cache, the 99th percentile is that of a turn that does not."""
+
 
 class Fleet(msgspec.Struct, frozen=True):
     """Live sessions, the turns of each, and a turn's tokens.
 
-    `payload_bytes` are a token's bytes in the bucket, 0 without replay payloads. `load_turns` are further turns, right
+    `payload_bytes` are a token's bytes in the bucket, 0 without replay payloads. `cache_bytes` is the memory of the
+    session caches of all processes together (`TURNLOG_CACHE_BYTES` of each). `load_turns` are further turns, right
     after a checkpoint: for the write-ahead log of a turn, and in the export. PostgreSQL made `checkpoints` while the
     sessions were filled in.
     """
@@ -37,6 +44,7 @@ class Fleet(msgspec.Struct, frozen=True):
     new_tokens: float
     output_tokens: float
     payload_bytes: float = 0.0
+    cache_bytes: float = 256.0 * MIB
     load_turns: int = 2000
     checkpoints: int = 0
 
@@ -79,13 +87,27 @@ class Costs(msgspec.Struct, frozen=True):
     """Pages that a turn of a random session changes, each in the log as a whole the first time after a checkpoint: the
     leaves of the indexes of `events`, `turns` and `chunks`, and the session's head with its indexes."""
 
+    cached_session: float = 2048.0
+    """In the session cache: an entry, without its turns."""
+    cached_turn: float = 1270.0
+    """A turn, what names its payload's chunks, and the JSON around its messages."""
+    cached_token: float = 4.5
+    """Its text in the messages. With a tokenizer its id as text comes to that, of about 6 bytes."""
+
     export_bytes_a_token: float = 26.0
     fill_server_ms: float = 1.8
     fill_database_ms: float = 0.36
     server_ms: float = 2.2
     database_ms: float = 0.53
     p99_ms: float = 180.0
-    export_row_ms: float = 5.0
+    miss_server_ms: float = 1.4
+    """What a turn costs in addition, if its session is not in the cache and is read from the database."""
+    miss_database_ms: float = 0.45
+    miss_p99_ms: float = 240.0
+    """As `p99_ms`, where no turn's session is in the cache."""
+    export_base_s: float = 0.3
+    """Of an export of one row; a new export waits for the transactions that run."""
+    export_mib_s: float = 0.036
     idle_base_ms: float = 0.5
     idle_session_us: float = 0.18
     closed_a_second: float = 33.0
@@ -98,14 +120,20 @@ class Costs(msgspec.Struct, frozen=True):
         def mean(name: str) -> float:
             return fmean(sample[name] for sample in samples)
 
+        server, database = "server CPU ms a turn", "database CPU ms a turn"
+        base = mean("export of one s")
         return msgspec.structs.replace(
             self,
-            fill_server_ms=mean("filling: server CPU ms a turn"),
-            fill_database_ms=mean("filling: database CPU ms a turn"),
-            server_ms=mean("server CPU ms a turn"),
-            database_ms=mean("database CPU ms a turn"),
+            fill_server_ms=mean(f"filling: {server}"),
+            fill_database_ms=mean(f"filling: {database}"),
+            server_ms=mean(server),
+            database_ms=mean(database),
             p99_ms=mean("p99 ms"),
-            export_row_ms=fmean(sample["export s"] / sample["export rows"] * 1000 for sample in samples),
+            miss_server_ms=max(mean(f"{MISSED}{server}") - mean(server), 0.0),
+            miss_database_ms=max(mean(f"{MISSED}{database}") - mean(database), 0.0),
+            miss_p99_ms=mean(f"{MISSED}p99 ms"),
+            export_base_s=base,
+            export_mib_s=max(mean("export s") - base, 0.0) / mean("export MiB"),
             idle_base_ms=mean("janitor: no idle session, ms"),
             closed_a_second=mean("janitor: sessions closed a second"),
             restart_s=mean("restart until /health s"),
@@ -117,6 +145,7 @@ def predict(fleet: Fleet, costs: Costs) -> dict[str, float]:
     """The figures of `ops.bench sessions`, by their names.
 
     While sessions are filled in, half of the pages that there are in the end are in the log once for each checkpoint.
+    Turns are of random sessions: as many of them miss the cache as there are sessions that it has no room for.
     """
     turns = fleet.sessions * fleet.turns
     content = costs.content
@@ -128,6 +157,9 @@ def predict(fleet: Fleet, costs: Costs) -> dict[str, float]:
     indexes = fleet.sessions * costs.session_indexes + turns * (costs.turn_indexes + has_payloads * costs.chunk_indexes)
     wal_turn = (costs.wal_turn + costs.wal_content * content) / KIB
     pages = indexes / KIB / PAGE_KIB + fleet.sessions * costs.session_rows / 3 / KIB / PAGE_KIB
+    cached = costs.cached_session + fleet.turns * costs.cached_turn + fleet.tokens / fleet.sessions * costs.cached_token
+    misses = max(0.0, 1 - fleet.cache_bytes / (fleet.sessions * cached))
+    export_mib = fleet.exported_tokens * costs.export_bytes_a_token / MIB
     return {
         "database MiB": (rows + indexes) / MIB,
         "of it indexes MiB": indexes / MIB,
@@ -138,11 +170,13 @@ def predict(fleet: Fleet, costs: Costs) -> dict[str, float]:
         "WAL KiB a turn": wal_turn + PAGE_KIB * touched(pages, costs.pages_a_turn, fleet.load_turns),
         "filling: server CPU ms a turn": costs.fill_server_ms,
         "filling: database CPU ms a turn": costs.fill_database_ms,
-        "server CPU ms a turn": costs.server_ms,
-        "database CPU ms a turn": costs.database_ms,
-        "p99 ms": costs.p99_ms,
-        "export s": fleet.sessions * costs.export_row_ms / 1000,
-        "export MiB": fleet.exported_tokens * costs.export_bytes_a_token / MIB,
+        "cache: KiB a session": cached / KIB,
+        "turns that miss the cache": misses,
+        "server CPU ms a turn": costs.server_ms + misses * costs.miss_server_ms,
+        "database CPU ms a turn": costs.database_ms + misses * costs.miss_database_ms,
+        "p99 ms": costs.miss_p99_ms if misses > RARE else costs.p99_ms,
+        "export s": costs.export_base_s + export_mib * costs.export_mib_s,
+        "export MiB": export_mib,
         "janitor: no idle session, ms": costs.idle_base_ms + fleet.sessions * costs.idle_session_us / 1000,
         "janitor: sessions closed a second": costs.closed_a_second,
         "restart until /health s": costs.restart_s,
@@ -186,13 +220,19 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=float, default=300.0, help="of a turn's prompt")
     parser.add_argument("--output-tokens", type=float, default=400.0, help="of a turn")
     parser.add_argument("--payload-bytes", type=float, default=0.0, help="of a token, as stored in the bucket")
+    parser.add_argument("--cache-mib", type=float, default=256.0, help="session caches of all processes, in MiB")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="a result of ops.bench sessions, instead of these")
     arguments = parser.parse_args(given)
     if arguments.beside is not None:
         table(msgspec.json.decode(arguments.beside.read_bytes(), type=Run).compared())
         return 0
     fleet = Fleet(
-        arguments.sessions, arguments.turns, arguments.new_tokens, arguments.output_tokens, arguments.payload_bytes
+        arguments.sessions,
+        arguments.turns,
+        arguments.new_tokens,
+        arguments.output_tokens,
+        arguments.payload_bytes,
+        arguments.cache_mib * MIB,
     )
     table([{"figure": name, "predicted": value} for name, value in predict(fleet, Costs()).items()])
     return 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from app.api.openapi import document
 from app.api.openapi.schemas import JSON
-from app.errors import codes
+from app.errors import AppError
 from app.main import create_app
 from app.settings import Settings
 from ops.server import ROOT
@@ -35,9 +35,9 @@ Every route. The page is made from the OpenAPI document (`GET /openapi.json`) by
 they are in bold at the [end of the page](#errors).
 """
 
-ABOUT_ERRORS = """The body is an [Error](#error). 404 `not_found` is also a path that there is not, 405
-`method_not_allowed` a method that a path has not: `Allow` names those that it has. An engine's own error passes with
-its status and body."""
+ABOUT_ERRORS = """The body is an [Error](#error). 405 `method_not_allowed` is a method that a path has not: `Allow`
+names those that it has. An engine's own error passes with its status and body. A code in bold may be any route's
+answer. The last two columns are the reply's headers."""
 
 Schema = dict[str, Any]
 
@@ -128,11 +128,8 @@ class Reference:
         yield "\n## Errors\n"
         yield ABOUT_ERRORS
         found = sorted(set.union(*(self._codes_of(operation) for _, _, operation in self._operations)))
-        meanings = codes()
-        rows = [
-            f"| {f'**`{code}`**' if code in self._everywhere else f'`{code}`'} | {meanings[code]} |" for code in found
-        ]
-        yield _table("| code | |", rows)
+        rows = [_error(code, code in self._everywhere) for code in found]
+        yield _table("| code | status | when | `x-should-retry` | `Retry-After`, s |", rows)
 
     def _component(self, name: str) -> Iterator[str]:
         schema = self._document["components"]["schemas"][name]
@@ -183,6 +180,23 @@ class Reference:
         names = {"string": "text", "integer": "integer", "object": "object", None: "anything"}
         kind = schema.get("type")
         return names.get(kind, str(kind)) + _bounds(schema)
+
+
+def _error(code: str, is_everywhere: bool) -> str:
+    """A row about a code: its statuses, and of the class that defines it what a client may do."""
+    classes = [one for one in _errors() if one.code == code]
+    first = classes[0]
+    name = f"**`{code}`**" if is_everywhere else f"`{code}`"
+    statuses = ", ".join(str(status) for status in sorted({one.status for one in classes}))
+    retry = "" if first.retry is None else f"`{str(first.retry).lower()}`"
+    return f"| {name} | {statuses} | {first.meaning} | {retry} | {first.retry_after_s or ''} |"
+
+
+def _errors(error: type[AppError] = AppError) -> Iterator[type[AppError]]:
+    """An error before those below it."""
+    yield error
+    for below in error.__subclasses__():
+        yield from _errors(below)
 
 
 def _bounds(schema: Schema) -> str:

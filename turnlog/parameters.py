@@ -93,6 +93,12 @@ class SearchFilters(TypedDict, total=False):
     metadata: Annotated[str, "Only sessions with this key=value."]
     status: Annotated[SessionStatus, "Only sessions with this status."]
     group_id: Annotated[str, "Only sessions of this group."]
+    attempt: Annotated[int, "Only sessions with this attempt number."]
+    engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]
+    min_reward: Annotated[float, "Only sessions with at least this reward."]
+    max_reward: Annotated[float, "Only sessions with at most this reward."]
+    unrewarded: Annotated[bool, "Only sessions without a reward."]
+    min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
     tag: Annotated[str, "Only sessions with this tag."]
 
 

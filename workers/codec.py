@@ -1,7 +1,8 @@
 """Encodes content for the store: a typed msgpack map in one zstd frame with its size and checksum.
 
 `Facts` is what a trainer reads, `Wire` what went over the wire and is replayed to a retry. They are separate so that an
-export of tokens does not read conversations.
+export of tokens does not read conversations. Facts have a form of their own (`workers.token_facts`); in earlier
+versions they were a zstd frame like all else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import zstandard
 
-from workers import scan
+from workers import scan, token_facts
 
 LEVEL = 1
 """zstd level: on turns of some KiB higher levels save nothing (measured: 602 against 601 bytes)."""
@@ -104,6 +105,9 @@ _UNCHECKED_HEAD = struct.Struct("<cII")
 _APART_HEAD = struct.Struct("<cIII")
 """APART, then the messages' packed size, unpacked size and CRC-32: the frame's own checksum covers all of it."""
 
+HASH_DIGITS = 32
+"""Hexadecimal digits of a hash of content."""
+
 Content = TypeVar("Content", Facts, Wire)
 
 _local = threading.local()
@@ -130,7 +134,7 @@ def compress(raw: bytes) -> bytes:
     return _compressor().compress(raw)
 
 
-def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
+def decompress(frame: bytes | memoryview | None, most: int = MAX_RAW) -> bytes:
     """Raises CorruptContent for a damaged or missing frame, or one that unpacks to more than `most` bytes.
 
     Checks the declared size: the library ignores its own limit where a frame declares one.
@@ -159,7 +163,11 @@ describe(Facts, Wire, Messages)
 
 
 def pack(content: Any) -> bytes:
-    """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply the messages come first."""
+    """Facts, Wire or a snapshot as one frame; in a Wire with a large reply the messages come first."""
+    if isinstance(content, Facts):
+        packed = token_facts.pack(content.suffix_ids, content.output_ids, content.logprobs, compress)
+        if packed is not None:
+            return packed
     if isinstance(content, Wire) and len(content.reply) >= APART_BYTES:
         return _pack_apart(content)
     return compress(msgspec.msgpack.encode(content))
@@ -167,6 +175,9 @@ def pack(content: Any) -> bytes:
 
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:
     """Raises CorruptContent."""
+    if kind is Facts and frame is not None and frame[:1] in (token_facts.PLAIN, token_facts.COMPRESSED):
+        facts: Content = _unpack_facts(frame)
+        return facts
     try:
         if kind is Wire and frame is not None and frame[:1] in (APART, _UNCHECKED):
             apart: Content = _unpack_apart(frame)
@@ -174,6 +185,21 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
         return msgspec.msgpack.decode(decompress(frame), type=kind)
     except msgspec.MsgspecError as error:
         raise CorruptContent(f"not {kind.__name__}: {error}") from error
+
+
+def unpack_checked(frame: bytes) -> Facts:
+    """A turn's facts, of which `rows_have_hash` has compared the hash. Raises CorruptContent."""
+    if frame[:1] in (token_facts.PLAIN, token_facts.COMPRESSED):
+        found: Facts = _unpack_facts(frame, is_checked=True)
+        return found
+    return unpack(frame, Facts)
+
+
+def _unpack_facts(frame: bytes, *, is_checked: bool = False) -> Any:
+    try:
+        return Facts(*token_facts.unpack(frame, decompress, is_checked=is_checked))
+    except token_facts.NotFacts as error:
+        raise CorruptContent(f"not Facts: {error}") from error
 
 
 def unpack_messages(frame: bytes | None) -> Messages:
@@ -212,20 +238,56 @@ def _unpack_apart(frame: bytes) -> Any:
     return msgspec.structs.replace(rest, messages=turn_messages.messages, message=turn_messages.message)
 
 
-def _apart(frame: bytes) -> tuple[int, int, int | None, bytes]:
+def _apart(frame: bytes) -> tuple[int, int, int | None, memoryview]:
     """The messages' packed and unpacked size and CRC-32, and the zstd frame. Raises CorruptContent."""
     head = _UNCHECKED_HEAD if frame[:1] == _UNCHECKED else _APART_HEAD
     if len(frame) < head.size:
         raise CorruptContent(f"a frame of {len(frame)} bytes is none")
     _, packed, size, *check = head.unpack_from(frame)
-    return packed, size, check[0] if check else None, frame[head.size :]
+    return packed, size, check[0] if check else None, memoryview(frame)[head.size :]
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:
-    """The hash of a turn's stored frames that the log keeps, to detect flipped bits: 128 bits as hex."""
+    """The hashes of a turn's stored frames that the log keeps, to detect flipped bits: two of 128 bits as hex.
+
+    The first is of what rows are made of, the facts and the messages, the second of the rest of the reply: it is most
+    of the content, and an export need not hash it.
+    """
+    end = _end_of_messages(wire)
+    return rows_hash(facts, wire) + hashlib.sha256(memoryview(wire)[end:]).hexdigest()[:HASH_DIGITS]
+
+
+def rows_hash(facts: bytes, wire: bytes) -> str:
+    """The first half of `content_hash`."""
+    hasher = hashlib.sha256(facts)
+    hasher.update(memoryview(wire)[: _end_of_messages(wire)])
+    return hasher.hexdigest()[:HASH_DIGITS]
+
+
+def has_hash(facts: bytes, wire: bytes, expected: str) -> bool:
+    """Are these the frames of the log's `content_hash`? Earlier versions had one hash of both."""
+    hash_of = _hash_of_both if len(expected) == HASH_DIGITS else content_hash
+    return expected == hash_of(facts, wire)
+
+
+def rows_have_hash(facts: bytes, wire: bytes, expected: str) -> bool:
+    """As `has_hash`, of what rows are made of; of an earlier version's turn the whole content is compared."""
+    if len(expected) == HASH_DIGITS:
+        return expected == _hash_of_both(facts, wire)
+    return len(expected) == 2 * HASH_DIGITS and expected.startswith(rows_hash(facts, wire))
+
+
+def _hash_of_both(facts: bytes, wire: bytes) -> str:
     hasher = hashlib.sha256(facts)
     hasher.update(wire)
-    return hasher.hexdigest()[:32]
+    return hasher.hexdigest()[:HASH_DIGITS]
+
+
+def _end_of_messages(wire: bytes) -> int:
+    """Where the rest of the reply begins; the end of a wire that is packed as a whole."""
+    if wire[:1] != APART or len(wire) < _APART_HEAD.size:
+        return len(wire)
+    return min(_APART_HEAD.size + int.from_bytes(wire[1:5], "little"), len(wire))
 
 
 def render_ids(ids: memoryview, separator: str) -> bytes:

@@ -42,7 +42,7 @@ class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
     """A valid reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`.
 
     `output_ids` are set if the prompt was sent as ids, since the next one will be too. A `miscounted` reply is valid
-    only if its request carries images.
+    only if its request carries images. `prompt` is the place of the prompt's ids in the body, if they are long.
     """
 
     dialect: Literal["sglang", "vllm"]
@@ -60,6 +60,7 @@ class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None
     output_ids: bytes = b""
     miscounted: str | None = None
+    prompt: PayloadRange | None = None
 
 
 _JOB = msgspec.msgpack.Decoder(Job)
@@ -122,6 +123,7 @@ def work(job: Job, body: memoryview, long_values: LongValues | None = None) -> W
         cached_tokens=parsed.cached_tokens,
         output_ids=parsed.output_ids if job.sent else b"",
         miscounted=parsed.miscounted,
+        prompt=found.prompt,
     )
 
 
@@ -142,7 +144,8 @@ class _Value(NamedTuple):
 
 class _Found(NamedTuple):
     """A parsed reply: `text` is the parsed text, in which marks replace the payloads if `marked`. `prompt_mark` is the
-    mark that replaces the prompt's ids, with `separator` between them, empty if they are in the text."""
+    mark that replaces the prompt's ids, which are at `prompt` in the body with `separator` between them; it is empty
+    if they are in the text."""
 
     parsed: Parsed
     text: bytes
@@ -150,6 +153,7 @@ class _Found(NamedTuple):
     marked: bool
     prompt_mark: bytes = b""
     separator: str | None = None
+    prompt: PayloadRange | None = None
 
 
 def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Found:
@@ -189,7 +193,7 @@ def _without(job: Job, body: memoryview, places: list[PayloadRange], prompt: Pay
     if values is None or cut is None:
         return None if values is None else _Found(parsed, text, values, marked=True)
     separator = codec.prompt_ids_separator(cut.text, 2) if parsed.prompt_text is cut.text else None
-    return None if separator is None else _Found(parsed, text, values, True, cut.mark, separator)
+    return None if separator is None else _Found(parsed, text, values, True, cut.mark, separator, prompt)
 
 
 def _parse_text(job: Job, text: bytes, cut: CutPrompt | None = None) -> Parsed:

@@ -18,6 +18,7 @@ from app.errors import (
     PayloadsUnavailable,
     RequestTimeout,
     RequestTooLarge,
+    Restored,
     SessionClosed,
     SessionNotFound,
     SessionReclaimed,
@@ -75,7 +76,7 @@ BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, Overloaded)
 READ: Errors = (StoreUnavailable,)
 WRITE: Errors = (Overloaded, StoreUnavailable, StoreFull)
 PAYLOADS: Errors = (PayloadsUnavailable,)
-SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, SessionUnreadable)
+SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, Restored, SessionUnreadable)
 ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTimeout)
 
 

@@ -46,7 +46,7 @@ async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) ->
             reach("during_reply")
 
 
-def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:
+def _pieces(parts: Sequence[Part]) -> Iterator[Part]:
     """The parts in pieces of at most PIECE bytes; an empty body is one empty piece."""
     if sum(map(len, parts)) <= PIECE:
         yield b"".join(parts)
@@ -54,7 +54,7 @@ def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:
     for part in parts:
         view = memoryview(part)
         for start in range(0, len(view), PIECE):
-            yield bytes(view[start : start + PIECE])
+            yield view[start : start + PIECE]
 
 
 async def rendered(size: int, render: Callable[[], bytes]) -> bytes:

@@ -95,7 +95,7 @@ class Services(Assembly):
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
         self.group_list = GroupList(database)
-        self.search = Search(database, self.log_end)
+        self.search = Search(database, self.log_end, self.session_list.newest_version)
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
 

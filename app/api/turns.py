@@ -135,7 +135,7 @@ class _TurnRequest:
         """The outcome. Raises AppError."""
         turns, settings = self._app.turns, self._app.settings
         is_long = self._protocol.has_layouts and len(body) >= LONG_BODY
-        continued = self._app.cache.continued(session_id, body) if is_long else None
+        continued = self._app.cache.continued(session_id, body, self._protocol.name) if is_long else None
         if continued is None:
             streams = await turns.large_bodies.run(_large_size(body), lambda: wants_stream(body))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,15 +14,16 @@ from app.domain import bounds, split
 from app.domain.known_body import (
     MOST_HEAD,
     MOST_VALUES,
+    STATES,
     BodyLayout,
     BodyPrefix,
     Hasher,
+    HistoryPrefix,
     KnownMessages,
+    State,
     places_of,
 )
 from workers import scan
-
-_OPENING = b'{"messages":['
 
 
 class ContinuedBody(NamedTuple):
@@ -31,6 +33,20 @@ class ContinuedBody(NamedTuple):
     fields: dict[str, msgspec.Raw]
     messages: KnownMessages
     layout: BodyLayout
+
+    def history(self) -> HistoryPrefix:
+        """What is known of its history, if its messages are a chat's."""
+        known, count = self.prefix.known, self.prefix.messages
+        return HistoryPrefix(known.turn, count, known.spelled if self.prefix.is_whole else None)
+
+    def translated(self, messages: Sequence[msgspec.Raw]) -> HistoryPrefix | None:
+        """What is known of its history, if its messages were translated into these."""
+        known = self.prefix.known
+        assert known.translation is not None
+        pairs = zip(messages, known.translation.messages, strict=False)
+        count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1] or pair[0] == pair[1], pairs))
+        is_whole = count == len(known.translation.messages)
+        return HistoryPrefix(known.turn, count, known.spelled if is_whole else None) if count else None
 
 
 def split_continued(body: bytes, prefix: BodyPrefix) -> ContinuedBody | None:
@@ -43,17 +59,19 @@ def split_continued(body: bytes, prefix: BodyPrefix) -> ContinuedBody | None:
     has_more = rest.startswith(b",")
     if not has_more and not rest.startswith(b"]"):
         return None
-    text = _OPENING + (rest[1:] if has_more else rest)
+    name = prefix.known.name
+    opening = b'{"' + name.encode() + b'":['
+    text = opening + (rest[1:] if has_more else rest)
     try:
         if not text.isascii():
             text.decode()
         later = split.FIELDS.decode(text)
-        raw = later.pop("messages")
+        raw = later.pop(name)
         new = split.ITEMS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     fields = {**prefix.known.front, **later}
-    is_own = split.offset_in(text, raw) == len(_OPENING) - 1
+    is_own = split.offset_in(text, raw) == len(opening) - 1
     if not is_own or bool(new) != has_more or len(fields) >= bounds.MAX_FIELDS:
         return None
     messages = KnownMessages(prefix, new)
@@ -66,29 +84,37 @@ def split_continued(body: bytes, prefix: BodyPrefix) -> ContinuedBody | None:
 def _layout(body: bytes, prefix: BodyPrefix, at: int, new: list[msgspec.Raw]) -> BodyLayout:
     """The body's layout; its new messages begin at `at`."""
     known, count = prefix.known, prefix.messages
-    view, done = memoryview(body), 0
-    hashed: Hasher = hashlib.sha256()
-    if prefix.is_whole:
-        hashed, done = known.hashed.copy(), prefix.end
     starts, ends = places_of(body, at, new)
     places = known.starts[:count] + starts, known.ends[:count] + ends
-    hashed.update(view[done : places[1][-1]])
-    values = known.values + scan.count_values(view[prefix.end : places[1][-1]])
-    return BodyLayout(body, known.front, places, hashed, values, known if prefix.is_whole else None)
+    hashed = _hashed(body, places[1], prefix)
+    values = known.values + scan.count_values(memoryview(body)[prefix.end : places[1][-1]])
+    return BodyLayout(body, known.name, known.front, places, hashed, values, known if prefix.is_whole else None)
 
 
-def layout_of(body: bytes, raw: msgspec.Raw, items: Sequence[msgspec.Raw]) -> BodyLayout | None:
-    """The layout of a checked chat body with this list of messages, if it may be kept."""
+def _hashed(body: bytes, ends: Sequence[int], prefix: BodyPrefix | None = None) -> list[State]:
+    """The hash states of a body whose messages have these ends."""
+    begun = None if prefix is None else prefix.state(prefix.known.hashed)
+    hasher: Hasher = hashlib.sha256() if begun is None else begun.reader.copy()
+    done, at = (0, 0) if begun is None else (begun.messages, ends[begun.messages - 1])
+    states = [] if begun is None or prefix is None else [one for one in prefix.known.hashed if one.messages <= done]
+    for count in range(max(done + 1, len(ends) - STATES + 1), len(ends) + 1):
+        hasher.update(memoryview(body)[at : ends[count - 1]])
+        at = ends[count - 1]
+        states.append(State(count, hasher.copy()))
+    return states[-STATES:]
+
+
+def layout_of(body: bytes, name: str, raw: msgspec.Raw, items: Sequence[msgspec.Raw]) -> BodyLayout | None:
+    """The layout of a checked body with this list of messages, if it may be kept. `name` is the list's."""
     if len(body) > MOST_HEAD:
         return None
     start = split.offset_in(body, raw)
     if not 0 < start < len(body):  # The body was split in parts, which are copies.
-        raw = split.FIELDS.decode(body)["messages"]
+        raw = split.FIELDS.decode(body)[name]
         start, items = split.offset_in(body, raw), split.ITEMS.decode(raw)
     places: tuple[array[int], array[int]] = places_of(body, start + 1, items)
-    head = memoryview(body)[: places[1][-1]]
-    if (values := scan.count_values(head)) > MOST_VALUES:
+    if (values := scan.count_values(memoryview(body)[: places[1][-1]])) > MOST_VALUES:
         return None
     front = split.FIELDS.decode(body[:start] + b"0}")
-    del front["messages"]
-    return BodyLayout(body, front, places, hashlib.sha256(head), values)
+    del front[name]
+    return BodyLayout(body, name, front, places, _hashed(body, places[1]), values)

@@ -253,6 +253,8 @@ class TurnCommitted(Event, frozen=True):
     a reply that calls tools, without its calls' arguments.
 
     Since version 7: `logprobs_of`, None where it is not known or the parts differ.
+
+    Since version 8 `content_hash` is two hashes (`codec.content_hash`), and the facts have a form of their own.
     """
 
     turn: int
@@ -465,7 +467,7 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(TYPES, 1),
     "SessionCreated": 6,
     "TurnOpened": 4,
-    "TurnCommitted": 7,
+    "TurnCommitted": 8,
     "TurnRejected": 2,
     "TurnAbandoned": 2,
     "BlobsTombstoned": 2,

@@ -16,7 +16,7 @@ import msgspec
 
 from app.domain import bounds
 from app.domain.events import Matcher
-from app.domain.known_body import BodyPrefix, Hasher
+from app.domain.known_body import Hasher, HistoryPrefix
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
@@ -165,7 +165,7 @@ class Incoming:
         proven: Container[int] = (),
         *,
         trusts_ids: bool = False,
-        prefix: BodyPrefix | None = None,
+        prefix: HistoryPrefix | None = None,
     ) -> None:
         self.raws = raws
         self._trusts_ids = trusts_ids and matcher == "tolerant"
@@ -324,11 +324,11 @@ class Incoming:
             at = self._running[place + 1] = running_hash(at, self.canonical(place))
         self.spelling(len(self.raws))
 
-    def _known_turn(self, index: TreeIndex, prefix: BodyPrefix) -> Turn | None:
+    def _known_turn(self, index: TreeIndex, prefix: HistoryPrefix) -> Turn | None:
         """The newest turn of a known body's history whose request begins the messages, canonically."""
-        turn = index.turn(prefix.known.turn)
-        if turn is not None and prefix.is_whole:
-            self._spelled, self._hasher = prefix.messages, prefix.known.spelled.copy()
+        turn = index.turn(prefix.turn)
+        if turn is not None and prefix.spelled is not None:
+            self._spelled, self._hasher = prefix.messages, prefix.spelled.copy()
             self._spellings[prefix.messages] = turn.client_hash
         while turn is not None and turn.message_count - 1 > prefix.messages:
             turn = index.turn(turn.history_parent)

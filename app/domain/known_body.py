@@ -5,7 +5,7 @@ follows is read, checked and hashed.
     └─ front ─┘              └──────────── head ──┘  └─ rest
 
 A head is a body up to the end of its last message. All of it was checked when its turn was taken, and equal bytes are
-equal JSON as far as a message's end.
+equal JSON as far as a message's end. What is said of messages here is true of the items of a Responses `input`, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import msgspec
 
@@ -37,6 +37,10 @@ MOST_VALUES = bounds.MAX_MESSAGE_VALUES // (2 * scan.HEAVY)
 """Values of a head by `scan.count_values`: so many are within `bounds`, whatever they are. None weighs more than a list
 that is the value of a member."""
 
+STATES = 4
+"""After how many of a body's newest messages the state of what reads them is kept: Claude Code moves its marks within
+the last two."""
+
 _BETWEEN = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
 _WHITE = re.compile(rb"[ \t\r\n]*")
 
@@ -49,54 +53,80 @@ class Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
+class State(NamedTuple):
+    """What has read the first `messages` of a body: a hash object, or a translator (`app.protocols.translation`)."""
+
+    messages: int
+    reader: Any
+
+
+class Translation(NamedTuple):
+    """A body's messages as those of a chat, in a protocol that translates them. `states` are the translator's."""
+
+    messages: Sequence[msgspec.Raw]
+    states: Sequence[State]
+
+
 class BodyLayout:
     """Where a checked body's messages are, and what was computed on the way.
 
-    `front` are the fields before the messages, `starts` and `ends` the messages' places, `hashed` is the SHA-256 state
-    of the head, `values` an upper bound of its values by `scan.count_values`. `continued` is the body that it
-    begins with, if all of that one's messages are in it.
+    `name` is that of their field, `front` are the fields before it, `starts` and `ends` the messages' places. `hashed`
+    are SHA-256 states of the body's bytes, the last one that of the head; `values` is an upper bound of its values by
+    `scan.count_values`. `continued` is the body that it begins with, if all of that one's messages are in it.
+    `translation` is set where the protocol translates messages.
     """
 
-    __slots__ = ("body", "continued", "ends", "front", "hashed", "starts", "values")
+    __slots__ = ("body", "continued", "ends", "front", "hashed", "name", "starts", "translation", "values")
 
     def __init__(
         self,
         body: bytes,
+        name: str,
         front: Mapping[str, msgspec.Raw],
         places: tuple[array[int], array[int]],
-        hashed: Hasher,
+        hashed: Sequence[State],
         values: int,
         continued: KnownBody | None = None,
     ) -> None:
         self.body = body
+        self.name = name
         self.front = front
         self.starts, self.ends = places
         self.hashed = hashed
         self.values = values
         self.continued = continued
+        self.translation: Translation | None = None
 
-    def body_hash(self) -> str:
+    def body_hash(self, route: bytes = b"") -> str:
         """128 bits over the body's bytes, as hex (`app.protocols.body.hash_body`)."""
-        hasher = self.hashed.copy()
+        hasher: Hasher = self.hashed[-1].reader.copy()
         hasher.update(memoryview(self.body)[self.ends[-1] :])
+        hasher.update(route)
         return hasher.hexdigest()[:32]
 
 
 class KnownBody:
-    """The head of a committed turn's body. `spelled` is the hash state of its messages (`Incoming.spelling`)."""
+    """The head of a committed turn's body in `protocol`. `spelled` is the hash state of the turn's chat messages
+    (`Incoming.spelling`)."""
 
-    __slots__ = ("ends", "front", "hashed", "head", "spelled", "starts", "turn", "values")
+    __slots__ = (
+        *("ends", "front", "hashed", "head", "name", "protocol", "spelled", "starts", "translation", "turn", "values"),
+    )
 
-    def __init__(self, layout: BodyLayout, turn: int, spelled: Hasher) -> None:
-        self.head = layout.body[: layout.ends[-1]]
+    def __init__(self, layout: BodyLayout, protocol: str, turn: int, spelled: Hasher) -> None:
+        body, end = layout.body, layout.ends[-1]
+        self.head = memoryview(body)[:end] if len(body) - end <= LONG_BODY else memoryview(body[:end])
+        self.name, self.protocol = layout.name, protocol
         self.front, self.hashed, self.values = layout.front, layout.hashed, layout.values
         self.starts, self.ends = layout.starts, layout.ends
+        self.translation = layout.translation
         self.turn = turn
         self.spelled = spelled
 
     def __len__(self) -> int:
-        """Approximate bytes in memory."""
-        return len(self.head) + 2 * self.ends.itemsize * len(self.ends)
+        """Approximate bytes in memory; messages that were translated have about as many as the head."""
+        copies = 1 if self.translation is None else 2
+        return copies * len(self.head) + 2 * self.ends.itemsize * len(self.ends)
 
 
 class BodyPrefix(NamedTuple):
@@ -114,6 +144,19 @@ class BodyPrefix(NamedTuple):
         """Does the body begin with all messages of `known`?"""
         return self.messages == len(self.known.ends)
 
+    def state(self, states: Sequence[State]) -> State | None:
+        """The last of the known body's states that holds for this one, too."""
+        return next((state for state in reversed(states) if state.messages <= self.messages), None)
+
+
+class HistoryPrefix(NamedTuple):
+    """A request begins with the first `messages` chat messages of turn `turn`'s request, byte for byte. `spelled` is
+    the hash state of these, if they are all of them (`Incoming.spelling`)."""
+
+    turn: int
+    messages: int
+    spelled: Hasher | None
+
 
 class KnownBodies:
     """The kept bodies of a session, the newest last; `size` are their bytes together."""
@@ -127,11 +170,14 @@ class KnownBodies:
     def __contains__(self, known: object) -> bool:
         return any(one is known for one in self._bodies)
 
-    def prefix(self, body: bytes) -> BodyPrefix | None:
-        """The longest beginning that `body` shares with a kept one, if the event loop may read what follows."""
-        if not self._bodies:
+    def prefix(self, body: bytes, protocol: str) -> BodyPrefix | None:
+        """The longest beginning that `body` shares with a kept one of its protocol, if the event loop may read what
+        follows."""
+        counts = [
+            (_equal_messages(known, body), known) for known in reversed(self._bodies) if known.protocol == protocol
+        ]
+        if not counts:
             return None
-        counts = [(_equal_messages(known, body), known) for known in reversed(self._bodies)]
         count, known = max(counts, key=lambda found: found[1].ends[found[0] - 1] if found[0] else 0)
         if not count or len(body) - known.ends[count - 1] > MOST_REST:
             return None
@@ -153,7 +199,7 @@ class KnownMessages(Sequence[msgspec.Raw]):
     """A request's messages: those of a kept body, in its bytes, and new ones."""
 
     def __init__(self, prefix: BodyPrefix, new: Sequence[msgspec.Raw]) -> None:
-        self._head = memoryview(prefix.known.head)
+        self._head = prefix.known.head
         self._starts, self._ends = prefix.known.starts, prefix.known.ends
         self._count = prefix.messages
         self._new = new

@@ -11,7 +11,7 @@ import msgspec
 
 from app.domain.control import SessionControl
 from app.domain.events import EngineShape, StreamMode
-from app.domain.known_body import BodyLayout, BodyPrefix
+from app.domain.known_body import BodyLayout, HistoryPrefix
 from app.errors import InvalidRequest
 
 
@@ -31,7 +31,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     before the messages, `needs` those whose replies complete them.
     `refusal` says why the request cannot begin a turn of its own; it may still repeat one. `has_object_arguments`: tool
     arguments came as objects, which clients normalise. `stream_mode` is the request's own, removed from `params`.
-    `layout` is that of a long body, `prefix` what was known of it by its bytes.
+    `layout` is that of a long body, `prefix` what was known of its history by its bytes.
     """
 
     shape: ClassVar[EngineShape] = "chat"
@@ -52,7 +52,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     has_object_arguments: bool = False
     stream_mode: StreamMode | None = None
     layout: BodyLayout | None = None
-    prefix: BodyPrefix | None = None
+    prefix: HistoryPrefix | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):

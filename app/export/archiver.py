@@ -68,6 +68,9 @@ LARGEST_BYTES = 256 << 20
 WRITTEN_AT_ONCE = 100
 """Sessions submitted to the writer together."""
 
+CLEAN_EVERY_S = 86400.0
+"""How often to look for what another process has left of archived sessions: that asks for each of them."""
+
 Place = tuple[float, str]
 START: Place = (-1.0, "")
 
@@ -107,7 +110,7 @@ class Archiver:
         self._incarnation = incarnation
         self._closed_for_s = closed_for_s
         self._one_step = asyncio.Lock()
-        self._cleaned = False
+        self._clean_until: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -188,7 +191,7 @@ class Archiver:
                     continue
                 try:
                     found.append(await self._checked(one))
-                except (UnknownEvent, CorruptContent) as error:
+                except (UnknownEvent, CorruptContent, SessionUnreadable) as error:
                     self._database.unreadable.warn(one.session_id, error)
             yield len(part), found
 
@@ -207,7 +210,8 @@ class Archiver:
         return found
 
     async def _checked(self, session: ArchivedSession) -> ArchivedSession:
-        """The session with its chunks in packs fetched. Raises UnknownEvent and CorruptContent if it is not whole."""
+        """The session with its chunks in packs fetched. Raises UnknownEvent, CorruptContent and SessionUnreadable if it
+        is not whole."""
         rows_of_log = session.rows[events.name]
         entries = [reads.EventRow(*(row[name] for name in reads.EventRow._fields)) for row in rows_of_log]
         folded = await asyncio.to_thread(reads.fold_rows, session.session_id, None, entries)
@@ -219,7 +223,8 @@ class Archiver:
         return await self._with_frames(session)
 
     async def _with_frames(self, session: ArchivedSession) -> ArchivedSession:
-        """Raises CorruptContent if a chunk's frame is lost."""
+        """Raises CorruptContent if a chunk's frame is lost; SessionUnreadable if the session was archived meanwhile,
+        and the archive is damaged."""
         live = {
             (row["fence"], row["number"]): InPack(row["location"], row["pack_offset"], row["pack_length"])
             for row in session.rows[chunks.name]
@@ -254,12 +259,14 @@ class Archiver:
             for one in group
         ]
         archived: list[str] = []
+        clean_until, self._clean_until = self._clean_until, None  # until all is dropped
         for at in range(0, len(operations), WRITTEN_AT_ONCE):
             part = operations[at : at + WRITTEN_AT_ONCE]
             done = await asyncio.gather(*map(self._writer.submit, part))
             archived += [one.session_id for one, is_done in zip(part, done, strict=True) if is_done]
         reach("after_archived")
         await self._drop(archived)
+        self._clean_until = clean_until
         self._archives.counters.archived += len(archived)
         log.info("%d sessions are in archive %s", len(archived), name)
         return len(archived), len(body) + len(samples)
@@ -288,13 +295,16 @@ class Archiver:
                 more = await self._writer.submit(DropArchived(session_id))
 
     async def _drop_left_over(self) -> None:
-        """Finish what a process that died has left, once."""
-        after = ""
-        while not self._cleaned:
+        """Finish what a step that was cut short has left: of this process at the next step, of another one that died at
+        this process's first step, or within `CLEAN_EVERY_S`."""
+        if self._clean_until is not None and self._clock() < self._clean_until:
+            return
+        after: str | None = ""
+        while after is not None:
             found = await self._database.read(partial(rows.left_over, after=after, limit=EXAMINED))
             await self._drop(found)
-            self._cleaned = len(found) < EXAMINED
-            after = found[-1] if found else ""
+            after = found[-1] if len(found) == EXAMINED else None
+        self._clean_until = self._clock() + CLEAN_EVERY_S
 
 
 def _all(write: Callable[..., Iterable[bytes]], *rows: Sequence[Fields]) -> list[bytes]:

@@ -47,7 +47,7 @@ from app.export.row import Fields
 from app.lazy_import import LazyImport, loaded
 from app.sessions.groups import settle_groups
 from app.store import group_reads, survey
-from app.store.archives.fetching import read_archived
+from app.store.archives.fetching import read_each
 from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
@@ -228,10 +228,10 @@ class Feed:
         ]
 
     async def _add_archived(self, logs: TurnEvents) -> None:
-        """Add the events of archived sessions."""
+        """Add the events of the sessions that were archived at the first look; one may have been brought back since."""
         for sessions in logs.values():
             without = sorted(one for one, log in sessions.items() if not log)
-            sessions |= await read_archived(self._database, without, group_reads.turn_events_of)
+            sessions |= await read_each(self._database, without, group_reads.turn_events_of)
 
     async def _lines(
         self, query: FeedQuery, current: int | None, given: Sequence[_LeasedGroup]

@@ -17,9 +17,9 @@ from app.domain.branches import Branches, Picker, pick
 from app.domain.events import UnknownEvent
 from app.domain.session import fold
 from app.store import bulk, reads, rollouts, survey
-from app.store.archives.fetching import read_archived
+from app.store.archives.fetching import read_each
 from app.store.bulk import StoredSession
-from app.store.damaged import PageDamaged, attempt, split
+from app.store.damaged import PageDamaged, attempt
 from app.store.ports import Database
 from app.store.reads import SPAN, Connection, EventRow, Position, decode_events
 
@@ -84,12 +84,12 @@ class RolloutRows:
         counts.update(await asyncio.to_thread(self._rows, logs, members))
         others = sorted(members.keys() - logs.keys())
         for part in (others[at : at + LOGS] for at in range(0, len(others), LOGS)):
-            read = partial(bulk.read_logs, upto=self._high)
-            logs = await self._database.read(
-                lambda connection: read(connection, part),  # noqa: B023
-                or_else=lambda connection: split(connection, part, read)[0],  # noqa: B023
+            logs = await read_each(
+                self._database,
+                part,
+                partial(bulk.read_logs, upto=self._high),
+                in_archive=partial(bulk.read_logs, upto=reads.END),
             )
-            logs |= await read_archived(self._database, part, partial(bulk.read_logs, upto=reads.END))
             counts.update(await asyncio.to_thread(self._rows, logs, members))
         return dict(counts)
 

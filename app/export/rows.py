@@ -24,7 +24,7 @@ from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events
 from workers import codec
-from workers.codec import CorruptContent, Facts, Messages
+from workers.codec import CorruptContent, Messages
 from workers.parse import REPLAY
 
 T = TypeVar("T", covariant=True)
@@ -148,9 +148,9 @@ class SessionRows:
         facts, wire = self._stored.frames.get(number, (None, None))
         if facts is None or wire is None:
             raise CorruptContent(f"turn {number}: the content is not there")
-        if codec.content_hash(facts, wire) != event.content_hash:
+        if not codec.rows_have_hash(facts, wire, event.content_hash):
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
-        found = codec.unpack(facts, Facts)
+        found = codec.unpack_checked(facts)
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
 
     def _said(self, number: int) -> Messages:

@@ -70,7 +70,7 @@ def run(_: memoryview, body: memoryview) -> bytes:
     job = msgspec.msgpack.decode(body, type=PartJob)
     part = _part_of(job.export)
     try:
-        stored = _runner().run(part.pages.read(job.pages))
+        stored = _loop().run_until_complete(part.pages.read(job.pages))
     except AppError as error:
         raise Rejected(type(error).__name__) from error
     part.unreadable.clear()
@@ -111,5 +111,7 @@ def _database(url: str) -> Database:
 
 
 @functools.cache
-def _runner() -> asyncio.Runner:
-    return asyncio.Runner()
+def _loop() -> asyncio.AbstractEventLoop:
+    """Not an `asyncio.Runner`: in the main thread it has all that a task returned written out as text, to see whether
+    its own handler of signals is still there."""
+    return asyncio.new_event_loop()

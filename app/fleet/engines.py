@@ -67,8 +67,9 @@ class ClientControl(typing.Protocol):
     def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
 
 
-BodyFor = Callable[[str], Awaitable[bytes]]
-"""A request's body for the engine with this base URL: a turn may move to another engine, which reads other fields.
+BodyFor = Callable[[str], Awaitable[Sequence[bytes]]]
+"""A request's body, in parts, for the engine with this base URL: a turn may move to another engine, which reads other
+fields.
 
 May raise EngineError, ProbeRefused, and AppError if the engine cannot get the request.
 """

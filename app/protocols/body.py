@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
 import msgspec
 
 from app.domain import bounds, split
+from app.domain.continued_body import ContinuedBody, layout_of
 from app.domain.events import StreamMode
+from app.domain.known_body import LONG_BODY, BodyLayout
 from app.domain.request import TokenIds, value_of
 from app.errors import InvalidRequest, Unsupported
 from workers import scan
@@ -43,6 +45,34 @@ def hash_body(body: bytes, route: bytes = b"") -> str:
 def has_many_values(body: bytes, has_few_values: bool) -> bool:
     """May the body have more values than `bounds.FEW`? Then its fields are checked before they are decoded."""
     return not has_few_values and scan.may_exceed(body, bounds.FEW)
+
+
+def fields_of(
+    body: bytes, has_few_values: bool, continued: ContinuedBody | None
+) -> tuple[dict[str, msgspec.Raw], bool]:
+    """The body's fields, and whether it may have many values. If it is continued, its conversation is none of them.
+
+    Raises InvalidRequest.
+    """
+    if continued is not None:
+        return dict(continued.fields), False
+    many_values = has_many_values(body, has_few_values)
+    return split_fields(body, many_values), many_values
+
+
+def items_of(
+    body: bytes, name: str, raw: msgspec.Raw | None, many_values: bool, continued: ContinuedBody | None
+) -> tuple[Sequence[msgspec.Raw], BodyLayout | None]:
+    """The items of a conversation's list, and the layout of a long body. Raises InvalidRequest."""
+    if continued is not None:
+        return continued.messages, continued.layout
+    items = list_of(name, raw, many_values)
+    return items, layout_of(body, name, raw, items) if raw is not None and len(body) >= LONG_BODY else None
+
+
+def hash_request(body: bytes, route: bytes, layout: BodyLayout | None) -> str:
+    """As `hash_body`, from where the layout's hash has come to."""
+    return hash_body(body, route) if layout is None else layout.body_hash(route)
 
 
 def split_fields(body: bytes, many_values: bool) -> dict[str, msgspec.Raw]:

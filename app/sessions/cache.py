@@ -223,10 +223,10 @@ class SessionCache:
         else:
             self.drop(session_id)
 
-    def continued(self, session_id: str, body: bytes) -> ContinuedBody | None:
-        """The body as far as it is known from an earlier one of its session."""
+    def continued(self, session_id: str, body: bytes, protocol: str) -> ContinuedBody | None:
+        """The body as far as it is known from an earlier one of its session in this protocol."""
         live = self._entries.get(session_id)
-        prefix = None if live is None else live.bodies.prefix(body)
+        prefix = None if live is None else live.bodies.prefix(body, protocol)
         return None if prefix is None else split_continued(body, prefix)
 
     def remember(
@@ -251,7 +251,7 @@ class SessionCache:
             trimmed = _trimmed(live.session, turn)
             live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed, is_tree=is_tree)
         if layout is not None and spelled is not None:
-            live.bodies.add(KnownBody(layout, number, spelled), layout.continued, is_tree=is_tree)
+            live.bodies.add(KnownBody(layout, turn.protocol, number, spelled), layout.continued, is_tree=is_tree)
         self._account(session_id, live)
 
     def drop(self, session_id: str) -> None:

@@ -1,15 +1,17 @@
 """Fills the search index: follows the log of all sessions beside the turns, one process at a time.
 
-    log ──▶ page of events ──▶ content ──▶ texts, on a thread ──▶ entries and the new position, one transaction
+    log ──▶ page of events ──▶ content ──▶ texts, on a thread ──▶ entries, in a few transactions
 
-Nothing waits for it. It works for a quarter of the time at most, so a backlog takes longer rather than the turns. A
-page that was written is never written again: the transaction writes nothing if the position is no longer the one that
-the page was read from.
+Nothing waits for it. It works for a quarter of the time at most, so a backlog takes longer rather than the turns. The
+last transaction moves the position. None writes anything if the position is no longer the one that the page was read
+from. If the process ends before the last one, the page is read again, and the turns that are in the index are left as
+they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +32,15 @@ from app.domain.events import (
 from app.domain.search_text import pairs_of, read_message
 from app.domain.session import Session, fold
 from app.domain.tree import superseded
-from app.errors import AppError, InvalidRequest, SessionUnreadable
-from app.sessions.log_end import LogEnd
+from app.errors import AppError, InvalidRequest, SessionUnreadable, StoreDamaged
+from app.sessions.log_end import POLL_S, LogEnd
 from app.sessions.log_position import LogPosition, decode_position
 from app.store import all_events, reads
 from app.store.all_events import EventFilter, Within
 from app.store.ports import Database, Writer
 from app.store.reads import START, Connection, EventRow, Position
-from app.store.search import writing
+from app.store.search import content, writing
+from app.store.search.content import Key
 from app.store.search.writing import (
     INDEX_VERSION,
     SET_ASIDE,
@@ -60,8 +63,12 @@ log = logging.getLogger("turnlog.search")
 
 TYPES = tuple(one.__name__ for one in (SessionCreated, TurnCommitted, TurnRejected, RolledBack, SessionRestored))
 
-PAGE = 64
-"""Events of one transaction: some milliseconds of the writer's time."""
+PAGE = 512
+"""Events that are read at once."""
+
+PART_ENTRIES, PART_CHARS = 256, 128 << 10
+"""A transaction that has so many entries, or so many characters, gets no more: some milliseconds of the writer's
+time."""
 
 IDLE_S = 0.5
 """Pause at the end of the log."""
@@ -83,11 +90,11 @@ Calls = Mapping[str, str]
 
 
 class _Page(NamedTuple):
-    """Rows of the log with their sessions, and the content that they name."""
+    """Events of the log with their sessions, and the content that they name."""
 
-    rows: Sequence[tuple[str, EventRow]]
+    events: Sequence[tuple[str, Recorded]]
     reached: LogPosition
-    wires: Mapping[tuple[str, int], bytes | None]
+    wires: Mapping[Key, bytes | None]
     metadata: Mapping[str, bytes]
 
 
@@ -108,7 +115,7 @@ class Indexer:
         self._log_end = log_end
         self._incarnation = incarnation
         self._rest = rest
-        self._calls: OrderedDict[tuple[str, int], Calls] = OrderedDict()
+        self._calls: OrderedDict[Key, Calls] = OrderedDict()
         self._leased_until = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -152,11 +159,20 @@ class Indexer:
         changes = await asyncio.to_thread(self._changes, page)
         changes += await self._restored(page)
         assert state.position is not None
-        await self._writer.submit(IndexPage(state.position, page.reached.encode(), changes))
+        parts = _parts(changes)
+        for number, part in enumerate(parts, 1):
+            to = page.reached.encode() if number == len(parts) else state.position
+            if not await self._writer.submit(IndexPage(state.position, to, part)):
+                break  # another process has moved it
         return 0.0
 
     async def catch_up(self) -> None:
         """Index all that is in the log now, without rest."""
+        end = await self._log_end.present()
+        ends = await self._log_end.now()
+        while ends.synced < end:
+            await asyncio.sleep(POLL_S)
+            ends = await self._log_end.now()
         while await self._step() < IDLE_S:
             pass
 
@@ -191,10 +207,12 @@ class Indexer:
             archived = all_events.next_archived(connection, position.place, upto, EventFilter())
             end = upto if archived is None else archived[0]
             pages = all_events.page_around_damage if around_damage else all_events.page
-            found = pages(connection, position.place, end, EventFilter(TYPES), PAGE)
+            found = pages(connection, position.place, end, EventFilter(), PAGE)
             within = Within(archived[1], 0) if archived is not None and found.reached >= end else None
             rows = [
-                (row.session_id, row.row) for row in found.rows if row.session_id is not None and row.row is not None
+                (row.session_id, row.row)
+                for row in found.rows
+                if row.session_id is not None and row.row is not None and row.row.type in TYPES
             ]
             return rows, LogPosition(position.epoch, found.reached, found.at, within)
 
@@ -216,35 +234,40 @@ class Indexer:
 
     async def _with_content(self, rows: Sequence[tuple[str, EventRow]], reached: LogPosition) -> _Page:
         """What cannot be read is left out: a damaged page, an erased session."""
-        turns: dict[str, list[int]] = {}
-        blobs: dict[str, int] = {}
-        for session_id, recorded in _decoded(rows):
+        events = _decoded(rows)
+        turns: set[Key] = set()
+        blobs: set[Key] = set()
+        for session_id, recorded in events:
             match recorded.event:
-                case TurnCommitted(turn=turn):
-                    turns.setdefault(session_id, []).append(turn)
+                case TurnCommitted(turn=turn) as event if event.body_hash:  # a copy of a fork has none
+                    turns.add((session_id, turn))
                 case SessionCreated(metadata=BlobRef(number=number)):
-                    blobs[session_id] = number
-        wires: dict[tuple[str, int], bytes | None] = {}
+                    blobs.add((session_id, number))
+        wires: dict[Key, bytes | None] = {}
         metadata: dict[str, bytes] = {}
-        for session_id in {*turns, *blobs}:
-            numbers, blob = turns.get(session_id, []), blobs.get(session_id)
+        with contextlib.suppress(StoreDamaged, CorruptContent):
+            wires |= await self._database.read(partial(content.wires, wanted=turns))
+            raw = await self._database.read(partial(content.raw_blobs, wanted=blobs)) if blobs else {}
+            metadata |= {session_id: one for (session_id, _), one in raw.items()}
+        missing = {key for key in turns if key not in wires}, {key for key in blobs if key[0] not in metadata}
+        for session_id in sorted({key[0] for keys in missing for key in keys}):
+            own_turns, own_blobs = ([number for of, number in keys if of == session_id] for keys in missing)
             try:
-                frames, raw = await self._database.read(
-                    partial(_content, session_id=session_id, numbers=numbers, blob=blob), session_id=session_id
+                frames, found = await self._database.read(
+                    partial(_content, session_id=session_id, turns=own_turns, blobs=own_blobs), session_id=session_id
                 )
             except (SessionUnreadable, CorruptContent):
                 continue
             wires |= {(session_id, turn): wire for turn, wire in frames.items()}
-            if raw is not None:
-                metadata[session_id] = raw
-        return _Page(rows, reached, wires, metadata)
+            metadata |= dict.fromkeys([session_id], *found.values()) if found else {}
+        return _Page(events, reached, wires, metadata)
 
     def _changes(self, page: _Page) -> list[Change]:
         """What the page changes in the index; runs on a thread."""
         changes: list[Change] = []
-        for session_id, recorded in _decoded(page.rows):
+        for session_id, recorded in page.events:
             match recorded.event:
-                case TurnCommitted() as event if event.body_hash:  # a copy of a fork has none
+                case TurnCommitted() as event if event.body_hash:
                     wire = page.wires.get((session_id, event.turn))
                     if wire is not None:
                         changes.append(self._turn(session_id, recorded.at, event, wire))
@@ -280,7 +303,7 @@ class Indexer:
                 self._remember((session_id, event.turn), made)
         return TurnEntries(session_id, event.turn, at, entries)
 
-    def _remember(self, turn: tuple[str, int], calls: Calls) -> None:
+    def _remember(self, turn: Key, calls: Calls) -> None:
         if calls:
             self._calls[turn] = calls
             if len(self._calls) > REMEMBERED:
@@ -289,7 +312,7 @@ class Indexer:
     async def _restored(self, page: _Page) -> list[Change]:
         """The turns of the sessions that a checkpoint's restore took back: which of them are in no row now."""
         changes: list[Change] = []
-        for session_id in {session_id for session_id, row in page.rows if row.type == SessionRestored.__name__}:
+        for session_id in {session_id for session_id, one in page.events if isinstance(one.event, SessionRestored)}:
             try:
                 rows = await self._database.read(
                     lambda connection, session_id=session_id: reads.event_rows(connection, session_id),  # type: ignore[misc]
@@ -332,9 +355,22 @@ def _decoded(rows: Sequence[tuple[str, EventRow]]) -> list[tuple[str, Recorded]]
 
 
 def _content(
-    connection: Connection, session_id: str, numbers: Sequence[int], blob: int | None
-) -> tuple[dict[int, bytes | None], bytes | None]:
-    """Some turns' wire frames, and the session's metadata."""
-    frames = reads.load_frames(connection, session_id, numbers, facts=False) if numbers else {}
-    raw = None if blob is None else reads.load_blobs(connection, session_id, [blob]).get(blob)
-    return {turn: wire for turn, (_, wire) in frames.items()}, raw
+    connection: Connection, session_id: str, turns: Sequence[int], blobs: Sequence[int]
+) -> tuple[dict[int, bytes | None], dict[int, bytes]]:
+    """Wire frames and blobs of one session, wherever it is. Raises CorruptContent."""
+    frames = reads.load_frames(connection, session_id, turns, facts=False) if turns else {}
+    return {turn: wire for turn, (_, wire) in frames.items()}, reads.load_blobs(connection, session_id, blobs)
+
+
+def _parts(changes: Sequence[Change]) -> list[list[Change]]:
+    """The changes in order, as many at once as one transaction writes; one empty part if there are none."""
+    parts: list[list[Change]] = [[]]
+    entries = size = 0
+    for change in changes:
+        if entries >= PART_ENTRIES or size >= PART_CHARS:
+            parts.append([])
+            entries = size = 0
+        parts[-1].append(change)
+        entries += len(change.entries) if isinstance(change, TurnEntries) else 1
+        size += sum(len(entry.text) for entry in change.entries) if isinstance(change, TurnEntries) else 0
+    return parts

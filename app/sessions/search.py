@@ -12,7 +12,7 @@ from app.domain.search_query import Query, parse, snippet
 from app.errors import InvalidRequest
 from app.sessions.log_end import LogEnd
 from app.sessions.log_position import decode_position
-from app.store.heads_view import HeadFilter
+from app.sessions.session_filter import NewestVersion, SessionConditions
 from app.store.ports import Database
 from app.store.reads import Connection, Position
 from app.store.search import reading, writing
@@ -50,12 +50,13 @@ class SearchPage(msgspec.Struct, frozen=True):
 class Search:
     """Searches of this process."""
 
-    def __init__(self, database: Database, log_end: LogEnd) -> None:
+    def __init__(self, database: Database, log_end: LogEnd, newest_version: NewestVersion) -> None:
         self._database = database
         self._log_end = log_end
+        self._newest_version = newest_version
 
     async def page(
-        self, q: str | None, wanted: EntryFilter, heads: HeadFilter, cursor: str | None, limit: int
+        self, q: str | None, wanted: EntryFilter, of: SessionConditions, cursor: str | None, limit: int
     ) -> SearchPage:
         """Raises InvalidRequest for a query without a word, or for nothing to search for, StoreUnavailable."""
         query = None if q is None else parse(q)
@@ -66,7 +67,9 @@ class Search:
         end = await self._log_end.present()
 
         def read(connection: Connection) -> tuple[list[Found], IndexState]:
-            return reading.find(connection, query, wanted, heads, before, limit + 1), writing.state(connection)
+            newest = None if of.min_staleness is None else self._newest_version(connection)
+            found = reading.find(connection, query, wanted, of.of_heads(newest), before, limit + 1)
+            return found, writing.state(connection)
 
         found, state = await self._database.read(read)
         return SearchPage(

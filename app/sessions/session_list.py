@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from app.domain import cursors, patterns
 from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
+from app.sessions.session_filter import SessionConditions
 from app.store import group_reads, heads_view, session_metadata, survey, survey_lists
-from app.store.archives.fetching import read_archived
-from app.store.damaged import split
+from app.store.archives.fetching import read_each
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
@@ -23,8 +23,6 @@ from app.store.reads import Connection
 State = Literal["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"]
 """`open` includes `idle`, `claimed` and `gated`. `claimed`: a turn is in flight. `gated`: a turn waits at a gate of
 this process."""
-
-Status = Literal["open", "closed", "erased", "set_aside"]
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
 
@@ -43,9 +41,6 @@ CursorFields = tuple[
     Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$")],
 ]
 """A cursor: the sort column, whether it descends, and the last row's value and id, within what the databases accept."""
-
-Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
-Number = Annotated[float | None, Field(allow_inf_nan=False)]
 
 MAX_SECONDS = 10 * 365 * 86_400
 
@@ -74,26 +69,11 @@ class SessionRow(msgspec.Struct, frozen=True):
     tags: list[str]
 
 
-class SessionFilter(BaseModel):
+class SessionFilter(SessionConditions):
     """Filters and order of a list; None: no filter."""
 
-    model_config = ConfigDict(frozen=True)
-
-    status: Status | None = Field(default=None, description="Only sessions with this status.")
     state: State | None = Field(
         default=None, description="Only sessions in this state: a status, or what an open session is doing."
-    )
-    group_id: Text = Field(default=None, description="Only sessions of this group.")
-    attempt: int | None = Field(default=None, ge=0, le=2**31 - 1, description="Only sessions with this attempt number.")
-    engine: Text = Field(default=None, description="Only sessions that are bound to this engine.")
-    min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
-    max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
-    unrewarded: bool = Field(default=False, description="Only sessions without a reward.")
-    min_staleness: int | None = Field(
-        default=None,
-        ge=0,
-        le=2**62,
-        description="Only sessions whose newest weight version is at least this many versions behind the newest one.",
     )
     stuck_s: float | None = Field(
         default=None,
@@ -108,7 +88,6 @@ class SessionFilter(BaseModel):
         description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
         "key leads into an object.",
     )
-    tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
     sort: Sort = Field(default="created_at", description="The column by which the list is sorted.")
     order: Literal["desc", "asc"] = Field(default="desc", description="Descending or ascending.")
 
@@ -193,10 +172,7 @@ class SessionList:
             return session_metadata.matches(connection, ids, wanted)
 
         ids = [row.session_id for row in rows if row.state != "erased"]
-        found = await self._database.read(lambda c: read(c, ids), or_else=lambda c: split(c, ids, read)[0])
-        archivable = [row.session_id for row in rows if row.state == "closed" and row.session_id not in found]
-        if archivable:
-            found |= await read_archived(self._database, archivable, read)
+        found = await read_each(self._database, ids, read)
         return {session_id for session_id, matches in found.items() if matches}
 
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionListPage:
@@ -307,28 +283,12 @@ def _needs_claim(query: SessionQuery) -> bool:
 
 
 def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
-    most = None
-    if query.min_staleness is not None:
-        most = NEVER if newest is None else newest - query.min_staleness
     is_open = query.state not in (None, "closed", "erased", "set_aside")
-    return HeadFilter(
-        status="open" if is_open else query.status or query.state,  # type: ignore[arg-type]
-        idle=query.state == "idle",
-        but=held.keys() if query.state == "idle" else (),
-        group_id=query.group_id,
-        attempt=query.attempt,
-        engine=query.engine,
-        min_reward=query.min_reward,
-        max_reward=query.max_reward,
-        unrewarded=query.unrewarded,
-        most_version=most,
-        begins=query.q,
-        tag=query.tag,
+    status: Any = "open" if is_open else query.status or query.state
+    is_idle = query.state == "idle"
+    return msgspec.structs.replace(
+        query.of_heads(newest), status=status, idle=is_idle, but=held.keys() if is_idle else (), begins=query.q
     )
-
-
-NEVER = -1
-"""Below every weight version."""
 
 
 def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | SortOrder, bool]:

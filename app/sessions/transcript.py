@@ -33,8 +33,8 @@ def chat_body(
     own: bytes,
     ids: bytes | None,
     field: str = "input_ids",
-) -> bytes:
-    """A chat request as raw JSON. `params` is a non-empty JSON object; messages and the rest are spliced in.
+) -> list[bytes]:
+    """A chat request as raw JSON, in parts. `params` is a non-empty JSON object; messages and the rest are spliced in.
 
     `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids, if they are
     sent: the engine then takes its prompt from them. `field` is the one that it reads (`app.upstream.token_in`).
@@ -55,7 +55,7 @@ def chat_body(
     elif ids is not None:
         parts += [b',"input_ids":[', ids, b"]"]
     parts.append(b"}")
-    return b"".join(parts)
+    return parts
 
 
 def _without_kv(params: bytes) -> tuple[bytes, bytes]:
@@ -67,10 +67,10 @@ def _without_kv(params: bytes) -> tuple[bytes, bytes]:
     return join_object(fields), join_object(kv)[:-1] + b"," if kv else b"{"
 
 
-def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> bytes:
+def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> list[bytes]:
     """As `chat_body`, for a completion: its prompt is `text` or `ids`."""
     prompt = split.quoted(text or "") if ids is None else b"[" + ids + b"]"
-    return b"".join((*_opening(params, rid, own), b',"prompt":', prompt, b"}"))
+    return [*_opening(params, rid, own), b',"prompt":', prompt, b"}"]
 
 
 def _opening(params: bytes, rid: str, own: bytes) -> list[bytes]:
@@ -189,7 +189,7 @@ async def _request(
     else:
         text = "".join(msgspec.json.decode(part, type=str) for part in messages)
         body = completion_body(params, text, ids, wire.rid, wire.own)
-    return body, [*messages, wire.message]
+    return b"".join(body), [*messages, wire.message]
 
 
 def _prompt(turn: Turn, ids: bytes) -> memoryview:

@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import ClauseElement, Executable, Insert
+from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from app.errors import AppError, StoreFull, StoreUnavailable
@@ -300,9 +301,14 @@ class SqliteTx:
             self.run(statement, one)
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows:
-            sql, values = self._bind(statement, row, tuple(row))
+        if not rows:
+            return
+        columns = tuple(rows[0])
+        sql, values = self._bind(statement, rows[0], columns)
+        if len(rows) == 1:
             self._cursor.execute(sql, values)
+        else:
+            self._cursor.executemany(sql, [self._bind(statement, row, columns)[1] for row in rows])
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         return
@@ -324,7 +330,8 @@ class Compiler:
     def bind(
         self, statement: Executable, parameters: Parameters, columns: tuple[str, ...] | None = None
     ) -> tuple[str, list[Any]]:
-        """The SQL text and its values; `columns` are those that an insert fills."""
+        """The SQL text and its values; `columns` are those that an insert fills. TypeError for a statement with
+        `.in_()`."""
         key = (id(statement), columns)
         found = self._compiled.get(key)
         if found is None:
@@ -334,7 +341,13 @@ class Compiler:
     def _compile(self, statement: Executable, columns: tuple[str, ...] | None) -> _Compiled:
         assert isinstance(statement, ClauseElement)
         compiled = statement.compile(dialect=self._dialect, column_keys=None if columns is None else list(columns))
-        names: list[str] = compiled.positiontup or []  # type: ignore[attr-defined]
+        assert isinstance(compiled, SQLCompiler)
+        if lists := sorted(one.key for one in compiled.post_compile_params):
+            raise TypeError(
+                f"{', '.join(lists)}: a statement with .in_() has another text for each number of values, and it is "
+                "compiled once; compare with or_() of fixed values, or run it once for each value"
+            )
+        names = compiled.positiontup or []
         return _Compiled(statement, str(compiled), [(name, compiled.params.get(name)) for name in names])
 
 

@@ -54,7 +54,8 @@ store_meta = Table(
     Column("value", Text, nullable=False),
 )
 """`epoch`: an export cursor names it; every restore raises it. `log_epoch`: `<epoch>=<epoch of the log>` while they
-differ, since a checkpoint's restore leaves the log and its positions as they are."""
+differ, since a checkpoint's restore leaves the log and its positions as they are. `pack_keeper`, `pack_place`,
+`pack_places_in_use`: who collects packs, the store's name in object storage, and the URLs that have objects of it."""
 
 incarnations = Table(
     "incarnations",

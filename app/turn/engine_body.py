@@ -63,12 +63,12 @@ class EngineBody:
         """Ask with other options."""
         self.options = options
 
-    async def __call__(self, engine: str) -> bytes:
-        """The body for this engine. Raises as `Engines.ids_field`, TakesNoIds, Unsupported."""
+    async def __call__(self, engine: str) -> Sequence[bytes]:
+        """The body for this engine, in parts. Raises as `Engines.ids_field`, TakesNoIds, Unsupported."""
         context, request = self._context, self._request
         if self._wants_native:
             if body := await self._native(engine):
-                return body
+                return [body]
             self.options = msgspec.structs.replace(self.options, own=b"")
         if self._ids is not None and request.shape == "chat":
             field = await self._services.engines.ids_field(engine, context.request.params.get("model"))

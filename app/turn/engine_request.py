@@ -101,8 +101,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     def body(
         self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: PromptIds | None
-    ) -> bytes:
-        """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
+    ) -> list[bytes]:
+        """The request as raw JSON, in parts: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
         if self.shape == "chat":
             field = options.ids_field or "input_ids"

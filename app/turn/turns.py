@@ -42,6 +42,7 @@ from app.errors import (
 )
 from app.fleet.gates import GatePass
 from app.protocols.base import StoredTurn, WireProtocol
+from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
 from app.store.log_sessions import Settled
@@ -352,11 +353,13 @@ class Turns:
     # reply
 
     def _reply(self, request: Request, claimed: ClaimedTurn, generated: GeneratedTurn) -> TurnReply:
-        """The engine's reply without what the client did not ask for."""
+        """The engine's reply without what the client did not ask for, or what no other protocol has."""
         mode = self._services.settings.client_reply
         kinds = shown_kinds(generated.options.clients, mode)
         result = generated.reply.result
         hidden = [(place.start, place.end) for place in result.places if place.kind not in kinds]
+        if result.prompt is not None and not PROTOCOLS[request.protocol].is_native:
+            hidden.append((result.prompt.start, result.prompt.end))
         return TurnReply(
             200,
             generated.headers,

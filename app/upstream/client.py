@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import select
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,6 +35,9 @@ BAD_CONNECTION_TRIES = 256
 PIECE = 256 << 10
 """A larger body is sent in pieces of this size, so that other requests run in between."""
 
+
+JOINED = 16 << 10
+"""Parts up to this size are sent together with those beside them."""
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
@@ -157,23 +160,26 @@ class EngineClient:
     async def post(
         self,
         url: str,
-        body: bytes,
+        body: bytes | Sequence[bytes],
         headers: Headers,
         grow: Grow = _unbounded,
         may_send: Callable[[], bool] | None = None,
         stream: StreamReader | None = None,
     ) -> EngineReply:
-        """Calls `grow` with the reply's size before it is read, and `may_send` right before anything is sent.
+        """`body` may be in parts. Calls `grow` with the reply's size before it is read, and `may_send` right before
+        anything is sent.
 
         With `stream` a reply that is a stream is read into it; what is returned is the reply that it assembles.
         Raises NotSent, Lost, TimedOut, TooLarge, Unreadable; Withheld; BadStream.
         """
-        if len(body) > PIECE:
-            headers = [*headers, ("content-length", str(len(body)))]
+        parts = [body] if isinstance(body, bytes) else body
+        size = sum(map(len, parts))
+        if size > PIECE:
+            headers = [*headers, ("content-length", str(size))]
         token = _may_send.set(may_send or _always)
         try:
             return await self._request(
-                "POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body), grow, stream
+                "POST", url, headers, lambda: _pieces(parts) if size > PIECE else b"".join(parts), grow, stream
             )
         finally:
             _may_send.reset(token)
@@ -324,10 +330,21 @@ async def _read_to_mmap(response: aiohttp.ClientResponse, length: int) -> Body:
     return Body([memoryview(area)])
 
 
-async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
-    view = memoryview(body)
-    for start in range(0, len(body), PIECE):
-        yield view[start : start + PIECE]
+async def _pieces(parts: Sequence[bytes]) -> AsyncIterator[bytes | memoryview]:
+    """A large body in pieces of at most PIECE bytes: short parts joined, long ones as they are."""
+    held, size = list[bytes](), 0
+    for part in parts:
+        if held and (len(part) > JOINED or size > PIECE - JOINED):
+            yield b"".join(held)
+            held, size = [], 0
+        if len(part) <= JOINED:
+            held.append(part)
+            size += len(part)
+            continue
+        for start in range(0, len(part), PIECE):
+            yield memoryview(part)[start : start + PIECE]
+    if held:
+        yield b"".join(held)
 
 
 def _keepalive_socket(address: Any) -> socket.socket:

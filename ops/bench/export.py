@@ -25,7 +25,7 @@ from ops.bench.measure import cpu_s, family, save_figures, stat, table
 from ops.bench.sessions import Conversation, opening_messages
 from ops.bench.sizes import MIB
 from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started
-from ops.bench.stored import StoredTurn, write_sessions
+from ops.bench.stored import StoredSession, StoredTurn, write_sessions
 from ops.server import ServerProcess
 from workers import codec
 from workers.codec import Facts, Wire
@@ -157,9 +157,9 @@ async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: in
     """Fill the store."""
     rng = random.Random(1)
 
-    def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+    def all_sessions() -> Iterator[StoredSession]:
         for number in range(count):
-            yield f"filled-{number:06}", rng.choices(pool, k=turns)
+            yield StoredSession(f"filled-{number:06}", rng.choices(pool, k=turns))
 
     database = _database(server)
     await database.open()

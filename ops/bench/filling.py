@@ -24,8 +24,9 @@ TEMPLATE_TOKENS = 10
 EXPERTS = {"layers": 4, "top_k": 2, "experts": 64}
 """Shape of a token's routing payload: 8 ids, stored as 8 bytes before compression."""
 
-KEPT = 4096
-"""Sessions whose conversation is remembered, so that they can go on."""
+KEPT = 16384
+"""Sessions whose conversation is remembered, so that they can go on: more than are continued in one measurement, so
+that none is found in a cache because it was continued a moment ago."""
 
 QUESTIONS = 64
 RETRIES = 5

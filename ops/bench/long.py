@@ -1,7 +1,7 @@
 """CPU of a turn with a long prompt: a known history, or an unknown one; beside an ideal pipeline, and another commit.
 
 Known: the request repeats a session's history and adds a reply and a question. Unknown: it begins a session. The ideal
-pipeline (`ops.bench.ideal`) reads the request once, hashes it and passes it on.
+pipeline (`ops.bench.ideal`) reads the request once, hashes it and passes it on; it speaks chat alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ops.bench.client import Broken, Connection
 from ops.bench.ideal import PATH, ideal
 from ops.bench.measure import cpu_s, save_figures, table
 from ops.bench.profile import top_frames
-from ops.bench.sessions import SIM, Conversation, error_code, opening_messages, reply_message
+from ops.bench.sessions import CHAT, SIM, WIRES, Conversation, Wire, error_code, opening_messages
 from ops.bench.sizes import REQUESTED_FIELDS
 from ops.bench.stand import cores, folder_for_bench, simulator, started
 from ops.bench.turns import source_tree
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=6, help="number of compared periods")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--histories", nargs="+", choices=("known", "unknown"), default=["known", "unknown"])
+    parser.add_argument("--protocols", nargs="+", choices=WIRES, default=["chat"])
     parser.add_argument("--profile", action="store_true", help="afterwards, profile this tree's server for each row")
 
 
@@ -51,12 +52,17 @@ async def main(arguments: argparse.Namespace) -> int:
     rows: list[Mapping[str, Any]] = []
     profiles: dict[str, Any] = {}
     with _servers(arguments) as servers:
-        for size, history in itertools.product(arguments.sizes, arguments.histories):
-            sides = {name: _Side(name, server, SIZES[size], history) for name, server in servers.items()}
-            rows.append({"request": size, "history": history, **await _compared(sides, arguments.rounds)})
+        for protocol, size, history in itertools.product(arguments.protocols, arguments.sizes, arguments.histories):
+            sides = {
+                name: _Side(server, SIZES[size], history, None if name == "ideal" else WIRES[protocol])
+                for name, server in servers.items()
+            }
+            compared = await _compared(sides, arguments.rounds)
+            rows.append({"protocol": protocol, "request": size, "history": history, **compared})
             if arguments.profile:
-                frames = profiles[f"{size} {history}"] = await _profile(sides["after"], servers["after"])
-                print(f"{size} {history}:", *(f"{share} {frame}" for frame, share in frames), sep="\n  ", flush=True)
+                what = f"{protocol} {size} {history}"
+                frames = profiles[what] = await _profile(sides["after"], servers["after"])
+                print(f"{what}:", *(f"{share} {frame}" for frame, share in frames), sep="\n  ", flush=True)
     table(rows)
     save_figures("long", {"rows": rows, "profiles": profiles})
     return 1 if any(row["errors"] for row in rows) else 0
@@ -106,12 +112,14 @@ async def _profile(side: _Side, server: OwnProcess) -> list[tuple[str, str]]:
 
 
 class _Side:
-    """Some clients of one server, which take a fixed number of turns in each period."""
+    """Some clients of one server, which take a fixed number of turns in each period. `wire` is None for the ideal
+    pipeline."""
 
-    def __init__(self, name: str, server: OwnProcess, size: int, history: str) -> None:
+    def __init__(self, server: OwnProcess, size: int, history: str, wire: Wire | None) -> None:
         self.errors = 0
         self._server = server
-        self._is_ideal = name == "ideal"
+        self._is_ideal = wire is None
+        self._wire = wire or CHAT
         self._is_known = history == "known"
         self._size = size
         self._opening = opening_messages(size)
@@ -152,15 +160,15 @@ class _Side:
             await self._turn(client)
 
     def _conversation(self) -> Conversation:
-        return Conversation(self._opening, SIM, REQUESTED_FIELDS)
+        return Conversation(self._opening, SIM, REQUESTED_FIELDS if self._wire is CHAT else b"", self._wire)
 
     async def _turn(self, client: _Client) -> None:
-        path = PATH if self._is_ideal else f"/sessions/{client.sessions[0]}{PATH}"
+        path = PATH if self._is_ideal else f"/sessions/{client.sessions[0]}{self._wire.route}"
         response = await client.connection.request("POST", path, client.conversation.body())
         if response.status != 200:
             self.errors += 1
             raise Broken(f"{response.status} {error_code(response.body)}")
-        client.conversation.answered(reply_message(response.body))
+        client.conversation.answered(self._wire.added(response.body))
 
 
 class _Client:

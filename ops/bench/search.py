@@ -1,53 +1,43 @@
-"""The search: ten queries over a filled store, the index's size and time, and CPU of a turn with and without it."""
+"""The search: queries over a filled store, the index's size and time, and CPU of a turn with and without it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import itertools
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from app.sessions.indexer import Indexer
 from app.sessions.log_end import LogEnd
 from app.sessions.search import Search
-from app.store import reads
+from app.store import group_reads, reads
 from app.store.engine import Database
-from app.store.heads_view import HeadFilter
-from app.store.search.reading import EntryFilter
 from app.store.search.writing import entry_count
 from app.store.writer import Writer
 from ops.bench.measure import percentile, save_figures, table
 from ops.bench.primary import primary
+from ops.bench.search_texts import Asked, Texts
 from ops.bench.sessions import Script, short_turns
 from ops.bench.sizes import MIB
 from ops.bench.stand import Side, cores, folder_for_bench, simulator, turnlog
-from ops.bench.stored import StoredTurn, write_sessions
+from ops.bench.stored import write_sessions
 from ops.server import ServerProcess
-from workers.codec import Facts, Wire
 
-WORDS = 30_000
-"""Words of the vocabulary; the n-th is 1 / n as frequent as the first, as in a language."""
-
-POOL = 20_000
-"""Different turns of which the sessions are composed."""
-
-TIMES = 5
-"""How often each query is asked."""
-
-TOOLS = ("bash", "read", "write", "browse")
+PAGE = 20
+"""Hits of a page."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sessions", type=int, default=100_000)
+    parser.add_argument("--sessions", type=int, default=100_000, help="0: no queries")
     parser.add_argument("--turns", type=int, default=10, help="turns of each session, of two messages each")
     parser.add_argument("--words", type=int, default=40, help="words of a message")
+    parser.add_argument("--times", type=int, default=100, help="how often each query is asked")
+    parser.add_argument("--store", type=Path, help="folder of an SQLite store that is kept, and used again")
     parser.add_argument("--postgres", action="store_true", help="use a new PostgreSQL server")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=6, help="periods of each side, for the CPU of a turn; 0: none")
@@ -55,17 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(folder_for_bench(arguments.folder))
-        url = stack.enter_context(primary(folder)).new_database() if arguments.postgres else None
-        server = ServerProcess(folder, database_url=url).migrate()
-        database = Database(server.environment["TURNLOG_DATABASE_URL"])
-        await database.open()
-        try:
-            filled, queries = await _filled(database, arguments)
-        finally:
-            await database.close()
-    figures: dict[str, Any] = {"index": filled, "queries": queries}
+    figures: dict[str, Any] = {}
+    if arguments.sessions:
+        with contextlib.ExitStack() as stack:
+            folder = arguments.store or stack.enter_context(folder_for_bench(arguments.folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            url = stack.enter_context(primary(arguments.folder)).new_database() if arguments.postgres else None
+            figures |= await _searched(ServerProcess(folder, database_url=url).migrate(), arguments)
     if arguments.rounds:
         figures["turns"] = await _turns(arguments)
         table(figures["turns"])
@@ -73,21 +59,43 @@ async def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _filled(database: Database, arguments: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    """Fill the store and its index, and ask."""
-    text = _Text(arguments.words)
-    began = time.perf_counter()
-    sessions = text.sessions(arguments.sessions, arguments.turns)
-    await write_sessions(database, sessions, b'{"model":"simulator"}', ended=True)
-    filled_s, size = time.perf_counter() - began, await database.read(reads.database_bytes)
+async def _searched(server: ServerProcess, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fill the store and its index where they are not, and ask."""
+    database = Database(server.environment["TURNLOG_DATABASE_URL"])
+    await database.open()
     writer, log_end = Writer(database), LogEnd(database, 0.0)
     writer.start()
+    texts = Texts(arguments.words)
+    figures: dict[str, Any] = {}
+    try:
+        if not await database.read(entry_count):
+            figures["index"] = await _filled(
+                database, Indexer(database, writer, log_end, lambda: 1, rest=0.0), texts, arguments
+            )
+            table(figures["index"])
+        search = Search(database, log_end, group_reads.newest_version)
+        figures["queries"] = await _asked(search, texts.queries(), arguments.times)
+        table(figures["queries"])
+    finally:
+        await writer.stop()
+        await database.close()
+    return figures
+
+
+async def _filled(
+    database: Database, indexer: Indexer, texts: Texts, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    began = time.perf_counter()
+    sessions = texts.sessions(arguments.sessions, arguments.turns)
+    await write_sessions(database, sessions, b'{"model":"simulator"}', ended=True)
+    filled_s, size = time.perf_counter() - began, await database.read(reads.database_bytes)
+    print(f"{arguments.sessions} sessions written in {filled_s:.0f} s", flush=True)
     cpu, began = time.process_time(), time.perf_counter()
-    await Indexer(database, writer, log_end, lambda: 1, rest=0.0).catch_up()
+    await indexer.catch_up()
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     entries = await database.read(entry_count)
     whole = await database.read(reads.database_bytes)
-    index = [
+    return [
         {
             "messages": entries,
             "store MiB": size / MIB,
@@ -100,75 +108,28 @@ async def _filled(database: Database, arguments: argparse.Namespace) -> tuple[li
             "CPU us a message": cpu * 1e6 / entries,
         }
     ]
-    table(index)
-    found = [await _asked(Search(database, log_end), name, *query) for name, query in text.queries().items()]
-    table(found)
-    await writer.stop()
-    return index, found
 
 
-async def _asked(search: Search, name: str, q: str | None, wanted: EntryFilter) -> dict[str, Any]:
-    took: list[float] = []
-    for _ in range(TIMES):
-        began = time.perf_counter()
-        page = await search.page(q, wanted, HeadFilter(), None, 20)
-        took.append((time.perf_counter() - began) * 1000)
-    return {
-        "query": name,
-        "hits": f"{len(page.hits)}{'+' if page.next_cursor else ''}",
-        "p50 ms": percentile(took, 50),
-        "first ms": took[0],
-        "most ms": max(took),
-    }
-
-
-class _Text:
-    """Generated messages: the same for the same numbers."""
-
-    def __init__(self, words: int) -> None:
-        self._chance = random.Random(1)
-        letters = "abcdefghijklmnopqrstuvwxyz"
-        self._words = ["".join(self._chance.choices(letters, k=self._chance.randint(3, 10))) for _ in range(WORDS)]
-        self._weights = list(itertools.accumulate(1 / rank for rank in range(1, WORDS + 1)))
-        self._length = words
-
-    def queries(self) -> dict[str, tuple[str | None, EntryFilter]]:
-        """Name, text and fields."""
-        often, some, seldom = self._words[0], self._words[300], self._words[-1]
-        anything = EntryFilter()
-        return {
-            "the most frequent word": (often, anything),
-            "a word of every 80th message": (some, anything),
-            "a rare word": (seldom, anything),
-            "a word of one session": ("session7x", anything),
-            "a word that is nowhere": ("nowhereatall", anything),
-            "two words": (f"{some} {self._words[200]}", anything),
-            "a phrase": (f'"{often} {self._words[1]}"', anything),
-            "one of two, without a third": (f"{some} OR {seldom} -{self._words[3]}", anything),
-            "a word in tool results": (some, EntryFilter(role="tool")),
-            "calls of a tool": (None, EntryFilter(tool="browse", role="assistant")),
+async def _asked(search: Search, queries: Mapping[str, Asked], times: int) -> list[dict[str, Any]]:
+    """All queries once, then all again, and so on: each finds the database's memory as the others have left it."""
+    took: dict[str, list[float]] = {name: [] for name in queries}
+    hits: dict[str, str] = {}
+    for _ in range(times):
+        for name, asked in queries.items():
+            began = time.perf_counter()
+            page = await search.page(*asked, None, PAGE)
+            took[name].append((time.perf_counter() - began) * 1000)
+            hits[name] = f"{len(page.hits)}{'+' if page.next_cursor else ''}"
+    return [
+        {
+            "query": name,
+            "hits": hits[name],
+            "first ms": found[0],
+            "p50 ms": percentile(found, 50),
+            "p99 ms": percentile(found, 99),
         }
-
-    def sessions(self, count: int, turns: int) -> Iterator[tuple[str, Sequence[StoredTurn]]]:
-        """Each begins with a turn that names it; the others come from the pool."""
-        pool = [self._turn(number) for number in range(min(POOL, count * turns))]
-        for number in range(count):
-            first = self._turn(number, f"session{number}x ")
-            yield f"filled-{number}", [first, *self._chance.choices(pool, k=turns - 1)]
-
-    def _turn(self, number: int, name: str = "") -> StoredTurn:
-        tool = TOOLS[number % len(TOOLS)]
-        question = {"role": "user", "content": name + self._said()}
-        if not name:
-            question = {"role": "tool", "name": tool, "tool_call_id": "c", "content": self._said()}
-        call = {"id": "c", "type": "function", "function": {"name": tool, "arguments": '{"path": "a.py"}'}}
-        answer = msgspec.json.encode({"role": "assistant", "content": self._said(), "tool_calls": [call]})
-        reply = b'{"choices":[{"message":' + answer + b"}]}"
-        facts = Facts(bytes(4 * 100), bytes(4 * 60), bytes(8 * 60))
-        return StoredTurn.of(facts, Wire([msgspec.json.encode(question)], answer, reply, []))
-
-    def _said(self) -> str:
-        return " ".join(self._chance.choices(self._words, cum_weights=self._weights, k=self._length))
+        for name, found in took.items()
+    ]
 
 
 async def _turns(arguments: argparse.Namespace) -> list[dict[str, Any]]:

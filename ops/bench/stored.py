@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import secrets
 import time
@@ -23,6 +24,7 @@ from app.domain.events import (
 )
 from app.domain.history import canonical_hash, decode_message
 from app.sessions.recovery import register
+from app.store.batch import apply_all
 from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create
@@ -32,7 +34,9 @@ from workers import codec
 from workers.codec import TOKEN_BYTES, Facts, Wire
 from workers.parse import token_text
 
-TURNS_PER_TRANSACTION = 500
+SESSIONS_AT_ONCE = 250
+"""Sessions of one transaction, which has a turn of each."""
+
 CONFIG = SessionConfig(rollback_window=1)
 PROMPT_TOKENS, OUTPUT_TOKENS, QUESTION_BYTES = 100, 20, 512
 """Size of a turn with arbitrary content: tokens of its prompt and output, bytes of its question."""
@@ -56,9 +60,10 @@ class StoredTurn(msgspec.Struct, frozen=True):
     suffix_tokens: int
     output_tokens: int
     content_hash: str
+    finish_reason: str
 
     @classmethod
-    def of(cls, facts: Facts, wire: Wire) -> StoredTurn:
+    def of(cls, facts: Facts, wire: Wire, finish_reason: str = "stop") -> StoredTurn:
         packed = codec.pack(facts), codec.pack(wire)
         return cls(
             *packed,
@@ -69,7 +74,18 @@ class StoredTurn(msgspec.Struct, frozen=True):
             suffix_tokens=len(facts.suffix_ids) // TOKEN_BYTES,
             output_tokens=len(facts.output_ids) // TOKEN_BYTES,
             content_hash=codec.content_hash(*packed),
+            finish_reason=finish_reason,
         )
+
+
+class StoredSession(msgspec.Struct, frozen=True):
+    """A session to write. Each turn continues the previous one; `metadata` is a JSON object."""
+
+    session_id: str
+    turns: Sequence[StoredTurn]
+    group_id: str | None = None
+    metadata: bytes | None = None
+    attempt: int | None = None
 
 
 async def fill(url: str, sessions: int, turns: int, *, ended: bool = False, group_size: int = 0) -> None:
@@ -77,14 +93,16 @@ async def fill(url: str, sessions: int, turns: int, *, ended: bool = False, grou
     content. With `group_size` so many after another are a group."""
     made = [_plain_turn(number) for number in range(turns)]
 
-    def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+    def all_sessions() -> Iterator[StoredSession]:
         for number in range(sessions):
-            yield f"filled-{number}", made
+            group = f"task-{number // group_size:05}" if group_size else None
+            attempt = number % group_size if group_size else None
+            yield StoredSession(f"filled-{number}", made, group, attempt=attempt)
 
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=ended, group_size=group_size)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=ended)
     finally:
         await database.close()
 
@@ -101,70 +119,60 @@ def _ids(count: int) -> bytes:
     return array("i", (secrets.randbelow(90_000) + 10_000 for _ in range(count))).tobytes()
 
 
-async def write_sessions(
-    database: Database,
-    sessions: Iterable[tuple[str, Sequence[StoredTurn]]],
-    params: bytes,
-    *,
-    ended: bool,
-    group_size: int = 0,
-) -> None:
-    """Write the sessions; each turn continues the previous one. `params` is a JSON object, the same for every request.
+async def write_sessions(database: Database, sessions: Iterable[StoredSession], params: bytes, *, ended: bool) -> None:
+    """Write the sessions, many at once: their first turns, then their second ones, and so on, as if they ran at the
+    same time. `params` is a JSON object, the same for every request.
 
-    With `ended`, the sessions are closed and have a reward. With `group_size`, so many after another are a group.
+    With `ended`, the sessions are closed and have a reward.
     """
     incarnation = await register(database)
-    waiting: list[Operation[Any]] = []
-    for number, (session_id, turns) in enumerate(sessions):
-        group_id = f"task-{number // group_size:05}" if group_size else None
-        config = msgspec.structs.replace(CONFIG, group_id=group_id, attempt=number % group_size if group_size else None)
-        waiting += _session(session_id, turns, params, incarnation, ended, config)
-        if len(waiting) >= 2 * TURNS_PER_TRANSACTION:
-            await _write(database, waiting)
-            waiting = []
-    await _write(database, waiting)
+    every = iter(sessions)
+    while part := list(itertools.islice(every, SESSIONS_AT_ONCE)):
+        logs = [_Log(session, incarnation, time.time(), params) for session in part]
+        await _write(database, [log.created() for log in logs])
+        for number in range(max(len(session.turns) for session in part)):
+            steps = [log.turn() for log in logs if number < len(log.session.turns)]
+            await _write(database, [claim for claim, _ in steps], [commit for _, commit in steps])
+        if ended:
+            await _write(database, [operation for log in logs for operation in log.ended()])
 
 
-async def _write(database: Database, operations: Sequence[Operation[Any]]) -> None:
-    await database.write(lambda tx: [operation.apply(tx) for operation in operations], durable=False)
+async def _write(database: Database, *batches: Sequence[Operation[Any]]) -> None:
+    await database.write(lambda tx: [apply_all(tx, batch) for batch in batches], durable=False)
 
 
-def _session(
-    session_id: str,
-    turns: Sequence[StoredTurn],
-    params: bytes,
-    incarnation: int,
-    ended: bool,
-    config: SessionConfig,
-) -> list[Operation[Any]]:
-    at = time.time()
-    operations: list[Operation[Any]] = [
-        Create(session_id, at, SessionCreated(config, body_hash=_HASH), _HASH, config.group_id, None)
-    ]
-    log = _Log(session_id, incarnation, at, params)
-    for stored in turns:
-        operations += log.turn(stored)
-    if ended:
-        reward = float(len(session_id) % 2)
-        operations += [AssignReward(session_id, at, RewardAssigned(reward)), Close(session_id, at)]
-    return operations
+def _blob(number: int, kind: str, raw: bytes) -> StoredBlob:
+    return StoredBlob(number, kind, len(raw), hashlib.sha256(raw).hexdigest(), codec.compress(raw))
 
 
 class _Log:
     """The running totals of a session's log, turn by turn."""
 
-    def __init__(self, session_id: str, incarnation: int, at: float, params: bytes) -> None:
-        self._session_id = session_id
+    def __init__(self, session: StoredSession, incarnation: int, at: float, params: bytes) -> None:
+        self.session = session
+        self._session_id = session.session_id
         self._incarnation = incarnation
         self._at = at
-        self._params = params
+        self._metadata = None if session.metadata is None else _blob(0, "metadata", session.metadata)
+        self._params = _blob(0 if self._metadata is None else 1, "params", params)
         self._turn = self._messages = self._tokens = self._text_bytes = 0
         self._text = hashlib.sha256()
         self._spelling = hashlib.sha256()
 
-    def turn(self, stored: StoredTurn) -> list[Operation[Any]]:
-        """The operations of a turn: the claim and the commit. The log has one event for the creation and two for each
-        turn."""
+    def created(self) -> Create:
+        blob = self._metadata
+        ref = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
+        config = msgspec.structs.replace(CONFIG, group_id=self.session.group_id, attempt=self.session.attempt)
+        event = SessionCreated(config, body_hash=_HASH, metadata=ref)
+        return Create(self._session_id, self._at, event, _HASH, self.session.group_id, blob)
+
+    def ended(self) -> tuple[AssignReward, Close]:
+        reward = RewardAssigned(float(len(self._session_id) % 2))
+        return AssignReward(self._session_id, self._at, reward), Close(self._session_id, self._at)
+
+    def turn(self) -> tuple[Claim, Commit]:
+        """The claim and the commit of the next turn. The log has one event for the creation and two for each turn."""
+        stored = self.session.turns[self._turn]
         self._turn += 1
         fence = 2 * self._turn
         opened = TurnOpened(self._turn, self._turn - 1, self._incarnation, body_hash=_HASH)
@@ -176,17 +184,14 @@ class _Log:
         self._spelling.update(stored.message + b",")
         self._messages += len(stored.messages) + 1
         self._tokens += stored.suffix_tokens + stored.output_tokens
-        blobs = [
-            StoredBlob(ref.number, ref.kind, ref.size, ref.hash, codec.compress(self._params))
-            for ref in event.new_blobs
-        ]
-        return [
+        blobs = [self._params] if event.new_blobs else []
+        return (
             Claim(self._session_id, fence - 1, self._at, self._at, opened, 8.0),
             Commit(self._session_id, fence, self._incarnation, self._at, [event], stored.facts, stored.wire, blobs),
-        ]
+        )
 
     def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:
-        params = BlobRef(0, "params", len(self._params), hashlib.sha256(self._params).hexdigest())
+        params = BlobRef(self._params.number, "params", self._params.size, self._params.hash)
         return TurnCommitted(
             turn=self._turn,
             parent=self._turn - 1,
@@ -203,12 +208,12 @@ class _Log:
             tokens_text_bytes=self._text_bytes,
             body_hash=_HASH,
             content_hash=stored.content_hash,
-            params=0,
+            params=params.number,
             dialect="sglang",
             engine="http://127.0.0.1:1",
             weight_versions=(VersionSpan("default", 0, stored.output_tokens),),
             requested_at=self._at,
-            finish_reason="stop",
+            finish_reason=stored.finish_reason,
             new_blobs=(params,) if self._turn == 1 else (),
         )
 

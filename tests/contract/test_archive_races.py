@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,16 @@ from sqlalchemy.util import await_only
 
 from app.domain.events import EXPORTED, RewardAssigned, SessionErased
 from app.export.pages import ExportPages
+from app.export.rollout_rows import RolloutRows
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Sessions
 from app.sessions.log_end import LogEnd
+from app.store import bulk
 from app.store.archives import rows
+from app.store.archives.fetching import read_each
 from app.store.archives.format import Place, object_of
 from app.store.archives.opened import OpenArchives
 from app.store.archives.parquet import encode
@@ -30,7 +34,7 @@ from app.store.archives.rows import AddArchive, Archive, BringBack, EndArchive, 
 from app.store.dialect import Tx
 from app.store.log_sessions import AssignReward, Erase
 from app.store.packs.bucket import Bucket
-from app.store.reads import START, Position
+from app.store.reads import END, START, Position
 from ops.verify import verify
 
 pytestmark = pytest.mark.anyio
@@ -132,6 +136,46 @@ async def test_an_export_gives_a_session_that_is_just_archived_once(pair: tuple[
         assert await exported(one, high) == ["first", "s", "last"]
 
 
+async def in_bucket(store: Store, folder: Path, session_id: str) -> tuple[Archive, BringBack]:
+    """What archives a closed session, whose archive is there already, and what brings it back."""
+    bucket = Bucket(f"file://{folder}/packs", 5.0)
+    store.database.bucket, store.database.archives = bucket, OpenArchives(bucket)
+    archive = await archiving(store, session_id)
+    [whole] = await store.database.read(lambda connection: rows.read_whole(connection, [session_id]))
+    await bucket.put(object_of(f"of-{session_id}"), encode([[whole]]))
+    return archive, BringBack(session_id, Place(f"of-{session_id}", 0), whole)
+
+
+@pytest.mark.parametrize("text", ["FROM archived_sessions", "FROM events"])
+async def test_rows_of_a_session_that_is_just_brought_back_are_counted(
+    pair: tuple[Store, Store], tmp_path: Path, text: str
+) -> None:
+    """Before the look at where it is, and between that and the look at its log."""
+    one, other = pair
+    for session_id in ("root", "s"):
+        await one.create(session_id)
+        await one.take_turn(session_id)
+        await one.close(session_id)
+    archive, back = await in_bucket(one, tmp_path, "s")
+    stored = await one.database.read(partial(bulk.read_sessions, session_ids=["root"], upto=END, replay=False))
+    assert await one.submit(archive)
+    counts = RolloutRows(one.database, await one.horizon(), "kept")
+    with before_first(one, text, lambda: other.submit(back)):
+        found = await counts.counted(stored, {"root": "root", "s": "root"})
+    assert found["root"].rollout_rows == 2
+
+
+async def test_an_archive_that_is_gone_costs_only_its_sessions(store: Store, tmp_path: Path) -> None:
+    for session_id in ("s", "other"):
+        await store.create(session_id)
+        await store.close(session_id)
+    archive, _ = await in_bucket(store, tmp_path, "s")
+    assert await store.submit(archive)
+    (tmp_path / "packs" / object_of("of-s")).unlink()
+    found = await read_each(store.database, ["s", "other"], partial(bulk.read_logs, upto=END))
+    assert list(found) == ["other"]
+
+
 async def test_verify_finds_nothing_wrong_with_a_session_that_is_just_archived(pair: tuple[Store, Store]) -> None:
     one, other = pair
     archive = await three_closed(one)
@@ -143,14 +187,10 @@ async def test_verify_finds_nothing_wrong_with_a_session_that_is_just_archived(p
 
 async def test_an_erasure_leaves_no_components_of_a_session_that_is_just_archived(store: Store, tmp_path: Path) -> None:
     """The archive was written before its rewards' components were removed."""
-    bucket = Bucket(f"file://{tmp_path}/packs", 5.0)
-    store.database.bucket, store.database.archives = bucket, OpenArchives(bucket)
     await store.create("s")
     await store.submit(AssignReward("s", 4.0, RewardAssigned(1.0, {"secret": 1.0})))
     await store.close("s")
-    archive = await archiving(store, "s")
-    [whole] = await store.database.read(lambda connection: rows.read_whole(connection, ["s"]))
-    await bucket.put(object_of("of-s"), encode([[whole]]))
+    archive, _ = await in_bucket(store, tmp_path, "s")
     writer = Meanwhile(store.writer, Erase, archive).as_writer
     cache = SessionCache(store.database, store.writer, 1 << 20)
     sessions = Sessions(store.database, writer, cache, Followers(), time.time, Archives(store.database, writer))

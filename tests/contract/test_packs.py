@@ -4,7 +4,7 @@ databases, over a folder."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,15 +17,19 @@ from sqlalchemy import select
 from app.domain import retention
 from app.errors import PayloadsUnavailable, StartupError
 from app.store import reads
+from app.store.archives.format import object_of
+from app.store.archives.opened import OpenArchives
+from app.store.archives.parquet import encode
+from app.store.archives.rows import AddArchive, Archive, places_in, read_whole
 from app.store.log import StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
 from app.store.packs import rows
-from app.store.packs.bucket import Bucket
+from app.store.packs.bucket import GAP_BYTES, Bucket
 from app.store.packs.collector import Collector
-from app.store.packs.format import Packed, build, frame_bytes, read_index
+from app.store.packs.format import InPack, Packed, build, frame_bytes, read_index
 from app.store.packs.move import START, Key, Mover
 from app.store.packs.reader import load_chunks
-from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
+from app.store.packs.rows import MoveChunks, Moved, NotePlace, TakeKeeping
 from app.store.packs.writer import PackWriter
 from app.store.schema import chunks as chunks_table
 from app.store.writer import Writer
@@ -167,11 +171,37 @@ async def test_a_name_is_never_written_twice(yard: Yard) -> None:
         await yard.bucket.put("1/1/1-3", b"xyz")
 
 
-@pytest.mark.parametrize("part", [(2, 3), (3, 3), (90, 3)])
-async def test_a_part_behind_the_end_of_an_object_is_not_there(yard: Yard, part: tuple[int, int]) -> None:
+@pytest.fixture(params=["folder", "s3"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    if request.param == "folder":
+        yield Bucket(f"file://{tmp_path}/bucket", 5.0)
+        return
+    storage = TestBucket()
+    for name, value in storage.environment.items():
+        monkeypatch.setenv(name, value)
+    yield Bucket(f"s3://{storage.name}/run", 5.0)
+    storage.close()
+
+
+async def test_a_part_behind_the_end_of_an_object_is_not_there(bucket: Bucket) -> None:
     """The object is damaged; the storage is not away."""
-    await yard.bucket.put("1/1/1-100", b"abc")
-    assert await yard.bucket.read_parts("1/1/1-100", [(0, 3), part]) is None
+    await bucket.put("1/1/1-100", b"abc")
+    await bucket.put("1/1/2-100", b"")
+    for part in ((2, 3), (3, 3), (90, 3), (GAP_BYTES + 9, 3)):
+        for parts in ([part], [(0, 3), part], [part, (0, 3)]):
+            assert await bucket.read_parts("1/1/1-100", parts) is None
+            assert await bucket.read_parts("1/1/2-100", parts) is None
+            assert await bucket.read_parts("1/1/3-100", parts) is None
+
+
+async def test_parts_come_in_the_order_in_which_they_are_asked_for(bucket: Bucket) -> None:
+    body = bytes(range(250)) * (GAP_BYTES // 50)
+    await bucket.put("1/1/1-100", body)
+    last = len(body) - 7
+    parts = [(last, 7), (0, 3), (5, 1), (0, 9), (GAP_BYTES + 20, 8), (2 * GAP_BYTES, 5), (2 * GAP_BYTES, 5)]
+    expected = [body[offset : offset + length] for offset, length in parts]
+    assert await bucket.read_parts("1/1/1-100", parts) == expected
+    assert await bucket.read_parts("1/1/1-100", []) == []
 
 
 async def test_what_is_committed_stays_and_is_read(yard: Yard) -> None:
@@ -276,6 +306,24 @@ async def test_a_stale_token_moves_and_deletes_nothing(yard: Yard) -> None:
     assert await yard.store.submit(rows.ForgetPacks("mine", [other.pack])) == []
 
 
+async def test_the_store_knows_which_places_have_objects_of_it(yard: Yard) -> None:
+    async def used() -> list[str]:
+        return await yard.store.database.read(rows.places_in_use)
+
+    await yard.round()
+    assert await used() == []
+    await yard.turn("s", text(1))
+    await yard.round()
+    await yard.store.submit(NotePlace("s3://another", True))
+    assert await used() == [yard.bucket.url, "s3://another"]
+    await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False))
+    await yard.round()
+    assert await used() == [yard.bucket.url, "s3://another"], "the pack is kept for a while"
+    await yard.round(KEEP_S)
+    await yard.round()
+    assert await used() == ["s3://another"]
+
+
 async def test_an_erasure_does_not_end_with_a_round_that_lost_its_token(yard: Yard) -> None:
     """As when payloads are moved meanwhile."""
     await yard.turn("s", text(1))
@@ -302,6 +350,22 @@ async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:
     await yard.collector.adopt()
     await yard.round()
     assert await yard.round(2 * KEEP_S) == []
+
+
+async def test_of_two_stores_that_begin_at_once_in_one_place_one_owns_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bucket.owner
+
+    async def too_early() -> str | None:
+        monkeypatch.setattr(bucket, "owner", real)
+        owner = await real()
+        assert await bucket.owned_by("first") == "first"
+        return owner
+
+    monkeypatch.setattr(bucket, "owner", too_early)
+    assert await bucket.owned_by("second") == "first"
+    assert await bucket.owner() == "first"
 
 
 async def test_an_object_that_is_shorter_than_its_name_says_stops_nothing(yard: Yard) -> None:
@@ -393,6 +457,45 @@ async def test_an_erasure_ends_while_payloads_are_moved(yard: Yard) -> None:
     await yard.round()
     assert not await yard.is_being_erased("s0")
     await moving
+
+
+async def archived(yard: Yard, session_id: str) -> None:
+    """Archive a session of one turn with one frame, in the same bucket."""
+    database = yard.store.database
+    database.archives = OpenArchives(yard.bucket)
+    await yard.store.close(session_id)
+    archive_id = await yard.store.submit(AddArchive("archive", None))
+    [whole] = await database.read(lambda connection: read_whole(connection, [session_id]))
+    [chunk] = whole.rows["chunks"]
+    place = InPack(chunk["location"], chunk["pack_offset"], chunk["pack_length"])
+    data = await yard.bucket.read(place.pack, place.offset, place.length)
+    at_home = {**chunk, "data": data, "location": None, "pack_offset": None, "pack_length": None}
+    whole = whole._replace(rows={**whole.rows, "chunks": [at_home]})
+    await yard.bucket.put(object_of("archive"), encode([[whole]]))
+    assert await yard.store.submit(Archive(session_id, whole.head["version"], archive_id, 0, *places_in(whole.rows)))
+
+
+async def moved_home(yard: Yard, session_id: str) -> None:
+    assert await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)) == 1
+
+
+@pytest.mark.parametrize("leave", [archived, moved_home])
+async def test_a_payload_whose_pack_is_collected_meanwhile_is_read_where_it_is_now(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Yard, str], Awaitable[None]]
+) -> None:
+    """Between the look at its row and the read of its pack, it left the pack, and the pack was deleted."""
+    await yard.turn("s", text(1))
+    real = yard.bucket.read_parts
+
+    async def too_late(name: str, parts: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        monkeypatch.setattr(yard.bucket, "read_parts", real)
+        await leave(yard, "s")
+        await yard.round()
+        assert await yard.round(KEEP_S) == []
+        return await real(name, parts)
+
+    monkeypatch.setattr(yard.bucket, "read_parts", too_late)
+    assert await yard.frames("s", 0) == [text(1)]
 
 
 @pytest.mark.parametrize("damage", [b"", b"frame"])

@@ -146,11 +146,13 @@ async def test_requests_are_dropped_before_sessions(store: Store) -> None:
         return cache
 
     cache = await filled(1 << 30)
-    assert [cache.continued(name, body) is not None for name in names] == [True] * 3
+    assert [cache.continued(name, body, "chat") is not None for name in names] == [True] * 3
     sizes = cache.size
     for room, kept in ((sizes, 3), (sizes - 1, 2), (sizes - 2 * LONG_BODY, 1), (sizes - 3 * LONG_BODY, 0)):
         cache = await filled(room)
-        assert [cache.continued(name, body) is not None for name in names] == [False] * (3 - kept) + [True] * kept
+        assert [cache.continued(name, body, "chat") is not None for name in names] == [False] * (3 - kept) + [
+            True
+        ] * kept
         assert cache.sessions == 3
         assert sizes - (3 - kept) * (LONG_BODY + 100) <= cache.size <= room
     cache = await filled(1 << 30)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
+from helpers.log import BODY, created
 from helpers.store import Store
 from sqlalchemy.engine import make_url
 
 from app.domain.search_query import parse
 from app.sessions.lifecycle import forget_words
 from app.store.heads_view import HeadFilter
+from app.store.log_sessions import Create
 from app.store.search import reading, writing
 from app.store.search.reading import FIRST, EntryFilter
 from app.store.search.writing import (
@@ -21,6 +23,7 @@ from app.store.search.writing import (
     Entry,
     IndexPage,
     Marks,
+    Metadata,
     TakeIndexing,
     TurnEntries,
     dirty_shards,
@@ -126,3 +129,74 @@ async def test_an_erasure_leaves_no_word_in_any_shard(store: Store, monkeypatch:
     assert [
         word for word in (b"secret", *unique, *(word.encode() for word in words if len(word) > 6)) if word in whole
     ] == []
+
+
+LIMITS: dict[str, dict[str, int]] = {
+    "as they are": {},
+    "no session is one of few": {"FEW_SESSIONS": 0, "NEWEST_ENTRIES": 5},
+    "all sessions are few": {"FEW_SESSIONS": 100, "NEWEST_ENTRIES": 0},
+    "their entries are too many": {"FEW_ENTRIES": 3, "NEWEST_ENTRIES": 50},
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=list(LIMITS))
+async def test_each_way_finds_what_matches(
+    store: Store, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+) -> None:
+    """Every combination of a query and conditions finds what a look at each entry finds, newest first, by pages."""
+    monkeypatch.setattr(writing, "SHARD_ENTRIES", 40)
+    for name, value in limits.items():
+        monkeypatch.setattr(reading, name, value)
+    chance = random.Random(1)
+    groups = {f"s{number}": f"g{number % 3}" for number in range(6)}
+    for name, group in groups.items():
+        await store.submit(Create(name, 1.0, created(), BODY, group, None))
+    await store.submit(Begin("0"))
+    every: list[tuple[str, int, Entry]] = []
+    for number in range(1, 151):
+        session_id = chance.choice(list(groups))
+        tools = tuple(chance.sample(["look", "re-ad", "mcp.x__y", "'quo\\ted'", "工具"], chance.randint(0, 2)))
+        text = " ".join(chance.choices(["apples", "pears", "plums", "tool", "look"], [8, 4, 1, 1, 1], k=3))
+        entry = Entry(
+            number, chance.choice(["user", "tool"]), tools, chance.choice([None, "stop", "tool_calls"]), None, text
+        )
+        every.append((session_id, number, entry))
+    for at in range(0, len(every), 15):
+        page = [TurnEntries(name, number, 1.0, [entry]) for name, number, entry in every[at : at + 15]]
+        assert await index(store, page, str(at), str(at + 15))
+    await index(store, [Metadata(name, ["odd=1"]) for name in ("s1", "s3")], "150", "151")
+
+    conditions: list[tuple[EntryFilter, Callable[[str, Entry], bool]]] = [
+        (EntryFilter(), lambda _, entry: True),
+        (EntryFilter(role="tool"), lambda _, entry: entry.role == "tool"),
+        *[
+            (EntryFilter(tool=tool), lambda _, entry, tool=tool: tool in entry.tools)
+            for tool in ("look", "ad", "re-ad", "mcp.x__y", "'quo\\ted'", "工具", "-")
+        ],
+        (
+            EntryFilter(role="user", finish_reason="tool_calls"),
+            lambda _, e: (e.role, e.finish_reason) == ("user", "tool_calls"),
+        ),
+        (EntryFilter(session_id="s4"), lambda name, _: name == "s4"),
+        (EntryFilter(pair="odd=1", tool="look"), lambda name, e: name in ("s1", "s3") and "look" in e.tools),
+    ]
+    for wanted, is_wanted in conditions:
+        for heads, group in ((HeadFilter(), None), (HeadFilter(group_id="g1"), "g1")):
+            for q, words in ((None, ()), ("apples", ("apples",)), ("plums look", ("plums", "look"))):
+                expected = [
+                    (name, turn)
+                    for name, turn, entry in reversed(every)
+                    if is_wanted(name, entry)
+                    and group in (None, groups[name])
+                    and all(word in entry.text.split() for word in words)
+                ]
+                query = None if q is None else parse(q)
+                pages: list[tuple[str, int]] = []
+                before = FIRST
+                while True:
+                    rows = await store.database.read(lambda c: reading.find(c, query, wanted, heads, before, 25))  # noqa: B023
+                    pages += [(row.session_id, row.turn) for row in rows]
+                    if len(rows) < 25:
+                        break
+                    before = rows[-1].id
+                assert pages == expected, (wanted, heads, q)

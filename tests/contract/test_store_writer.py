@@ -8,10 +8,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from helpers.store import Store, claim, commit, create
+from sqlalchemy import bindparam, select
 from sqlalchemy.engine import make_url
 
 from app.errors import Overloaded, StoreUnavailable
@@ -19,6 +20,7 @@ from app.store import writer as writer_module
 from app.store.dialect import Tx
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Existing
+from app.store.schema import sessions
 
 pytestmark = pytest.mark.anyio
 
@@ -232,3 +234,11 @@ async def test_an_outcome_is_given_only_after_the_commit(sqlite_store: Store, sq
         await sqlite_store.create(f"s{number}")
         assert other.execute("SELECT count(*) FROM sessions").fetchone() == (number + 1,)
     other.close()
+
+
+@pytest.mark.parametrize("values", [bindparam("ids", expanding=True), ("open", "closed")], ids=["bound", "fixed"])
+async def test_a_statement_with_a_list_of_values_is_refused_in_words(store: Store, values: Any) -> None:
+    """Statements are compiled once, and this one has another text for each number of values."""
+    listed = select(sessions.c.session_id).where(sessions.c.status.in_(values))
+    with pytest.raises(TypeError, match=r"\.in_\(\)"):
+        await store.database.write(lambda tx: tx.all(listed, {"ids": ["open"]}), durable=True)

@@ -114,7 +114,7 @@ def test_a_batch_over_kills(request: pytest.FixtureRequest, stand: Stand, tmp_pa
     package, module, preloaded, prompt, reward = ADAPTERS[adapter]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip(package, reason="see 'Trainers' packages' in docs/export.md", exc_type=ImportError)
+        pytest.importorskip(package, reason="see 'Trainers' packages' in CONTRIBUTING.md", exc_type=ImportError)
         import_module(module)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preloaded)

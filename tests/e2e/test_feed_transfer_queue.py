@@ -27,7 +27,7 @@ from turnlog import AsyncTurnlog
 os.environ.setdefault("TQ_NUM_THREADS", "1")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    missing = "see 'Trainers' packages' in docs/export.md"
+    missing = "see 'Trainers' packages' in CONTRIBUTING.md"
     ray = pytest.importorskip("ray", reason=missing)
     tq = pytest.importorskip("transfer_queue", reason=missing)
     replay = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer", reason=missing, exc_type=ImportError)

@@ -53,7 +53,7 @@ class Engine(EngineClient):
     async def post(
         self,
         url: str,
-        body: bytes,
+        body: bytes | Sequence[bytes],
         headers: Headers,
         grow: Grow = lambda size: None,
         may_send: Callable[[], bool] | None = None,
@@ -61,7 +61,7 @@ class Engine(EngineClient):
     ) -> EngineReply:
         if url.endswith("/abort_request"):
             return EngineReply(200, [], Body([b"{}"]))
-        request = msgspec.json.decode(body)
+        request = msgspec.json.decode(body if isinstance(body, bytes) else b"".join(body))
         text = request["messages"][-1]["content"]
         number = next(self._numbers)
         self.heard.set()

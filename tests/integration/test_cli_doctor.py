@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import make_url
 
+from app.store.packs.rows import IN_USE
 from integration.cli import answer, run
 from integration.stand import Stand, serving, until
 from ops.simulator.process import SimulatorProcess
@@ -85,6 +88,19 @@ def test_something_else_at_the_address(stand: Stand, clean_environment: Environm
     clean_environment(DATABASE_URL=sqlite_url, URL=str(stand.sim.base_url), UPSTREAMS=str(stand.sim.base_url))
     [what] = whats(answer("doctor", "--no-generate", code=1)["findings"], "server", "problem")
     assert "is not Turnlog" in what or "is this Turnlog's address?" in what
+
+
+def test_objects_that_were_left_in_a_bucket(
+    tmp_path: Path, sglang: SimulatorProcess, clean_environment: Environment, sqlite_url: str
+) -> None:
+    """Payloads were moved into the database, and the server was started without TURNLOG_PAYLOADS_FROM too early."""
+    with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection, connection:
+        connection.execute("INSERT INTO store_meta VALUES (?, ?)", (IN_USE, '["s3://old/place"]'))
+    with serving(tmp_path / "server", sglang.base_url, environment={"TURNLOG_DATABASE_URL": sqlite_url}) as made:
+        assert "s3://old/place still had objects of this store" in made.server.log_path.read_text()
+        clean_environment(DATABASE_URL=sqlite_url, URL=made.server.base_url)
+        findings = answer("doctor", "--no-generate")["findings"]
+    assert any("s3://old/place still had" in what for what in whats(findings, "database", "warning"))
 
 
 def test_postgresql_is_looked_at(postgres_url: str, sglang: SimulatorProcess, clean_environment: Environment) -> None:

@@ -90,8 +90,10 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
     word = f"okapi{uuid.uuid4().hex[:8]}"
     talk = searched.talk(group_id=word, metadata={"env": {"name": word}, "level": 3})
     with_tools(talk, word)
-    other = searched.talk(metadata={"level": 4})
+    other = searched.talk(metadata={"level": 4}, attempt=2)
     other.say(f"Another {word}")
+    engine = searched.http.get("/sessions", params={"prefix": other.id}).json()["sessions"][0]["engine"]
+    assert searched.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
     assert searched.http.put(f"{other.path}/note", json={"tags": [word]}).status_code == 200
     assert searched.http.delete(other.path).status_code == 204
     refused = talk.chat([*talk.messages, user("Bad")], sim={"fault": "null_logprob"})
@@ -106,6 +108,12 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
         ({"metadata": f"env.name={word}", "role": "user"}, [(talk.id, 2, 2), (talk.id, 1, 0)]),
         ({"q": word, "metadata": "level=4"}, [(other.id, 1, 0)]),
         ({"q": word, "metadata": "level=5"}, []),
+        ({"q": word, "attempt": 2}, [(other.id, 1, 0)]),
+        ({"q": f"another {word}", "engine": engine}, [(other.id, 1, 0)]),
+        ({"q": word, "engine": f"{engine}/other"}, []),
+        ({"q": word, "min_staleness": 10**9}, []),
+        ({"q": word, "unrewarded": True}, [(other.id, 1, 0)]),
+        ({"q": word, "role": "tool", "min_reward": 0.5, "max_reward": 0.5}, [(talk.id, 2, 4)]),
         ({"finish_reason": "stop", "session_id": other.id}, [(other.id, 1, 1)]),
         ({"role": "rejected", "group_id": word}, [(talk.id, 3, None)]),
         ({"reason": "upstream_invalid", "group_id": "none"}, []),

@@ -1,6 +1,6 @@
 """Advantages by the trainers' own code, of rollouts with one row each and of the same with several: equal.
 
-`pytest -rP` prints the numbers. Packages: see 'Trainers' packages' in docs/export.md.
+`pytest -rP` prints the numbers. Packages: see 'Trainers' packages' in CONTRIBUTING.md.
 """
 
 from __future__ import annotations

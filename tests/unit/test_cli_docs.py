@@ -1,4 +1,4 @@
-"""docs/cli.md names every command and every option there is, and none that there is not."""
+"""docs/commands.md is made from the commands; docs/cli.md names no command and no option that there is not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import typer.main
 from typer.core import TyperGroup as Group
 
+from ops import command_reference
 from turnlog.cli.commands import app
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
@@ -26,19 +27,18 @@ def options() -> dict[str, set[str]]:
     return found
 
 
-def row_of(command: str) -> str:
-    """The command's rows, or of one that has a section of its own, that."""
-    if command == "export":
-        return TEXT.partition("\n## Export\n")[2].partition("\n## ")[0]
-    rows = [line for line in TEXT.splitlines() if re.match(rf"\| `{command}[ `]", line)]
-    assert rows, command
-    return "\n".join(rows)
+def test_the_page_of_commands_is_current() -> None:
+    assert command_reference.is_current(), "run python -m ops.command_reference"
 
 
 def test_every_command_and_option_is_told() -> None:
+    page = command_reference.generate()
     for command, flags in options().items():
-        told = set(re.findall(r"`(-[a-z-]+)", row_of(command)))
-        assert flags <= told, command
+        sections = [one for one in page.split("\n### ") if re.match(rf"turnlog {command}\b", one)]
+        rows = [line for one in sections for line in one.splitlines() if line.startswith("| `")]
+        assert sections, command
+        assert flags <= set(re.findall(r"`(-[a-z-]+)`", " ".join(row.split(" | ")[0] for row in rows))), command
+        assert not [row for row in rows if row.endswith("|  |")], f"{command}: options without a text"
 
 
 def test_nothing_else_is_told() -> None:

@@ -80,15 +80,6 @@ def test_a_server_is_where_the_client_looks_for_it(path: Path) -> None:
     assert not re.search(r"uvicorn app\.main:app.*--port", text)
 
 
-def test_every_setting_is_in_the_table() -> None:
-    text = (ROOT / "docs" / "api.md").read_text()
-    table = text[text.index("\n## Settings\n") :]
-    rows = {name for line in table.splitlines() if line.startswith("| `TURNLOG_") for name in _VARIABLE.findall(line)}
-    named = {name for line in table.splitlines() if line.startswith("| `TURNLOG_") for name in _first(line)}
-    assert sorted(settings() - rows) == []
-    assert sorted(named - settings()) == []
-
-
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     guides = (ROOT / "docs" / "guides" / "README.md").read_text()
@@ -96,10 +87,6 @@ def test_every_page_is_in_the_index() -> None:
     assert [name for name in docs if f"({name}" not in index] == []
     inner = [path.name for path in (ROOT / "docs" / "guides").glob("*.md") if path.name != "README.md"]
     assert [name for name in inner if f"({name}" not in guides] == []
-
-
-def _first(row: str) -> list[str]:
-    return _VARIABLE.findall(row.split("|")[1])
 
 
 _RULE = re.compile(r"^\| .+ \| \[`[^`]+`\]\(\.\./([^)]+)\) \| `([^`]+)` \|$", re.MULTILINE)

@@ -19,8 +19,8 @@ from app.export.row import Row
 
 JSON = dict[str, Any]
 
-NO_VERL = "verl is not installed: see 'Trainers' packages' in docs/export.md"
-NO_SKYRL = "skyrl is not installed (it needs Python 3.12): see 'Trainers' packages' in docs/export.md"
+NO_VERL = "verl is not installed: see 'Trainers' packages' in CONTRIBUTING.md"
+NO_SKYRL = "skyrl is not installed (it needs Python 3.12): see 'Trainers' packages' in CONTRIBUTING.md"
 
 
 def exported(format: str, shape: str, given: Sequence[Row]) -> list[JSON]:

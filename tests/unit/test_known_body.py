@@ -38,12 +38,12 @@ def known_after(*bodies: bytes, is_tree: bool = False) -> KnownBodies:
         continued = continued_of(found, body)
         layout = parse_chat(body, False, continued).layout
         assert layout is not None
-        found.add(KnownBody(layout, turn, hashlib.sha256()), layout.continued, is_tree=is_tree)
+        found.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued, is_tree=is_tree)
     return found
 
 
 def continued_of(known: KnownBodies, body: bytes) -> ContinuedBody | None:
-    prefix = known.prefix(body)
+    prefix = known.prefix(body, "chat")
     return None if prefix is None else split_continued(body, prefix)
 
 
@@ -63,7 +63,9 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "hash": request.body_hash,
         "stream": (request.stream, request.stream_mode),
         "ids": request.ids,
-        "places": None if layout is None else (layout.starts, layout.ends, layout.hashed.hexdigest()),
+        "places": None
+        if layout is None
+        else (layout.starts, layout.ends, [(state.messages, state.reader.hexdigest()) for state in layout.hashed]),
         "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
     }
 
@@ -126,9 +128,9 @@ def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole is not None
     assert continued.layout.values == whole.values
     monkeypatch.setattr(known_body, "MOST_VALUES", whole.values - 1)
-    assert known.prefix(body) is None
+    assert known.prefix(body, "chat") is None
     monkeypatch.setattr(known_body, "MOST_VALUES", whole.values)
-    assert known.prefix(body) is not None
+    assert known.prefix(body, "chat") is not None
 
 
 FRONTS = ['{"model":"m",', '{"a":[1,{"messages":[1]}],"messages":[2],"tools":[],', ' { "x":"\\"messages\\":[" , ', "{"]
@@ -176,10 +178,10 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a linear session one body; of a tree those that none continues, so many and so many bytes."""
     asked = [body_of([MESSAGES[0], {"role": "user", "content": str(place)}]) for place in range(40)]
     linear, tree = known_after(*asked), known_after(*asked, is_tree=True)
-    assert linear.prefix(asked[-1]).messages == 2  # type: ignore[union-attr]
-    assert linear.prefix(asked[0]).messages == 1  # type: ignore[union-attr]
+    assert linear.prefix(asked[-1], "chat").messages == 2  # type: ignore[union-attr]
+    assert linear.prefix(asked[0], "chat").messages == 1  # type: ignore[union-attr]
     assert LONG_BODY < linear.size < 2 * len(asked[-1])
-    counts = [tree.prefix(body).messages for body in asked]  # type: ignore[union-attr]
+    counts = [tree.prefix(body, "chat").messages for body in asked]  # type: ignore[union-attr]
     assert counts == [1] * (40 - known_body.MOST_HEADS) + [2] * known_body.MOST_HEADS
     monkeypatch.setattr(known_body, "MOST_BYTES", 3 * len(asked[0]))
     assert known_after(*asked, is_tree=True).size < 3 * len(asked[0])
@@ -198,7 +200,7 @@ def test_what_is_not_kept() -> None:
     "new", ["x" * (known_body.MOST_REST + 1), "[" * (known_body.MOST_REST_VALUES + 1)], ids=["long", "many values"]
 )
 def test_a_long_rest_is_not_read_on_the_event_loop(new: str) -> None:
-    assert known_after(body_of()).prefix(body_of([*MESSAGES, {"role": "user", "content": new}])) is None
+    assert known_after(body_of()).prefix(body_of([*MESSAGES, {"role": "user", "content": new}]), "chat") is None
 
 
 def test_a_body_with_many_values_is_continued() -> None:
@@ -232,7 +234,7 @@ def test_a_known_history_is_hashed_as_an_unknown_one(history: Any) -> None:
         incoming, request = asked_after(book, known, body)
         plain = Incoming([msgspec.Raw(bytes(raw)) for raw in request.messages], book.session.config.matcher)
         plain.check(book.index)
-        whole += request.prefix is not None and request.prefix.is_whole
+        whole += request.prefix is not None and request.prefix.spelled is not None
         assert incoming.whole_hash == plain.whole_hash
         assert incoming.join(book.session, book.index, None) == plain.join(book.session, book.index, None)
         counts = [*range(len(messages) + 1), *range(len(messages), -1, -1)]
@@ -244,7 +246,7 @@ def test_a_known_history_is_hashed_as_an_unknown_one(history: Any) -> None:
         reply = assistant(f"r{min(place + 1, 4)}")
         committed = book.turn(messages, reply)
         assert request.layout is not None
-        body_known = KnownBody(request.layout, committed.turn, incoming.spelled())
+        body_known = KnownBody(request.layout, "chat", committed.turn, incoming.spelled())
         known.add(body_known, request.layout.continued, is_tree=history == "tree")
     assert whole >= 5
 

@@ -28,6 +28,15 @@ COSTS = scale.Costs(
     wal_content=2.0,
     chunk_in_pack=4.0,
     export_bytes_a_token=16.0,
+    cached_session=1000.0,
+    cached_turn=100.0,
+    cached_token=1.0,
+    server_ms=2.0,
+    miss_server_ms=4.0,
+    database_ms=1.0,
+    miss_database_ms=2.0,
+    p99_ms=10.0,
+    miss_p99_ms=30.0,
 )
 FLEET = scale.Fleet(sessions=1 << 20, turns=2, new_tokens=90, output_tokens=50, load_turns=0)
 """200 bytes of content a turn."""
@@ -55,15 +64,35 @@ def test_no_page_is_in_the_log_more_often_than_it_is_touched() -> None:
     assert scale.touched(1000, 5, 1_000_000) == 1000 / 1_000_000
 
 
+@pytest.mark.parametrize(
+    ("room_for", "misses", "server_ms", "database_ms", "p99_ms"),
+    [(2000, 0.0, 2.0, 1.0, 10.0), (1000, 0.0, 2.0, 1.0, 10.0), (995, 0.005, 2.02, 1.01, 10.0), (250, 0.75, 5, 2.5, 30)],
+)
+def test_a_turn_of_a_session_that_the_cache_has_no_room_for_costs_a_load(
+    room_for: int, misses: float, server_ms: float, database_ms: float, p99_ms: float
+) -> None:
+    fleet = scale.Fleet(sessions=1000, turns=2, new_tokens=90, output_tokens=50, cache_bytes=room_for * 1480.0)
+    found = scale.predict(fleet, COSTS)
+    assert found["cache: KiB a session"] == 1480 / 1024
+    assert found["turns that miss the cache"] == pytest.approx(misses)
+    assert found["server CPU ms a turn"] == pytest.approx(server_ms)
+    assert found["database CPU ms a turn"] == pytest.approx(database_ms)
+    assert found["p99 ms"] == p99_ms
+
+
 def sample(**changed: float) -> dict[str, Any]:
     costs = {"server CPU ms a turn": 2.0, "database CPU ms a turn": 1.0}
-    times = {"p99 ms": 10.0, "export s": 2.0, "export rows": 100.0, "janitor: no idle session, ms": 1.0}
+    missed = {"server CPU ms a turn": 5.0, "database CPU ms a turn": 1.5, "p99 ms": 20.0}
+    export = {"export of one s": 0.5, "export s": 2.5, "export MiB": 4.0}
+    times = {"p99 ms": 10.0, "janitor: no idle session, ms": 1.0}
     others = {
         "janitor: sessions closed a second": 40.0,
         "restart until /health s": 3.0,
         "memory after a restart MiB": 9.0,
     }
-    return {**costs, **{f"filling: {name}": cost for name, cost in costs.items()}, **times, **others, **changed}
+    filling = {f"filling: {name}": cost for name, cost in costs.items()}
+    missing = {f"{scale.MISSED}{name}": cost for name, cost in missed.items()}
+    return {**costs, **filling, **missing, **export, **times, **others, **changed}
 
 
 def test_a_run_is_compared_with_the_times_of_its_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +103,7 @@ def test_a_run_is_compared_with_the_times_of_its_samples(tmp_path: Path, capsys:
     assert rows["server CPU ms a turn"]["predicted"] == 3.0
     assert rows["server CPU ms a turn"]["ratio"] == 1.0
     assert rows["database MiB"]["ratio"] == pytest.approx(2.0)
-    assert rows["export s"]["predicted"] == 1000 * 20 / 1000
+    assert rows["export s"]["predicted"] == pytest.approx(0.5 + rows["export MiB"]["predicted"] * 2 / 4)
     (tmp_path / "run.json").write_text(json.dumps(msgspec.to_builtins(run)))
     assert scale.main(["--beside", str(tmp_path / "run.json")]) == 0
     assert "database MiB" in capsys.readouterr().out

@@ -25,7 +25,7 @@ def test_areal_joins_rows_to_a_batch() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        data = pytest.importorskip("areal.utils.data", reason="areal is not installed, see docs/export.md")
+        data = pytest.importorskip("areal.utils.data", reason="areal is not installed, see CONTRIBUTING.md")
     long, short = rows(TWO_TURNS)[0], rows([Given([1], [7], [-3.0])], reward=0.0)[0]
     batch = data.concat_padded_tensors(
         [{name: torch.from_numpy(np.array(areal.fields(row)[name])) for name in TENSORS} for row in (long, short)]

@@ -258,7 +258,7 @@ def test_the_ids_of_the_steps_are_the_sample(turns: list[Given]) -> None:
 @pytest.mark.parametrize("module", ["harbor.models.trajectories", "atif"])
 def test_the_formats_own_models_read_it(module: str) -> None:
     """Harbor's, and the free-standing ones of the same specification; both forbid unknown fields."""
-    models = pytest.importorskip(module, reason=f"{module} is not installed, see docs/export.md")
+    models = pytest.importorskip(module, reason=f"{module} is not installed, see CONTRIBUTING.md")
     with_parts = [Given([1], [2], [-1.0], messages=({"role": "user", "content": PARTS},))]
     for turns in (WITH_TOOLS, TWO_TURNS, TWO_SEGMENTS, with_parts):
         for row in rows(turns, metadata={"task": 1}):

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import re
 
+from app.api.openapi import document
+from app.errors import ClientGone, codes
+from app.main import create_app
+from app.settings import Settings
 from ops import wire_reference
 
 
 def test_the_page_is_current() -> None:
     assert wire_reference.is_current(), "run python -m ops.wire_reference"
+
+
+def test_every_route_is_on_the_page() -> None:
+    """A route whose tag the document does not have would be on no page."""
+    paths = document(create_app(Settings()))["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert set(re.findall(r"^### ([A-Z]+ /.*)$", wire_reference.generate(), re.MULTILINE)) == routes
+
+
+def test_every_code_is_on_the_page() -> None:
+    """But that of a client that is gone, which only the log has."""
+    errors = wire_reference.generate().partition("\n## Errors\n")[2]
+    assert set(re.findall(r"^\| \**`(\w+)`", errors, re.MULTILINE)) == codes().keys() - {ClientGone.code}
 
 
 def test_its_links_lead_somewhere() -> None:

@@ -35,7 +35,7 @@ def serve(
     ] = True,
     stop_s: Annotated[int, typer.Option(min=0, help="Seconds that a stop waits for open requests.")] = STOP_S,
 ) -> None:
-    """Run a server. Its settings are TURNLOG_ variables (docs/api.md).
+    """Run a server. Its settings are TURNLOG_ variables (docs/settings.md).
 
     A second process waits beside it and takes over if it dies, so that clients are not refused meanwhile.
     """

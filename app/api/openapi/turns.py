@@ -36,6 +36,7 @@ from app.errors import (
     SessionOpenFailed,
     TokenPrefixMismatch,
     TooManySessions,
+    TooManyTurns,
     Unsupported,
     WorkerCrash,
 )
@@ -50,6 +51,7 @@ ERRORS: Errors = (
     PreviousResponseNotFound,
     *SESSION,
     TooManySessions,
+    TooManyTurns,
     SessionBusy,
     ClaimLost,
     IdempotencyMismatch,

@@ -29,6 +29,10 @@ ROW_COST = 512
 
 FLOATS = {"float32", "float64"}
 
+IN_RUNS = {"bool", "uint8", "int64"}
+"""Items of lists that have one value many times over, as masks and versions do: zstd packs them as small as a
+dictionary does, in two thirds of the time."""
+
 SCALARS = {
     "text": pa.string(),
     "json": pa.string(),
@@ -61,18 +65,25 @@ class ParquetWriter:
             self._schema,
             compression="zstd",
             compression_level=1,
-            use_dictionary=list(_paths(columns, SCALARS.keys() - FLOATS - {"json", "bytes"})),
+            use_dictionary=list(_with_dictionary(columns)),
             use_byte_stream_split=list(_paths(columns, FLOATS)),
             write_statistics=list(_paths(columns, SCALARS.keys() - {"json", "bytes"}, scalars=True)),
         )
+        self._rows: list[Sequence[object]] = []
         self._batches: list[Any] = []
         self._size = 0
 
     def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
-        return self._add(*self._packed(rows))
+        for row in rows:
+            values, size = self._values(row)
+            self._rows.append(values)
+            self._size += size
+            if self._size >= GROUP:
+                yield from self._group()
 
     def pack(self, rows: Sequence[Fields]) -> bytes:
-        sizes, batch = self._packed(rows)
+        values, sizes = zip(*map(self._values, rows), strict=True)
+        batch = self._batch(values)
         out = io.BytesIO()
         with pa.ipc.new_stream(out, self._schema) as stream:
             stream.write_batch(batch)
@@ -80,28 +91,9 @@ class ParquetWriter:
 
     def add(self, packed: Buffer) -> Iterator[bytes]:
         sizes, content = msgspec.msgpack.decode(packed, type=tuple[list[int], memoryview])
+        self._close_batch()
         with pa.ipc.open_stream(content) as stream:
-            yield from self._add(sizes, stream.read_next_batch())
-
-    def _packed(self, rows: Sequence[Fields]) -> tuple[list[int], Any]:
-        """What each row takes in memory, about, and all of them as a record batch."""
-        values: dict[str, list[object]] = {name: [] for name in self._columns}
-        sizes: list[int] = []
-        for row in rows:
-            if unknown := row.keys() - self._columns.keys():
-                raise ValueError(f"no column was declared for {', '.join(sorted(unknown))}")
-            size = ROW_COST
-            for name, column in self._columns.items():
-                value = row.get(name)
-                if value is not None:
-                    value = _plain(column, value)
-                    size += _size(value)
-                values[name].append(value)
-            sizes.append(size)
-        arrays = [_array(column, values[name]) for name, column in self._columns.items()]
-        return sizes, pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-
-    def _add(self, sizes: Sequence[int], batch: Any) -> Iterator[bytes]:
+            batch = stream.read_next_batch()
         begun = 0
         for end, size in enumerate(sizes, 1):
             self._size += size
@@ -112,8 +104,29 @@ class ParquetWriter:
         if begun < len(sizes):
             self._batches.append(batch.slice(begun))
 
+    def _values(self, row: Fields) -> tuple[Sequence[object], int]:
+        """A row's values in the order of the columns, and what they take in memory, about."""
+        if not row.keys() <= self._columns.keys():
+            unknown = row.keys() - self._columns.keys()
+            raise ValueError(f"no column was declared for {', '.join(sorted(unknown))}")
+        values = [
+            None if (value := row.get(name)) is None else _plain(column, value)
+            for name, column in self._columns.items()
+        ]
+        return values, ROW_COST + sum(map(_size, values))
+
+    def _batch(self, rows: Sequence[Sequence[object]]) -> Any:
+        values = zip(*rows, strict=True)
+        arrays = [_array(column, of_column) for column, of_column in zip(self._columns.values(), values, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _close_batch(self) -> None:
+        if self._rows:
+            self._batches.append(self._batch(self._rows))
+            self._rows = []
+
     def finish(self) -> Iterator[bytes]:
-        if self._batches:
+        if self._rows or self._batches:
             yield from self._group()
         self._parquet.close()
         yield from self._out.taken()
@@ -122,8 +135,10 @@ class ParquetWriter:
         self._out.close()
 
     def _group(self) -> Iterator[bytes]:
-        # In one chunk, since a page ends with one.
-        table = pa.Table.from_batches(self._batches).combine_chunks()
+        self._close_batch()
+        table = pa.Table.from_batches(self._batches)
+        if len(self._batches) > 1:
+            table = table.combine_chunks()  # a page ends with a chunk
         self._batches, self._size = [], 0
         self._parquet.write_table(table, row_group_size=len(table))
         del table
@@ -177,10 +192,15 @@ def _paths(columns: Columns, items: Set[str], *, scalars: bool = False) -> Itera
             yield name + ".list.element" * dimensions
 
 
+def _with_dictionary(columns: Columns) -> Iterator[str]:
+    runs = set(_paths(columns, IN_RUNS)) - set(_paths(columns, IN_RUNS, scalars=True))
+    return (path for path in _paths(columns, SCALARS.keys() - FLOATS - {"json", "bytes"}) if path not in runs)
+
+
 def _plain(column: Column, value: object) -> object:
-    """JSON becomes text at once: it is smaller than what it was made of."""
+    """JSON becomes text (UTF-8) at once: it is smaller than what it was made of."""
     if column == "json":
-        return jsontext.encode(value).decode()
+        return jsontext.encode(value)
     if isinstance(value, np.ndarray):
         return _deepened(column, value)
     if isinstance(value, str | bytes | float):
@@ -198,6 +218,8 @@ def _deepened(column: Column, array: Array) -> Array:
 
 
 def _size(value: object) -> int:
+    if value is None:
+        return 0
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, str | bytes):
@@ -219,6 +241,8 @@ def _array(column: Column, values: Sequence[Any]) -> Any:
         missing = pa.array([value is None for value in values], pa.bool_())
         return pa.StructArray.from_arrays(inner, fields=list(_type(column)), mask=missing)
     dimensions, item = depth(column)
+    if item == "json":
+        return pa.array(values, pa.binary()).cast(pa.string())
     if dimensions == 0:
         return pa.array(values, SCALARS[item])
     return _lists(values, dimensions, item)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
-
 from app.domain import control
-from app.domain.continued_body import ContinuedBody, layout_of
-from app.domain.known_body import LONG_BODY, BodyLayout
+from app.domain.continued_body import ContinuedBody
 from app.domain.request import ChatRequest
 from app.protocols.body import (
     engine_params,
+    fields_of,
     flag,
-    has_many_values,
-    hash_body,
-    list_of,
+    hash_request,
+    items_of,
     require_one,
-    split_fields,
     stream_mode,
     token_ids,
 )
@@ -30,16 +24,8 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
 
     Messages are only split here; `history.Incoming.check` checks the new ones.
     """
-    if continued is not None:
-        many_values, fields = False, dict(continued.fields)
-        messages: Sequence[msgspec.Raw] = continued.messages
-        layout: BodyLayout | None = continued.layout
-    else:
-        many_values = has_many_values(body, has_few_values)
-        fields = split_fields(body, many_values)
-        raw = fields.pop("messages", None)
-        messages = list_of("messages", raw, many_values)
-        layout = layout_of(body, raw, messages) if raw is not None and len(body) >= LONG_BODY else None
+    fields, many_values = fields_of(body, has_few_values, continued)
+    messages, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
     tools = fields.pop("tools", None)
     ids = token_ids(fields.pop("input_ids", None), "input_ids")
     stream = flag(fields.pop("stream", None), "stream")
@@ -50,16 +36,15 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     if tools is not None and bytes(tools) == b"null":
         tools = None
     own = control.remove_control(params)
-    body_hash = hash_body(body) if layout is None else layout.body_hash()
     return ChatRequest(
         messages,
         tools,
         params,
         stream,
-        body_hash,
+        hash_request(body, b"", layout),
         ids,
         own,
         stream_mode=mode,
         layout=layout,
-        prefix=None if continued is None else continued.prefix,
+        prefix=None if continued is None else continued.history(),
     )

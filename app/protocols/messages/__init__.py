@@ -25,7 +25,7 @@ class Messages:
     name = "messages"
     route = "/v1/messages"
     is_native = False
-    has_layouts = False
+    has_layouts = True
     history: History = "tree"
     keepalive = event({"type": "ping"}, "ping")
     schema: Mapping[str, Any] = REQUEST
@@ -34,7 +34,7 @@ class Messages:
     def parse(
         self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
     ) -> ChatRequest | CompletionRequest:
-        return parse_messages(body, has_few_values)
+        return parse_messages(body, has_few_values, continued)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
         return request

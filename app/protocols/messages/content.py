@@ -127,6 +127,11 @@ class Parts:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    def copy(self) -> Parts:
+        made = Parts()
+        made._parts = [dict(part) for part in self._parts]
+        return made
+
     def add(self, part: Part, separator: str) -> None:
         """`separator` stands between the part and a text before it."""
         if part["type"] != "text":

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from app.domain.known_body import BodyPrefix, State
 from app.domain.proofs import find_proof
 from app.errors import InvalidRequest
 from app.protocols.messages.arguments import as_arguments
 from app.protocols.messages.content import Block, Content, Parts, blocks_of, content_of, part_of, text_of, unsupported
 from app.protocols.messages.reading import decode, object_text, required
+from app.protocols.translation import translated
 from workers.depth import MAX_DEPTH, too_deep
 
 _BILLING = "x-anthropic-billing-header:"
@@ -40,43 +42,30 @@ _SYSTEM: msgspec.json.Decoder[Content | None] = msgspec.json.Decoder(Content | N
 
 class Conversation(msgspec.Struct, frozen=True):
     """Chat messages; `proofs` are those of their signatures, the newest last. `is_prefill`: the last is an
-    assistant's."""
+    assistant's. `states` are those of their translation (`translated`)."""
 
     messages: list[msgspec.Raw]
     proofs: tuple[str, ...]
     is_prefill: bool
+    states: Sequence[State] = ()
 
 
-def conversation(system: msgspec.Raw | None, raws: Sequence[msgspec.Raw]) -> Conversation:
-    """Raises InvalidRequest, which names the field, and Unsupported."""
+def conversation(
+    system: msgspec.Raw | None,
+    raws: Sequence[msgspec.Raw],
+    prefix: BodyPrefix | None = None,
+    *,
+    keeps_states: bool = False,
+) -> Conversation:
+    """`prefix` is what is known of the messages. Raises InvalidRequest, which names the field, and Unsupported."""
     texts = [] if system is None else _system_texts(decode(_SYSTEM, system, "system"), "system")
-    chat = _Chat()
-    role: str | None = None
-    for index, raw in enumerate(raws):
-        where = f"messages[{index}]"
-        if too_deep(bytes(raw)):
-            raise InvalidRequest(f"{where} nests deeper than {MAX_DEPTH} levels")
-        message = decode(_MESSAGE, raw, where)
-        where += ".content"
-        if message.role == "system":
-            found = _system_texts(message.content, where)
-            if not chat.has_begun:
-                texts += found
-                continue
-            message.content = "\n\n".join(found)
-            if not message.content:
-                continue
-        role = message.role
-        if role == "assistant":
-            chat.add_assistant(message.content, where)
-        else:
-            chat.add_user(message.content, where)
+    chat, states = translated(_Chat(), raws, prefix, keeps_states=keeps_states)
     if not chat.has_begun:
         raise InvalidRequest("messages must have a user's message")
     messages = chat.end()
-    if text := "\n\n".join(filter(None, texts)):
+    if text := "\n\n".join(filter(None, [*texts, *chat.leading])):
         messages.insert(0, _raw({"role": "system", "content": text}))
-    return Conversation(messages, tuple(chat.proofs), role == "assistant")
+    return Conversation(messages, tuple(chat.proofs), chat.role == "assistant", states)
 
 
 def _system_texts(content: Content | None, where: str) -> list[str]:
@@ -117,6 +106,11 @@ class _Assistant:
         self.texts += other.texts
         self.calls += other.calls
 
+    def copy(self) -> _Assistant:
+        made = _Assistant()
+        made.take(self)
+        return made
+
     def message(self) -> dict[str, Any]:
         text = "".join(self.texts)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
@@ -130,11 +124,14 @@ class _Assistant:
 class _Chat:
     """Chat messages as they grow. Neighbouring messages of users become one, as the API says.
 
-    `_is_silent`: the user has had a turn since the last reply, but nothing in it.
+    `leading` are the texts of system messages before any other, `role` is that of the last message. `_is_silent`: the
+    user has had a turn since the last reply, but nothing in it.
     """
 
     def __init__(self) -> None:
         self.proofs: list[str] = []
+        self.leading: list[str] = []
+        self.role: str | None = None
         self._messages: list[msgspec.Raw] = []
         self._assistant: _Assistant | None = None
         self._parts = Parts()
@@ -143,6 +140,34 @@ class _Chat:
     @property
     def has_begun(self) -> bool:
         return bool(self._messages or self._assistant or self._parts or self._is_silent)
+
+    def copy(self) -> _Chat:
+        made = _Chat()
+        made.proofs, made.leading, made.role = self.proofs[:], self.leading[:], self.role
+        made._messages, made._is_silent = self._messages[:], self._is_silent
+        made._assistant = None if self._assistant is None else self._assistant.copy()
+        made._parts = self._parts.copy()
+        return made
+
+    def read(self, index: int, raw: msgspec.Raw) -> None:
+        where = f"messages[{index}]"
+        if too_deep(bytes(raw)):
+            raise InvalidRequest(f"{where} nests deeper than {MAX_DEPTH} levels")
+        message = decode(_MESSAGE, raw, where)
+        where += ".content"
+        if message.role == "system":
+            found = _system_texts(message.content, where)
+            if not self.has_begun:
+                self.leading += found
+                return
+            message.content = "\n\n".join(found)
+            if not message.content:
+                return
+        self.role = message.role
+        if message.role == "assistant":
+            self.add_assistant(message.content, where)
+        else:
+            self.add_user(message.content, where)
 
     def end(self) -> list[msgspec.Raw]:
         self._end_assistant()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from app.domain import control
+from app.domain.continued_body import ContinuedBody
+from app.domain.known_body import Translation
 from app.domain.request import ChatRequest
 from app.protocols.body import (
     engine_params,
+    fields_of,
     flag,
-    has_many_values,
-    hash_body,
-    list_of,
+    hash_request,
+    items_of,
     require_one,
-    split_fields,
     stream_mode,
     token_ids,
 )
@@ -25,20 +26,19 @@ from app.protocols.messages.tools import tools_of
 _PREFILL = "prefilling a reply is not supported: the last message must not be the assistant's"
 
 
-def parse_messages(body: bytes, has_few_values: bool = False) -> ChatRequest:
-    """Raises InvalidRequest, which names the field, and Unsupported."""
-    return _parse(body, has_few_values, generates=True)
+def parse_messages(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
+    """As `chat.parse.parse_chat`. Raises InvalidRequest, which names the field, and Unsupported."""
+    return _parse(body, has_few_values, continued, generates=True)
 
 
 def parse_count(body: bytes, has_few_values: bool = False) -> ChatRequest:
     """A request whose tokens are only counted: `max_tokens` is not needed, and a reply's beginning is counted, too."""
-    return msgspec.structs.replace(_parse(body, has_few_values, generates=False), refusal=None)
+    return msgspec.structs.replace(_parse(body, has_few_values, None, generates=False), refusal=None)
 
 
-def _parse(body: bytes, has_few_values: bool, *, generates: bool) -> ChatRequest:
-    many_values = has_many_values(body, has_few_values)
-    fields = split_fields(body, many_values)
-    raws = list_of("messages", fields.pop("messages", None), many_values)
+def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *, generates: bool) -> ChatRequest:
+    fields, many_values = fields_of(body, has_few_values, continued)
+    raws, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
     ids = token_ids(fields.pop("input_ids", None), "input_ids")
     stream = flag(fields.pop("stream", None), "stream")
     mode = stream_mode(fields)
@@ -46,14 +46,18 @@ def _parse(body: bytes, has_few_values: bool, *, generates: bool) -> ChatRequest
     params = engine_params(fields, many_values)
     echo = Echo(model_of(params), stops_of(params))
     system, tools, choice = (params.pop(name, None) for name in ("system", "tools", "tool_choice"))
-    found, offered = conversation(system, raws), tools_of(tools, choice)
+    prefix = None if continued is None else continued.prefix
+    found = conversation(system, raws, prefix, keeps_states=layout is not None)
+    if layout is not None:
+        layout.translation = Translation(found.messages, found.states)
+    offered = tools_of(tools, choice)
     params = {**engine_fields(params, has_limit=generates), **offered.params}
     return ChatRequest(
         found.messages,
         offered.raw,
         params,
         stream,
-        hash_body(body, b"messages"),
+        hash_request(body, b"messages", layout),
         ids,
         control.remove_control(params),
         "messages",
@@ -62,4 +66,6 @@ def _parse(body: bytes, has_few_values: bool, *, generates: bool) -> ChatRequest
         refusal=_PREFILL if found.is_prefill else None,
         has_object_arguments=True,
         stream_mode=mode,
+        layout=layout,
+        prefix=None if continued is None else continued.translated(found.messages),
     )

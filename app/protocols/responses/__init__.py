@@ -25,14 +25,14 @@ class Responses:
     name = "responses"
     route = "/v1/responses"
     is_native = False
-    has_layouts = False
+    has_layouts = True
     history: History = "tree"
     keepalive = KEEPALIVE
     schema: Mapping[str, Any] = REQUEST
     example: Mapping[str, Any] = EXAMPLE
 
     def parse(self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
-        return parse_responses(body, has_few_values)
+        return parse_responses(body, has_few_values, continued)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
         return complete_request(request, turns)

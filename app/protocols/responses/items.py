@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
+from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.responses import ids
 from app.protocols.responses.parts import content_of, reasoning_text, text_of
 from app.protocols.responses.tools import flat_name
 from app.protocols.responses.values import fields, items, name, one_of, placed, text, text_or_none, unsupported
+from workers.depth import MAX_DEPTH, too_deep
 
 Item = dict[str, Any]
 
@@ -42,13 +44,35 @@ class Conversation:
 
     def __init__(self, continues: bool) -> None:
         self.system: list[str] = []
-        self.messages: list[Item] = []
         self.proofs: list[str] = []
         self.references: dict[str, None] = {}
         self.more_tools: list[tuple[str, Any]] = []
+        self._messages: list[msgspec.Raw] = []
+        self._last: Item | None = None
         self._leads = not continues
         self._rank: int | None = None
         self._proof: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._last is None and not self.system
+
+    def copy(self) -> Conversation:
+        made = Conversation(False)
+        made.system, made.proofs, made.more_tools = self.system[:], self.proofs[:], self.more_tools[:]
+        made.references, made._messages = dict(self.references), self._messages[:]
+        made._leads, made._rank, made._proof = self._leads, self._rank, self._proof
+        if self._last is not None:
+            made._last = dict(self._last)
+            if "tool_calls" in self._last:
+                made._last["tool_calls"] = list(self._last["tool_calls"])
+        return made
+
+    def read(self, index: int, raw: msgspec.Raw) -> None:
+        path = f"input[{index}]"
+        if too_deep(bytes(raw)):
+            raise InvalidRequest(f"{path} nests deeper than {MAX_DEPTH} levels")
+        self.add(value_of(raw, path), path)
 
     def add(self, value: Any, path: str) -> None:
         item = fields(value, path)
@@ -69,13 +93,20 @@ class Conversation:
     def raw(self, instructions: str) -> list[msgspec.Raw]:
         """The messages; `instructions` lead the system message."""
         texts = [one for one in (instructions, *self.system) if one]
-        system = [{"role": "system", "content": BETWEEN_SYSTEM.join(texts)}] if texts else []
-        return [msgspec.Raw(msgspec.json.encode(message)) for message in (*system, *self.messages)]
+        system = [_raw({"role": "system", "content": BETWEEN_SYSTEM.join(texts)})] if texts else []
+        return [*system, *self._messages, *([] if self._last is None else [_raw(self._last)])]
+
+    def _begin(self, message: Item) -> Item:
+        """Begin a message; the one before it is complete."""
+        if self._last is not None:
+            self._messages.append(_raw(self._last))
+        self._last = message
+        return message
 
     def _client(self, message: Item) -> None:
         """A message that is not the assistant's."""
         self._leads, self._rank = False, None
-        self.messages.append(message)
+        self._begin(message)
 
     def _assistant(self, rank: int, proof: str | None) -> Item:
         """The assistant's message for a part of this rank: the last one, or one that begins here.
@@ -84,11 +115,12 @@ class Conversation:
         """
         rises = self._rank is not None and (rank > self._rank or rank == self._rank == _CALL)
         is_another = proof is not None and self._proof is not None and proof != self._proof
-        if not rises or is_another:
-            self.messages.append({"role": "assistant", "content": None})
+        message = self._last
+        if message is None or not rises or is_another:
+            message = self._begin({"role": "assistant", "content": None})
             self._proof = None
         self._leads, self._rank, self._proof = False, rank, proof or self._proof
-        return self.messages[-1]
+        return message
 
     def add_message(self, item: Item, path: str, proof: str | None) -> None:
         role = one_of(item.get("role"), f"{path}.role", ("user", "assistant", "system", "developer"))
@@ -154,6 +186,10 @@ class Conversation:
             self._assistant(_TEXT, proof)["content"] = place
         else:
             self._assistant(_CALL, proof).setdefault("tool_calls", []).append(place)
+
+
+def _raw(message: Item) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(message))
 
 
 def _called(item: Item, path: str) -> str:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from app.domain import control
+from app.domain.continued_body import ContinuedBody
+from app.domain.known_body import BodyLayout, State, Translation
 from app.domain.request import ChatRequest, value_of
 from app.errors import InvalidRequest, PreviousResponseNotFound
 from app.protocols.body import (
     engine_params,
+    fields_of,
     flag,
-    has_many_values,
-    hash_body,
-    list_of,
+    hash_request,
+    items_of,
     require_one,
-    split_fields,
     stream_mode,
     token_ids,
 )
@@ -26,7 +28,7 @@ from app.protocols.responses.items import Conversation
 from app.protocols.responses.params import Parameters
 from app.protocols.responses.tools import collect, read_choice, read_tools
 from app.protocols.responses.values import text, text_or_none
-from workers.depth import MAX_DEPTH, too_deep
+from app.protocols.translation import translated
 
 MAX_PROOFS = 1000
 """The newest that are read: they tell which of several equal turns a history continues."""
@@ -34,10 +36,9 @@ MAX_PROOFS = 1000
 _NO_INPUT = "input must not be empty"
 
 
-def parse_responses(body: bytes, has_few_values: bool = False) -> ChatRequest:
+def parse_responses(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
     """As `chat.parse.parse_chat`. What needs a stored turn is left to `stored.complete`."""
-    many_values = has_many_values(body, has_few_values)
-    given = split_fields(body, many_values)
+    given, many_values = fields_of(body, has_few_values, continued)
     if "messages" in given:
         raise InvalidRequest("messages is not a field of this protocol; input is")
     stream = flag(given.pop("stream", None), "stream")
@@ -50,8 +51,9 @@ def parse_responses(body: bytes, has_few_values: bool = False) -> ChatRequest:
     parameters = Parameters(given)
     instructions = text_or_none(parameters.take("instructions"), "instructions")
     previous = _previous(parameters.take("previous_response_id"))
-    conversation = Conversation(previous is not None)
-    _add_input(conversation, raw_input, many_values)
+    conversation, layout, states = _conversation(
+        body, raw_input, many_values, continued, continues=previous is not None
+    )
     tools = read_tools(given.pop("tools", None))
     if conversation.more_tools:
         tools = collect(conversation.more_tools, tools)
@@ -66,12 +68,15 @@ def parse_responses(body: bytes, has_few_values: bool = False) -> ChatRequest:
     shown = {**parameters.shown, "instructions": instructions, "tool_choice": choice or "auto"}
     shown |= {"tools": tools.shown, "previous_response_id": previous and ids.RESPONSE + previous}
     references = [proof for proof in conversation.references if proof != previous]
+    messages = conversation.raw("" if previous else instructions or "")
+    if layout is not None:
+        layout.translation = Translation(messages, states)
     return ChatRequest(
-        conversation.raw("" if previous else instructions or ""),
+        messages,
         tools.raw(offered),
         params,
         stream,
-        hash_body(body, b"responses"),
+        hash_request(body, b"responses", layout),
         prompt_ids,
         control.remove_control(params),
         "responses",
@@ -80,6 +85,8 @@ def parse_responses(body: bytes, has_few_values: bool = False) -> ChatRequest:
         previous,
         tuple(references),
         stream_mode=mode,
+        layout=layout,
+        prefix=None if continued is None or layout is None else continued.translated(messages),
     )
 
 
@@ -97,18 +104,28 @@ def _previous(value: Any) -> str | None:
     return proof
 
 
-def _add_input(conversation: Conversation, raw: msgspec.Raw | None, many_values: bool) -> None:
-    """Raises InvalidRequest, and Unsupported for an item that cannot be carried."""
+def _conversation(
+    body: bytes,
+    raw: msgspec.Raw | None,
+    many_values: bool,
+    continued: ContinuedBody | None,
+    *,
+    continues: bool,
+) -> tuple[Conversation, BodyLayout | None, Sequence[State]]:
+    """The conversation of the input, and its states and the body's layout if all of its messages are in the body.
+
+    Raises InvalidRequest, and Unsupported for an item that cannot be carried.
+    """
+    conversation = Conversation(continues)
     if raw is not None and bytes(raw)[:1] == b'"':
         asked = text(value_of(raw, "input"), "input")
         if not asked:
             raise InvalidRequest(_NO_INPUT)
         conversation.add({"role": "user", "content": asked}, "input")
-        return
-    for index, item in enumerate(list_of("input", raw, many_values)):
-        path = f"input[{index}]"
-        if too_deep(bytes(item)):
-            raise InvalidRequest(f"{path} nests deeper than {MAX_DEPTH} levels")
-        conversation.add(value_of(item, path), path)
-    if not conversation.messages and not conversation.system:
+        return conversation, None, ()
+    items, layout = items_of(body, "input", raw, many_values, continued)
+    prefix = None if continued is None or continues else continued.prefix
+    conversation, states = translated(conversation, items, prefix, keeps_states=layout is not None)
+    if conversation.is_empty:
         raise InvalidRequest(_NO_INPUT)
+    return conversation, None if continues or conversation.references else layout, states

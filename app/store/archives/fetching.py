@@ -1,4 +1,4 @@
-"""Reads many sessions of which some are archived."""
+"""Reads many sessions of which some are archived, or are archived or brought back meanwhile."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from app.store.archives.format import Place
 from app.store.archives.opened import OpenArchives
 from app.store.archives.places import places_of
 from app.store.bulk import StoredSession
+from app.store.damaged import split
 from app.store.ports import Database
 from app.store.reads import END, SPAN, Position
 from workers.codec import CorruptContent
@@ -59,24 +60,57 @@ async def _read_again(
     }
 
 
-async def read_archived(
-    database: Database, session_ids: Sequence[str], function: Callable[[Connection, Sequence[str]], Mapping[str, T]]
-) -> dict[str, T]:
-    """What `function` gives of those of the sessions that are archived; nothing of those that cannot be read.
+Read = Callable[[Connection, Sequence[str]], Mapping[str, T]]
 
-    Raises PayloadsUnavailable, StoreUnavailable.
+
+async def read_each(
+    database: Database, session_ids: Sequence[str], function: Read[T], *, in_archive: Read[T] | None = None
+) -> dict[str, T]:
+    """What `function` gives of these sessions, each read where it is; nothing of those that cannot be read.
+
+    A session that is archived or brought back meanwhile is missed in neither place. `in_archive` is run on archives
+    instead. Raises PayloadsUnavailable, StoreUnavailable.
     """
     found: dict[str, T] = {}
-    for at in range(0, len(session_ids), SPAN):
-        places = await database.read(partial(places_of, session_ids=session_ids[at : at + SPAN]))
+    missed: dict[str, Place] = {}
+    waiting = [session_ids[at : at + SPAN] for at in range(0, len(session_ids), SPAN)]
+    while waiting:
+        ids = waiting.pop()
+        places, at_home = await database.read(
+            partial(_read_home, session_ids=ids, function=function),
+            one_moment=True,
+            or_else=partial(_read_home, session_ids=ids, function=_around_damage(function)),
+        )
+        found |= at_home
         for place in sorted(set(places.values())):
-            ids = [one for one, where in places.items() if where == place]
+            there = [one for one in ids if places.get(one) == place]
             try:
-                found |= await opened_archives(database).read(place, lambda connection: function(connection, ids))  # noqa: B023
+                found |= await opened_archives(database).read(place, _of(in_archive or function, there))
             except CorruptContent as error:
-                for one in ids:
-                    database.unreadable.warn(one, error)
+                again = [one for one in there if missed.get(one) != place]  # they may have moved between the two looks
+                for one in there:
+                    if one not in again:
+                        database.unreadable.warn(one, error)
+                if again:
+                    missed |= dict.fromkeys(again, place)
+                    waiting.append(again)
     return found
+
+
+def _read_home(
+    connection: Connection, session_ids: Sequence[str], function: Read[T]
+) -> tuple[dict[str, Place], Mapping[str, T]]:
+    """The places of those of the sessions that are archived, and what `function` gives of the others."""
+    places = places_of(connection, session_ids)
+    return places, function(connection, [one for one in session_ids if one not in places])
+
+
+def _around_damage(function: Read[T]) -> Read[T]:
+    return lambda connection, session_ids: split(connection, session_ids, function)[0]
+
+
+def _of(function: Read[T], session_ids: Sequence[str]) -> Callable[[Connection], Mapping[str, T]]:
+    return lambda connection: function(connection, session_ids)
 
 
 def opened_archives(database: Database) -> OpenArchives:

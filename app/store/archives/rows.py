@@ -348,11 +348,12 @@ def drop_some(tx: Tx, session_id: str) -> bool:
 
 
 def _clock(tx: Tx) -> float:
-    row = tx.one(select(now()), {})
+    row = tx.one(_now, {})
     assert row is not None
     return float(row[0])
 
 
+_now = select(now())
 _id_of = select(archives.c.id).where(archives.c.name == bindparam("named"))
 _locked = _id_of.with_for_update()
 _archive = select(archives.c.id).where(archives.c.id == bindparam("id")).with_for_update(read=True, key_share=True)

@@ -9,7 +9,8 @@ import asyncio
 import io
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -30,6 +31,9 @@ SCHEMES = ("s3", "gs", "az", "file")
 
 PROBE_S = 10.0
 """How long a start waits for the bucket."""
+
+GAP_BYTES = 1 << 20
+"""Parts of an object that are no farther apart are read together."""
 
 LISTED = 1000
 """Objects of one page of a listing."""
@@ -151,22 +155,41 @@ class Bucket:
 
     async def read_parts(self, name: str, parts: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Parts (offset, length) of an object, neighbours in one request; None if it is not there or shorter."""
-        starts, lengths = [offset for offset, _ in parts], [length for _, length in parts]
-        end = max((offset + length for offset, length in parts), default=0)
+        spans = _spans(parts)
+        end = max((end for _, end in spans), default=0)
         try:
             if self._folder is not None and (self._folder / name).stat().st_size < end:
                 return None  # obstore does not raise for this, it panics
             async with asyncio.timeout(self._timeout_s):
-                found = await obstore.get_ranges_async(self._store, name, starts=starts, lengths=lengths)
+                reads = (obstore.get_range_async(self._store, name, start=first, end=last) for first, last in spans)
+                found = [memoryview(piece) for piece in await asyncio.gather(*reads)]
         except FileNotFoundError:
             return None
         except (*_FAULTS, TimeoutError) as error:
+            if await self._is_shorter(name, end):
+                return None
             self.counters.failed += 1
             raise self._unavailable(error) from error
-        pieces = [bytes(piece) for piece in found]
         self.counters.read += 1
-        self.counters.read_bytes += sum(map(len, pieces))
-        return pieces if list(map(len, pieces)) == lengths else None
+        self.counters.read_bytes += sum(map(len, found))
+        if [len(piece) for piece in found] != [last - first for first, last in spans]:
+            return None
+        firsts = [first for first, _ in spans]
+        pieces: list[bytes] = []
+        for offset, length in parts:
+            span = bisect_right(firsts, offset) - 1
+            pieces.append(bytes(found[span][offset - firsts[span] :][:length]))
+        return pieces
+
+    async def _is_shorter(self, name: str, end: int) -> bool:
+        """Does an object end before `end`? Storage refuses to read behind its end, in ways that differ."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return (await obstore.head_async(self._store, name))["size"] < end
+        except FileNotFoundError:
+            return True
+        except (*_FAULTS, TimeoutError):
+            return False
 
     def open(self, name: str) -> BinaryIO:
         """An object as a file, for a thread: it blocks. Raises FileNotFoundError; PayloadsUnavailable, as its reads
@@ -201,8 +224,19 @@ class Bucket:
         except _FAULTS as error:
             raise self._unavailable(error) from error
 
+    async def owned_by(self, name: str) -> str:
+        """Say that the packs belong to the store of this name, unless one has said so before; whose they are."""
+        while (owner := await self.owner()) is None:
+            try:
+                await obstore.put_async(self._store, OWNER, name.encode(), mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                continue  # by another store since, or by this one: the request was repeated
+            except _FAULTS as error:
+                raise self._unavailable(error) from error
+        return owner
+
     async def own(self, name: str) -> None:
-        """Say that the packs belong to the store of this name."""
+        """Say that the packs belong to the store of this name, whoever has said so before."""
         try:
             await obstore.put_async(self._store, OWNER, name.encode(), use_multipart=False)
         except _FAULTS as error:
@@ -289,6 +323,20 @@ class _ObjectFile(io.RawIOBase):
         buffer[:length] = self._bucket.read_now(self._name, self._at, length)
         self._at += length
         return length
+
+
+def _spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What to read (first byte, end) for parts (offset, length), in order and apart.
+
+    obstore's own call for several parts panics if the object is shorter.
+    """
+    spans: list[tuple[int, int]] = []
+    for offset, length in sorted(parts):
+        if spans and offset - spans[-1][1] <= GAP_BYTES:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], offset + length))
+        else:
+            spans.append((offset, offset + length))
+    return spans
 
 
 def _sync(root: Path, path: Path) -> None:

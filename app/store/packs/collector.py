@@ -37,11 +37,13 @@ from app.store.packs.rows import (
     MoveChunks,
     Moved,
     NamePlace,
+    NotePlace,
     TakeKeeping,
     erased_among,
     erasures,
     open_among,
     place_name,
+    places_in_use,
     rows_of,
 )
 from app.store.packs.writer import PACK_BYTES, PackWriter
@@ -167,14 +169,18 @@ class Collector:
             holding |= await self._archives.round(token, archives, pending)
             if done := sorted(pending - holding):
                 await self._writer.submit(EndErasures(token, done))
+            await self._note_place(is_used=bool(seen or archives))
             await self._partitions.round(token)
+
+    async def _note_place(self, *, is_used: bool) -> None:
+        """Note in the store where its objects are, so that a start without this place's settings can warn of them."""
+        if is_used != (self._bucket.url in await self._database.read(places_in_use)):
+            await self._writer.submit(NotePlace(self._bucket.url, is_used))
 
     async def _owns_place(self) -> bool:
         """Do the packs here belong to this store? A copy of a database must not delete what its original needs."""
-        own, owner = await self._name(), await self._bucket.owner()
-        if owner is None:
-            await self._bucket.own(own)
-            return True
+        own = await self._name()
+        owner = await self._bucket.owned_by(own)
         if owner != own and owner != self._told_of:
             log.warning(
                 "%s belongs to another store, or to this one before a restore: nothing is collected there, and "

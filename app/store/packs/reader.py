@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from app.domain.events import ChunkKey
-from app.errors import PayloadsUnavailable
+from app.errors import PayloadsUnavailable, SessionUnreadable
 from app.store import reads
 from app.store.bulk import StoredSession
 from app.store.packs.format import InPack
-from app.store.packs.rows import places_of
+from app.store.packs.rows import live_chunks
 from app.store.ports import Database
 
 if TYPE_CHECKING:
@@ -40,25 +41,38 @@ async def fetch_packed(database: Database, sessions: Iterable[StoredSession]) ->
     """Fetch the chunks of sessions that are in packs. Raises PayloadsUnavailable, StoreUnavailable."""
     for stored in sessions:
         if stored.packed:
-            stored.chunks.update(await fetch_frames(database, stored.session_id, stored.packed))
+            try:
+                frames = await fetch_frames(database, stored.session_id, stored.packed)
+            except SessionUnreadable:  # it was archived meanwhile, and the archive is damaged
+                frames = dict.fromkeys(stored.packed)
+            stored.chunks.update(frames)
             stored.packed.clear()
 
 
 async def fetch_frames(database: Database, session_id: str, places: Mapping[ChunkKey, InPack]) -> Frames:
-    """The frames in packs. A chunk may be moved between the look at its row and that at its pack; one that is
-    tombstoned meanwhile is left out."""
+    """The frames in packs; None for one that is lost. One that is tombstoned meanwhile is left out.
+
+    Between the look at a chunk's row and that at its pack, the chunk may be moved to another pack or into the database,
+    or its session archived. It is then read where it is. Raises PayloadsUnavailable, SessionUnreadable,
+    StoreUnavailable.
+    """
     frames: Frames = {}
     while places:
         frames |= await _read(_bucket_of(database), places)
         missing = places.keys() - frames.keys()
         if not missing:
             break
-        now = await database.read(lambda connection: places_of(connection, session_id, missing))  # noqa: B023
-        for key in missing & now.keys():
-            if now[key] == places[key]:
-                log.error("session %s: chunk %s is not in pack %s", session_id, key, now[key].pack)
+        now = await database.read(
+            partial(live_chunks, session_id=session_id, keys=missing),
+            session_id=session_id,
+        )
+        for key, frame in now.items():
+            if not isinstance(frame, InPack):
+                frames[key] = frame
+            elif frame == places[key]:
+                log.error("session %s: chunk %s is not in pack %s", session_id, key, frame.pack)
                 frames[key] = None
-        places = {key: place for key, place in now.items() if key not in frames}
+        places = {key: one for key, one in now.items() if isinstance(one, InPack) and key not in frames}
     return frames
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +13,7 @@ from app.domain.events import ChunkKey
 from app.store.dialect import Tx
 from app.store.log import StoreOperation
 from app.store.packs.format import InPack, place_columns
-from app.store.reads import SPAN
+from app.store.reads import FRAME, SPAN, frame_of
 from app.store.schema import SESSION_ID, chunks, open_turns, pack_erasures, sessions, store_meta
 
 
@@ -72,6 +73,17 @@ def places_of(connection: Connection, session_id: str, keys: Iterable[ChunkKey])
     return {(row[0], row[1]): InPack(*row[2:]) for part in parts for row in connection.execute(part)}
 
 
+def live_chunks(
+    connection: Connection, session_id: str, keys: Iterable[ChunkKey]
+) -> dict[ChunkKey, bytes | InPack | None]:
+    """The frames of live chunks, or where they are in packs; None for a frame that is lost."""
+    wanted = sorted(keys)
+    query = select(chunks.c.fence, chunks.c.number, *FRAME).where(chunks.c.session_id == session_id, _is_live)
+    key = tuple_(chunks.c.fence, chunks.c.number)
+    parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
+    return {(row[0], row[1]): frame_of(*row[2:]) for part in parts for row in connection.execute(part)}
+
+
 def erasures(connection: Connection) -> set[str]:
     """Erased sessions of which packs may still hold bytes."""
     return set(connection.execute(select(pack_erasures.c.session_id)).scalars())
@@ -99,6 +111,11 @@ def place_name(connection: Connection) -> str | None:
     """The name of the store's place in object storage; None if it has none yet."""
     found: str | None = connection.execute(_place_name).scalar()
     return found
+
+
+def places_in_use(connection: Connection) -> list[str]:
+    """The URLs of object storage in which a round of the collector has last seen objects of this store."""
+    return _decoded(connection.execute(_places_in_use).scalar())
 
 
 def has_packs(connection: Connection) -> bool:
@@ -155,6 +172,22 @@ class NamePlace(StoreOperation, frozen=True):
             return str(row[0])
         tx.insert(insert(store_meta), [{"key": PLACE, "value": self.name}])
         return self.name
+
+
+class NotePlace(StoreOperation, frozen=True):
+    """Note whether the object storage at `url` has objects of this store, for a start without its settings."""
+
+    url: str
+    is_used: bool
+
+    def apply(self, tx: Tx) -> None:
+        row = tx.one(_locked_places, {})
+        others = [one for one in _decoded(None if row is None else row[0]) if one != self.url]
+        value = json.dumps(sorted([*others, self.url] if self.is_used else others))
+        if row is None:
+            tx.insert(insert(store_meta), [{"key": IN_USE, "value": value}])
+        else:
+            tx.run(_note_places, {"urls": value})
 
 
 class MoveChunks(StoreOperation, frozen=True):
@@ -226,12 +259,21 @@ def note_erasure(tx: Tx, session_id: str) -> None:
     tx.insert(insert(pack_erasures), [{"session_id": session_id}])
 
 
-KEEPER, PLACE = "pack_keeper", "pack_place"
+KEEPER, PLACE, IN_USE = "pack_keeper", "pack_place", "pack_places_in_use"
 
 _is_keeper = store_meta.c.key == KEEPER
 _place_name = select(store_meta.c.value).where(store_meta.c.key == PLACE)
+_places_in_use = select(store_meta.c.value).where(store_meta.c.key == IN_USE)
+_locked_places = _places_in_use.with_for_update()
+_note_places = (
+    update(store_meta).where(store_meta.c.key == IN_USE).values(value=bindparam("urls", type_=store_meta.c.value.type))
+)
 _take = update(store_meta).where(_is_keeper).values(value=bindparam("token", type_=store_meta.c.value.type))
 _keeper = select(store_meta.c.value).where(_is_keeper).with_for_update(read=True)
+
+
+def _decoded(value: str | None) -> list[str]:
+    return [] if value is None else [str(one) for one in json.loads(value)]
 
 
 def holds_token(tx: Tx, token: str) -> bool:

@@ -17,7 +17,7 @@ from app.store.log import BaseOperation, StoreOperation
 from app.store.schema import search_entries, search_metadata, search_shards, search_state
 from app.store.search import words
 
-INDEX_VERSION = "1"
+INDEX_VERSION = "2"
 """Changes with what is indexed, and how; another index is made anew."""
 
 SHARD_ENTRIES, SHARD_BYTES = 20_000, 16 << 20
@@ -77,7 +77,8 @@ _known = (
     )
     .limit(1)
 )
-_add = insert(search_entries).returning(search_entries.c.id)
+_add = insert(search_entries)
+_newest = select(func.coalesce(func.max(search_entries.c.id), 0))
 _mark = (
     update(search_entries)
     .where(sql.of_session(search_entries), search_entries.c.turn == bindparam("number", type_=Integer))
@@ -201,32 +202,34 @@ class IndexPage(StoreOperation, frozen=True):
         if tx.one(_move, {"of": "position", "expected": self.expected, "to": self.position}) is None:
             return False
         tx.one(_keep_sessions, {})
-        live = {
-            session_id for session_id in sorted({one.session_id for one in self.changes}) if _is_live(tx, session_id)
-        }
-        for change in self.changes:
-            if change.session_id not in live:
-                continue
-            match change:
-                case TurnEntries():
-                    if tx.one(_known, {"sid": change.session_id, "number": change.turn}) is None:
-                        _add_turn(tx, change)
-                case Marks():
-                    for turn, why in change.reasons.items():
-                        tx.run(_mark, {"sid": change.session_id, "number": turn, "why": why})
-                case Metadata():
-                    tx.run(_pairs_of, {"sid": change.session_id})
-                    rows = [{"pair": pair, "session_id": change.session_id} for pair in change.pairs]
-                    tx.insert(_add_pair, rows)
+        live = _live(tx, sorted({one.session_id for one in self.changes}))
+        changes = [change for change in self.changes if change.session_id in live]
+        _add_turns(tx, [change for change in changes if isinstance(change, TurnEntries)])
+        marks = [change for change in changes if isinstance(change, Marks)]
+        tx.run_all(_mark, [_marked(one.session_id, *of) for one in marks for of in one.reasons.items()])
+        _set_pairs(tx, [change for change in changes if isinstance(change, Metadata)])
         return True
 
 
-def _is_live(tx: Tx, session_id: str) -> bool:
-    head = tx.one(sql.head, {"sid": session_id})
-    return head is not None and head[1] != "erased"
+def _live(tx: Tx, session_ids: Sequence[str]) -> set[str]:
+    if tx.is_remote:
+        return {row[0] for row in tx.all(words.live_on_postgresql, {"sids": session_ids})} if session_ids else set()
+    heads = ((session_id, tx.one(sql.head, {"sid": session_id})) for session_id in session_ids)
+    return {session_id for session_id, head in heads if head is not None and head[1] != "erased"}
 
 
-def _add_turn(tx: Tx, turn: TurnEntries) -> None:
+def _marked(session_id: str, turn: int, why: str | None) -> dict[str, Any]:
+    return {"sid": session_id, "number": turn, "why": why}
+
+
+def _set_pairs(tx: Tx, every: Sequence[Metadata]) -> None:
+    tx.run_all(_pairs_of, [{"sid": one.session_id} for one in every])
+    tx.insert(_add_pair, [{"pair": pair, "session_id": one.session_id} for one in every for pair in one.pairs])
+
+
+def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
+    """Add the turns that are not in the index, in order. On PostgreSQL that takes two statements."""
+    known = _known_of(tx, turns)
     rows: list[dict[str, Any]] = [
         {
             "session_id": turn.session_id,
@@ -239,17 +242,33 @@ def _add_turn(tx: Tx, turn: TurnEntries) -> None:
             "at": turn.at,
             "text": entry.text,
         }
+        for turn in turns
+        if (turn.session_id, turn.turn) not in known
         for entry in turn.entries
     ]
-    if tx.is_remote:
-        tx.run_all(words.add_on_postgresql, [{**row, "parsed": words_of(row["text"])} for row in rows])
+    if not rows:
         return
-    shard = _shard_for(tx)
-    for row in rows:
-        found = tx.one(_add, {**row, "shard": shard})
-        assert found is not None
-        tx.run(words.add_words(shard), {"entry": found[0], "said": row["text"]})
+    if tx.is_remote:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        columns["parsed"] = [words_of(row["text"]) for row in rows]
+        columns["fields"] = [
+            words.lexemes(row["role"], notes.parted(row["tools"]), row["finish_reason"]) for row in rows
+        ]
+        tx.run(words.add_on_postgresql, columns)
+        return
+    shard, newest = _shard_for(tx), (tx.one(_newest, {}) or (0,))[0]
+    tx.insert(_add, [{"id": number, "shard": shard, **row} for number, row in enumerate(rows, newest + 1)])
+    tx.run(words.add_words(shard), {"newest": newest})
     tx.run(_grow, {"shard_id": shard, "more": len(rows), "longer": sum(len(row["text"]) for row in rows)})
+
+
+def _known_of(tx: Tx, turns: Sequence[TurnEntries]) -> set[tuple[str, int]]:
+    """Those of the turns that are in the index."""
+    if tx.is_remote:
+        keys = {"sids": [turn.session_id for turn in turns], "numbers": [turn.turn for turn in turns]}
+        return {(row[0], row[1]) for row in tx.all(words.known_on_postgresql, keys)} if turns else set()
+    found = ((turn, tx.one(_known, {"sid": turn.session_id, "number": turn.turn})) for turn in turns)
+    return {(turn.session_id, turn.turn) for turn, row in found if row is not None}
 
 
 def _shard_for(tx: Tx) -> int:

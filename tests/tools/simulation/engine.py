@@ -129,7 +129,7 @@ class SimulatedEngine(EngineClient):
     async def post(
         self,
         url: str,
-        body: bytes,
+        body: bytes | Sequence[bytes],
         headers: Headers,
         grow: Grow = lambda size: None,
         may_send: Callable[[], bool] | None = None,
@@ -138,7 +138,7 @@ class SimulatedEngine(EngineClient):
         if may_send is not None and not may_send():
             raise Withheld
         engine, _, route = url.removeprefix("http://").partition("/")
-        request = msgspec.json.decode(body)
+        request = msgspec.json.decode(body if isinstance(body, bytes) else b"".join(body))
         if route != CHAT or "x-smg-routing-key" not in dict(headers):
             return await self._control(engine, route, request)
         session_id, adapter = dict(headers)["x-smg-routing-key"], request.get("lora_path")

@@ -28,14 +28,14 @@ def examine() -> tuple[list[Finding], Settings | None]:
         warning(
             "settings",
             f"{name} is not a setting and is ignored" + (f"; the nearest is {nearest}" if nearest else ""),
-            "unset it, or see docs/api.md#settings",
+            "unset it, or see docs/settings.md",
         )
         for name, nearest in unknown_names().items()
     ]
     if os.environ.get(crash_points.VARIABLE, "").strip():
         found.append(problem("settings", f"{crash_points.VARIABLE} is set, which is for tests alone", "unset it"))
     settings, mistakes = read_settings()
-    found += [problem("settings", line, "correct or unset the variable (docs/api.md#settings)") for line in mistakes]
+    found += [problem("settings", line, "correct or unset the variable (docs/settings.md)") for line in mistakes]
     if not mistakes:
         count = sum(bool(os.environ.get(name, "").strip()) for name in known_names())
         found.append(ok("settings", f"{count} set by variables, the others have defaults"))

@@ -60,7 +60,15 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
         return None
     if not (yield from _revision(revision)):
         return None
-    return asyncio.run(_fleet(settings.database_url))
+    fleet, places = asyncio.run(_opened(settings.database_url))
+    for left in places:
+        if left != settings.bucket_url:
+            yield warning(
+                "database",
+                f"{left} still had replay payloads or archives of this store, and nothing deletes them",
+                "start with TURNLOG_PAYLOADS_FROM set to it until it is empty (docs/payloads.md#moving)",
+            )
+    return fleet
 
 
 def _revision(found: str) -> Generator[Finding, None, bool]:
@@ -76,14 +84,16 @@ def _revision(found: str) -> Generator[Finding, None, bool]:
     return False
 
 
-async def _fleet(url: str) -> Fleet:
+async def _opened(url: str) -> tuple[Fleet, list[str]]:
+    """The fleet, and the object storage that has objects of this store."""
     from app.domain import fleet as domain
     from app.store import fleet as store
     from app.store.engine import Database
+    from app.store.packs.rows import places_in_use
 
     database = Database(url)
     try:
-        return domain.fold((await database.read(store.state)).events)
+        return domain.fold((await database.read(store.state)).events), await database.read(places_in_use)
     finally:
         await database.close()
 

@@ -3,7 +3,7 @@
 import { ApiError, get } from "./api.js";
 import { copyButtons } from "./copy.js";
 import { announce, badge, bar, button, h, message, replace, setText } from "./dom.js";
-import { choice, field, focusField, foldedForm, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 import { count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery } from "./route.js";
 import { SavedViews } from "./saved.js";
@@ -19,7 +19,7 @@ const TYPING_MS = 300;
 const ROLES = ["system", "developer", "user", "assistant", "tool", "rejected"];
 /** The fields' names are the parameters of GET /search; those that need no other are the first ones. */
 const ENOUGH = ["q", "role", "tool", "finish_reason", "reason", "metadata"];
-const FIELDS = [...ENOUGH, "status", "group_id", "tag"];
+const FIELDS = [...ENOUGH, "status", "group_id", "attempt", "engine", "min_staleness", "tag"];
 
 export class SearchView extends View {
   /** @param {HTMLElement} root @param {Place} place */
@@ -147,6 +147,9 @@ function fields() {
     field("Metadata key=value", textField("metadata")),
     field("Status", choice("status", ["open", "closed"])),
     field("Group", textField("group_id")),
+    field("Attempt", numberField("attempt", { min: "0", step: "1" })),
+    field("Engine", textField("engine")),
+    field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
     field("Tag", textField("tag")),
   );
 }

@@ -1,0 +1,105 @@
+"""What each setting does, in the order of docs/settings.md, which `python -m ops.settings_reference` makes.
+
+Markdown; links are those of a page in docs/. Defaults and what is accepted are in `app.settings` and not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TEXTS: Mapping[str, Mapping[str, str]] = {
+    "Store and service": {
+        "database_url": "SQLite, or `postgresql+asyncpg://…`. Alembic reads it too",
+        "log_format": "`auto`: JSON unless standard error is a terminal",
+        "log_level": "`debug` has a line with the stages of each turn",
+        "lease_s": "silence after which a process on PostgreSQL loses its claims",
+        "workers": "worker processes that validate large replies, of each API process (mind `uvicorn --workers`). "
+        "A large export has two helper processes less than this while it runs, at most 3; up to 2: none",
+        "worker_deadline_s": "a worker that takes longer for a reply is killed",
+        "worker_memory_bytes": "address space of a worker",
+        "inline_max_bytes": "replies that are no more work than this many bytes of ids and logprobs are validated in "
+        "the API process; 0: none",
+        "cache_bytes": "sessions kept in memory, roughly counted",
+    },
+    "Engines": {
+        "upstreams": "engines' base URLs, separated by commas; a trailing `/v1` is dropped",
+        "upstream_dialect": "`auto`: each engine is asked",
+        "upstream_api_key": "sent to engines as a bearer token",
+        "upstream_connect_timeout_s": "to connect to an engine",
+        "upstream_timeout_s": "a whole generation",
+        "logprobs_mode": "[what the logprobs are of](export.md#what-the-logprobs-are-of) at an engine that does not "
+        "say it itself. `auto`: such rows say `unknown`",
+        "placement": "[where a session without an engine goes](fleet.md#placement-and-affinity)",
+        "affinity_ttl_s": "a session unused for this long loses its engine, which has likely lost its prefix",
+        "engine_sessions": "engines on which [`nvext.session_control`](fleet.md#session-control) may open sessions: "
+        "base URLs, separated by commas, or `all`",
+        "engine_session_ids": "chats tell SGLang their session: "
+        "[Session ids at the engine](fleet.md#session-ids-at-the-engine)",
+        "on_abort": "default of `on_abort`: [Aborted generations](fleet.md#aborted-generations)",
+        "stage_tokens_s": "how often the tokens of a turn in flight are written; 0: never. "
+        "[Generations that outlive a crash](fleet.md#generations-that-outlive-a-crash)",
+    },
+    "Sessions and turns": {
+        "history": "default of `history` ([Histories](trees.md#histories))",
+        "rollback_window": "default of `rollback_window`, settled when a session is created",
+        "on_divergence": "default of `on_divergence`, settled when a session is created",
+        "agents": "a harness's [agents](trees.md#agents) are branches of its session, or each has one of its own",
+        "session_from_body": "fields of the body that may [name the session](api.md#sessions-in-headers), in the order "
+        "in which they count",
+        "max_open_turns": "turns in flight of one tree; past it: 409 `session_busy`",
+        "max_turns": "turns of one session; past it: 409 `too_many_turns`",
+        "on_disconnect": "the turn of a client that left goes on and commits; or `abort_after:<seconds>`",
+        "stream_keepalive_s": "how often a waiting stream gets a comment; 0: never",
+        "client_reply": "[which values of the reply](api.md#a-turn) are `null`",
+        "tokenizer": "a folder or hub name: Turnlog builds prompts as token ids ([Token-in, token-out](tito.md))",
+        "tito_family": "or a [family](tito.md#families), which the tokenizer's template must then be",
+        "samples_versions": "weight versions in [`/samples`](api.md#samples)",
+        "picker": "a dotted path of the operator's own [picker of branches](trees.md#rows)",
+        "search": "[Search](search.md). On SQLite it needs FTS5",
+    },
+    "Replay payloads": {
+        "replay": "[replay payloads](api.md#replay-payloads) to ask engines for",
+        "replay_incremental": "ask for new rows only",
+        "moe_layers": "the shape of a row of `routed_experts`, with the next; both, or none",
+        "moe_topk": "as above",
+        "max_replay_bytes": "replay payloads of one session; past it those of the leaves that were idle longest are "
+        "tombstoned",
+        "payloads": "where replay payloads go: `database`, `s3://bucket/prefix`, `gs://bucket/prefix`, "
+        "`az://container/prefix` or `file:///folder` ([Payloads in object storage](payloads.md))",
+        "payloads_from": "with `TURNLOG_PAYLOADS=database`: where earlier payloads still are, to be read and "
+        "[moved](payloads.md#moving)",
+        "payloads_timeout_s": "how long a turn waits for object storage before it ends with 503 `payloads_unavailable`",
+        "payloads_keep_s": "how long an object that nothing refers to is kept. At least the age of the backups that "
+        "you may restore",
+    },
+    "Limits of bodies": {
+        "max_request_bytes": "of a request's body",
+        "max_upstream_bytes": "of an engine's reply",
+        "inflight_bytes": "bodies in flight together, requests' and replies', counted as they arrive "
+        "([shares, and what happens past it](security.md#how-it-works)). A body up to 64 KiB is never refused for a "
+        "share",
+    },
+    "What is kept": {
+        "idle_close_s": "open sessions unchanged for this long are closed (`SessionClosed`, reason `idle`), a root "
+        "only with its whole rollout; none while a gate is shut, and for a minute after",
+        "closed_replay_ttl_s": "replay payloads and refused replies of a session closed for this long are freed; 0: at "
+        "once",
+        "archive_after_s": "sessions closed for this long are [archived](archives.md); needs `TURNLOG_PAYLOADS`",
+        "closed_ttl_s": "sessions closed for this long are erased",
+        "retain_until_ack": "the janitor frees nothing of a session whose group has not been acknowledged in the "
+        "training feed",
+        "max_db_bytes": "no new sessions (507) while the database is larger; checked every two seconds, or less often "
+        "while the janitor is busy",
+    },
+    "Access": {
+        "admin_token": "the bearer token that every request then needs; several with commas, the first is current: "
+        "[Rotation](security.md#rotation)",
+        "session_secret": "the secret behind sessions' own tokens; several with commas",
+        "session_params": "more [request fields](security.md#who-is-served) that a session's token may use, with "
+        "commas: `chat_template`, `extra_args`, `logits_processors`, `priority`, `prompt_embeds`, `vllm_xargs`",
+        "max_agent_sessions": "with this many sessions below a rollout's root, a session's token creates no more by "
+        "naming agents in headers; several processes may each create one too many",
+        "trusted_networks": "without an admin token: networks beside loopback whose clients are served, such as "
+        "`10.0.0.0/8`, with commas",
+    },
+}

@@ -1,0 +1,125 @@
+"""Generates docs/settings.md from the settings and their texts: `python -m ops.settings_reference`.
+
+`--check` only reports whether the page is current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from app.setting_names import PREFIX
+from app.setting_texts import TEXTS
+from app.settings import Settings, can_be_off
+from ops.server import ROOT
+
+FILE = ROOT / "docs" / "settings.md"
+
+INTRODUCTION = """# Settings
+
+Every setting is an environment variable, read once, with a default that works on one machine. The page is made from the
+code by `python -m ops.settings_reference`. [Tuning](tuning.md) says which to change for your load, and
+[Operations](operations.md#settings-that-must-be-equal) which must be equal on all hosts.
+
+- A value that is empty or only spaces counts as not set. Bad values stop the start with one line each, which names the
+  variable, the value (never a secret) and what is accepted. `turnlog doctor` lists them too.
+- A misspelt setting (`…_UPSTREAM`, `…_DATABSE_URL`, `…_ADMINTOKEN`) stops the start, with a line that names the right
+  one. Any other unknown `TURNLOG_…` is ignored with a warning. What Kubernetes sets in each pod for a service `turnlog`
+  (`…_SERVICE_HOST`, `…_PORT_8000_TCP`, …) is ignored.
+- Sizes are a number of bytes or have a unit: `KiB`, `MiB`, `GiB`, `TiB` count by 1024; `kB`, `MB`, `GB`, `TB` by 1000.
+  Upper and lower case are the same; `64M` is refused, because it could mean either. Times are in seconds.
+"""
+
+DEFAULTS = {
+    "workers": "CPUs, at most 16",
+    "on_abort": "`return`; with a tokenizer `continue`",
+    "history": "the first turn's choice",
+    "session_secret": "the admin tokens",
+}
+"""Defaults that a value does not tell."""
+
+
+def generate() -> str:
+    parts = [INTRODUCTION]
+    for group, texts in TEXTS.items():
+        rows = [_row(name, text) for name, text in texts.items()]
+        head = "| variable | default | accepted | |\n| --- | --- | --- | --- |"
+        parts.append("\n".join((f"\n## {group}\n", head, *rows, "")))
+    return "".join(parts)
+
+
+def _row(name: str, text: str) -> str:
+    field = Settings.model_fields[name]
+    default = DEFAULTS.get(name) or _default(name, field)
+    return f"| `{PREFIX}{name.upper()}` | {default} | {_accepted(name, field)} | {text} |"
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    value = field.default
+    if value is None or value == ():
+        return "`off`" if can_be_off(field) and not name.startswith("moe_") else "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if name.endswith("_bytes"):
+        return _size(value)
+    return f"`{value}`" if isinstance(value, str) else f"{value:,}"
+
+
+def _accepted(name: str, field: FieldInfo) -> str:
+    words = [f"`{one}`" for one in _literals(field.annotation)]
+    if field.annotation is bool:
+        words = ["`true`", "`false`"]
+    if get_origin(field.annotation) is tuple and words:
+        words.append("several with commas")
+    bounds = {key: getattr(one, key) for one in field.metadata for key in ("gt", "ge", "le") if hasattr(one, key)}
+    if bounds:
+        words.append(_range(bounds, is_size=name.endswith("_bytes")))
+    if can_be_off(field):
+        words.append("`off`")
+    return ", ".join(words)
+
+
+def _range(bounds: Mapping[str, int], is_size: bool) -> str:
+    """Of a number that is over `gt` or at least `ge`, and at most `le`."""
+    high = f"{bounds['le']:,}" if "le" in bounds else None
+    if "gt" in bounds:
+        return f"over {bounds['gt']}" if high is None else f"over {bounds['gt']}, at most {high}"
+    least = _size(bounds["ge"]) if is_size else f"{bounds['ge']:,}"
+    return f"from {least}" if high is None else f"{least} to {high}"
+
+
+def _literals(annotation: Any) -> Iterator[str]:
+    """The words that an annotation accepts."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for one in get_args(annotation):
+            yield from _literals(one)
+
+
+def _size(count: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count and count % unit == 0:
+            return f"{count // unit} {name}"
+    return str(count)
+
+
+def is_current() -> bool:
+    return FILE.is_file() and generate() == FILE.read_text()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.settings_reference", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
+    if parser.parse_args().check:
+        return 0 if is_current() else 1
+    FILE.write_text(generate())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

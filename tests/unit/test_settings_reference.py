@@ -1,0 +1,25 @@
+"""docs/settings.md is made from the settings."""
+
+from __future__ import annotations
+
+from app.setting_texts import TEXTS
+from app.settings import Settings
+from ops import settings_reference
+
+
+def test_the_page_is_current() -> None:
+    assert settings_reference.is_current(), "run python -m ops.settings_reference"
+
+
+def test_every_setting_has_a_text() -> None:
+    told = [name for texts in TEXTS.values() for name in texts]
+    assert sorted(told) == sorted(Settings.model_fields)
+
+
+def test_what_is_accepted_is_what_the_settings_accept() -> None:
+    rows = {line.split(" | ")[0]: line for line in settings_reference.generate().splitlines()}
+    assert "| `off` | over 0, `off` |" in rows["| `TURNLOG_IDLE_CLOSE_S`"]
+    assert "| 1 GiB | from 1 MiB, `off` |" in rows["| `TURNLOG_MAX_REPLAY_BYTES`"]
+    assert "| 5 | over 0, at most 3,600 |" in rows["| `TURNLOG_UPSTREAM_CONNECT_TIMEOUT_S`"]
+    assert "| none | `routed_experts`, `indexer_topk`, several with commas |" in rows["| `TURNLOG_REPLAY`"]
+    assert "| CPUs, at most 16 | 1 to 256 |" in rows["| `TURNLOG_WORKERS`"]
