@@ -94,6 +94,12 @@ def test_the_strip_is_one_line_while_an_adapter_is_paused(watch: Watch, page_sta
     expect(page.locator("#fleet .figure:has-text('Engine p50')")).to_contain_text("ms")
     tops = page.eval_on_selector_all("#fleet > *", "parts => parts.map((part) => part.getBoundingClientRect().top)")
     assert len(set(tops)) == 1, tops
+    for width in (1440, 1200, 768):
+        page.set_viewport_size({"width": width, "height": 900})
+        cut = page.eval_on_selector_all(
+            "#fleet > *", "parts => parts.filter((one) => one.scrollWidth > one.clientWidth).length"
+        )
+        assert cut == 0, width
 
 
 def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
