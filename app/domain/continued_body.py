@@ -70,7 +70,7 @@ def split_continued(body: bytes, prefix: BodyPrefix) -> ContinuedBody | None:
         new = split.ITEMS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    fields = {**prefix.known.front, **later}
+    fields = {**prefix.front, **later}
     is_own = split.offset_in(text, raw) == len(opening) - 1
     if not is_own or bool(new) != has_more or len(fields) >= bounds.MAX_FIELDS:
         return None
@@ -85,10 +85,16 @@ def _layout(body: bytes, prefix: BodyPrefix, at: int, new: list[msgspec.Raw]) ->
     """The body's layout; its new messages begin at `at`."""
     known, count = prefix.known, prefix.messages
     starts, ends = places_of(body, at, new)
-    places = known.starts[:count] + starts, known.ends[:count] + ends
-    hashed = _hashed(body, places[1], prefix)
+    places = _moved(known.starts[:count], prefix.shift) + starts, _moved(known.ends[:count], prefix.shift) + ends
     values = known.values + scan.count_values(memoryview(body)[prefix.end : places[1][-1]])
-    return BodyLayout(body, known.name, known.front, places, hashed, values, known if prefix.is_whole else None)
+    hashed = _hashed(body, places[1], prefix if prefix.has_known_front else None)
+    if not prefix.has_known_front:
+        values += scan.count_values(memoryview(body)[: places[0][0]])
+    return BodyLayout(body, known.name, prefix.front, places, hashed, values, known if prefix.is_whole else None)
+
+
+def _moved(places: array[int], shift: int) -> array[int]:
+    return array("Q", (place + shift for place in places)) if shift else places
 
 
 def _hashed(body: bytes, ends: Sequence[int], prefix: BodyPrefix | None = None) -> list[State]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, overload
 
 import msgspec
 
-from app.domain import bounds
+from app.domain import bounds, split
 from workers import scan
 
 LONG_BODY = 32 << 10
@@ -36,6 +36,10 @@ MOST_HEADS, MOST_BYTES = 16, 16 << 20
 MOST_VALUES = bounds.MAX_MESSAGE_VALUES // (2 * scan.HEAVY)
 """Values of a head by `scan.count_values`: so many are within `bounds`, whatever they are. None weighs more than a list
 that is the value of a member."""
+
+MOST_FRONT, SEARCHED = 64 << 10, 64
+"""Bytes of the fields before a body's messages, if they may be others than those known: they are searched for so many
+bytes of the first message."""
 
 STATES = 4
 """After how many of a body's newest messages the state of what reads them is kept: Claude Code moves its marks within
@@ -130,14 +134,21 @@ class KnownBody:
 
 
 class BodyPrefix(NamedTuple):
-    """A body begins with the first `messages` messages of `known`, byte for byte."""
+    """A body's messages begin with the first `messages` of `known`, byte for byte. `front` are the fields before them;
+    if these are other bytes than those of `known`, the messages stand `shift` bytes behind theirs."""
 
     known: KnownBody
     messages: int
+    front: Mapping[str, msgspec.Raw]
+    shift: int = 0
 
     @property
     def end(self) -> int:
-        return self.known.ends[self.messages - 1]
+        return self.known.ends[self.messages - 1] + self.shift
+
+    @property
+    def has_known_front(self) -> bool:
+        return self.front is self.known.front
 
     @property
     def is_whole(self) -> bool:
@@ -173,18 +184,21 @@ class KnownBodies:
     def prefix(self, body: bytes, protocol: str) -> BodyPrefix | None:
         """The longest beginning that `body` shares with a kept one of its protocol, if the event loop may read what
         follows."""
-        counts = [
-            (_equal_messages(known, body), known) for known in reversed(self._bodies) if known.protocol == protocol
-        ]
-        if not counts:
+        bodies = [known for known in reversed(self._bodies) if known.protocol == protocol]
+        found = [BodyPrefix(known, count, known.front) for known in bodies if (count := _equal_messages(known, body))]
+        found = found or [prefix for known in bodies if (prefix := _behind_another_front(known, body))]
+        if not found:
             return None
-        count, known = max(counts, key=lambda found: found[1].ends[found[0] - 1] if found[0] else 0)
-        if not count or len(body) - known.ends[count - 1] > MOST_REST:
+        longest = max(found, key=lambda prefix: prefix.end)
+        known, end = longest.known, longest.end
+        if len(body) - end > MOST_REST:
             return None
-        values = scan.count_values(memoryview(body)[known.ends[count - 1] :])
+        values = scan.count_values(memoryview(body)[end:])
+        if not longest.has_known_front:
+            values += scan.count_values(memoryview(body)[: known.starts[0] + longest.shift])
         if values > MOST_REST_VALUES or values + known.values > MOST_VALUES:
             return None
-        return BodyPrefix(known, count)
+        return longest
 
     def add(self, known: KnownBody, continued: KnownBody | None, *, is_tree: bool) -> None:
         """Keep a committed turn's body instead of the one that it continues, in a linear session of all others."""
@@ -240,16 +254,40 @@ def _end(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
     return at if found is None else found.end()
 
 
-def _equal_messages(known: KnownBody, body: bytes) -> int:
-    """How many of the kept body's first messages `body` begins with."""
+def _behind_another_front(known: KnownBody, body: bytes) -> BodyPrefix | None:
+    """What the body shares with a kept one if the fields before its messages are others."""
+    start = known.starts[0]
+    at = body.find(bytes(known.head[start : min(start + SEARCHED, known.ends[0])]), 0, MOST_FRONT)
+    front = None if at < 0 else _front(body[:at], known.name)
+    count = 0 if front is None else _equal_messages(known, body, start, at - start)
+    return None if front is None or not count else BodyPrefix(known, count, front, at - start)
+
+
+def _front(text: bytes, name: str) -> dict[str, msgspec.Raw] | None:
+    """The fields of a body that begins with `text`; None unless that ends where its list `name` was opened."""
+    text = text.rstrip(split.WHITE)
+    if not text.endswith(b"["):
+        return None
+    text = text[:-1] + b"0}"
+    try:
+        text.decode()
+        fields = split.FIELDS.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    raw = fields.pop(name, None)
+    return None if raw is None or split.offset_in(text, raw) != len(text) - 2 else fields
+
+
+def _equal_messages(known: KnownBody, body: bytes, begin: int = 0, shift: int = 0) -> int:
+    """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on."""
     head, ends = known.head, known.ends
-    if body.startswith(head):
+    if body.startswith(head[begin:], begin + shift):
         return len(ends)
     low, high = 0, len(ends) - 1  # at least `low` messages are equal, at most `high`
     while low < high:
         middle = (low + high + 1) // 2
-        start = ends[low - 1] if low else 0
-        if body.startswith(head[start : ends[middle - 1]], start):
+        start = ends[low - 1] if low else begin
+        if body.startswith(head[start : ends[middle - 1]], start + shift):
             low = middle
         else:
             high = middle - 1

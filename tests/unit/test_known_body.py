@@ -86,10 +86,21 @@ CONTINUED = {
     "white space before the end": body_of(MORE).replace(b'"}]}', b'"} ] }'),
     "no object": body_of([*MESSAGES, "5"]),
     "NaN": body_of([*MESSAGES, '{"role":"user","content":1e999}']),
+    "another front": body_of(MORE, front='{"model":"n",'),
+    "a longer front": body_of(MORE, front='{"model":"m","seed":7,"stop":["messages\\":["],'),
+    "a shorter front": body_of(MORE, front=" { "),
+    "another front, white space": body_of(MORE, front='{"model":"n",').replace(b'"messages":[', b'"messages" : [ \n'),
+    "another front, fewer": body_of(MESSAGES[:2], front='{"model":"n",'),
+    "the list twice, another front": body_of(MORE, front='{"messages":[5],"model":"n",'),
     "control": body_of(MORE, rest=',"nvext":{"session_control":{"action":"open"}}}'),
 }
 NOT_CONTINUED = {
-    "another front": body_of(MORE, front='{"model":"n",'),
+    "an invalid front": body_of(MORE, front='{"model":n,'),
+    "a front that is not UTF-8": body_of(MORE, front='{"model":"?",').replace(b"?", b"\xff", 1),
+    "a longer front that is not valid": body_of(MORE, front='{"model":"n" "seed":7,'),
+    "a list of another name": body_of(MORE, front='{"model":"n",').replace(b'"messages":[', b'"message":['),
+    "a list in a list": body_of(MORE, front='{"model":"n",').replace(b'"messages":[', b'"messages":[['),
+    "a list in an object": body_of(MORE, front='{"model":{').replace(b"}]}", b"}]}}"),
     "another first message": body_of([{"role": "system", "content": LONG + "x"}, *MESSAGES[1:]]),
     "a longer first message": body_of([{"role": "system", "content": LONG, "name": "x"}, *MESSAGES[1:]]),
     "the list again": body_of(MORE, rest=',"messages":[{"role":"user","content":"z"}]}'),
@@ -172,6 +183,43 @@ def test_whatever_follows(pieces: list[str], count: int) -> None:
     head = body_of(MESSAGES[:count])[:-2] if count else body_of()[:-2]
     body = head + "".join(pieces).encode()
     assert told(body, continued_of(known_after(first), body)) == told(body, None)
+
+
+FRONT_PIECES = [
+    '"a":1,',
+    '"messages":[2],',
+    '"x":"\\"messages\\":[",',
+    '"o":{"messages":[3]},',
+    "[",
+    "{",
+    "}",
+    ",",
+    "é",
+    " ",
+    '"',
+]
+
+
+@given(st.lists(st.sampled_from(FRONT_PIECES), max_size=6), st.sampled_from([MORE, MESSAGES[:2], MORE[1:]]))
+def test_whatever_stands_before(pieces: list[str], messages: list[dict[str, Any]]) -> None:
+    body = body_of(messages, "{" + "".join(pieces))
+    assert told(body, continued_of(known_after(body_of()), body)) == told(body, None)
+
+
+def test_fields_before_the_messages_may_change_each_time() -> None:
+    """As a seed does; the hash goes on from the last body where its front is the same again."""
+    bodies = [
+        body_of([*MESSAGES, *MORE[3:] * turn], f'{{"seed":{seed},') for turn, seed in enumerate([7, 12345, 12345, 1])
+    ]
+    known = KnownBodies()
+    for turn, body in enumerate(bodies, 1):
+        continued = continued_of(known, body)
+        assert (continued is None) == (turn == 1)
+        assert told(body, continued) == told(body, None)
+        layout = parse_chat(body, False, continued).layout
+        assert layout is not None
+        known.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued, is_tree=True)
+        assert len(known.prefix(body, "chat").known.head) == known.size - 16 * len(layout.ends)  # type: ignore[union-attr]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
