@@ -145,7 +145,7 @@ def test_fleet_strip(watched: Watched, page_stand: PageStand) -> None:
     page = watched.open()
     dead = urlsplit(page_stand.dead_engine).netloc
     page.wait_for_selector(f".engines summary:has-text('1 dead: {dead}')")
-    page.wait_for_selector(f"#fleet >> text=paused adapters: {ADAPTER}")
+    page.wait_for_selector(f"#fleet >> text=paused: {ADAPTER}")
     page.wait_for_selector("#fleet a.figure.alert:has-text('Held') >> text=1")
     page.wait_for_selector("#fleet .figure:has-text('Weights') >> text=12")
     page.click(".engines summary")

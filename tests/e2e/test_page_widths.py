@@ -6,6 +6,7 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
+from integration.stand import user
 from playwright.sync_api import Page, expect
 
 from e2e.page import PageStand, Watched, barriers
@@ -78,6 +79,27 @@ def test_names_are_in_sight_also_while_a_list_is_scrolled_sideways(
         cell = page.locator("main tbody tr[data-key] th").first.bounding_box()
         assert cell is not None
         assert cell["width"] >= 100
+
+
+def test_the_strip_is_one_line_while_an_adapter_is_paused(watch: Watch, page_stand: PageStand) -> None:
+    stand = page_stand.stand
+    watched = watch(stand.server.base_url, width=1440)
+    talk = stand.talk(session_id="strip-1")
+    talk.say("one", max_tokens=4)
+    for fault in ("status_500", "not_json"):
+        assert talk.chat([*talk.messages, user("x")], sim={"fault": fault}).status_code >= 500
+    page = watched.open()
+    page.wait_for_selector("#fleet >> text=paused:")
+    page.wait_for_selector("#fleet .errors >> text=upstream_invalid")
+    expect(page.locator("#fleet .figure:has-text('Engine p50')")).to_contain_text("ms")
+    tops = page.eval_on_selector_all("#fleet > *", "parts => parts.map((part) => part.getBoundingClientRect().top)")
+    assert len(set(tops)) == 1, tops
+    for width in (1440, 1200, 768):
+        page.set_viewport_size({"width": width, "height": 900})
+        cut = page.eval_on_selector_all(
+            "#fleet > *", "parts => parts.filter((one) => one.scrollWidth > one.clientWidth).length"
+        )
+        assert cut == 0, width
 
 
 def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) -> None:

@@ -84,13 +84,18 @@ function speed() {
   return {
     element,
     show: (overview) => {
-      turns.set(decimal(overview.turns_per_s, 1));
+      turns.set(rate(overview.turns_per_s));
       spark.add(overview.turns_per_s);
       overhead.set(pair(overview.overhead_ms));
       engine.set(pair(overview.engine_ms));
       element.title = `Of ${overview.scope}`;
     },
   };
+}
+
+/** @param {number} perSecond @returns {string} a rate that is hardly any is not 0, and has no exponent */
+function rate(perSecond) {
+  return perSecond > 0 && perSecond < 0.05 ? "< 0.1" : perSecond.toFixed(1);
 }
 
 /** @param {Engine} engine @returns {string} */
@@ -172,7 +177,7 @@ function engineColumns() {
 function weights() {
   const version = liveFigure("Weights", { hint: "The newest version that is a number" });
   const gate = badge("open", "good");
-  const paused = h("span");
+  const paused = h("span", { class: "pausednames" });
   return {
     element: group(version.element, figure("Gate", [gate, paused])),
     show: ({ weight_version, gate: state, adapters }) => {
@@ -183,7 +188,8 @@ function weights() {
       const names = adapters.filter((one) => one.paused).map((one) => one.name);
       const more = names.length > MOST_NAMED ? ` and ${names.length - MOST_NAMED} more` : "";
       const list = names.slice(0, MOST_NAMED).map(visibleText).join(", ");
-      setText(paused, names.length ? `paused adapters: ${list}${more}` : "");
+      setText(paused, names.length ? `paused: ${list}${more}` : "");
+      paused.title = names.length ? `Paused adapters: ${names.map(visibleText).join(", ")}` : "";
     },
   };
 }

@@ -13,6 +13,19 @@ const COLOURS = 8;
 /** Rows of the table; the newest ones. */
 const ROWS = 200;
 
+const DAY = 86_400;
+/**
+ * How uPlot labels the axis of times, by the distance of two marks in seconds: each of them, and what is added below where
+ * the year, the day or the minute begins. Times have 24 hours, as everywhere on the page.
+ */
+const TIMES = [
+  [365 * DAY, "{YYYY}", null, null, null, null, null, null, 1],
+  [28 * DAY, "{MMM}", "\n{YYYY}", null, null, null, null, null, 1],
+  [DAY, "{D} {MMM}", "\n{YYYY}", null, null, null, null, null, 1],
+  [60, "{HH}:{mm}", "\n{D} {MMM} {YYYY}", null, "\n{D} {MMM}", null, null, null, 1],
+  [1, ":{ss}", "\n{D} {MMM} {YYYY} {HH}:{mm}", null, "\n{D} {MMM} {HH}:{mm}", null, "\n{HH}:{mm}", null, 1],
+];
+
 /** @type {Promise<UPlot>|undefined} loaded for the first chart */
 let loading;
 
@@ -93,11 +106,11 @@ export class TrendCharts {
       width: Math.max(200, box.clientWidth),
       height: HEIGHT_PX,
       scales: { x: { time: isByTime, range: isByTime ? timeRange : versionRange } },
-      axes: [axis, { ...axis, size: 56 }],
+      axes: [isByTime ? { ...axis, values: TIMES } : axis, { ...axis, size: 56 }],
       legend: { live: true },
       cursor: { drag: { x: true, y: false } },
       series: [
-        isByTime ? {} : { label: "Weights" },
+        isByTime ? { value: "{D} {MMM} {YYYY}, {HH}:{mm}" } : { label: "Weights" },
         ...chart.series.map((one, index) => ({
           label: visibleText(one.label),
           stroke: colour(this.element, `trend${index % COLOURS}`),
