@@ -63,6 +63,7 @@ class Retries:
         self._sending: dict[_Key, int] = {}
         self._giving: set[_Key] = set()
         self._noting: set[asyncio.Task[None]] = set()
+        self._writing: set[tuple[str, ReplyUndelivered | ReplyRedelivered]] = set()
         self._sent: OrderedDict[_Key, bool] = OrderedDict()
 
     # what a request repeats
@@ -212,17 +213,19 @@ class Retries:
 
     async def _note(self, session_id: str, event: ReplyUndelivered | ReplyRedelivered) -> None:
         """Write the event down, unless the log says so already or the turn is none of a retry's any more."""
-        session = self._cache.known(session_id)
-        if session is not None and _is_told(session, event):
+        session, note = self._cache.known(session_id), (session_id, event)
+        if note in self._writing or (session is not None and _is_told(session, event)):
             return
+        self._writing.add(note)
         try:
             outcome = await self._writer.submit(NoteDelivery(session_id, self._clock(), event))
+            if isinstance(outcome, Appended):
+                self._cache.advance(session_id, outcome.events)
+                self._followers.notify(session_id)
         except AppError as error:
             log.warning("session %s: the delivery of turn %d could not be noted: %s", session_id, event.turn, error)
-            return
-        if isinstance(outcome, Appended):
-            self._cache.advance(session_id, outcome.events)
-            self._followers.notify(session_id)
+        finally:
+            self._writing.discard(note)
 
 
 def _is_told(session: Session, event: ReplyUndelivered | ReplyRedelivered) -> bool:
