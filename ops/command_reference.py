@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -13,6 +12,7 @@ from typing import Any
 
 import typer.main
 
+from ops.generated_page import GeneratedPage
 from ops.server import ROOT
 from turnlog.cli.commands import app
 
@@ -86,18 +86,7 @@ def _text(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-def is_current() -> bool:
-    return FILE.is_file() and generate() == FILE.read_text()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.command_reference", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
-    if parser.parse_args().check:
-        return 0 if is_current() else 1
-    FILE.write_text(generate())
-    return 0
-
+PAGE = GeneratedPage(FILE, generate)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PAGE.main("ops.command_reference", __doc__))

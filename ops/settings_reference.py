@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
@@ -15,6 +14,7 @@ from pydantic.fields import FieldInfo
 from app.setting_names import PREFIX
 from app.setting_texts import TEXTS
 from app.settings import Settings, can_be_off
+from ops.generated_page import GeneratedPage
 from ops.server import ROOT
 
 FILE = ROOT / "docs" / "settings.md"
@@ -108,18 +108,7 @@ def _size(count: int) -> str:
     return str(count)
 
 
-def is_current() -> bool:
-    return FILE.is_file() and generate() == FILE.read_text()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.settings_reference", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
-    if parser.parse_args().check:
-        return 0 if is_current() else 1
-    FILE.write_text(generate())
-    return 0
-
+PAGE = GeneratedPage(FILE, generate)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PAGE.main("ops.settings_reference", __doc__))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -17,6 +16,7 @@ from app.api.openapi.schemas import JSON
 from app.errors import AppError
 from app.main import create_app
 from app.settings import Settings
+from ops.generated_page import GeneratedPage
 from ops.server import ROOT
 
 FILE = ROOT / "docs" / "wire.md"
@@ -285,18 +285,7 @@ def generate() -> str:
     return Reference(document(create_app(Settings()))).text()
 
 
-def is_current() -> bool:
-    return generate() == FILE.read_text()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.wire_reference", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
-    if parser.parse_args().check:
-        return 0 if is_current() else 1
-    FILE.write_text(generate())
-    return 0
-
+PAGE = GeneratedPage(FILE, generate)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PAGE.main("ops.wire_reference", __doc__))

@@ -12,7 +12,7 @@ from ops import wire_reference
 
 
 def test_the_page_is_current() -> None:
-    assert wire_reference.is_current(), "run python -m ops.wire_reference"
+    assert wire_reference.PAGE.is_current(), "run python -m ops.wire_reference"
 
 
 def test_every_route_is_on_the_page() -> None:
