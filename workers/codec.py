@@ -105,9 +105,6 @@ _UNCHECKED_HEAD = struct.Struct("<cII")
 _APART_HEAD = struct.Struct("<cIII")
 """APART, then the messages' packed size, unpacked size and CRC-32: the frame's own checksum covers all of it."""
 
-HASH_DIGITS = 32
-"""Hexadecimal digits of a hash of content."""
-
 Content = TypeVar("Content", Facts, Wire)
 
 _local = threading.local()
@@ -188,7 +185,7 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
 
 
 def unpack_checked(frame: bytes) -> Facts:
-    """A turn's facts, of which `rows_have_hash` has compared the hash. Raises CorruptContent."""
+    """A turn's facts, whose `content_hash` has been compared. Raises CorruptContent."""
     if frame[:1] in (token_facts.PLAIN, token_facts.COMPRESSED):
         found: Facts = _unpack_facts(frame, is_checked=True)
         return found
@@ -248,46 +245,10 @@ def _apart(frame: bytes) -> tuple[int, int, int | None, memoryview]:
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:
-    """The hashes of a turn's stored frames that the log keeps, to detect flipped bits: two of 128 bits as hex.
-
-    The first is of what rows are made of, the facts and the messages, the second of the rest of the reply: it is most
-    of the content, and an export need not hash it.
-    """
-    end = _end_of_messages(wire)
-    return rows_hash(facts, wire) + hashlib.sha256(memoryview(wire)[end:]).hexdigest()[:HASH_DIGITS]
-
-
-def rows_hash(facts: bytes, wire: bytes) -> str:
-    """The first half of `content_hash`."""
-    hasher = hashlib.sha256(facts)
-    hasher.update(memoryview(wire)[: _end_of_messages(wire)])
-    return hasher.hexdigest()[:HASH_DIGITS]
-
-
-def has_hash(facts: bytes, wire: bytes, expected: str) -> bool:
-    """Are these the frames of the log's `content_hash`? Earlier versions had one hash of both."""
-    hash_of = _hash_of_both if len(expected) == HASH_DIGITS else content_hash
-    return expected == hash_of(facts, wire)
-
-
-def rows_have_hash(facts: bytes, wire: bytes, expected: str) -> bool:
-    """As `has_hash`, of what rows are made of; of an earlier version's turn the whole content is compared."""
-    if len(expected) == HASH_DIGITS:
-        return expected == _hash_of_both(facts, wire)
-    return len(expected) == 2 * HASH_DIGITS and expected.startswith(rows_hash(facts, wire))
-
-
-def _hash_of_both(facts: bytes, wire: bytes) -> str:
+    """The hash of a turn's stored frames that the log keeps, to detect flipped bits: 128 bits as hex."""
     hasher = hashlib.sha256(facts)
     hasher.update(wire)
-    return hasher.hexdigest()[:HASH_DIGITS]
-
-
-def _end_of_messages(wire: bytes) -> int:
-    """Where the rest of the reply begins; the end of a wire that is packed as a whole."""
-    if wire[:1] != APART or len(wire) < _APART_HEAD.size:
-        return len(wire)
-    return min(_APART_HEAD.size + int.from_bytes(wire[1:5], "little"), len(wire))
+    return hasher.hexdigest()[:32]
 
 
 def render_ids(ids: memoryview, separator: str) -> bytes:

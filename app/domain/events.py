@@ -254,7 +254,7 @@ class TurnCommitted(Event, frozen=True):
 
     Since version 7: `logprobs_of`, None where it is not known or the parts differ.
 
-    Since version 8 `content_hash` is two hashes (`codec.content_hash`), and the facts have a form of their own.
+    Since version 8 the facts have a form of their own (`workers.token_facts`).
     """
 
     turn: int

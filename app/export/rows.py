@@ -149,7 +149,7 @@ class SessionRows:
         facts, wire = self._stored.frames.get(number, (None, None))
         if facts is None or wire is None:
             raise CorruptContent(f"turn {number}: the content is not there")
-        if not codec.rows_have_hash(facts, wire, event.content_hash):
+        if codec.content_hash(facts, wire) != event.content_hash:
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
         found = codec.unpack_checked(facts)
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)

@@ -298,7 +298,7 @@ class SessionCheck:
     def _turn(self, turn: TurnCommitted, facts: bytes | None, wire: bytes | None, chains: _Chains) -> None:
         if facts is None or wire is None:
             raise CorruptContent("the content is not there")
-        if not codec.has_hash(facts, wire, turn.content_hash):
+        if codec.content_hash(facts, wire) != turn.content_hash:
             raise CorruptContent("the content's hash is not the log's")
         self._wire(turn, codec.unpack(wire, Wire))
         tokens = codec.unpack(facts, Facts)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
 import numpy as np
 import pytest
 
 from workers import codec, token_facts
-from workers.codec import APART_BYTES, CorruptContent, Facts, Wire
+from workers.codec import CorruptContent, Facts
 
 EXACT = [-0.06151268, -13.25, 0.0, -0.0, float("-inf"), float("nan")]
 """Rounded to float32 below."""
@@ -73,36 +71,3 @@ def test_sizes_that_do_not_fit_are_found_without_the_checksum(at: int) -> None:
     frame[at] ^= 0x40
     with pytest.raises(CorruptContent):
         codec.unpack_checked(bytes(frame))
-
-
-SMALL, LARGE = (codec.pack(Wire([b'{"role":"user"}'], b"{}", reply, [])) for reply in (b"{}", b"{}" * APART_BYTES))
-
-
-@pytest.mark.parametrize("wire", [SMALL, LARGE], ids=["small", "large"])
-def test_rows_have_the_hash_of_what_they_are_made_of(wire: bytes) -> None:
-    content = codec.pack(NOISE)
-    expected = codec.content_hash(content, wire)
-    assert codec.has_hash(content, wire, expected)
-    assert codec.rows_have_hash(content, wire, expected)
-    other = content[:-1] + bytes([content[-1] ^ 1])
-    assert not codec.has_hash(other, wire, expected)
-    assert not codec.rows_have_hash(other, wire, expected)
-    end = len(wire) if wire is SMALL else start_of_rest(wire)
-    for at in range(len(wire)):
-        damaged = wire[:at] + bytes([wire[at] ^ 1]) + wire[at + 1 :]
-        assert not codec.has_hash(content, damaged, expected)
-        assert codec.rows_have_hash(content, damaged, expected) == (at >= end)
-
-
-def start_of_rest(wire: bytes) -> int:
-    """Where the rest of the reply begins: behind the head and the messages."""
-    return 13 + int.from_bytes(wire[1:5], "little")
-
-
-def test_the_hash_of_an_earlier_version_is_of_the_whole_content() -> None:
-    content = codec.pack(NOISE)
-    expected = hashlib.sha256(content + LARGE).hexdigest()[:32]
-    assert codec.has_hash(content, LARGE, expected)
-    assert codec.rows_have_hash(content, LARGE, expected)
-    assert not codec.rows_have_hash(content, LARGE[:-1], expected)
-    assert not codec.rows_have_hash(content, LARGE, "")
