@@ -1,8 +1,7 @@
 """Encodes content for the store: a typed msgpack map in one zstd frame with its size and checksum.
 
 `Facts` is what a trainer reads, `Wire` what went over the wire and is replayed to a retry. They are separate so that an
-export of tokens does not read conversations. Facts have a form of their own (`workers.token_facts`); in earlier
-versions they were a zstd frame like all else.
+export of tokens does not read conversations.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import zstandard
 
-from workers import scan, token_facts
+from workers import scan
 
 LEVEL = 1
 """zstd level: on turns of some KiB higher levels save nothing (measured: 602 against 601 bytes)."""
@@ -131,7 +130,7 @@ def compress(raw: bytes) -> bytes:
     return _compressor().compress(raw)
 
 
-def decompress(frame: bytes | memoryview | None, most: int = MAX_RAW) -> bytes:
+def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
     """Raises CorruptContent for a damaged or missing frame, or one that unpacks to more than `most` bytes.
 
     Checks the declared size: the library ignores its own limit where a frame declares one.
@@ -160,11 +159,7 @@ describe(Facts, Wire, Messages)
 
 
 def pack(content: Any) -> bytes:
-    """Facts, Wire or a snapshot as one frame; in a Wire with a large reply the messages come first."""
-    if isinstance(content, Facts):
-        packed = token_facts.pack(content.suffix_ids, content.output_ids, content.logprobs, compress)
-        if packed is not None:
-            return packed
+    """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply the messages come first."""
     if isinstance(content, Wire) and len(content.reply) >= APART_BYTES:
         return _pack_apart(content)
     return compress(msgspec.msgpack.encode(content))
@@ -172,9 +167,6 @@ def pack(content: Any) -> bytes:
 
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:
     """Raises CorruptContent."""
-    if kind is Facts and frame is not None and frame[:1] in (token_facts.PLAIN, token_facts.COMPRESSED):
-        facts: Content = _unpack_facts(frame)
-        return facts
     try:
         if kind is Wire and frame is not None and frame[:1] in (APART, _UNCHECKED):
             apart: Content = _unpack_apart(frame)
@@ -182,21 +174,6 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
         return msgspec.msgpack.decode(decompress(frame), type=kind)
     except msgspec.MsgspecError as error:
         raise CorruptContent(f"not {kind.__name__}: {error}") from error
-
-
-def unpack_checked(frame: bytes) -> Facts:
-    """A turn's facts, whose `content_hash` has been compared. Raises CorruptContent."""
-    if frame[:1] in (token_facts.PLAIN, token_facts.COMPRESSED):
-        found: Facts = _unpack_facts(frame, is_checked=True)
-        return found
-    return unpack(frame, Facts)
-
-
-def _unpack_facts(frame: bytes, *, is_checked: bool = False) -> Any:
-    try:
-        return Facts(*token_facts.unpack(frame, decompress, is_checked=is_checked))
-    except token_facts.NotFacts as error:
-        raise CorruptContent(f"not Facts: {error}") from error
 
 
 def unpack_messages(frame: bytes | None) -> Messages:
@@ -235,13 +212,13 @@ def _unpack_apart(frame: bytes) -> Any:
     return msgspec.structs.replace(rest, messages=turn_messages.messages, message=turn_messages.message)
 
 
-def _apart(frame: bytes) -> tuple[int, int, int | None, memoryview]:
+def _apart(frame: bytes) -> tuple[int, int, int | None, bytes]:
     """The messages' packed and unpacked size and CRC-32, and the zstd frame. Raises CorruptContent."""
     head = _UNCHECKED_HEAD if frame[:1] == _UNCHECKED else _APART_HEAD
     if len(frame) < head.size:
         raise CorruptContent(f"a frame of {len(frame)} bytes is none")
     _, packed, size, *check = head.unpack_from(frame)
-    return packed, size, check[0] if check else None, memoryview(frame)[head.size :]
+    return packed, size, check[0] if check else None, frame[head.size :]
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:

@@ -253,8 +253,6 @@ class TurnCommitted(Event, frozen=True):
     a reply that calls tools, without its calls' arguments.
 
     Since version 7: `logprobs_of`, None where it is not known or the parts differ.
-
-    Since version 8 the facts have a form of their own (`workers.token_facts`).
     """
 
     turn: int
@@ -467,7 +465,7 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(TYPES, 1),
     "SessionCreated": 6,
     "TurnOpened": 4,
-    "TurnCommitted": 8,
+    "TurnCommitted": 7,
     "TurnRejected": 2,
     "TurnAbandoned": 2,
     "BlobsTombstoned": 2,

@@ -52,7 +52,6 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("TurnCommitted", 4): _only_added,
     ("TurnCommitted", 5): _only_added,
     ("TurnCommitted", 6): _only_added,
-    ("TurnCommitted", 7): _only_added,
     ("TurnRejected", 1): _only_added,
     ("TurnAbandoned", 1): _only_added,
     ("BlobsTombstoned", 1): _only_added,
@@ -85,22 +84,11 @@ def upcast(
     return fields
 
 
-def _read_directly_from(name: str) -> int:
-    """The first version that is decoded as the current one is: since then fields were only added."""
-    version = VERSIONS[name]
-    while STEPS.get((name, version - 1)) is _only_added:
-        version -= 1
-    return version
-
-
-DIRECTLY_FROM: Mapping[str, int] = {name: _read_directly_from(name) for name in VERSIONS}
-
-
 def decode(name: str, version: int, data: bytes) -> Event:
     """A stored row as an event. Raises UnknownEvent, also where the data is damaged or does not fit its own version."""
     fields = _undamaged(name, version, data)
     try:
-        if name in VERSIONS and DIRECTLY_FROM[name] <= version <= VERSIONS[name]:
+        if version == VERSIONS.get(name):
             return msgspec.json.decode(fields, type=TYPES[name])
         return msgspec.convert(upcast(name, version, msgspec.json.decode(fields)), TYPES[name])
     except msgspec.MsgspecError as error:

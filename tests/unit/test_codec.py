@@ -104,13 +104,13 @@ def test_no_damage_of_a_packed_wire_is_more_than_corrupt() -> None:
 
 
 def test_a_frame_says_its_size_and_carries_a_checksum() -> None:
-    parameters = zstandard.get_frame_parameters(pack(WIRE))
+    parameters = zstandard.get_frame_parameters(pack(FACTS))
     assert parameters.has_checksum
-    assert parameters.content_size == len(msgspec.msgpack.encode(WIRE))
+    assert parameters.content_size == len(msgspec.msgpack.encode(FACTS))
 
 
 def test_every_flipped_bit_of_a_frame_is_found() -> None:
-    frame = compress(msgspec.msgpack.encode(FACTS))
+    frame = pack(FACTS)
     for at in range(len(frame)):
         damaged = bytearray(frame)
         damaged[at] ^= 0x10
@@ -119,10 +119,6 @@ def test_every_flipped_bit_of_a_frame_is_found() -> None:
         except CorruptContent:
             continue
         assert found == FACTS, f"byte {at}: other content was read"
-
-
-def test_facts_of_an_earlier_version_are_read() -> None:
-    assert unpack(compress(msgspec.msgpack.encode(FACTS)), Facts) == FACTS
 
 
 @pytest.mark.parametrize("frame", [None, b"", b"x", b"not a frame at all", pack(FACTS)[:-1], pack(FACTS)[:9]])
