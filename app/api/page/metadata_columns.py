@@ -58,7 +58,9 @@ class MetadataColumns:
         Raises InvalidRequest for an invalid cursor, StoreUnavailable.
         """
         found = await self._groups.page(cursor, limit)
-        ids = [row.group_id for row in found.groups] if columns else []
+        if not columns:
+            return ListedGroups(found.groups, found.next_cursor, {})
+        ids = [row.group_id for row in found.groups]
         first = await self._database.read(lambda c: metadata_reads.first_of_groups(c, ids), or_else=lambda _: {})
         return ListedGroups(found.groups, found.next_cursor, await self._values(first, columns))
 

@@ -178,9 +178,8 @@ class Wanted(msgspec.Struct, frozen=True):
         if not parts:
             return None
         whole = reduce(lambda left, right: func.tsquery_and(left, right), parts)
-        once = select(
-            whole
-        ).scalar_subquery()  # else PostgreSQL would make the query anew for each row that it compares
+        # A subquery is run once; else PostgreSQL would make the query anew for each row that it compares.
+        once = select(whole).scalar_subquery()
         return literal_column(f"search_entries.{WORDS}").op("@@", is_comparison=True)(once)
 
 
