@@ -33,7 +33,7 @@ from app.domain.events import (
     shape_of,
 )
 from app.domain.fold import fold
-from app.domain.search_text import pairs_of, read_message
+from app.domain.search_text import bounded, name_of, pairs_of, read_message
 from app.domain.session import Session
 from app.domain.tree import superseded
 from app.errors import AppError, InvalidRequest, SessionUnreadable, StoreDamaged
@@ -309,7 +309,7 @@ class Indexer:
                     if wire is not None:
                         changes.append(self._turn(session_id, recorded.at, event, wire))
                 case TurnRejected() as event:
-                    said = " ".join(filter(None, (event.reason, event.detail)))
+                    said = bounded(" ".join(filter(None, (event.reason, event.detail))))
                     entry = Entry(None, "rejected", (), None, event.reason, said)
                     changes.append(TurnEntries(session_id, event.turn, recorded.at, [entry]))
                 case RolledBack() as event:
@@ -333,7 +333,7 @@ class Indexer:
             found, made = read_message(raw, calls)
             calls = {**calls, **made}
             is_reply = place == len(messages) - 1
-            finish = event.finish_reason if is_reply else None
+            finish = name_of(event.finish_reason) if is_reply and event.finish_reason is not None else None
             number = event.base_messages + place
             entries.append(Entry(number, found.role, found.tools, finish, None, found.text))
             if is_reply:

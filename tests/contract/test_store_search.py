@@ -11,6 +11,7 @@ from helpers.store import Store
 from sqlalchemy.engine import make_url
 
 from app.domain.search_query import parse
+from app.domain.search_text import MAX_NAME, MAX_TEXT, MAX_TOOLS
 from app.sessions.erasure import forget_words
 from app.store.heads_view import HeadFilter
 from app.store.log_sessions import Create
@@ -71,6 +72,20 @@ async def test_one_process_fills_the_index(store: Store) -> None:
     assert not await store.submit(TakeIndexing("2", 60.0))
     assert await store.submit(TakeIndexing("1", 0.0))
     assert await store.submit(TakeIndexing("2", 60.0))
+
+
+async def test_the_largest_message_fits_the_index(store: Store) -> None:
+    """In characters of four bytes, each word and each name another one."""
+    wide = "\U00020fff"
+    names = [chr(0x20000 + number) + wide * (MAX_NAME - 1) for number in range(MAX_TOOLS)]
+    text = " ".join(chr(0x20000 + number) + wide for number in range(MAX_TEXT // 3 + 1))[:MAX_TEXT]
+    entry = Entry(0, names[0], tuple(names), names[1], None, text)
+    await store.create("s")
+    await store.submit(Begin("0"))
+    assert await index(store, [TurnEntries("s", 1, 1.0, [entry])], "0", "1")
+    wanted = EntryFilter(tool=names[-1], finish_reason=names[1])
+    rows = await store.database.read(lambda c: reading.find(c, None, wanted, HeadFilter(), FIRST, 2))
+    assert [row.turn for row in rows] == [1]
 
 
 async def test_marks_and_a_cleared_index(store: Store) -> None:
