@@ -5,16 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 from helpers.log import BODY, created
 from helpers.store import Store
 from sqlalchemy.engine import make_url
 
+from app.domain.events import TurnCommitted
 from app.domain.search_query import parse
 from app.domain.search_text import MAX_NAME, MAX_TEXT, MAX_TOOLS
+from app.sessions import index_reading
 from app.sessions.erasure import forget_words
+from app.sessions.index_reading import IndexReader
+from app.sessions.indexer import Indexer
+from app.sessions.log_end import LogEnd
+from app.sessions.log_position import LogPosition
+from app.store import reads
 from app.store.heads_view import HeadFilter
 from app.store.log_sessions import Create
+from app.store.reads import START
 from app.store.search import reading, writing
 from app.store.search.reading import FIRST, EntryFilter
 from app.store.search.writing import (
@@ -215,3 +224,25 @@ async def test_each_way_finds_what_matches(
                         break
                     before = rows[-1].id
                 assert pages == expected, (wanted, heads, q)
+
+
+async def test_only_so_much_content_is_read_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of turns with images had been in memory at once: half a gigabyte, or more."""
+    monkeypatch.setattr(index_reading, "CONTENT_BYTES", 3_000)
+    chance = random.Random(1)
+    for number, size in enumerate([100, 1_000, 900, 1_000, 9_000, 100, 100, 1_800]):
+        await store.create(f"s{number}")
+        said = msgspec.json.encode({"role": "user", "content": f"apples {chance.randbytes(size).hex()}"})
+        await store.take_turn(f"s{number}", text=said)
+    end = LogEnd(store.database, poll_s=0.0)
+    indexer = Indexer(store.database, store.writer, end, lambda: store.me)
+    reader = IndexReader(store.database)
+    events, _ = await reader.events(
+        LogPosition(await store.database.read(reads.log_epoch), START), await end.present()
+    ) or ((), 0)
+    groups = await reader.groups(events)
+    assert [one for group in groups for one in group] == events
+    turns = [{session_id for session_id, one in group if isinstance(one.event, TurnCommitted)} for group in groups]
+    assert turns == [{"s0", "s1", "s2"}, {"s3"}, {"s4"}, {"s5", "s6", "s7"}]
+    await indexer.catch_up()
+    assert len(await found(store, "apples")) == 2 * 8
