@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from helpers.log import BODY, created
 from helpers.store import Store
+from sqlalchemy import text as sql
 from sqlalchemy.engine import make_url
 
 from app.domain.events import TurnCommitted
@@ -33,6 +34,7 @@ from app.store.search.writing import (
     Entry,
     IndexPage,
     Marks,
+    MergeShard,
     Metadata,
     TakeIndexing,
     TurnEntries,
@@ -110,6 +112,33 @@ async def test_marks_and_a_cleared_index(store: Store) -> None:
     assert await found(store, "apples") == []
     await index(store, [said("s", 1, "pears")], "0", "1")
     assert await found(store, "pears") == [("s", 1)]
+
+
+async def test_an_index_is_cleared_in_small_steps_and_sessions_are_erased_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step drops more than one of SQLite's full-text tables, which takes some ten milliseconds."""
+    monkeypatch.setattr(writing, "SHARD_ENTRIES", 2)
+    await store.submit(Begin("0"))
+    for number in range(1, 9):
+        await store.create(f"s{number}")
+        assert await index(store, [said(f"s{number}", 1, "apples")], str(number - 1), str(number))
+    tables = sql("SELECT count(*) FROM sqlite_master WHERE name GLOB 'search_fts_?'")
+    left = [4]
+    more = True
+    while more:
+        more = await store.submit(Clear(1))
+        for name in {1: ("s4",), 2: ("s5", "s8")}.get(len(left), ()):
+            await store.close(name)
+            await store.erase(name)
+        left.append(
+            await store.database.read(lambda c: c.execute(tables).scalar_one()) if store.database.is_sqlite else 0
+        )
+    assert await store.database.read(writing.entry_count) == 0
+    assert await found(store, "apples") == []
+    assert not await store.submit(MergeShard(1, is_first=True))
+    if store.database.is_sqlite:
+        assert left[:6] == [4, 3, 2, 1, 0, 0]
 
 
 async def test_an_erasure_leaves_no_word_in_any_shard(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ _some = select(search_entries.c.id).order_by(search_entries.c.id).limit(bindpara
 _some_pairs = delete(search_metadata)
 _drop = delete(search_entries).where(search_entries.c.id == bindparam("entry"))
 _shards = select(search_shards.c.id)
-_drop_shards = delete(search_shards)
+_drop_shard = delete(search_shards).where(search_shards.c.id == bindparam("shard_id"))
 _now = select(now())
 _keep_sessions = select(keep_sessions())
 _erase_sessions = select(erase_sessions())
@@ -140,7 +140,8 @@ class Forget(StoreOperation, frozen=True):
 
 
 class Clear(StoreOperation, frozen=True):
-    """Delete up to `most` entries, of the oldest; True while there may be more. The index has no position meanwhile."""
+    """Delete up to `most` entries, of the oldest, and on SQLite one shard; True while there may be more. The index has
+    no position meanwhile."""
 
     durable: ClassVar[bool] = False
     most: int
@@ -148,15 +149,15 @@ class Clear(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> bool:
         tx.run(_drop_state, {"of": "position"})
         tx.run(_drop_state, {"of": "version"})
-        if not tx.is_remote:
-            for row in tx.all(_shards, {}):
-                tx.run(words.drop_shard(row[0]), {})
-            tx.run(_drop_shards, {})
+        shard = None if tx.is_remote else tx.one(_newest_shard, {})
+        if shard is not None:
+            tx.run(words.drop_shard(shard[0]), {})
+            tx.run(_drop_shard, {"shard_id": shard[0]})
         found = tx.all(_some, {"most": self.most})
         tx.run_all(_drop, [{"entry": row[0]} for row in found])
         if len(found) < self.most:
             tx.run(_some_pairs, {})
-        return len(found) == self.most
+        return shard is not None or len(found) == self.most
 
 
 class TakeIndexing(StoreOperation, frozen=True):
@@ -306,12 +307,17 @@ def erase_entries(tx: Tx, session_id: str) -> None:
 
 
 def drop_entries(tx: Tx, session_id: str, most: int = EVERY) -> int:
-    """Delete entries of a session; returns how many. Words stay in SQLite's file until `MergeShard` has ended."""
+    """Delete entries of a session; returns how many. Words stay in SQLite's file until `MergeShard` has ended.
+
+    An index that is being cleared has no shard of its newest entries any more.
+    """
     found = tx.all(_some_of, {"sid": session_id, "most": most})
-    if not tx.is_remote:
+    if found and not tx.is_remote:
+        shards = {row[0] for row in tx.all(_shards, {})} & {row[1] for row in found}
         for entry, shard in found:
-            tx.run(words.drop_words(shard), {"entry": entry})
-        for shard in {row[1] for row in found}:
+            if shard in shards:
+                tx.run(words.drop_words(shard), {"entry": entry})
+        for shard in shards:
             tx.run(_set_dirty, {"shard_id": shard, "is_dirty": True})
     tx.run_all(_drop, [{"entry": row[0]} for row in found])
     if len(found) < most:
@@ -331,6 +337,8 @@ class MergeShard(StoreOperation, frozen=True):
         return MERGED_PAGES * 4096
 
     def apply(self, tx: Tx) -> bool:
+        if self.shard not in {row[0] for row in tx.all(_shards, {})}:
+            return False  # dropped meanwhile
         before = (tx.one(words.total_changes, {}) or (0,))[0]
         tx.run(words.merge(self.shard), {"pages": -MERGED_PAGES if self.is_first else MERGED_PAGES})
         after = (tx.one(words.total_changes, {}) or (0,))[0]
