@@ -10,6 +10,7 @@ import pytest
 from helpers.log import BODY, created
 from helpers.store import Store
 from sqlalchemy import text as sql
+from sqlalchemy import update
 from sqlalchemy.engine import make_url
 
 from app.domain.events import TurnCommitted
@@ -21,10 +22,14 @@ from app.sessions.index_reading import IndexReader
 from app.sessions.indexer import Indexer
 from app.sessions.log_end import LogEnd
 from app.sessions.log_position import LogPosition
+from app.sessions.search import Search
+from app.sessions.session_filter import SessionConditions
 from app.store import reads
+from app.store.dialect import Tx
 from app.store.heads_view import HeadFilter
 from app.store.log_sessions import Create
 from app.store.reads import START
+from app.store.schema import search_state
 from app.store.search import reading, writing
 from app.store.search.reading import FIRST, EntryFilter
 from app.store.search.writing import (
@@ -139,6 +144,24 @@ async def test_an_index_is_cleared_in_small_steps_and_sessions_are_erased_meanwh
     assert not await store.submit(MergeShard(1, is_first=True))
     if store.database.is_sqlite:
         assert left[:6] == [4, 3, 2, 1, 0, 0]
+
+
+async def test_an_index_of_an_earlier_version_is_not_searched(store: Store) -> None:
+    """Its full-text tables have other columns, until it has been cleared."""
+    await store.create("s")
+    await store.submit(Begin("0"))
+    assert await index(store, [said("s", 1, "apples")], "0", "1")
+
+    def as_earlier(tx: Tx) -> None:
+        tx.run(update(search_state).where(search_state.c.key == "version").values(value="1"), {})
+        if store.database.is_sqlite:
+            tx.run(sql("DROP TABLE search_fts_1"), {})
+            tx.run(sql("CREATE VIRTUAL TABLE search_fts_1 USING fts5(text, content='search_entries')"), {})
+
+    await store.database.write(as_earlier, durable=False)
+    search = Search(store.database, LogEnd(store.database, poll_s=0.0), lambda _: None)
+    found = await search.page("apples", EntryFilter(role="user"), SessionConditions(), None, 10)
+    assert (found.hits, found.next_cursor, found.is_current) == ([], None, False)
 
 
 async def test_an_erasure_leaves_no_word_in_any_shard(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
