@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -141,7 +142,7 @@ async def test_an_index_is_cleared_in_small_steps_and_sessions_are_erased_meanwh
         )
     assert await store.database.read(writing.entry_count) == 0
     assert await found(store, "apples") == []
-    assert not await store.submit(MergeShard(1, is_first=True))
+    assert not await store.submit(MergeShard(1))
     if store.database.is_sqlite:
         assert left[:6] == [4, 3, 2, 1, 0, 0]
 
@@ -205,6 +206,37 @@ async def test_an_erasure_leaves_no_word_in_any_shard(store: Store, monkeypatch:
     assert [
         word for word in (b"secret", *unique, *(word.encode() for word in words if len(word) > 6)) if word in whole
     ] == []
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_what_is_erased_during_a_merge_leaves_no_word_either(
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The merge that another erasure has begun does not have it, and had called the shard clean."""
+    monkeypatch.setattr(writing, "MERGED_PAGES", 2)
+    chance, store = random.Random(1), sqlite_store
+    words = {name: [chance.randbytes(5).hex() for _ in range(600)] for name in ("first", "second", "kept")}
+    await store.submit(Begin("0"))
+    for name in words:
+        await store.create(name)
+    for turn in range(30):
+        page = [said(name, turn, " ".join(words[name][20 * turn : 20 * turn + 20])) for name in words]
+        assert await index(store, page, str(turn), str(turn + 1))
+    await store.close("first")
+    await store.close("second")
+    await store.erase("first")
+    for _ in range(steps):
+        assert await store.submit(MergeShard(1))
+    await store.erase("second")
+    while await store.submit(MergeShard(1)):
+        pass
+    await forget_words(store.database, store.writer)
+    await store.database.empty_log_file()
+    path = make_url(store.database.url).database
+    assert path is not None
+    whole = Path(path).read_bytes()
+    left = {name: sum(word.encode() in whole for word in of_session) for name, of_session in words.items()}
+    assert left == {"first": 0, "second": 0, "kept": 600}
 
 
 LIMITS: dict[str, dict[str, int]] = {

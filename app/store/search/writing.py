@@ -153,6 +153,7 @@ class Clear(StoreOperation, frozen=True):
         if shard is not None:
             tx.run(words.drop_shard(shard[0]), {})
             tx.run(_drop_shard, {"shard_id": shard[0]})
+            tx.run(_drop_state, {"of": _merging(shard[0])})
         found = tx.all(_some, {"most": self.most})
         tx.run_all(_drop, [{"entry": row[0]} for row in found])
         if len(found) < self.most:
@@ -319,6 +320,7 @@ def drop_entries(tx: Tx, session_id: str, most: int = EVERY) -> int:
                 tx.run(words.drop_words(shard), {"entry": entry})
         for shard in shards:
             tx.run(_set_dirty, {"shard_id": shard, "is_dirty": True})
+            tx.run(_drop_state, {"of": _merging(shard)})
     tx.run_all(_drop, [{"entry": row[0]} for row in found])
     if len(found) < most:
         tx.run(_pairs_of, {"sid": session_id})
@@ -326,11 +328,13 @@ def drop_entries(tx: Tx, session_id: str, most: int = EVERY) -> int:
 
 
 class MergeShard(StoreOperation, frozen=True):
-    """A step that takes deleted words out of a shard; True while there is more to do. `is_first`: the first step."""
+    """A step that takes deleted words out of a shard; True while there is more to do.
+
+    A merge has only what was deleted before it began. If an erasure has deleted more meanwhile, it begins anew.
+    """
 
     durable: ClassVar[bool] = False
     shard: int
-    is_first: bool
 
     @property
     def size(self) -> int:
@@ -339,13 +343,22 @@ class MergeShard(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> bool:
         if self.shard not in {row[0] for row in tx.all(_shards, {})}:
             return False  # dropped meanwhile
+        begins = tx.one(_state, {"of": _merging(self.shard)}) is None
+        if begins:
+            tx.insert(_add_state, [{"key": _merging(self.shard), "value": ""}])
         before = (tx.one(words.total_changes, {}) or (0,))[0]
-        tx.run(words.merge(self.shard), {"pages": -MERGED_PAGES if self.is_first else MERGED_PAGES})
+        tx.run(words.merge(self.shard), {"pages": -MERGED_PAGES if begins else MERGED_PAGES})
         after = (tx.one(words.total_changes, {}) or (0,))[0]
         if after - before >= 2:
             return True
+        tx.run(_drop_state, {"of": _merging(self.shard)})
         tx.run(_set_dirty, {"shard_id": self.shard, "is_dirty": False})
         return False
+
+
+def _merging(shard: int) -> str:
+    """The key in `search_state` while a merge of the shard has all that is deleted."""
+    return f"merging={shard}"
 
 
 def dirty_shards(connection: Connection) -> list[int]:
