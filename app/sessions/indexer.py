@@ -4,8 +4,7 @@
 
 Nothing waits for it. It works for a quarter of the time at most, so a backlog takes longer rather than the turns. The
 last transaction moves the position. None writes anything if the position is no longer the one that the page was read
-from. If the process ends before the last one, the page is read again, and the turns that are in the index are left as
-they are.
+from. If the process ends before the last one, the page is read again, and what is in the index is left as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -94,9 +94,9 @@ class IndexFigures(msgspec.Struct):
     seconds_behind: float = 0.0
 
     def wrote(self, changes: Sequence[Change]) -> None:
-        indexed = [len(change.entries) for change in changes if isinstance(change, TurnEntries)]
-        self.turns += len(indexed)
-        self.messages += sum(indexed)
+        turns = [change for change in changes if isinstance(change, TurnEntries)]
+        self.turns += sum(turn.is_end for turn in turns)
+        self.messages += sum(len(turn.entries) for turn in turns)
 
     def came_to(self, reached: LogPosition, upto: Position, now: float) -> None:
         """Positions are numbers of events, on PostgreSQL with gaps."""
@@ -188,7 +188,7 @@ class Indexer:
         found = await self._reader.content(events)
         changes = await asyncio.to_thread(self._changes, found)
         changes += await self._restored(events)
-        parts = _parts(changes)
+        parts = parts_of(changes)
         for number, part in enumerate(parts, 1):
             moved = to if number == len(parts) else position
             if not await self._writer.submit(IndexPage(position, moved, part)):
@@ -303,11 +303,11 @@ def _known(state: writing.IndexState) -> LogPosition | None:
         return None
 
 
-def _parts(changes: Sequence[Change]) -> list[list[Change]]:
+def parts_of(changes: Sequence[Change]) -> list[list[Change]]:
     """The changes in order, as many at once as one transaction writes; one empty part if there are none."""
     parts: list[list[Change]] = [[]]
     entries = size = 0
-    for change in changes:
+    for change in chain.from_iterable(map(_cut, changes)):
         if entries >= PART_ENTRIES or size >= PART_CHARS:
             parts.append([])
             entries = size = 0
@@ -315,3 +315,17 @@ def _parts(changes: Sequence[Change]) -> list[list[Change]]:
         entries += len(change.entries) if isinstance(change, TurnEntries) else 1
         size += sum(len(entry.text) for entry in change.entries) if isinstance(change, TurnEntries) else 0
     return parts
+
+
+def _cut(change: Change) -> Iterator[Change]:
+    """The change itself, or a turn with many messages in pieces: a request of 4 MiB would hold the writer for 0.3 s."""
+    if not isinstance(change, TurnEntries):
+        yield change
+        return
+    begun = size = 0
+    for end, entry in enumerate(change.entries, 1):
+        size += len(entry.text)
+        if end < len(change.entries) and (end - begun == PART_ENTRIES or size >= PART_CHARS):
+            yield msgspec.structs.replace(change, entries=change.entries[begun:end], is_end=False)
+            begun, size = end, 0
+    yield msgspec.structs.replace(change, entries=change.entries[begun:])

@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from app.domain.events import TurnCommitted
 from app.domain.search_query import parse
 from app.domain.search_text import MAX_NAME, MAX_TEXT, MAX_TOOLS
-from app.sessions import index_reading
+from app.sessions import index_reading, indexer
 from app.sessions.erasure import forget_words
 from app.sessions.index_reading import IndexReader
 from app.sessions.indexer import Indexer
@@ -72,6 +72,28 @@ async def test_a_page_is_written_once_and_only_from_its_place(store: Store) -> N
     assert await index(store, [said("s", 1, "apples again")], "1", "2")
     assert await found(store, "apples") == [("s", 1)]
     assert (await store.database.read(writing.state)).position == "2"
+
+
+async def test_a_long_turn_is_written_in_pieces_and_goes_on_after_a_crash(store: Store) -> None:
+    """One of 4 MiB had held the writer, and with it every turn, for 0.3 s."""
+    entries = [Entry(number, "user", (), None, None, f"apples {number} {'x' * 400}") for number in range(5, 1005)]
+    parts = indexer.parts_of([said("s", 1, "pears"), TurnEntries("s", 2, 1.0, entries), said("s", 3, "pears")])
+    assert len(parts) > 3
+    assert max(sum(len(change.entries) for change in part if isinstance(change, TurnEntries)) for part in parts) < 300
+    await store.create("s")
+    await store.submit(Begin("0"))
+    for part in parts[:2]:
+        assert await store.submit(IndexPage("0", "0", part))
+    for part in parts:
+        assert await store.submit(IndexPage("0", "0", part))
+    rows = await store.database.read(
+        lambda c: reading.find(c, None, EntryFilter(session_id="s"), HeadFilter(), FIRST, 2000)
+    )
+    assert [(row.turn, row.message) for row in rows] == [
+        (3, 0),
+        *((2, number) for number in range(1004, 4, -1)),
+        (1, 0),
+    ]
 
 
 async def test_nothing_is_written_of_a_session_that_was_erased_meanwhile(store: Store) -> None:
@@ -319,7 +341,7 @@ async def test_only_so_much_content_is_read_at_once(store: Store, monkeypatch: p
         said = msgspec.json.encode({"role": "user", "content": f"apples {chance.randbytes(size).hex()}"})
         await store.take_turn(f"s{number}", text=said)
     end = LogEnd(store.database, poll_s=0.0)
-    indexer = Indexer(store.database, store.writer, end, lambda: store.me)
+    filler = Indexer(store.database, store.writer, end, lambda: store.me)
     reader = IndexReader(store.database)
     events, _ = await reader.events(
         LogPosition(await store.database.read(reads.log_epoch), START), await end.present()
@@ -328,5 +350,5 @@ async def test_only_so_much_content_is_read_at_once(store: Store, monkeypatch: p
     assert [one for group in groups for one in group] == events
     turns = [{session_id for session_id, one in group if isinstance(one.event, TurnCommitted)} for group in groups]
     assert turns == [{"s0", "s1", "s2"}, {"s3"}, {"s4"}, {"s5", "s6", "s7"}]
-    await indexer.catch_up()
+    await filler.catch_up()
     assert len(await found(store, "apples")) == 2 * 8

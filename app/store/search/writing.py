@@ -41,12 +41,13 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class TurnEntries(msgspec.Struct, frozen=True):
-    """What is indexed of a turn that was committed or rejected `at` that time."""
+    """What is indexed of a turn that was committed or rejected `at` that time, or a piece of it; `is_end`: the last."""
 
     session_id: str
     turn: int
     at: float
     entries: Sequence[Entry]
+    is_end: bool = True
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -69,12 +70,10 @@ _set_state = update(search_state).where(_of_key).values(value=bindparam("to", ty
 _move = _set_state.where(search_state.c.value == bindparam("expected", type_=Text)).returning(search_state.c.key)
 _add_state = insert(search_state)
 _drop_state = delete(search_state).where(_of_key)
-_known = (
-    select(search_entries.c.id)
-    .where(
-        sql.of_session(search_entries),
-        search_entries.c.turn == bindparam("number", type_=Integer),
-    )
+_newest_of = (
+    select(search_entries.c.message)
+    .where(sql.of_session(search_entries), search_entries.c.turn == bindparam("number", type_=Integer))
+    .order_by(search_entries.c.id.desc())
     .limit(1)
 )
 _add = insert(search_entries)
@@ -185,8 +184,8 @@ class IndexPage(StoreOperation, frozen=True):
     """Write the changes of a page of the log, and that the index has come to `position`. False, and nothing is written,
     if it is no longer at `expected`.
 
-    A turn that is in the index is left as it is, and nothing is written of an erased session: it may have been erased
-    after its content was read. No session's row is locked, so no turn waits; an erasure waits for the page, or the page
+    What is in the index is left as it is, and nothing is written of an erased session: it may have been erased after
+    its content was read. No session's row is locked, so no turn waits; an erasure waits for the page, or the page
     for the erasure.
     """
 
@@ -230,7 +229,7 @@ def _set_pairs(tx: Tx, every: Sequence[Metadata]) -> None:
 
 
 def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
-    """Add the turns that are not in the index, in order. On PostgreSQL that takes two statements."""
+    """Add the messages that are not in the index, in order. On PostgreSQL that takes two statements."""
     known = _known_of(tx, turns)
     rows: list[dict[str, Any]] = [
         {
@@ -245,8 +244,8 @@ def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
             "text": entry.text,
         }
         for turn in turns
-        if (turn.session_id, turn.turn) not in known
         for entry in turn.entries
+        if not _is_known(known, turn, entry)
     ]
     if not rows:
         return
@@ -264,13 +263,24 @@ def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
     tx.run(_grow, {"shard_id": shard, "more": len(rows), "longer": sum(len(row["text"]) for row in rows)})
 
 
-def _known_of(tx: Tx, turns: Sequence[TurnEntries]) -> set[tuple[str, int]]:
-    """Those of the turns that are in the index."""
+Known = Mapping[tuple[str, int], int | None]
+"""The last message of each turn that is in the index, or None of a refused reply; messages are written in order."""
+
+
+def _known_of(tx: Tx, turns: Sequence[TurnEntries]) -> Known:
+    numbers = sorted({(turn.session_id, turn.turn) for turn in turns})
     if tx.is_remote:
-        keys = {"sids": [turn.session_id for turn in turns], "numbers": [turn.turn for turn in turns]}
-        return {(row[0], row[1]) for row in tx.all(words.known_on_postgresql, keys)} if turns else set()
-    found = ((turn, tx.one(_known, {"sid": turn.session_id, "number": turn.turn})) for turn in turns)
-    return {(turn.session_id, turn.turn) for turn, row in found if row is not None}
+        keys = {"sids": [session_id for session_id, _ in numbers], "numbers": [turn for _, turn in numbers]}
+        return {(row[0], row[1]): row[2] for row in tx.all(words.known_on_postgresql, keys)} if numbers else {}
+    found = ((one, tx.one(_newest_of, {"sid": one[0], "number": one[1]})) for one in numbers)
+    return {one: row[0] for one, row in found if row is not None}
+
+
+def _is_known(known: Known, turn: TurnEntries, entry: Entry) -> bool:
+    if (turn.session_id, turn.turn) not in known:
+        return False
+    last = known[turn.session_id, turn.turn]
+    return entry.message is None or (last is not None and entry.message <= last)
 
 
 def _shard_for(tx: Tx) -> int:
