@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
-from e2e.page_data import over_hours, rollouts
+from e2e.page_data import CHECKPOINT, over_hours, rollouts
 from e2e.page_story import STORY, keep, story
 
 VIEWS = {
@@ -47,6 +47,8 @@ LOOKED_AT = {
     "past": f"#/session/{STORY}?seq=12",
     "tokens": f"#/session/{STORY}/tokens?branch=0",
     "keys": "#/groups",
+    "checkpoints": "#/checkpoints",
+    "checkpoint": f"#/checkpoint/{CHECKPOINT}",
     "unknown": "#/session/nobody",
     "unknowngroup": "#/group/nobody",
     "nowhere": "#/nowhere",

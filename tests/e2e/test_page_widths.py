@@ -25,6 +25,8 @@ VIEWS = {
     "#/trends": ".trendplot canvas",
     "#/search": "form.filters",
     "#/exports": "a[download]",
+    "#/checkpoints": "main tbody tr[data-key]",
+    "#/checkpoint/step-40": "main tbody tr[data-key]",
     "#/session/deep-research-5": ".said",
     "#/session/deep-research-5?branch=0&against=2": ".sides .said",
     "#/session/deep-research-5/tokens": ".tokens .tok",
@@ -69,7 +71,7 @@ def test_names_are_in_sight_also_while_a_list_is_scrolled_sideways(
     watch: Watch, page_stand: PageStand, width: int
 ) -> None:
     watched = watch(page_stand.stand.server.base_url, width=width)
-    for place in ("#/groups", "#/"):
+    for place in ("#/groups", "#/", "#/checkpoints"):
         page = watched.open(place)
         name = page.locator("main tbody tr[data-key] th a").first
         expect(name).to_be_in_viewport()
@@ -118,6 +120,7 @@ def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) ->
         ("#/session/nobody", "There is no session “nobody”."),
         ("#/session/nobody/tokens", "There is no session “nobody”."),
         ("#/group/nobody", "There is no group “nobody”."),
+        ("#/checkpoint/nobody", "There is no checkpoint “nobody”."),
         ("#/nowhere/at/all", "There is no view at #/nowhere/at/all"),
     ],
 )
