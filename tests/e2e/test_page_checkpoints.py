@@ -25,6 +25,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     if chromium() is None:
         pytest.skip("there is no chromium: apt-get install chromium")
     with standing(tmp_path_factory.mktemp("checkpoints")) as stand:
+        for number in range(1, SESSIONS):
+            stand.talk(session_id=f"kept-{number:03}")
         yield stand
 
 
@@ -38,8 +40,6 @@ def test_checkpoints_are_made_read_and_restored(kept: Stand, watch: Watch) -> No
     talk = kept.talk(session_id="kept-0", group_id="kept")
     talk.say("before", sim=AT_ONCE)
     seq = len(talk.types())
-    for number in range(1, SESSIONS):
-        kept.talk(session_id=f"kept-{number:03}")
     assert kept.http.post("/checkpoints", json={"name": "step-40", "cut": "drain"}).status_code == 200
     row = page.locator(f"{ROWS}[data-key='step-40']")
     expect(row.locator("td").nth(1)).to_have_text(str(SESSIONS))
@@ -80,11 +80,11 @@ def test_checkpoints_are_made_read_and_restored(kept: Stand, watch: Watch) -> No
 
 
 def test_a_long_checkpoint_is_paged(kept: Stand, watch: Watch) -> None:
-    if not kept.http.get("/checkpoints").json()["checkpoints"]:
-        kept.http.post("/checkpoints", json={"name": "step-40"})
-    page = watch(kept.server.base_url).open("#/checkpoint/step-40")
+    assert kept.http.post("/checkpoints", json={"name": "long"}).status_code == 200
+    page = watch(kept.server.base_url).open("#/checkpoint/long")
     expect(page.locator(ROWS).first).to_be_visible()
     page.locator("main .table-scroll").evaluate("one => { one.scrollTop = one.scrollHeight }")
     expect(page.locator("main .foot")).to_have_text("All shown")
     page.locator("main .table-scroll").evaluate("one => { one.scrollTop = one.scrollHeight }")
     expect(page.locator(f"{ROWS}[data-key='kept-{SESSIONS - 1}']")).to_be_visible()
+    assert kept.http.delete("/checkpoints/long").status_code == 204

@@ -228,8 +228,11 @@ class App {
 /** @param {string|null} name of the view that is shown, or of the list above it */
 function markNavigation(name) {
   for (const link of document.querySelectorAll("#nav a")) {
-    if (link.getAttribute("data-name") === name) link.setAttribute("aria-current", "page");
+    const isCurrent = link.getAttribute("data-name") === name;
+    if (isCurrent) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
+    // On a phone the links are one line that scrolls.
+    if (isCurrent) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 }
 

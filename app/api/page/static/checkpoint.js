@@ -132,7 +132,7 @@ function columns() {
     { title: "State now", width: "120px", fill: badgeCell((one) => one.status) },
     {
       title: "Group",
-      width: "30%",
+      width: "200px",
       fill: linkCell(
         (one) => (one.group_id === null ? null : visibleText(one.group_id)),
         (one) => groupHref(one.group_id ?? ""),

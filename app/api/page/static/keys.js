@@ -24,7 +24,7 @@ export function isWriting(target) {
 
 /** @param {() => void} goToFilter what `/` does */
 export function listenToKeys(goToFilter) {
-  let goPressedAt = 0;
+  let goPressedAt = -SEQUENCE_MS;
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (isWriting(event.target)) {
@@ -39,7 +39,7 @@ export function listenToKeys(goToFilter) {
       if (event.key === "g") goPressedAt = event.timeStamp;
       return;
     }
-    goPressedAt = 0;
+    goPressedAt = -SEQUENCE_MS;
     event.preventDefault();
   });
 }
