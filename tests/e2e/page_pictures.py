@@ -34,6 +34,8 @@ VIEWS = {
     "rollouts": "#/group/retail%2Forder-17/rollouts?sort=best",
     "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
     "compared": "#/session/deep-research-5?branch=0&against=2",
+    "checkpoints": "#/checkpoints",
+    "checkpoint": f"#/checkpoint/{CHECKPOINT}",
 }
 LOOKED_AT = {
     **{name: hash for name, hash in VIEWS.items() if name not in ("trends", "search")},
@@ -47,8 +49,6 @@ LOOKED_AT = {
     "past": f"#/session/{STORY}?seq=12",
     "tokens": f"#/session/{STORY}/tokens?branch=0",
     "keys": "#/groups",
-    "checkpoints": "#/checkpoints",
-    "checkpoint": f"#/checkpoint/{CHECKPOINT}",
     "unknown": "#/session/nobody",
     "unknowngroup": "#/group/nobody",
     "nowhere": "#/nowhere",
@@ -75,6 +75,7 @@ DOCUMENTED = (
     ("exports", "light"),
     ("tree", "light"),
     ("compared", "light"),
+    ("checkpoint", "light"),
 )
 BUSY_S = 12.0
 """So long the server works before the pictures: the dead engine is known as such then, and the sparkline is a line."""
