@@ -16,13 +16,14 @@ import msgspec
 
 from app.domain import bounds
 from app.domain.events import Matcher
-from app.domain.known_body import Hasher, HistoryPrefix
+from app.domain.known_body import HistoryPrefix
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
 from app.domain.turns import Turn
 from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
 from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_prompt import Hasher
 
 Message = Mapping[str, Any]
 
