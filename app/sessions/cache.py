@@ -264,7 +264,7 @@ class SessionCache:
             self._bytes -= self._sizes.pop(session_id)
             self._with_bodies.pop(session_id, None)
 
-    async def messages(self, live: CacheEntry, turn: int) -> bytes:
+    async def messages(self, live: CacheEntry, turn: int) -> bytes | memoryview:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
         found = live.messages.upto(turn)
         if found is not None:
@@ -294,7 +294,7 @@ class SessionCache:
         found = live.tokens.upto(turn)
         if found is not None:
             self.lookups["tokens"].hits += 1
-            return found
+            return bytes(found)
         self.lookups["tokens"].misses += 1
         session = live.session
         chain = session.token_chain(turn)
@@ -318,7 +318,7 @@ class SessionCache:
             raise SessionUnreadable(f"session {session.session_id}: {error}") from error
         live.tokens.add(made, is_tree=session.is_tree)
         self._account(session.session_id, live)
-        return made.upto(turn) or b""
+        return bytes(made.upto(turn) or b"")
 
     async def close(self) -> None:
         await cancelled(*self._loading.values(), *self._saving)
