@@ -17,13 +17,13 @@ from app.domain.known_body import (
     STATES,
     BodyLayout,
     BodyPrefix,
-    Hasher,
     HistoryPrefix,
     KnownMessages,
     State,
     places_of,
 )
 from workers import scan
+from workers.parse_prompt import Hasher
 
 
 class ContinuedBody(NamedTuple):

@@ -30,6 +30,8 @@ def next_rows(made: Iterator[Fields], limit: int, most: int = SLICE_BYTES) -> li
 
 def _weight(value: object) -> int:
     """Approximate bytes of a field."""
+    if value is None or isinstance(value, (int, float)):
+        return 8  # most fields
     match value:
         case np.ndarray():
             return value.nbytes
