@@ -7,6 +7,8 @@ the whole reply is parsed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -87,8 +89,8 @@ def work(job: Job, body: memoryview) -> WorkerResult:
 
 def work_here(
     job: Job, body: memoryview, long_values: LongValues | None = None
-) -> tuple[WorkerResult, KnownText | None]:
-    """As `work`, and the text of all tokens, if the prompt's ids are long and plain.
+) -> tuple[WorkerResult, Callable[[], KnownText] | None]:
+    """As `work`, and what makes the text of all tokens, if the prompt's ids are long and plain.
 
     `long_values`: those of the body, if they were looked for.
     """
@@ -96,7 +98,7 @@ def work_here(
     result = _result(job, body, found)
     if found.read is None or found.separator != "," or job.sent:
         return result, None
-    return result, found.read.known_text(result.sequence)
+    return result, partial(found.read.known_text, result.sequence)
 
 
 def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:

@@ -108,11 +108,12 @@ def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None
         )
         found = seek.long_values(memoryview(body), text)
         assert (found.begun is not None) == (turn > 0)
-        result, text = job.work_here(asked, memoryview(body), found)
+        result, made = job.work_here(asked, memoryview(body), found)
         assert result == job.work(asked, memoryview(body))
+        assert made is not None
+        text = made()
         output = array("i", codec.unpack(result.facts, Facts).output_ids)
         tokens = [*ids, *output]
-        assert text is not None
         assert text.known == known_as(tokens) == result.sequence
         assert text.begins(b" " + token_text(tokens), 1)
         assert not text.begins(b" " + token_text(tokens)[:-1], 1)
