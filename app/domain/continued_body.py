@@ -34,6 +34,12 @@ class ContinuedBody(NamedTuple):
     messages: KnownMessages
     layout: BodyLayout
 
+    @property
+    def is_translated_anew(self) -> bool:
+        """Must all of its messages be translated again? No state is known that early in them."""
+        translation = self.prefix.known.translation
+        return translation is not None and self.prefix.state(translation.states) is None
+
     def history(self) -> HistoryPrefix:
         """What is known of its history, if its messages are a chat's."""
         known, count = self.prefix.known, self.prefix.messages

@@ -335,9 +335,7 @@ class Incoming:
         if turn is not None and prefix.spelled is not None:
             self._spelled, self._hasher = prefix.messages, prefix.spelled.copy()
             self._spellings[prefix.messages] = turn.client_hash
-        while turn is not None and turn.message_count - 1 > prefix.messages:
-            turn = index.turn(turn.history_parent)
-        return turn
+        return index.turn_within(prefix.turn, prefix.messages)
 
 
 def _calls_hash(message: Message) -> str | None:
