@@ -48,6 +48,7 @@ from app.store.postgres import (
 )
 from app.store.revision import require_head, revision_of
 from app.store.sqlite import SqliteWriter
+from app.store.sqlite_reads import SqliteReads
 from app.store.turnstile import Turnstile
 from app.store.unreadable import Unreadable
 from app.tasks import uncancelled
@@ -179,7 +180,9 @@ class Database:
         self._patience = Patience()
         self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
-        self._autocommit = None if self.is_sqlite else PostgresAutocommit(self.engine)
+        self._autocommit = (
+            SqliteReads(sqlite_engine.file_of(url)) if self.is_sqlite else PostgresAutocommit(self.engine)
+        )
         self._opened = False
         self.unreadable = Unreadable()
         self.bucket = bucket
@@ -264,8 +267,7 @@ class Database:
         finally:
             if self.archives is not None:
                 await self.archives.close()
-            if self._autocommit is not None:
-                await self._autocommit.close()
+            await self._autocommit.close()
             await _dispose(self.engine)
             if self._writing is not None:
                 await _dispose(self._writing)
@@ -359,11 +361,17 @@ class Database:
             raise
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        """The rows of one frequent statement, without a transaction. Raises as `read`."""
-        if self._autocommit is None:
+        """The driver's rows of one frequent statement, without a transaction. Raises as `read`.
+
+        Values are as the driver returns them: where bytes were stored, check with `broken.as_bytes`.
+        """
+        if self.is_read_only:
             return await self.read(lambda connection: connection.execute(statement, parameters).all())
-        read_autocommit = self._autocommit
         try:
+            if isinstance(self._autocommit, SqliteReads):
+                async with self._readers:
+                    return await self._autocommit.all(statement, parameters)
+            read_autocommit = self._autocommit
             return await self._patience.retrying(lambda: read_autocommit.all(statement, parameters))
         except _FAULTS as error:
             raise await self._error_for(error) from error

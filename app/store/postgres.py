@@ -57,6 +57,9 @@ done."""
 IDLE_S = 10.0
 """How long a frozen process can keep its rows locked."""
 
+KEPT = 3
+"""Of the connections for reads, those that are kept for single statements: a large answer must not hold up others."""
+
 BEGIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; "
     "SET LOCAL enable_seqscan = off; SET LOCAL plan_cache_mode = force_generic_plan; "
@@ -291,44 +294,51 @@ class PostgresWriter:
 
 
 class PostgresAutocommit:
-    """Single statements without a transaction, on a connection that is kept: a quarter of the cost of a read."""
+    """Single statements without a transaction, on connections that are kept: a quarter of the cost of a read, and half
+    of that of taking a connection from the pool for each. Up to KEPT run at a time."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._compiler = Compiler(engine.dialect)
-        self._kept: AsyncConnection | None = None
-        self._in_use = asyncio.Lock()
+        self._idle: list[AsyncConnection] = []
+        self._free = asyncio.Semaphore(KEPT)
 
     async def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows. Raises ConnectionLost, and what the driver raises."""
-        async with self._in_use:
+        async with self._free:
+            kept = self._idle.pop() if self._idle else None
             try:
-                if self._kept is None:
-                    self._kept = await self._engine.connect()
-                return await answered(self._kept, partial(self._ask, statement=statement, parameters=parameters))
+                if kept is None:
+                    kept = await self._engine.connect()
+                rows = await answered(kept, partial(self._ask, statement=statement, parameters=parameters))
             except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
-                await self._forget()
+                await _forget(kept)
                 if is_lost(error):
+                    await self.close()  # The others of the same server are lost too.
                     raise ConnectionLost(_cause(error)) from error
                 raise
             except asyncio.CancelledError:
-                await self._forget()
+                await _forget(kept)
                 raise
+            self._idle.append(kept)
+            return rows
 
     def _ask(self, connection: Connection, *, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         adapted = connection.connection.dbapi_connection
         assert isinstance(adapted, AdaptedConnection)
         return PostgresTx(adapted, self._compiler).all(statement, parameters)
 
-    async def _forget(self) -> None:
-        """Drop the connection, which may be in the middle of a statement; the next statement gets another."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            await kept.run_sync(_drop)
-            await kept.close()
-
     async def close(self) -> None:
-        await self._forget()
+        """Close the connections that no statement uses."""
+        while self._idle:
+            await _forget(self._idle.pop())
+
+
+async def _forget(connection: AsyncConnection | None) -> None:
+    """Drop a connection that may be in the middle of a statement."""
+    if connection is not None:
+        await connection.run_sync(_drop)
+        await connection.close()
 
 
 def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> None:

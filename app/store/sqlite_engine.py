@@ -22,7 +22,7 @@ def file_of(url: URL | str) -> Path:
 def create(url: URL, connections: int) -> AsyncEngine:
     """For reads and migrations."""
     engine = _engine(url, connections)
-    event.listen(engine.sync_engine, "connect", _configure)
+    event.listen(engine.sync_engine, "connect", configure)
     return engine
 
 
@@ -31,11 +31,12 @@ def create_blocking(url: URL) -> Engine:
     long as to read a session."""
     engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": LOCKED_S})
     event.listen(engine, "begin", _begin)
-    event.listen(engine, "connect", _configure)
+    event.listen(engine, "connect", configure)
     return engine
 
 
-def _configure(connection: Any, _: Any) -> None:
+def configure(connection: Any, _: Any) -> None:
+    """Prepare a new connection of the driver. Closes it if that fails."""
     connection.isolation_level = None
     cursor = connection.cursor()
     try:
