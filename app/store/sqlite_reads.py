@@ -20,7 +20,6 @@ from sqlalchemy.sql import Executable
 from app.store.dialect import Compiler, Parameters, Row
 from app.store.ports import LOCKED_S
 from app.store.sqlite_engine import configure
-from app.tasks import uncancelled
 
 THREADS = 4
 """Statements that run at a time: one that waits for the disk must not hold up the others. Each has a connection."""
@@ -38,12 +37,10 @@ class SqliteReads:
     async def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows. Raises sqlite3.Error.
 
-        A cancelled caller waits for the end: an open statement keeps the log file from being emptied.
+        The thread reads all of them, also if the caller is cancelled: an open statement would keep the log file from
+        being emptied.
         """
         text, values = self._bind(statement, parameters)
-        return await uncancelled(self._run(text, values))
-
-    async def _run(self, text: str, values: Sequence[Any]) -> Sequence[Row]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, text, values)
 
     def _ask(self, text: str, values: Sequence[Any]) -> Sequence[Row]:
