@@ -300,45 +300,55 @@ class PostgresAutocommit:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._compiler = Compiler(engine.dialect)
+        self._kept: set[AsyncConnection] = set()
         self._idle: list[AsyncConnection] = []
         self._free = asyncio.Semaphore(KEPT)
 
     async def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows. Raises ConnectionLost, and what the driver raises."""
         async with self._free:
-            kept = self._idle.pop() if self._idle else None
+            kept: AsyncConnection | None = None
             try:
-                if kept is None:
-                    kept = await self._engine.connect()
+                kept = self._idle.pop() if self._idle else await self._connect()
                 rows = await answered(kept, partial(self._ask, statement=statement, parameters=parameters))
             except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
-                await _forget(kept)
+                await self._forget(kept)
                 if is_lost(error):
-                    await self.close()  # The others of the same server are lost too.
+                    await self._forget_idle()  # They are of the same server.
                     raise ConnectionLost(_cause(error)) from error
                 raise
             except asyncio.CancelledError:
-                await _forget(kept)
+                await self._forget(kept)
                 raise
-            self._idle.append(kept)
+            if kept in self._kept:
+                self._idle.append(kept)
             return rows
+
+    async def _connect(self) -> AsyncConnection:
+        connection = await self._engine.connect()
+        self._kept.add(connection)
+        return connection
 
     def _ask(self, connection: Connection, *, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         adapted = connection.connection.dbapi_connection
         assert isinstance(adapted, AdaptedConnection)
         return PostgresTx(adapted, self._compiler).all(statement, parameters)
 
-    async def close(self) -> None:
-        """Close the connections that no statement uses."""
+    async def _forget(self, connection: AsyncConnection | None) -> None:
+        """Drop a connection, which may be in the middle of a statement; the next statement gets another."""
+        if connection in self._kept:
+            self._kept.remove(connection)
+            await connection.run_sync(_drop)
+            await connection.close()
+
+    async def _forget_idle(self) -> None:
         while self._idle:
-            await _forget(self._idle.pop())
+            await self._forget(self._idle.pop())
 
-
-async def _forget(connection: AsyncConnection | None) -> None:
-    """Drop a connection that may be in the middle of a statement."""
-    if connection is not None:
-        await connection.run_sync(_drop)
-        await connection.close()
+    async def close(self) -> None:
+        await self._forget_idle()
+        for connection in tuple(self._kept):
+            await self._forget(connection)
 
 
 def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> None:
