@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -22,6 +21,7 @@ from app.domain.turns import Turn
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
 from app.sessions.cache_entry import CacheEntry as CacheEntry
 from app.sessions.cache_entry import StoredContent
+from app.sessions.eviction import Eviction
 from app.sessions.prefix_buffer import PrefixBuffer
 from app.store import reads, session_load
 from app.store.log_sessions import SaveSnapshot
@@ -61,8 +61,8 @@ class Lookups(msgspec.Struct):
 
 
 class SessionCache:
-    """Drops what was least recently used when the total, counted approximately, exceeds `max_bytes`: the newest
-    requests first, which save some milliseconds, then whole entries.
+    """Drops entries when the total, counted approximately, exceeds `max_bytes`: first their newest requests, which save
+    some milliseconds, then whole entries, those of ended sessions first (`Eviction`).
 
     `with_tokens`: turns need the tokens of their history, as with a tokenizer.
     """
@@ -72,9 +72,10 @@ class SessionCache:
         self._content = With.FACTS if with_tokens else With.WIRE
         self._writer = writer
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
+        self._entries: dict[str, CacheEntry] = {}
         self._sizes: dict[str, int] = {}
-        self._with_bodies: OrderedDict[str, None] = OrderedDict()
+        self._whole = Eviction()
+        self._with_bodies = Eviction()
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[CacheEntry | None]] = {}
         self._saving: set[asyncio.Task[None]] = set()
@@ -98,7 +99,6 @@ class SessionCache:
         if live is not None and live.is_behind:
             return await self.refresh(session_id)
         if live is not None:
-            self._entries.move_to_end(session_id)
             self.lookups["session"].hits += 1
             return live
         self.lookups["session"].misses += 1
@@ -185,7 +185,8 @@ class SessionCache:
     def drop(self, session_id: str) -> None:
         if self._entries.pop(session_id, None) is not None:
             self._bytes -= self._sizes.pop(session_id)
-            self._with_bodies.pop(session_id, None)
+            self._whole.discard(session_id)
+            self._with_bodies.discard(session_id)
 
     async def messages(self, live: CacheEntry, turn: int) -> bytes:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
@@ -319,21 +320,23 @@ class SessionCache:
         size = live.size
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
-        self._entries.move_to_end(session_id)
+        is_ended = live.session.status != "open"
+        self._whole.add(session_id, is_ended=is_ended)
         if live.bodies.size:
-            self._with_bodies[session_id] = None
-            self._with_bodies.move_to_end(session_id)
-        while self._bytes > self._max_bytes and self._with_bodies:
-            self._drop_bodies(next(iter(self._with_bodies)))
-        while self._bytes > self._max_bytes and len(self._entries) > 1:
-            self.drop(next(iter(self._entries)))
+            self._with_bodies.add(session_id, is_ended=is_ended)
+        while self._bytes > self._max_bytes and (other := self._with_bodies.next(session_id)) is not None:
+            self._drop_bodies(other)
+        if self._bytes > self._max_bytes and live.bodies.size:
+            self._drop_bodies(session_id)
+        while self._bytes > self._max_bytes and (other := self._whole.next(session_id)) is not None:
+            self.drop(other)
 
     def _drop_bodies(self, session_id: str) -> None:
         live = self._entries[session_id]
         self._bytes -= live.bodies.size
         self._sizes[session_id] -= live.bodies.size
         live.bodies = KnownBodies()
-        del self._with_bodies[session_id]
+        self._with_bodies.discard(session_id)
 
     def snapshot_if_due(self, before: int, session_id: str) -> None:
         """Save a snapshot every SNAPSHOT_EVENTS events, so that a miss on a long session reads few events.
