@@ -57,8 +57,11 @@ done."""
 IDLE_S = 10.0
 """How long a frozen process can keep its rows locked."""
 
+AT_ONCE = 6
+"""Single statements that run at a time, each on one of the connections for reads (`engine.READERS`)."""
+
 KEPT = 3
-"""Of the connections for reads, those that are kept for single statements: a large answer must not hold up others."""
+"""Of their connections, those that stay taken from the pool afterwards; other reads have the rest."""
 
 BEGIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; "
@@ -295,14 +298,14 @@ class PostgresWriter:
 
 class PostgresAutocommit:
     """Single statements without a transaction, on connections that are kept: a quarter of the cost of a read, and half
-    of that of taking a connection from the pool for each. Up to KEPT run at a time."""
+    of that of taking a connection from the pool for each. Up to AT_ONCE run at a time."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._compiler = Compiler(engine.dialect)
         self._kept: set[AsyncConnection] = set()
         self._idle: list[AsyncConnection] = []
-        self._free = asyncio.Semaphore(KEPT)
+        self._free = asyncio.Semaphore(AT_ONCE)
 
     async def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows. Raises ConnectionLost, and what the driver raises."""
@@ -321,8 +324,15 @@ class PostgresAutocommit:
                 await self._forget(kept)
                 raise
             if kept in self._kept:
-                self._idle.append(kept)
+                await self._keep(kept)
             return rows
+
+    async def _keep(self, connection: AsyncConnection) -> None:
+        if len(self._idle) < KEPT:
+            self._idle.append(connection)
+        else:
+            self._kept.remove(connection)
+            await connection.close()
 
     async def _connect(self) -> AsyncConnection:
         connection = await self._engine.connect()
