@@ -64,8 +64,9 @@ from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
 from app.store.archives.rows import has_archives
 from app.store.engine import Database, load_driver
+from app.store.packs.left_behind import ADVICE, left_behind
 from app.store.packs.opening import open_bucket
-from app.store.packs.rows import has_packs, places_in_use
+from app.store.packs.rows import has_packs
 from app.store.search.reading import can_search
 from app.tito.families import family
 from app.turn.stages import RecentTurnStats
@@ -80,12 +81,6 @@ log = logging.getLogger("turnlog")
 SWITCH_S = 0.0005
 """Switch interval of threads: how long the event loop waits for the interpreter while another thread computes. It is a
 tenth of Python's default, because the loop waits at each of its steps while a thread reads a large request."""
-
-
-LEFT_IN_PLACE = (
-    "%s still had objects of this store, and nothing deletes them: start with TURNLOG_PAYLOADS_FROM set to it until "
-    "it is empty"
-)
 
 
 @contextlib.asynccontextmanager
@@ -108,9 +103,8 @@ async def run_services(
         await database.open()
         if bucket is None:
             await _require_nothing_in_bucket(database)
-        for left in await database.read(places_in_use):
-            if left != settings.bucket_url:
-                log.warning(LEFT_IN_PLACE, left)
+        for what in await database.read(lambda connection: left_behind(connection, settings.bucket_url)):
+            log.warning("%s: %s", what, ADVICE)
         client = _client(settings)
         stack.push_async_callback(client.close)
         prompts = await _prompts(settings, load_prompts)

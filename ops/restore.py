@@ -194,19 +194,20 @@ async def _start_epoch(engine: AsyncEngine) -> str:
 async def _finish_postgres(url: str, lease_s: float) -> CommandResult:
     """Finish the restore of a PostgreSQL store that was loaded from a dump or recovered to an earlier time."""
     progress = Progress("restore")
-    database = Database(url)
+    database, engine = Database(url), create_engine(url)
     try:
         await require_revision(database)
         await refuse_if_served(database, lease_s)
-        epoch = await _start_epoch(database.engine)
+        epoch = await _start_epoch(engine)
         newest, ahead = await database.read(restored.newest_tx)
         after: str | None = "" if ahead else None
         while after is not None:
             place = after
-            async with database.engine.begin() as connection:
+            async with engine.begin() as connection:
                 after = await connection.run_sync(lambda sync: restored.rebase(sync, place))  # noqa: B023
             progress(f"events up to session {after} have new positions")
     finally:
+        await engine.dispose()
         await database.close()
     name = make_url(url).database
     lines = [f"{name} is in epoch {epoch}: older export cursors are refused"]

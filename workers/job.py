@@ -14,7 +14,7 @@ import msgspec
 from workers import codec, payloads, scan, seek
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.parse import KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
-from workers.parse_prompt import CutPrompt
+from workers.parse_prompt import CutPrompt, KnownText
 from workers.seek import LongValues, PayloadRange
 
 
@@ -80,10 +80,25 @@ def decode_done(result: bytes) -> WorkerResult:
     return _DONE.decode(result)
 
 
-def work(job: Job, body: memoryview, long_values: LongValues | None = None) -> WorkerResult:
-    """`long_values`: those of the body, if they were looked for. Raises Rejected, naming the first rule that the reply
-    breaks."""
+def work(job: Job, body: memoryview) -> WorkerResult:
+    """Raises Rejected, naming the first rule that the reply breaks."""
+    return work_here(job, body)[0]
+
+
+def work_here(
+    job: Job, body: memoryview, long_values: LongValues | None = None
+) -> tuple[WorkerResult, KnownText | None]:
+    """As `work`, and the text of all tokens, if the prompt's ids are long and plain.
+
+    `long_values`: those of the body, if they were looked for.
+    """
     found = _parsed(job, body, long_values)
+    result = _result(job, body, found)
+    is_plain = found.separator == "," and not job.sent
+    return result, found.parsed.prompt.known_text(result.sequence) if is_plain else None
+
+
+def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:
     parsed = found.parsed
     stored: list[payloads.StoredPayload] = []
     edits: list[_Edit] = []
@@ -158,18 +173,19 @@ class _Found(NamedTuple):
 
 def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Found:
     kinds = [want.kind for want in job.wants]
-    places, prompt = long_values or seek.long_values(body)
+    places, prompt, begun = long_values or seek.long_values(body)
     places = [place for place in places if place.kind in kinds]
     places = sorted(places if prompt is None else [*places, prompt], key=lambda place: place.start)
-    if places:
+    cuts = [] if not places else [None] if begun is None else [begun, None]
+    for cut in cuts:
         try:
-            found = _without(job, body, places, prompt)
+            found = _without(job, body, places, prompt, cut)
             if found is not None:
                 return found
         except PromptDiffers:
             raise
         except Rejected:
-            # The cut may be the cause: parse the whole reply to decide.
+            # The cut may be the cause: cut less, or parse the whole reply, to decide.
             pass
     text = bytes(body)
     parsed = _parse_text(job, text)
@@ -177,15 +193,19 @@ def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Foun
     return _Found(parsed, text, [_Value(place, place.start, place.end) for place in whole], marked=False)
 
 
-def _without(job: Job, body: memoryview, places: list[PayloadRange], prompt: PayloadRange | None) -> _Found | None:
-    """The reply parsed with marks in these places, of which `prompt` is one; None if one is not where it belongs.
+def _without(
+    job: Job, body: memoryview, places: list[PayloadRange], prompt: PayloadRange | None, begun: KnownText | None
+) -> _Found | None:
+    """The reply parsed with marks in these places, of which `prompt` is one, which begins with `begun`; None if one is
+    not where it belongs.
 
     Raises as `parse_reply`.
     """
     text = _marked(body, places)
     cut = None
     if prompt is not None:
-        cut = CutPrompt(_mark(places.index(prompt)), bytes(body[prompt.start : prompt.end]))
+        mark, known_bytes = _mark(places.index(prompt)), 0 if begun is None else begun.known.text_bytes
+        cut = CutPrompt(mark, b"[" + body[prompt.start + 1 + known_bytes : prompt.end], begun)
         if text.count(cut.mark) != 1:
             return None
     parsed = _parse_text(job, text, cut)

@@ -190,6 +190,7 @@ def _sglang(
         output_ids=int32(output_ids),
         logprobs=float64([triple.logprob for triple in triples]),
         sequence=prompt.followed_by(output_ids),
+        prompt=prompt,
         finish_reason=finish_reason(choice, meta),
         weight_versions=weight_versions(
             meta.get("weight_versions"),
@@ -236,6 +237,7 @@ def _vllm(
         output_ids=int32(output_ids),
         logprobs=float64([entry.logprob for entry in entries]),
         sequence=prompt.followed_by(output_ids),
+        prompt=prompt,
         finish_reason=finish_reason(choice, {}),
         weight_versions=weight_versions(
             choice.get("weight_versions"),

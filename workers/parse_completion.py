@@ -79,6 +79,7 @@ def completion(
         output_ids=int32(output_ids),
         logprobs=float64(values),
         sequence=prompt.followed_by(output_ids),
+        prompt=prompt,
         finish_reason=finish_reason(choice, {}),
         weight_versions=weight_versions(
             choice["weight_versions"] if here else versions.get("weight_versions"),

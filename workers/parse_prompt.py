@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
@@ -34,11 +34,56 @@ class KnownTokens(msgspec.Struct, frozen=True):
     hash: str
 
 
+class Hasher(Protocol):
+    """A hash object of `hashlib`."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def copy(self) -> Hasher: ...
+    def hexdigest(self) -> str: ...
+
+
+class KnownText:
+    """The text of known tokens itself, and the state of its hash: equal bytes need not be hashed again.
+
+    The texts of a session's turns share one buffer, of which each is a beginning.
+    """
+
+    __slots__ = ("_buffer", "_hasher", "known")
+
+    def __init__(self, known: KnownTokens, buffer: bytearray, hasher: Hasher) -> None:
+        self.known = known
+        self._buffer = buffer
+        self._hasher = hasher
+
+    def __len__(self) -> int:
+        """Bytes in memory."""
+        return len(self._buffer)
+
+    def hasher(self) -> Hasher:
+        return self._hasher.copy()
+
+    def begins(self, text: bytes, at: int) -> bool:
+        """Does `text` go on with this one at `at`?"""
+        with memoryview(self._buffer) as whole, whole[: self.known.text_bytes] as own:
+            return text.startswith(own, at)
+
+    def followed_by(self, added: bytes, known: KnownTokens, hasher: Hasher) -> KnownText:
+        """The text with `added`. Another turn may have added its own to this one."""
+        size = self.known.text_bytes
+        buffer = self._buffer if len(self._buffer) == size else self._buffer[:size]
+        buffer += added
+        return KnownText(known, buffer, hasher)
+
+
 class CutPrompt(NamedTuple):
-    """A prompt's ids that were cut out of a reply: the mark in their place, a JSON string, and the list's text."""
+    """A prompt's ids that were cut out of a reply: the mark in their place, a JSON string, and the list's text.
+
+    With `begun` the text is that of a list of the ids after these.
+    """
 
     mark: bytes
     text: bytes
+    begun: KnownText | None = None
 
 
 def token_text(ids: Iterable[int]) -> bytes:
@@ -79,8 +124,9 @@ class Prompt:
         Raises Rejected, or PromptDiffers.
         """
         text = b"" if raw is None else bytes(raw)
+        begun = None
         if cut is not None and text == cut.mark:
-            text = cut.text
+            text, begun = cut.text, cut.begun
         if sent is not None:
             self.text = b"" if raw is None or is_null(raw) else _confirmed(text, where, sent)
             if not self.text:
@@ -92,13 +138,15 @@ class Prompt:
             self.text = text
             compact = _compact(text)
             inner = b"".join((memoryview(compact)[1:-1], b",")) if len(compact) > 2 else b""
-        self.base = 0
-        self._hasher = hashlib.sha256()
-        if known is not None and len(inner) >= known.text_bytes:
+        self.base = self._before = start = 0
+        self._begun, self._output = begun, b""
+        self._hasher: Hasher = hashlib.sha256()
+        if begun is not None:
+            self.base, self._before, self._hasher = begun.known.tokens, begun.known.text_bytes, begun.hasher()
+        elif known is not None and len(inner) >= known.text_bytes:
             hasher = hashlib.sha256(memoryview(inner)[: known.text_bytes])
             if hasher.hexdigest() == known.hash:
-                self.base, self._hasher = known.tokens, hasher
-        start = known.text_bytes if known is not None and self.base else 0
+                self.base, self._hasher, start = known.tokens, hasher, known.text_bytes
         rest = inner[start:-1]
         self.suffix: list[int] = typed(IDS, b"[" + rest + b"]" if start or sent is not None else self.text, where)
         if b"-" in rest:
@@ -118,6 +166,8 @@ class Prompt:
         if raw is None or is_null(raw):
             return []
         text = bytes(raw)
+        if self._before:
+            raise Rejected(f"{where} repeats ids of which only the end was cut out")
         if text == self.text:
             return [text]
         if not self.text:
@@ -129,9 +179,17 @@ class Prompt:
 
     def followed_by(self, output_ids: list[int]) -> KnownTokens:
         """Prompt and output together: the known tokens of the next turn."""
-        output = token_text(output_ids)
-        self._hasher.update(output)
-        return KnownTokens(self.tokens + len(output_ids), len(self._inner) + len(output), self._hasher.hexdigest())
+        self._output = token_text(output_ids)
+        self._hasher.update(self._output)
+        size = self._before + len(self._inner) + len(self._output)
+        return KnownTokens(self.tokens + len(output_ids), size, self._hasher.hexdigest())
+
+    def known_text(self, known: KnownTokens) -> KnownText:
+        """The text of prompt and output together, which are `known`, what `followed_by` has returned."""
+        parts = self._inner, self._output
+        if self._begun is None:
+            return KnownText(known, bytearray().join(parts), self._hasher)
+        return self._begun.followed_by(b"".join(parts), known, self._hasher)
 
 
 def _compact(text: bytes) -> bytes:

@@ -13,6 +13,7 @@ import msgspec
 
 from workers import scan
 from workers.parse import REPLAY
+from workers.parse_prompt import KnownText
 
 WINDOW = 64 << 10
 """Bytes searched at a time: shared memory has no fast search; a copy that fits the processor's cache has."""
@@ -36,10 +37,12 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LongValues(NamedTuple):
-    """What seems to be the payloads' values and the prompt's ids, if these are long."""
+    """What seems to be the payloads' values and the prompt's ids, if these are long. The ids begin with `begun`, and
+    have others after it."""
 
     payloads: list[PayloadRange]
     prompt: PayloadRange | None
+    begun: KnownText | None = None
 
     @property
     def base64_bytes(self) -> int:
@@ -47,8 +50,15 @@ class LongValues(NamedTuple):
         return sum(place.end - place.start for place in self.payloads if not place.is_list)
 
 
-def long_values(body: memoryview) -> LongValues:
-    """The long values of a body. What comes first is not searched for what comes later: both may have megabytes."""
+def long_values(body: memoryview, known: KnownText | None = None) -> LongValues:
+    """The long values of a body. What comes first is not searched for what comes later: both may have megabytes.
+
+    `known`: what the prompt's ids may begin with; it is only looked for in a `bytes` object.
+    """
+    if known is not None and isinstance(body.obj, bytes):
+        prompt = _known_prompt(body.obj, known)
+        if prompt is not None:
+            return LongValues([place for kind in REPLAY for place in _payloads(body, kind, prompt)], prompt, known)
     prompt = _prompt(body, WINDOW) if len(body) > LONG_PROMPT else None
     payloads = [place for kind in REPLAY for place in _payloads(body, kind, prompt)]
     if prompt is None and len(body) > WINDOW:
@@ -73,6 +83,18 @@ def _prompt(body: memoryview, stop: int, gap: PayloadRange | None = None) -> Pay
     return None
 
 
+def _known_prompt(body: bytes, known: KnownText) -> PayloadRange | None:
+    """The first list under the prompt's key, if it begins with these ids and has others."""
+    key = body.find(f'"{PROMPT}"'.encode(), 0, WINDOW)
+    start, value = _value_start(memoryview(body), PROMPT, key)
+    if key < 0 or not value.startswith(b"[") or not known.begins(body, start + 1):
+        return None
+    rest = start + 1 + known.known.text_bytes
+    end = body.find(b"]", rest) + 1
+    is_flat = end - 1 > rest and scan.is_flat_ids(memoryview(body)[rest - 1 : end])
+    return PayloadRange(PROMPT, start, end, True) if is_flat else None
+
+
 def _payloads(body: memoryview, kind: str, prompt: PayloadRange | None) -> Iterator[PayloadRange]:
     """The values after what looks like the payload's key; `prompt` has none in it."""
     at = 0
@@ -85,15 +107,18 @@ def _payloads(body: memoryview, kind: str, prompt: PayloadRange | None) -> Itera
         at = place.end
 
 
-def _value(body: memoryview, kind: str, key: int) -> PayloadRange | None:
-    """The value of the key that begins at `key`."""
+def _value_start(body: memoryview, kind: str, key: int) -> tuple[int, bytes]:
+    """Where the value of the key that begins at `key` begins, and its first bytes; none if it is no key."""
     key_end = key + len(kind) + 2
     following = bytes(body[key_end : key_end + 16])
     value = following.lstrip(b" \t\r\n")
-    if not value.startswith(b":"):
-        return None
-    value = value[1:].lstrip(b" \t\r\n")
-    start = key_end + len(following) - len(value)
+    value = value[1:].lstrip(b" \t\r\n") if value.startswith(b":") else b""
+    return key_end + len(following) - len(value), value
+
+
+def _value(body: memoryview, kind: str, key: int) -> PayloadRange | None:
+    """The value of the key that begins at `key`."""
+    start, value = _value_start(body, kind, key)
     if value.startswith(b'"'):
         end = find(body, b'"', start + 1) + 1
     elif value.startswith(b"["):

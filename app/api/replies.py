@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import msgspec
 from starlette.types import Send
@@ -13,10 +13,8 @@ from app.errors import AppError
 from app.logs import request_id
 from app.protocols.base import WireProtocol
 from app.protocols.errors import own_error
+from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
-
-PIECE = 256 << 10
-"""Bytes. A larger body is sent in pieces, so that the event loop can serve other requests between them."""
 
 RENDER_INLINE = 64 << 10
 """Bytes. What is rendered from a larger body is rendered on a thread."""
@@ -38,23 +36,12 @@ async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) ->
     size = sum(map(len, parts))
     await start_reply(send, status, [*headers, ("content-length", str(size))])
     sent = 0
-    for piece in _pieces(parts):
+    for piece in pieces_of(parts) if size else (b"",):
         sent += len(piece)
         await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
         if sent < size:
             await asyncio.sleep(0)
             reach("during_reply")
-
-
-def _pieces(parts: Sequence[Part]) -> Iterator[Part]:
-    """The parts in pieces of at most PIECE bytes; an empty body is one empty piece."""
-    if sum(map(len, parts)) <= PIECE:
-        yield b"".join(parts)
-        return
-    for part in parts:
-        view = memoryview(part)
-        for start in range(0, len(view), PIECE):
-            yield view[start : start + PIECE]
 
 
 async def rendered(size: int, render: Callable[[], bytes]) -> bytes:

@@ -17,13 +17,13 @@ from app.domain.known_body import (
     STATES,
     BodyLayout,
     BodyPrefix,
-    Hasher,
     HistoryPrefix,
     KnownMessages,
     State,
     places_of,
 )
 from workers import scan
+from workers.parse_prompt import Hasher
 
 
 class ContinuedBody(NamedTuple):
@@ -33,6 +33,12 @@ class ContinuedBody(NamedTuple):
     fields: dict[str, msgspec.Raw]
     messages: KnownMessages
     layout: BodyLayout
+
+    @property
+    def is_translated_anew(self) -> bool:
+        """Must all of its messages be translated again? No state is known that early in them."""
+        translation = self.prefix.known.translation
+        return translation is not None and self.prefix.state(translation.states) is None
 
     def history(self) -> HistoryPrefix:
         """What is known of its history, if its messages are a chat's."""

@@ -16,13 +16,14 @@ import msgspec
 
 from app.domain import bounds
 from app.domain.events import Matcher
-from app.domain.known_body import Hasher, HistoryPrefix
+from app.domain.known_body import HistoryPrefix
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
 from app.domain.turns import Turn
 from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
 from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_prompt import Hasher
 
 Message = Mapping[str, Any]
 
@@ -150,6 +151,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+HASHED_AT_ONCE = 32
+"""Messages that are joined before they are hashed: a session's many short ones cost a call each otherwise."""
+
+
 class Incoming:
     """A request's messages as raw JSON, decoded and hashed only on demand.
 
@@ -205,8 +210,8 @@ class Incoming:
         if count not in self._spellings:
             if count < self._spelled:
                 self._spelled, self._hasher = 0, hashlib.sha256()
-            for raw in self.raws[self._spelled : count]:
-                self._hasher.update(memoryview(raw))
+            for start in range(self._spelled, count, HASHED_AT_ONCE):
+                self._hasher.update(b",".join(self.raws[start : min(start + HASHED_AT_ONCE, count)]))
                 self._hasher.update(b",")
             self._spelled = count
             self._spellings[count] = self._hasher.copy().hexdigest()[:32]
@@ -330,9 +335,7 @@ class Incoming:
         if turn is not None and prefix.spelled is not None:
             self._spelled, self._hasher = prefix.messages, prefix.spelled.copy()
             self._spellings[prefix.messages] = turn.client_hash
-        while turn is not None and turn.message_count - 1 > prefix.messages:
-            turn = index.turn(turn.history_parent)
-        return turn
+        return index.turn_within(prefix.turn, prefix.messages)
 
 
 def _calls_hash(message: Message) -> str | None:

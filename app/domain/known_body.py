@@ -13,12 +13,13 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, overload
 
 import msgspec
 
 from app.domain import bounds, split
 from workers import scan
+from workers.parse_prompt import Hasher, KnownText, KnownTokens
 
 LONG_BODY = 32 << 10
 """Bytes of a body from which on it is worth keeping: a shorter one is parsed and hashed in some ten microseconds."""
@@ -47,14 +48,6 @@ the last two."""
 
 _BETWEEN = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
 _WHITE = re.compile(rb"[ \t\r\n]*")
-
-
-class Hasher(Protocol):
-    """A hash object of `hashlib`."""
-
-    def update(self, data: bytes | memoryview, /) -> None: ...
-    def copy(self) -> Hasher: ...
-    def hexdigest(self) -> str: ...
 
 
 class State(NamedTuple):
@@ -111,13 +104,16 @@ class BodyLayout:
 
 class KnownBody:
     """The head of a committed turn's body in `protocol`. `spelled` is the hash state of the turn's chat messages
-    (`Incoming.spelling`)."""
+    (`Incoming.spelling`), `text` that of the turn's tokens if it is kept."""
 
     __slots__ = (
-        *("ends", "front", "hashed", "head", "name", "protocol", "spelled", "starts", "translation", "turn", "values"),
+        *("ends", "front", "hashed", "head", "name", "protocol", "spelled", "starts"),
+        *("text", "translation", "turn", "values"),
     )
 
-    def __init__(self, layout: BodyLayout, protocol: str, turn: int, spelled: Hasher) -> None:
+    def __init__(
+        self, layout: BodyLayout, protocol: str, turn: int, spelled: Hasher, text: KnownText | None = None
+    ) -> None:
         body, end = layout.body, layout.ends[-1]
         self.head = memoryview(body)[:end] if len(body) - end <= LONG_BODY else memoryview(body[:end])
         self.name, self.protocol = layout.name, protocol
@@ -126,11 +122,13 @@ class KnownBody:
         self.translation = layout.translation
         self.turn = turn
         self.spelled = spelled
+        self.text = text
 
     def __len__(self) -> int:
         """Approximate bytes in memory; messages that were translated have about as many as the head."""
         copies = 1 if self.translation is None else 2
-        return copies * len(self.head) + 2 * self.ends.itemsize * len(self.ends)
+        text = 0 if self.text is None else len(self.text)
+        return copies * len(self.head) + text + 2 * self.ends.itemsize * len(self.ends)
 
 
 class BodyPrefix(NamedTuple):
@@ -199,6 +197,11 @@ class KnownBodies:
         if values > MOST_REST_VALUES or values + known.values > MOST_VALUES:
             return None
         return longest
+
+    def text_of(self, tokens: KnownTokens) -> KnownText | None:
+        """The text of these tokens, if it is kept."""
+        texts = (known.text for known in reversed(self._bodies))
+        return next((text for text in texts if text is not None and text.known == tokens), None)
 
     def add(self, known: KnownBody, continued: KnownBody | None, *, is_tree: bool) -> None:
         """Keep a committed turn's body instead of the one that it continues, in a linear session of all others."""

@@ -6,6 +6,7 @@ import msgspec
 
 from app.domain.events import LogprobsOf, Part, PayloadRef, VersionSpan
 from workers.job import WorkerResult
+from workers.parse_prompt import KnownText
 
 
 class ValidatedReply(msgspec.Struct, frozen=True):
@@ -15,7 +16,8 @@ class ValidatedReply(msgspec.Struct, frozen=True):
     epoch) with weight version `dispatched`, if known. `weight_versions` are the spans of the output tokens,
     `message_hash` is the canonical hash of the message, `calls_hash` as in `TurnCommitted`. `sent_ids`: the prompt was
     sent as ids. `trimmed`: how many of the parent's last tokens it leaves out. `parts`: which engine generated which
-    output tokens, if there were several. `logprobs_of` as in `TurnCommitted`.
+    output tokens, if there were several. `logprobs_of` as in `TurnCommitted`. `text` is that of all tokens, if it was
+    validated here and is worth keeping.
     """
 
     result: WorkerResult
@@ -30,3 +32,4 @@ class ValidatedReply(msgspec.Struct, frozen=True):
     dispatched: str | None = None
     parts: tuple[Part, ...] = ()
     logprobs_of: LogprobsOf | None = None
+    text: KnownText | None = None

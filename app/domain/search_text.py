@@ -11,6 +11,10 @@ import msgspec
 MAX_TEXT = 32_768
 """Characters of one message that are searched."""
 
+MAX_NAME, MAX_TOOLS = 256, 256
+"""Characters of a role's or tool's name, and names of tools of one message, that are searched: PostgreSQL's index takes
+1 MiB of a message."""
+
 MAX_PAIR = 256
 """Characters of a key and its value in metadata."""
 
@@ -42,12 +46,18 @@ def read_message(raw: bytes, called: Mapping[str, str]) -> tuple[MessageText, di
     except (msgspec.MsgspecError, UnicodeDecodeError):
         message = raw.decode("utf-8", "replace")
     if not isinstance(message, dict):
-        return MessageText("user", (), _bounded([str(message)])), {}
+        return MessageText("user", (), bounded(str(message))), {}
     calls = dict(_calls(message))
-    names = [*calls.values(), *_results(message, called)]
+    names = dict.fromkeys(map(name_of, (*calls.values(), *_results(message, called))))
     role = message.get("role")
-    text = _bounded([*calls.values(), *_texts(message)])
-    return MessageText(role if isinstance(role, str) else "", tuple(dict.fromkeys(names)), text), calls
+    text = bounded(*calls.values(), *_texts(message))
+    return MessageText(name_of(role) if isinstance(role, str) else "", tuple(names)[:MAX_TOOLS], text), calls
+
+
+def name_of(text: str) -> str:
+    """A name as the index has it: short, and without NUL, which PostgreSQL's text cannot hold, or line feeds, which
+    stand between the names (`app.domain.notes`)."""
+    return text[:MAX_NAME].replace("\0", " ").replace("\n", " ").encode("utf-8", "replace").decode()
 
 
 def pairs_of(metadata: bytes) -> list[str]:
@@ -65,7 +75,8 @@ def words_of(text: str) -> str:
     return _WORD_BREAKS.sub(" ", text).strip().lower()
 
 
-def _bounded(parts: list[str]) -> str:
+def bounded(*parts: str) -> str:
+    """The parts as one text, as the index has it."""
     text = "\n".join(part for part in parts if part)[:MAX_TEXT]
     return text.replace("\0", " ").encode("utf-8", "replace").decode()
 

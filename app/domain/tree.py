@@ -123,6 +123,13 @@ class TreeIndex:
         """The turn with this number, if the index has it."""
         return self._turns.get(number)
 
+    def turn_within(self, number: int, messages: int) -> Turn | None:
+        """The newest turn of this turn's history whose request has at most so many messages."""
+        turn = self.turn(number)
+        while turn is not None and turn.message_count - 1 > messages:
+            turn = self.turn(turn.history_parent)
+        return turn
+
     def input_hash(self, number: int) -> str | None:
         """The running hash of a turn's request; None for a completion's."""
         return self._inputs.get(number)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -20,7 +21,7 @@ from app.domain.events import EXPORTED
 from app.errors import InvalidRequest
 from app.export import formats, links
 from app.export.cursor import NO_VERSION, Cursor, decode_cursor
-from app.export.helpers import Helpers, PartMaker, Rows, made
+from app.export.helpers import Helpers, PartMaker, made
 from app.export.metrics import ExportMetrics
 from app.export.pages import PART_BYTES, ExportPage, ExportPages
 from app.export.parts import PartRows
@@ -29,7 +30,7 @@ from app.export.row import Fields
 from app.export.slices import next_rows
 from app.export.threads import Threads
 from app.export.worker import HelpedExport, MadePart
-from app.export.writing import read_ahead, written
+from app.export.writing import Rows, begun, read_ahead, written
 from app.store import group_reads, reads, survey
 from app.store.engine import Database
 from app.store.horizon import wait_for_horizon
@@ -79,10 +80,11 @@ class Exporter:
         self._require(query)
         pinned, high, query = await self._opened(query, cursor)
         following = Cursor(pinned.epoch, high)
-        pages = self._made(pinned, high, query)
-        first = await anext(pages, None)
+        parts = self._made(pinned, high, query)
+        first = await begun(self._threads, parts)
         writer = await asyncio.to_thread(formats.open_writer, query.format, query.shape, query.explain)
-        pieces = self.exported.counted(written(self._threads, writer, first, read_ahead(pages)))
+        rest = read_ahead(parts) if query.limit is None else parts
+        pieces = self.exported.counted(read_ahead(written(self._threads, writer, first, rest)))
         media_type, suffix = writer.media_type, writer.suffix
         return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
 
@@ -139,23 +141,29 @@ class Exporter:
         return query.branches or self._picker or "kept"
 
     async def _made(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Rows]:
-        """The rows, made with helpers where there are any and they can: not where `limit` ends the export inside a
+        """The parts, made with helpers where there are any and they can: not where `limit` ends the export inside a
         part, nor where an operator's own code picks branches."""
         branches = self._branches(query)
         if self._helpers is None or not isinstance(branches, str) or not self._is_for_helpers(query):
-            pages: AsyncGenerator[Rows] = self._pages(window, high, query)
+            parts: AsyncGenerator[Rows] = self._made_here(window, high, query)
         else:
             export = HelpedExport(self._database.url, query.model_dump_json(), window, high, self.release, branches)
             export_pages = self._export_pages(high, query, self._helpers.part_bytes)
             part_rows = self._part_rows(query, window)
             maker = PartMaker(export, export_pages, part_rows, self._database.unreadable.warn, self._threads)
-            parts = read_ahead(self._parts(export_pages, window, query))
-            pages = made(self._helpers, parts, maker)
-        async with contextlib.aclosing(pages):
-            async for rows in pages:
-                self.exported.rows += rows.rows if isinstance(rows, MadePart) else len(rows)
-                if not isinstance(rows, MadePart) or rows.rows:
-                    yield rows
+            parts = made(self._helpers, read_ahead(self._parts(export_pages, window, query)), maker)
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                if isinstance(part, MadePart):
+                    self.exported.rows += part.rows
+                    yield part
+                else:
+                    yield self._counted(part)
+
+    def _counted(self, rows: Iterator[Fields]) -> Iterator[Fields]:
+        for row in rows:
+            self.exported.rows += 1
+            yield row
 
     def _is_for_helpers(self, query: ExportQuery) -> bool:
         """Helpers know nothing of a bucket, and open the database as a server does."""
@@ -163,15 +171,26 @@ class Exporter:
         return query.limit is None and not has_packs and not self._database.is_read_only
 
     async def _pages(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
+        async with contextlib.aclosing(self._made_here(window, high, query)) as parts:
+            async for part in parts:
+                while rows := await self._threads.run(next_rows, part, sys.maxsize):
+                    yield rows
+
+    async def _made_here(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Iterator[Fields]]:
+        """What makes the rows of each part; at most as many as `limit` says, if every part is used up in its turn."""
         left = sys.maxsize if query.limit is None else query.limit
         part_rows = self._part_rows(query, window)
         export_pages = self._export_pages(high, query)
+
+        def taken(rows: Iterator[Fields]) -> Iterator[Fields]:
+            nonlocal left
+            for row in islice(rows, left):
+                left -= 1
+                yield row
+
         async with contextlib.aclosing(self._parts(export_pages, window, query)) as parts:
             async for part in parts:
-                made_rows = part_rows.fields(part, await export_pages.read(part))
-                while left and (rows := await self._threads.run(next_rows, made_rows, left)):
-                    left -= len(rows)
-                    yield rows
+                yield taken(part_rows.fields(part, await export_pages.read(part)))
                 if not left:
                     return
 

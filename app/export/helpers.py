@@ -11,17 +11,17 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from itertools import islice
+from collections.abc import AsyncGenerator, AsyncIterator
+from itertools import chain, islice
 
 import msgspec
 
 from app.export.pages import ExportPage, ExportPages
 from app.export.parts import PartRows, Warn
-from app.export.row import Fields
 from app.export.slices import next_rows
 from app.export.threads import Threads
 from app.export.worker import HelpedExport, MadePart, PartJob
+from app.export.writing import Rows
 from app.tasks import cancelled, uncancelled
 from workers.parse import Rejected
 from workers.pool import Pool, PoolError
@@ -35,6 +35,9 @@ MOST_HELPERS = 3
 
 LOCAL_PARTS = 8
 """Parts that are made without helpers: it takes half a second until they have started."""
+
+AHEAD_BYTES = 2 << 20
+"""About how many bytes of rows this process makes before their turn."""
 
 PART_BYTES = 3 << 20
 """About how much stored content a part has: less than without helpers, since several parts are in memory."""
@@ -85,9 +88,6 @@ class Helpers:
                 await uncancelled(pool.stop(0))
 
 
-Rows = MadePart | Sequence[Fields]
-
-
 class PartMaker:
     """Makes parts of one export; with `pages` and `rows` it does so here."""
 
@@ -112,8 +112,8 @@ class PartMaker:
     def _is_helper_free(self) -> bool:
         return self.pool is not None and self._by_helpers < self.pool.counters().alive
 
-    async def make(self, part: Part) -> tuple[Rows, Iterator[Fields] | None]:
-        """The first rows of a part, and what makes the others."""
+    async def make(self, part: Part) -> list[Rows]:
+        """The rows of a part, some made, and what makes the others."""
         if self.pool is None or not self._is_helper_free:
             return await self._make_here(part)
         self._by_helpers += 1
@@ -127,28 +127,28 @@ class PartMaker:
             self._by_helpers -= 1
         return await self._make_here(part)
 
-    async def _make_here(self, part: Part) -> tuple[Rows, Iterator[Fields] | None]:
+    async def _make_here(self, part: Part) -> list[Rows]:
         self._here += 1
         try:
             rows = self._rows.fields(part, await self._pages.read(part))
-            return await self.threads.run(next_rows, rows, sys.maxsize), rows
+            return [chain(await self.threads.run(next_rows, rows, sys.maxsize, AHEAD_BYTES), rows)]
         finally:
             self._here -= 1
 
-    async def _make_by_helper(self, pool: Pool, part: Part) -> tuple[Rows, Iterator[Fields] | None]:
+    async def _make_by_helper(self, pool: Pool, part: Part) -> list[Rows]:
         answer = await pool.run(b"", msgspec.msgpack.encode(PartJob(self._export, part)))
         found = msgspec.msgpack.decode(answer, type=MadePart)
         self._pages.turn_bytes = found.turn_bytes or self._pages.turn_bytes
         for session_id, why in found.unreadable:
             self._warn(session_id, why)
         if found.is_whole:
-            return found, None
-        return found, islice(self._rows.fields(part, await self._pages.read(part)), found.rows, None)
+            return [found]
+        return [found, islice(self._rows.fields(part, await self._pages.read(part)), found.rows, None)]
 
 
 async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) -> AsyncGenerator[Rows]:
     """The rows of the parts, in their order."""
-    waiting: deque[asyncio.Task[tuple[Rows, Iterator[Fields] | None]]] = deque()
+    waiting: deque[asyncio.Task[list[Rows]]] = deque()
     most = helpers.count + 2
     async with contextlib.aclosing(parts), contextlib.AsyncExitStack() as stack:
         number = 0
@@ -159,7 +159,7 @@ async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) 
                     maker.pool = await stack.enter_async_context(helpers.lent())
                 while not maker.is_free or len(waiting) >= most:
                     if waiting[0].done() or len(waiting) >= most:
-                        async for rows in _given(maker.threads, await waiting.popleft()):
+                        for rows in await waiting.popleft():
                             yield rows
                     else:
                         running = [task for task in waiting if not task.done()]
@@ -167,14 +167,7 @@ async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) 
                 waiting.append(asyncio.create_task(maker.make(part)))
                 await asyncio.sleep(0)  # the task takes its place
             while waiting:
-                async for rows in _given(maker.threads, await waiting.popleft()):
+                for rows in await waiting.popleft():
                     yield rows
         finally:
             await cancelled(*waiting)
-
-
-async def _given(threads: Threads, found: tuple[Rows, Iterator[Fields] | None]) -> AsyncGenerator[Rows]:
-    first, rest = found
-    yield first
-    while rest is not None and (rows := await threads.run(next_rows, rest, sys.maxsize)):
-        yield rows

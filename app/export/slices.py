@@ -10,8 +10,9 @@ import numpy as np
 
 from app.export.row import Fields
 
-SLICE_BYTES = 2 << 20
-"""Approximate bytes of rows that are made before they are written: a session may have many, each with its whole prompt.
+SLICE_BYTES = 256 << 10
+"""Approximate bytes of rows that are made before they are written: few, so that they are still in the processor's cache
+then. Slices of 2 MiB took a tenth more CPU.
 """
 
 
@@ -29,6 +30,8 @@ def next_rows(made: Iterator[Fields], limit: int, most: int = SLICE_BYTES) -> li
 
 def _weight(value: object) -> int:
     """Approximate bytes of a field."""
+    if value is None or isinstance(value, (int, float)):
+        return 8  # most fields
     match value:
         case np.ndarray():
             return value.nbytes

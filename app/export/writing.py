@@ -1,19 +1,28 @@
-"""Writes pages of rows as the pieces of one file, on threads."""
+"""Makes rows and writes them as the pieces of one file, on threads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
-from app.export.containers.writer import ContainerWriter
-from app.export.helpers import Rows
+from app.export.containers.writer import PIECE, ContainerWriter
+from app.export.row import Fields
+from app.export.slices import next_rows
 from app.export.threads import Threads
 from app.export.worker import MadePart
 from app.tasks import cancelled
 
 T = TypeVar("T")
+
+Rows = MadePart | Iterator[Fields]
+"""Rows that a helper process has made, or what makes them on a thread."""
+
+SLICES_AT_ONCE = 32
+"""Slices that a thread writes at most before it is asked again: some containers give their pieces late."""
 
 
 class _Worker:
@@ -36,39 +45,61 @@ class _Worker:
             self._work.add_done_callback(lambda _: self._writer.close())
 
 
-async def read_ahead(pages: AsyncIterator[T]) -> AsyncGenerator[T]:
-    """The same pages, with the next one read and shaped while one is written."""
+async def read_ahead(items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """The same, with the next one made while one is used. Closes them."""
 
     async def following() -> T | None:
-        return await anext(pages, None)
+        return await anext(items, None)
 
-    task = asyncio.create_task(following())
-    try:
-        while (rows := await task) is not None:
-            task = asyncio.create_task(following())
-            yield rows
-    finally:
-        await cancelled(task)
+    async with contextlib.aclosing(items):
+        task = asyncio.create_task(following())
+        try:
+            while (item := await task) is not None:
+                task = asyncio.create_task(following())
+                yield item
+        finally:
+            await cancelled(task)
+
+
+async def begun(threads: Threads, parts: AsyncGenerator[Rows]) -> Rows | None:
+    """The first part that has rows; None if none has."""
+    async for rows in parts:
+        if isinstance(rows, MadePart):
+            if rows.rows:
+                return rows
+        elif (first := await threads.run(next, rows, None)) is not None:
+            return chain([first], rows)
+    return None
 
 
 async def written(
     threads: Threads, writer: ContainerWriter, first: Rows | None, rest: AsyncGenerator[Rows]
 ) -> AsyncGenerator[bytes]:
-    """The pages as pieces of one file."""
+    """The parts as pieces of one file."""
     with contextlib.closing(_Worker(threads, writer)) as worker:
-        if first is not None:
-            for piece in await worker.do(_all, writer, first):
-                yield piece
         async with contextlib.aclosing(rest):
-            async for rows in rest:
-                for piece in await worker.do(_all, writer, rows):
+            part = first
+            while part is not None:
+                pieces, is_whole = await worker.do(_next_pieces, writer, part)
+                for piece in pieces:
                     yield piece
+                if is_whole:
+                    part = await anext(rest, None)
         last = writer.finish()
         while piece := await worker.do(next, last, b""):
             yield piece
 
 
-def _all(writer: ContainerWriter, rows: Rows) -> list[bytes]:
-    if isinstance(rows, MadePart):
-        return [piece for packed in rows.packed for piece in writer.add(packed)]
-    return list(writer.write(rows))
+def _next_pieces(writer: ContainerWriter, part: Rows) -> tuple[list[bytes], bool]:
+    """Pieces of about PIECE bytes from the next rows of a part, and whether these were its last."""
+    if isinstance(part, MadePart):
+        return [piece for packed in part.packed for piece in writer.add(packed)], True
+    pieces: list[bytes] = []
+    for _ in range(SLICES_AT_ONCE):
+        rows = next_rows(part, sys.maxsize)
+        if not rows:
+            return pieces, True
+        pieces += writer.write(rows)
+        if sum(map(len, pieces)) >= PIECE:
+            break
+    return pieces, False

@@ -67,7 +67,7 @@ class ClientControl(typing.Protocol):
     def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
 
 
-BodyFor = Callable[[str], Awaitable[Sequence[bytes]]]
+BodyFor = Callable[[str], Awaitable[Sequence[bytes | memoryview]]]
 """A request's body, in parts, for the engine with this base URL: a turn may move to another engine, which reads other
 fields.
 

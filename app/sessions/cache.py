@@ -15,7 +15,7 @@ import msgspec
 
 from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.known_body import BodyLayout, Hasher, KnownBodies, KnownBody
+from app.domain.known_body import BodyLayout, KnownBodies, KnownBody
 from app.domain.session import Session, encode_session
 from app.domain.turns import Turn
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
@@ -30,6 +30,7 @@ from app.store.session_load import LoadedSession, With
 from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
+from workers.parse_prompt import Hasher, KnownText
 
 log = logging.getLogger("turnlog.cache")
 
@@ -164,9 +165,11 @@ class SessionCache:
         tokens: bytes | None,
         layout: BodyLayout | None = None,
         spelled: Hasher | None = None,
+        text: KnownText | None = None,
     ) -> None:
         """Keep a committed turn's messages, the text of its tokens if known, and its body if it has a layout, for the
-        next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`)."""
+        next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`), `text` that of all
+        tokens."""
         live = self._entries.get(session_id)
         turn = None if live is None else live.session.turns.get(number)
         if live is None or turn is None:
@@ -179,7 +182,8 @@ class SessionCache:
             trimmed = _trimmed(live.session, turn)
             live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed, is_tree=is_tree)
         if layout is not None and spelled is not None:
-            live.bodies.add(KnownBody(layout, turn.protocol, number, spelled), layout.continued, is_tree=is_tree)
+            known = KnownBody(layout, turn.protocol, number, spelled, text)
+            live.bodies.add(known, layout.continued, is_tree=is_tree)
         self._account(session_id, live)
 
     def drop(self, session_id: str) -> None:
@@ -188,7 +192,7 @@ class SessionCache:
             self._whole.discard(session_id)
             self._with_bodies.discard(session_id)
 
-    async def messages(self, live: CacheEntry, turn: int) -> bytes:
+    async def messages(self, live: CacheEntry, turn: int) -> bytes | memoryview:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
         found = live.messages.upto(turn)
         if found is not None:
@@ -223,7 +227,7 @@ class SessionCache:
         found = live.tokens.upto(turn)
         if found is not None:
             self.lookups["tokens"].hits += 1
-            return found
+            return bytes(found)
         self.lookups["tokens"].misses += 1
         session = live.session
         chain = session.token_chain(turn)
@@ -253,7 +257,7 @@ class SessionCache:
             raise SessionUnreadable(f"session {session.session_id}: {error}") from error
         live.tokens.add(made, is_tree=session.is_tree)
         self._account(session.session_id, live)
-        return made.upto(turn) or b""
+        return bytes(made.upto(turn) or b"")
 
     async def close(self) -> None:
         await cancelled(*self._loading.values(), *self._saving)

@@ -168,6 +168,5 @@ class Erasure:
 async def forget_words(database: Database, writer: Writer) -> None:
     """Take what was deleted from SQLite's full-text tables out of them for good, in steps."""
     for shard in await database.read(dirty_shards):
-        is_first = True
-        while await writer.submit(MergeShard(shard, is_first)):
-            is_first = False
+        while await writer.submit(MergeShard(shard)):
+            pass

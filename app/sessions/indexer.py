@@ -4,26 +4,21 @@
 
 Nothing waits for it. It works for a quarter of the time at most, so a backlog takes longer rather than the turns. The
 last transaction moves the position. None writes anything if the position is no longer the one that the page was read
-from. If the process ends before the last one, the page is read again, and the turns that are in the index are left as
-they are.
+from. If the process ends before the last one, the page is read again, and what is in the index is left as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
 from app.domain.events import (
-    BlobRef,
-    Recorded,
     RolledBack,
     SessionCreated,
     SessionRestored,
@@ -33,17 +28,17 @@ from app.domain.events import (
     shape_of,
 )
 from app.domain.fold import fold
-from app.domain.search_text import pairs_of, read_message
+from app.domain.search_text import bounded, name_of, pairs_of, read_message
 from app.domain.session import Session
 from app.domain.tree import superseded
-from app.errors import AppError, InvalidRequest, SessionUnreadable, StoreDamaged
+from app.errors import AppError, InvalidRequest, SessionUnreadable
+from app.sessions.index_reading import Content, Events, IndexReader
 from app.sessions.log_end import POLL_S, LogEnd
 from app.sessions.log_position import LogPosition, decode_position
-from app.store import all_events, reads
-from app.store.all_events import EventFilter, Within
+from app.store import reads
 from app.store.ports import Database, Writer
-from app.store.reads import START, Connection, EventRow, Position
-from app.store.search import content, writing
+from app.store.reads import START, Position
+from app.store.search import writing
 from app.store.search.content import Key
 from app.store.search.writing import (
     INDEX_VERSION,
@@ -64,11 +59,6 @@ from workers import codec
 from workers.codec import CorruptContent
 
 log = logging.getLogger("turnlog.search")
-
-TYPES = tuple(one.__name__ for one in (SessionCreated, TurnCommitted, TurnRejected, RolledBack, SessionRestored))
-
-PAGE = 512
-"""Events that are read at once."""
 
 PART_ENTRIES, PART_CHARS = 256, 128 << 10
 """A transaction that has so many entries, or so many characters, gets no more: some milliseconds of the writer's
@@ -93,15 +83,6 @@ REMEMBERED = 20_000
 Calls = Mapping[str, str]
 
 
-class _Page(NamedTuple):
-    """Events of the log with their sessions, and the content that they name."""
-
-    events: Sequence[tuple[str, Recorded]]
-    reached: LogPosition
-    wires: Mapping[Key, bytes | None]
-    metadata: Mapping[str, bytes]
-
-
 class IndexFigures(msgspec.Struct):
     """What this process has indexed since it began, and how far the index is behind the log if this process fills it:
     0 where it has all, or where another process fills it. `failures`: steps that are tried again."""
@@ -113,9 +94,9 @@ class IndexFigures(msgspec.Struct):
     seconds_behind: float = 0.0
 
     def wrote(self, changes: Sequence[Change]) -> None:
-        indexed = [len(change.entries) for change in changes if isinstance(change, TurnEntries)]
-        self.turns += len(indexed)
-        self.messages += sum(indexed)
+        turns = [change for change in changes if isinstance(change, TurnEntries)]
+        self.turns += sum(turn.is_end for turn in turns)
+        self.messages += sum(len(turn.entries) for turn in turns)
 
     def came_to(self, reached: LogPosition, upto: Position, now: float) -> None:
         """Positions are numbers of events, on PostgreSQL with gaps."""
@@ -142,6 +123,7 @@ class Indexer:
         self._figures = figures or IndexFigures()
         self._clock = clock
         self._database = database
+        self._reader = IndexReader(database)
         self._writer = writer
         self._log_end = log_end
         self._incarnation = incarnation
@@ -186,22 +168,33 @@ class Indexer:
         self._figures.came_to(position, upto, self._clock())
         if position.place >= upto and position.within is None:
             return IDLE_S
-        page = await self._read(position, upto)
+        page = await self._reader.events(position, upto)
         if page is None:
             log.warning("the search index is made anew: the log is not the one that it was made of")
             await self._begin_anew()
             return 0.0
-        changes = await asyncio.to_thread(self._changes, page)
-        changes += await self._restored(page)
+        events, reached = page
         assert state.position is not None
-        parts = _parts(changes)
-        for number, part in enumerate(parts, 1):
-            to = page.reached.encode() if number == len(parts) else state.position
-            if not await self._writer.submit(IndexPage(state.position, to, part)):
+        groups = await self._reader.groups(events)
+        for number, group in enumerate(groups, 1):
+            to = reached.encode() if number == len(groups) else state.position
+            if not await self._write(group, state.position, to):
                 return 0.0  # another process has moved it
-            self._figures.wrote(part)
-        self._figures.came_to(page.reached, upto, self._clock())
+        self._figures.came_to(reached, upto, self._clock())
         return 0.0
+
+    async def _write(self, events: Events, position: str, to: str) -> bool:
+        """Index these events and move the index from `position` to `to`; False if it is no longer there."""
+        found = await self._reader.content(events)
+        changes = await asyncio.to_thread(self._changes, found)
+        changes += await self._restored(events)
+        parts = parts_of(changes)
+        for number, part in enumerate(parts, 1):
+            moved = to if number == len(parts) else position
+            if not await self._writer.submit(IndexPage(position, moved, part)):
+                return False
+            self._figures.wrote(part)
+        return True
 
     async def catch_up(self) -> None:
         """Index all that is in the log now, without rest."""
@@ -230,92 +223,23 @@ class Indexer:
         self._calls.clear()
         await self._writer.submit(Begin(LogPosition(epoch, START).encode()))
 
-    async def _read(self, position: LogPosition, upto: Position) -> _Page | None:
-        """The next page; None if the log does not have the position."""
-        if position.within is not None:
-            return await self._archived(position, position.within)
-
-        def read(
-            connection: Connection, *, around_damage: bool
-        ) -> tuple[list[tuple[str, EventRow]], LogPosition] | None:
-            held = reads.log_epoch(connection) == position.epoch
-            if not (held and all_events.holds(connection, position.place, position.at)):
-                return None
-            archived = all_events.next_archived(connection, position.place, upto, EventFilter())
-            end = upto if archived is None else archived[0]
-            pages = all_events.page_around_damage if around_damage else all_events.page
-            found = pages(connection, position.place, end, EventFilter(), PAGE)
-            within = Within(archived[1], 0) if archived is not None and found.reached >= end else None
-            rows = [
-                (row.session_id, row.row)
-                for row in found.rows
-                if row.session_id is not None and row.row is not None and row.row.type in TYPES
-            ]
-            return rows, LogPosition(position.epoch, found.reached, found.at, within)
-
-        found = await self._database.read(partial(read, around_damage=False), or_else=partial(read, around_damage=True))
-        return None if found is None else await self._with_content(*found)
-
-    async def _archived(self, position: LogPosition, within: Within) -> _Page:
-        """The next events of a session that was archived before the index came to it."""
-        try:
-            rows = await self._database.read(
-                lambda connection: reads.event_rows(connection, within.session_id, after=within.seq, limit=PAGE),
-                session_id=within.session_id,
-            )
-        except SessionUnreadable:
-            rows = []
-        more = Within(within.session_id, rows[-1].seq) if len(rows) == PAGE else None
-        reached = LogPosition(position.epoch, position.place, None, more)
-        return await self._with_content([(within.session_id, row) for row in rows if row.type in TYPES], reached)
-
-    async def _with_content(self, rows: Sequence[tuple[str, EventRow]], reached: LogPosition) -> _Page:
-        """What cannot be read is left out: a damaged page, an erased session."""
-        events = _decoded(rows)
-        turns: set[Key] = set()
-        blobs: set[Key] = set()
-        for session_id, recorded in events:
-            match recorded.event:
-                case TurnCommitted(turn=turn) as event if event.body_hash:  # a copy of a fork has none
-                    turns.add((session_id, turn))
-                case SessionCreated(metadata=BlobRef(number=number)):
-                    blobs.add((session_id, number))
-        wires: dict[Key, bytes | None] = {}
-        metadata: dict[str, bytes] = {}
-        with contextlib.suppress(StoreDamaged, CorruptContent):
-            wires |= await self._database.read(partial(content.wires, wanted=turns))
-            raw = await self._database.read(partial(content.raw_blobs, wanted=blobs)) if blobs else {}
-            metadata |= {session_id: one for (session_id, _), one in raw.items()}
-        missing = {key for key in turns if key not in wires}, {key for key in blobs if key[0] not in metadata}
-        for session_id in sorted({key[0] for keys in missing for key in keys}):
-            own_turns, own_blobs = ([number for of, number in keys if of == session_id] for keys in missing)
-            try:
-                frames, found = await self._database.read(
-                    partial(_content, session_id=session_id, turns=own_turns, blobs=own_blobs), session_id=session_id
-                )
-            except (SessionUnreadable, CorruptContent):
-                continue
-            wires |= {(session_id, turn): wire for turn, wire in frames.items()}
-            metadata |= dict.fromkeys([session_id], *found.values()) if found else {}
-        return _Page(events, reached, wires, metadata)
-
-    def _changes(self, page: _Page) -> list[Change]:
-        """What the page changes in the index; runs on a thread."""
+    def _changes(self, found: Content) -> list[Change]:
+        """What the events change in the index; runs on a thread."""
         changes: list[Change] = []
-        for session_id, recorded in page.events:
+        for session_id, recorded in found.events:
             match recorded.event:
                 case TurnCommitted() as event if event.body_hash:
-                    wire = page.wires.get((session_id, event.turn))
+                    wire = found.wires.get((session_id, event.turn))
                     if wire is not None:
                         changes.append(self._turn(session_id, recorded.at, event, wire))
                 case TurnRejected() as event:
-                    said = " ".join(filter(None, (event.reason, event.detail)))
+                    said = bounded(" ".join(filter(None, (event.reason, event.detail))))
                     entry = Entry(None, "rejected", (), None, event.reason, said)
                     changes.append(TurnEntries(session_id, event.turn, recorded.at, [entry]))
                 case RolledBack() as event:
                     changes.append(Marks(session_id, dict.fromkeys(event.discarded, SUPERSEDED)))
-                case SessionCreated() if session_id in page.metadata:
-                    changes.append(Metadata(session_id, pairs_of(page.metadata[session_id])))
+                case SessionCreated() if session_id in found.metadata:
+                    changes.append(Metadata(session_id, pairs_of(found.metadata[session_id])))
         return changes
 
     def _turn(self, session_id: str, at: float, event: TurnCommitted, wire: bytes) -> TurnEntries:
@@ -333,7 +257,7 @@ class Indexer:
             found, made = read_message(raw, calls)
             calls = {**calls, **made}
             is_reply = place == len(messages) - 1
-            finish = event.finish_reason if is_reply else None
+            finish = name_of(event.finish_reason) if is_reply and event.finish_reason is not None else None
             number = event.base_messages + place
             entries.append(Entry(number, found.role, found.tools, finish, None, found.text))
             if is_reply:
@@ -346,10 +270,10 @@ class Indexer:
             if len(self._calls) > REMEMBERED:
                 self._calls.popitem(last=False)
 
-    async def _restored(self, page: _Page) -> list[Change]:
+    async def _restored(self, events: Events) -> list[Change]:
         """The turns of the sessions that a checkpoint's restore took back: which of them are in no row now."""
         changes: list[Change] = []
-        for session_id in {session_id for session_id, one in page.events if isinstance(one.event, SessionRestored)}:
+        for session_id in {session_id for session_id, one in events if isinstance(one.event, SessionRestored)}:
             try:
                 rows = await self._database.read(
                     lambda connection, session_id=session_id: reads.event_rows(connection, session_id),  # type: ignore[misc]
@@ -379,31 +303,11 @@ def _known(state: writing.IndexState) -> LogPosition | None:
         return None
 
 
-def _decoded(rows: Sequence[tuple[str, EventRow]]) -> list[tuple[str, Recorded]]:
-    """The events that can be read."""
-    found: list[tuple[str, Recorded]] = []
-    for session_id, row in rows:
-        try:
-            [recorded] = reads.decode_events([row])
-        except UnknownEvent:
-            continue
-        found.append((session_id, recorded))
-    return found
-
-
-def _content(
-    connection: Connection, session_id: str, turns: Sequence[int], blobs: Sequence[int]
-) -> tuple[dict[int, bytes | None], dict[int, bytes]]:
-    """Wire frames and blobs of one session, wherever it is. Raises CorruptContent."""
-    frames = reads.load_frames(connection, session_id, turns, facts=False) if turns else {}
-    return {turn: wire for turn, (_, wire) in frames.items()}, reads.load_blobs(connection, session_id, blobs)
-
-
-def _parts(changes: Sequence[Change]) -> list[list[Change]]:
+def parts_of(changes: Sequence[Change]) -> list[list[Change]]:
     """The changes in order, as many at once as one transaction writes; one empty part if there are none."""
     parts: list[list[Change]] = [[]]
     entries = size = 0
-    for change in changes:
+    for change in chain.from_iterable(map(_cut, changes)):
         if entries >= PART_ENTRIES or size >= PART_CHARS:
             parts.append([])
             entries = size = 0
@@ -411,3 +315,17 @@ def _parts(changes: Sequence[Change]) -> list[list[Change]]:
         entries += len(change.entries) if isinstance(change, TurnEntries) else 1
         size += sum(len(entry.text) for entry in change.entries) if isinstance(change, TurnEntries) else 0
     return parts
+
+
+def _cut(change: Change) -> Iterator[Change]:
+    """The change itself, or a turn with many messages in pieces: a request of 4 MiB would hold the writer for 0.3 s."""
+    if not isinstance(change, TurnEntries):
+        yield change
+        return
+    begun = size = 0
+    for end, entry in enumerate(change.entries, 1):
+        size += len(entry.text)
+        if end < len(change.entries) and (end - begun == PART_ENTRIES or size >= PART_CHARS):
+            yield msgspec.structs.replace(change, entries=change.entries[begun:end], is_end=False)
+            begun, size = end, 0
+    yield msgspec.structs.replace(change, entries=change.entries[begun:])

@@ -8,7 +8,8 @@ import bisect
 class PrefixBuffer:
     """The items of one chain of turns from its beginning. A rollback cuts it; a commit appends to it.
 
-    The next request's history or prompt is assembled from it.
+    The next request's history or prompt is assembled from it, without a copy: if a turn still uses what it was given
+    when the chain changes, the change is made to a copy.
     """
 
     def __init__(self) -> None:
@@ -32,12 +33,12 @@ class PrefixBuffer:
         made._text, made._turns, made._ends = self._text[:], self._turns[:], self._ends[:]
         return made
 
-    def upto(self, turn: int) -> bytes | None:
+    def upto(self, turn: int) -> memoryview | None:
         """The items up to the end of turn `turn`; None if they are not in memory."""
         index = bisect.bisect_left(self._turns, turn)
         if index == len(self._turns) or self._turns[index] != turn:
             return None
-        return bytes(memoryview(self._text)[: self._ends[index]])
+        return memoryview(self._text)[: self._ends[index]].toreadonly()
 
     def extend(self, parent: int, turn: int, items: bytes, trimmed: int = 0) -> None:
         """Add a turn's items after those of `parent` (0: they begin a chain), without the parent's last `trimmed`
@@ -50,17 +51,28 @@ class PrefixBuffer:
         known = parent == 0 or (kept > 0 and self._turns[kept - 1] == parent)
         kept = kept if known else 0
         del self._turns[kept:], self._ends[kept:]
-        del self._text[self._ends[-1] if self._ends else 0 :]
+        self._cut(self._ends[-1] if self._ends else 0)
         if not known:
             return
         if trimmed:
             for _ in range(trimmed):
-                del self._text[max(self._text.rfind(b","), 0) :]
+                self._cut(max(self._text.rfind(b","), 0))
             while self._ends and self._ends[-1] > len(self._text):
                 del self._turns[-1], self._ends[-1]
-        self._text += b"," + items if self._text and items else items
+        added = b"," + items if self._text and items else items
+        try:
+            self._text += added
+        except BufferError:
+            self._text = self._text + added
         self._turns.append(turn)
         self._ends.append(len(self._text))
+
+    def _cut(self, size: int) -> None:
+        """Keep the first `size` bytes."""
+        try:
+            del self._text[size:]
+        except BufferError:
+            self._text = self._text[:size]
 
 
 MOST_CHAINS = 64
@@ -80,7 +92,7 @@ class PrefixBuffers:
         chains = self._chains
         return len(chains[0]) if len(chains) == 1 else sum(map(len, chains))
 
-    def upto(self, turn: int) -> bytes | None:
+    def upto(self, turn: int) -> memoryview | None:
         """The items up to the end of turn `turn`; None if they are not in memory."""
         for chain in reversed(self._chains):
             found = chain.upto(turn)

@@ -67,9 +67,11 @@ class Search:
         end = await self._log_end.present()
 
         def read(connection: Connection) -> tuple[list[Found], IndexState]:
+            state = writing.state(connection)
+            if not _is_whole(state):
+                return [], state
             newest = None if of.min_staleness is None else self._newest_version(connection)
-            found = reading.find(connection, query, wanted, of.of_heads(newest), before, limit + 1)
-            return found, writing.state(connection)
+            return reading.find(connection, query, wanted, of.of_heads(newest), before, limit + 1), state
 
         found, state = await self._database.read(read)
         return SearchPage(
@@ -79,9 +81,14 @@ class Search:
         )
 
 
+def _is_whole(state: IndexState) -> bool:
+    """Not while the index is being cleared, or is an earlier version's: it lacks tables, or columns."""
+    return state.position is not None and state.version == writing.INDEX_VERSION
+
+
 def _has(state: IndexState, end: Position) -> bool:
     """Has the index come to this end of the log?"""
-    if state.position is None or state.version != writing.INDEX_VERSION:
+    if state.position is None or not _is_whole(state):
         return False
     position = decode_position(state.position, "the search index")
     return position.within is None and position.place >= end

@@ -28,12 +28,12 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def chat_body(
     params: bytes,
     tools: bytes | None,
-    messages: Sequence[bytes],
+    messages: Sequence[bytes | memoryview],
     rid: str,
     own: bytes,
     ids: bytes | None,
     field: str = "input_ids",
-) -> list[bytes]:
+) -> list[bytes | memoryview]:
     """A chat request as raw JSON, in parts. `params` is a non-empty JSON object; messages and the rest are spliced in.
 
     `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids, if they are
@@ -43,7 +43,7 @@ def chat_body(
     kv = b"{"
     if in_kv and KV_FIELD.encode() in params:
         params, kv = _without_kv(params)
-    parts = _opening(params, rid, own)
+    parts: list[bytes | memoryview] = [*_opening(params, rid, own)]
     if tools is not None:
         parts.append(b',"tools":' + tools)
     parts.append(b',"messages":[')
@@ -188,7 +188,7 @@ async def _request(
         body = chat_body(params, tools, messages, wire.rid, wire.own, ids, wire.ids_field or "input_ids")
     else:
         text = "".join(msgspec.json.decode(part, type=str) for part in messages)
-        body = completion_body(params, text, ids, wire.rid, wire.own)
+        body = [*completion_body(params, text, ids, wire.rid, wire.own)]
     return b"".join(body), [*messages, wire.message]
 
 

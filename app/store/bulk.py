@@ -165,15 +165,15 @@ def read_content(connection: Connection, found: Mapping[str, StoredSession], upt
     live = list(found)
     log = _log.where(events.c.session_id.in_(live), at_or_before(upto))
     # A damaged index may lead to another session's rows.
-    for row in connection.execute(log):
+    for row in connection.execute(log).all():
         if row[0] in found:
             found[row[0]].events.append(EventRow(*row[1:]))
     content = select(turns.c.session_id, turns.c.turn, turns.c.facts, turns.c.wire).where(turns.c.session_id.in_(live))
-    for session_id, turn, facts, wire in connection.execute(content):
+    for session_id, turn, facts, wire in connection.execute(content).all():
         if session_id in found:
             found[session_id].frames[turn] = (facts, wire)
     shared = select(blobs.c.session_id, blobs.c.number, blobs.c.data).where(blobs.c.session_id.in_(live))
-    for session_id, number, data in connection.execute(shared):
+    for session_id, number, data in connection.execute(shared).all():
         if session_id in found:
             found[session_id].blobs[number] = data
     if replay:

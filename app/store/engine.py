@@ -1,8 +1,8 @@
-"""One database: reads use an async engine, writes a connection of their own.
+"""One database: pooled connections for reads, others for writes.
 
-`read` runs a Core function on a pooled connection. `write` runs a batch in one transaction: on SQLite on the thread
-that owns the writing connection (so that its fsync blocks nobody else), on PostgreSQL on a separate pool, so that reads
-do not delay writes.
+`read` runs a Core function on a connection, on SQLite on a thread. `write` runs a batch in one transaction: on SQLite
+on the thread that owns the writing connection (so that its fsync blocks nobody else), on PostgreSQL on a separate pool,
+so that reads do not delay writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from app.store.dialect import (
 )
 from app.store.lock import SqliteLock
 from app.store.opening import acquire, unopened
-from app.store.ports import Committed
+from app.store.ports import READERS, Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
     Patience,
@@ -48,7 +48,7 @@ from app.store.postgres import (
 )
 from app.store.revision import require_head, revision_of
 from app.store.sqlite import SqliteWriter
-from app.store.sqlite_reads import SqliteReads
+from app.store.sqlite_engine import SqliteReads
 from app.store.turnstile import Turnstile
 from app.store.unreadable import Unreadable
 from app.tasks import uncancelled
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
     from app.store.packs.bucket import Bucket
 
 T = TypeVar("T")
-
-READERS = 8
-"""Pooled connections for reads, per process."""
 
 LANES = 3
 """Open PostgreSQL transactions of one process: while one waits for the disk, the next is filled."""
@@ -82,11 +79,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def create_engine(url: str) -> AsyncEngine:
-    """The engine for reads and migrations."""
+    """The engine for migrations."""
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return _postgres_engine(parsed, READERS)
-    return sqlite_engine.create(parsed, READERS)
+    return sqlite_engine.create(parsed)
 
 
 def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
@@ -114,14 +111,13 @@ async def _dispose(engine: AsyncEngine) -> None:
 
 async def revision_without_room(url: str) -> str | None:
     """The revision of an SQLite file on a full disk; None if it cannot be read either."""
-    engine = sqlite_engine.create_reader(make_url(url), 1)
+    opened = sqlite_engine.open_reads_only(make_url(url))
     try:
-        async with engine.connect() as connection:
-            return await connection.run_sync(revision_of)
+        return opened.read_here(revision_of)
     except (DBAPIError, OSError):
         return None
     finally:
-        await engine.dispose()
+        opened.close()
 
 
 def load_driver(url: str) -> None:
@@ -169,20 +165,20 @@ class Database:
         blocking: bool = False,
     ) -> None:
         self.url = url
-        self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
-        self.engine = create_engine(url)
-        self._blocking = sqlite_engine.create_blocking(make_url(url)) if blocking and self.is_sqlite else None
+        parsed = make_url(url)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self._sqlite_reads = sqlite_engine.open_reads(parsed) if self.is_sqlite else None
+        self._blocking = blocking
         self.is_read_only = False
         self._readers = Turnstile()
         self._lock = sqlite_lock(url)
         self._on_lost: Callable[[str], None] | None = lost
         self._sqlite = None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock)
         self._patience = Patience()
-        self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
+        self._reading = None if self.is_sqlite else _postgres_engine(parsed, READERS)
+        self._writing = None if self.is_sqlite else _postgres_engine(parsed, LANES + SPARE_WRITERS)
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
-        self._autocommit = (
-            SqliteReads(sqlite_engine.file_of(url)) if self.is_sqlite else PostgresAutocommit(self.engine)
-        )
+        self._autocommit = None if self._reading is None else PostgresAutocommit(self._reading)
         self._opened = False
         self.unreadable = Unreadable()
         self.bucket = bucket
@@ -211,28 +207,29 @@ class Database:
         """
         async with self._readers.alone():
             self._require_own()
-            await self._replace_engine(create_engine(self.url))
+            self._read_by(sqlite_engine.open_reads)
             try:
                 await self._open()
             except StoreFull:
-                await self._replace_engine(sqlite_engine.create_reader(make_url(self.url), READERS))
+                self._read_by(sqlite_engine.open_reads_only)
                 raise
             self.is_read_only = False
 
     async def _open_to_read(self) -> None:
         """Raises StartupError."""
-        await self._replace_engine(sqlite_engine.create_reader(make_url(self.url), READERS))
+        self._read_by(sqlite_engine.open_reads_only)
         self.is_read_only = True
         try:
             await self._check_revision()
         except StoreFull as full:
             raise unopened(self.url, full) from full
 
-    async def _replace_engine(self, engine: AsyncEngine) -> None:
+    def _read_by(self, opening: Callable[[URL], SqliteReads]) -> None:
         """Close all connections first: connections to one file share its memory, and one reader makes all of them
         readers."""
-        await _dispose(self.engine)
-        self.engine = engine
+        assert self._sqlite_reads is not None
+        self._sqlite_reads.close()
+        self._sqlite_reads = opening(make_url(self.url))
 
     def _require_own(self) -> None:
         """Raises StoreLost."""
@@ -255,8 +252,8 @@ class Database:
             except (sqlite3.Error, OSError) as error:
                 _raise_if_full(error)
                 raise unopened(self.url, error) from error
-        else:
-            async with self.engine.connect() as connection:
+        if self._reading is not None:
+            async with self._reading.connect() as connection:
                 await warn_of_weak_promises(connection)
         self._opened = True
 
@@ -267,10 +264,12 @@ class Database:
         finally:
             if self.archives is not None:
                 await self.archives.close()
-            await self._autocommit.close()
-            await _dispose(self.engine)
-            if self._writing is not None:
-                await _dispose(self._writing)
+            if self._autocommit is not None:
+                await self._autocommit.close()
+            if self._sqlite_reads is not None:
+                self._sqlite_reads.close()
+            for engine in filter(None, (self._reading, self._writing)):
+                await _dispose(engine)
             if self._lock is not None:
                 self._lock.release()
 
@@ -321,10 +320,14 @@ class Database:
             missed = found
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
-        if self.is_sqlite:
-            # A cancelled read would leave an open statement, which keeps the log file from being emptied.
+        if self._sqlite_reads is not None:
+            if self._blocking:
+                return self._sqlite_reads.read_here(function)
+            # A read goes on when it is cancelled, and keeps the log file from being emptied.
             return await uncancelled(self._read_sqlite(function))
-        return await self._patience.retrying(lambda: self._read(function, one_moment))
+        assert self._reading is not None
+        reading = self._reading
+        return await self._patience.retrying(lambda: self._read(reading, function, one_moment))
 
     async def _error_for(self, error: BaseException, session_id: str | None = None) -> BaseException:
         """The error to raise for a driver's error.
@@ -343,15 +346,13 @@ class Database:
         return StoreDamaged(f"a page of the database is damaged ({why}): run ops.verify")
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
-        if self._blocking is not None:
-            with self._blocking.connect() as connection:
-                return function(connection)
-        async with self._readers, self.engine.connect() as connection:
-            return await connection.run_sync(function)
+        async with self._readers:
+            assert self._sqlite_reads is not None
+            return await self._sqlite_reads.read(function)
 
-    async def _read(self, function: Callable[[Connection], T], one_moment: bool) -> T:
+    async def _read(self, engine: AsyncEngine, function: Callable[[Connection], T], one_moment: bool) -> T:
         try:
-            async with self.engine.connect() as connection:
+            async with engine.connect() as connection:
                 if one_moment:
                     await connection.execution_options(isolation_level="REPEATABLE READ")
                 return await answered(connection, function)
@@ -361,17 +362,11 @@ class Database:
             raise
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        """The driver's rows of one frequent statement, without a transaction. Raises as `read`.
-
-        Values are as the driver returns them: where bytes were stored, check with `broken.as_bytes`.
-        """
-        if self.is_read_only:
+        """The rows of one frequent statement, without a transaction. Raises as `read`."""
+        if self._autocommit is None:
             return await self.read(lambda connection: connection.execute(statement, parameters).all())
+        read_autocommit = self._autocommit
         try:
-            if isinstance(self._autocommit, SqliteReads):
-                async with self._readers:
-                    return await self._autocommit.all(statement, parameters)
-            read_autocommit = self._autocommit
             return await self._patience.retrying(lambda: read_autocommit.all(statement, parameters))
         except _FAULTS as error:
             raise await self._error_for(error) from error
@@ -441,8 +436,12 @@ class Database:
 
     async def _check_revision(self) -> None:
         try:
-            async with self.engine.connect() as connection:
-                found = await connection.run_sync(revision_of)
+            if self._sqlite_reads is not None:
+                found = await self._sqlite_reads.read(revision_of)
+            else:
+                assert self._reading is not None
+                async with self._reading.connect() as connection:
+                    found = await connection.run_sync(revision_of)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             _raise_if_full(error)
             raise unopened(self.url, error) from error

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+READERS = 8
+"""Connections for reads, per process."""
+
 LOCKED_S = 10.0
 """How long a write waits in total, from its submission, while another program locks the database."""
 

@@ -410,7 +410,7 @@ search_state = Table(
     Column("value", Text, nullable=False),
 )
 """How far the search index is: `position` in the log of all sessions, `version` of its structure, and `owner`, the
-process that fills it, until when."""
+process that fills it, until when; `merging=<shard>` while a merge of the shard takes deleted words out."""
 
 _IN_NO_ROW = text("reason IS NOT NULL")
 

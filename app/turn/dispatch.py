@@ -32,7 +32,7 @@ class PreparedTurn(msgspec.Struct, frozen=True):
     """What is sent for a turn: `messages` are all of them, `new` those that are not stored yet."""
 
     request: EngineRequest
-    messages: Sequence[bytes]
+    messages: Sequence[bytes | memoryview]
     new: Sequence[bytes]
     prompt: PromptIds | None
 

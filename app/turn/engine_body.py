@@ -42,7 +42,7 @@ class EngineBody:
         context: TurnContext,
         request: EngineRequest,
         options: EngineRequestOptions,
-        messages: Sequence[bytes],
+        messages: Sequence[bytes | memoryview],
         prompt: PromptIds | None,
         origin: IdsOrigin,
         *,
@@ -63,7 +63,7 @@ class EngineBody:
         """Ask with other options."""
         self.options = options
 
-    async def __call__(self, engine: str) -> Sequence[bytes]:
+    async def __call__(self, engine: str) -> Sequence[bytes | memoryview]:
         """The body for this engine, in parts. Raises as `Engines.ids_field`, TakesNoIds, Unsupported."""
         context, request = self._context, self._request
         if self._wants_native:

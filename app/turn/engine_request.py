@@ -100,8 +100,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
         return TurnBlobs(numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo")), rows
 
     def body(
-        self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: PromptIds | None
-    ) -> list[bytes]:
+        self,
+        options: EngineRequestOptions,
+        messages: Sequence[bytes | memoryview],
+        text: str | None,
+        prompt: PromptIds | None,
+    ) -> Sequence[bytes | memoryview]:
         """The request as raw JSON, in parts: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
         if self.shape == "chat":

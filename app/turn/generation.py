@@ -179,7 +179,7 @@ class Generation:
         )
         return request, context.history.new(claimed.plan)
 
-    async def _stored_messages(self) -> list[bytes]:
+    async def _stored_messages(self) -> list[bytes | memoryview]:
         claimed = self._claimed
         if claimed.plan.base_messages == 0 or self._context.request.shape != "chat":
             return []

@@ -8,6 +8,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from app.domain.continued_body import ContinuedBody
+from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.tree import TreeIndex
 from workers import scan
 
 INLINE_BYTES = 512 << 10
@@ -22,9 +25,26 @@ BYTES_A_SECOND = 100 << 10
 T = TypeVar("T")
 
 
-def large_bytes(body: bytes) -> int:
-    """The body's size if the loop must not parse it itself, else 0."""
-    return 0 if len(body) <= INLINE_BYTES and not scan.may_exceed(body, INLINE_VALUES) else len(body)
+def large_bytes(body: bytes, continued: ContinuedBody | None = None) -> int:
+    """The body's size if the loop must not parse it itself, else 0. `continued`: what is known of it."""
+    if continued is not None and not continued.is_translated_anew:
+        return 0
+    return len(body) if _is_large(body) else 0
+
+
+def large_history(body: bytes, request: ChatRequest | CompletionRequest, index: TreeIndex) -> int:
+    """The body's size if the loop must not read the history of its request itself, else 0: it reads what is behind the
+    newest turn that is known of it."""
+    if not isinstance(request, ChatRequest):
+        return 0
+    prefix = request.prefix
+    turn = None if prefix is None else index.turn_within(prefix.turn, prefix.messages)
+    unread = [memoryview(raw) for raw in request.messages[0 if turn is None else turn.message_count - 1 :]]
+    return len(body) if sum(map(len, unread)) > INLINE_BYTES or _is_large(b",".join(unread)) else 0
+
+
+def _is_large(text: bytes) -> bool:
+    return len(text) > INLINE_BYTES or scan.may_exceed(text, INLINE_VALUES)
 
 
 class LargeBodies:

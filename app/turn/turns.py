@@ -53,7 +53,7 @@ from app.turn.dispatch import EngineRefusal, GeneratedTurn
 from app.turn.engine_request import adapter_of
 from app.turn.generation import Generation
 from app.turn.in_flight import Identity, InFlightTurn, Sender, TurnCancelled, TurnReply, Waiter
-from app.turn.large_bodies import large_bytes
+from app.turn.large_bodies import large_bytes, large_history
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import Stages, TurnStage
@@ -112,11 +112,13 @@ class Turns:
         entry = require_open(await cache.get(session_id), session_id)
         if continued is not None and continued.prefix.known not in entry.bodies:
             continued = None
-        large = large_bytes(body) if continued is None else 0
+        large = large_bytes(body, continued)
         try:
             request = await self.large_bodies.run(large, lambda: protocol.parse(body, not large, continued))
             if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
                 request = protocol.complete(request, await self._stored_turns(entry, request))
+            if continued is not None:
+                large = large or large_history(body, request, entry.index)
             self._admit(request, session_id, waiter.token_session)
             request = with_pinned(request, entry.session.config)
             adapter = adapter_of(entry.session, request, services.fleet.fleet)

@@ -28,6 +28,7 @@ from workers import job, seek
 from workers.job import Job, WorkerResult
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION
+from workers.parse_prompt import KnownText
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, PoolError
 from workers.seek import LongValues
@@ -76,7 +77,8 @@ class ReplyValidator:
             is_part=options.is_part,
             ids_field=options.ids_field if options.ids_field not in (None, "input_ids") else "",
         )
-        result = await self._run_job(work, answer, sum(map(len, new)))
+        text = None if work.known is None or work.sent else claimed.entry.bodies.text_of(work.known)
+        result, text = await self._run_job(work, answer, sum(map(len, new)), text)
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         message_hash, calls_hash = history.reply_hashes(result.message)
@@ -92,17 +94,21 @@ class ReplyValidator:
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
             logprobs_of=answer.logprobs_of,
+            text=text,
         )
 
-    async def _run_job(self, work: Job, answer: Answer, new_bytes: int) -> WorkerResult:
-        """Run the job inline if the reply is light, else in a worker."""
+    async def _run_job(
+        self, work: Job, answer: Answer, new_bytes: int, text: KnownText | None
+    ) -> tuple[WorkerResult, KnownText | None]:
+        """Run the job inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, that
+        of all tokens is returned."""
         engine, body = answer.engine, answer.reply.body
         try:
             known_bytes = 0 if work.known is None else work.known.text_bytes
-            weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, known_bytes)
+            weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, known_bytes, text)
             if weighed.is_light:
-                return job.work(work, memoryview(body.joined()), weighed.long_values)
-            return job.decode_done(await self._pool.run(job.encode(work), *body.pieces))
+                return job.work_here(work, memoryview(body.joined()), weighed.long_values)
+            return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
         except Rejected as error:
@@ -130,17 +136,17 @@ class ReplyValidator:
 class Weighed:
     """Does validating a body and compressing `new_bytes` of messages cost at most as much as `limit` bytes of triples?
 
-    `known_bytes` are those of the ids that the prompt is expected to begin with. `long_values` are the body's, if they
-    decided it.
+    `known_bytes` are those of the ids that the prompt is expected to begin with, and `text` may be their text.
+    `long_values` are the body's, if they decided it.
     """
 
-    def __init__(self, body: Body, new_bytes: int, limit: int, known_bytes: int) -> None:
+    def __init__(self, body: Body, new_bytes: int, limit: int, known_bytes: int, text: KnownText | None = None) -> None:
         weight = len(body) + new_bytes
         self.long_values: LongValues | None = None
         self.is_light = weight <= limit and limit > 0
         if weight <= limit or new_bytes > limit or weight > limit * LIGHTER:
             return
-        self.long_values = found = seek.long_values(memoryview(body.joined()))
+        self.long_values = found = seek.long_values(memoryview(body.joined()), text)
         light = found.base64_bytes
         if found.prompt is not None:
             light += min(found.prompt.end - found.prompt.start, known_bytes)

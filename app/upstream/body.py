@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+PIECE = 512 << 10
+"""A longer body is sent in pieces of this size, so that other requests run in between."""
+
+JOINED = 16 << 10
+"""Parts up to this size are sent together with those beside them."""
+
 
 class Body:
     """`len(body)` bytes in non-empty `pieces`."""
@@ -48,3 +54,24 @@ class Body:
             parts += [*self.slices(copied, start), b"null"]
             copied = end
         return [*parts, *self.slices(copied, len(self))]
+
+
+def pieces_of(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """A body in pieces of at most PIECE bytes: short parts joined, long ones as they are, without a copy. No piece is
+    empty."""
+    held, size = list[bytes | memoryview](), 0
+    for part in parts:
+        if held and (len(part) > JOINED or size > PIECE - JOINED):
+            yield b"".join(held)
+            held, size = [], 0
+        if len(part) <= JOINED:
+            if part:
+                held.append(part)
+                size += len(part)
+        elif len(part) <= PIECE:
+            yield part
+        else:
+            view = memoryview(part)
+            yield from (view[start : start + PIECE] for start in range(0, len(view), PIECE))
+    if held:
+        yield b"".join(held)

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 from aiohttp.connector import Connection
 
-from app.upstream.body import Body
+from app.upstream.body import Body, pieces_of
 from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
 from app.upstream.streams import EVENT_STREAM, StreamReader
@@ -32,12 +32,11 @@ MMAP_BYTES = 4 << 20
 BAD_CONNECTION_TRIES = 256
 """How many bad idle connections are discarded before an engine counts as unreachable."""
 
-PIECE = 256 << 10
-"""A larger body is sent in pieces of this size, so that other requests run in between."""
+SHORT = 64 << 10
+"""Parts of a body up to this size are joined before they are sent; longer bodies are sent as they lie in memory."""
 
-
-JOINED = 16 << 10
-"""Parts up to this size are sent together with those beside them."""
+READ_BYTES = 256 << 10
+"""Twice as many bytes of a reply are read ahead: as much as uvloop reads at once, and again."""
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
@@ -152,6 +151,7 @@ class EngineClient:
             auto_decompress=False,
             trust_env=False,
             skip_auto_headers=("User-Agent", "Accept"),
+            read_bufsize=READ_BYTES,
         )
 
     async def close(self) -> None:
@@ -160,7 +160,7 @@ class EngineClient:
     async def post(
         self,
         url: str,
-        body: bytes | Sequence[bytes],
+        body: bytes | Sequence[bytes | memoryview],
         headers: Headers,
         grow: Grow = _unbounded,
         may_send: Callable[[], bool] | None = None,
@@ -174,12 +174,12 @@ class EngineClient:
         """
         parts = [body] if isinstance(body, bytes) else body
         size = sum(map(len, parts))
-        if size > PIECE:
+        if size > SHORT:
             headers = [*headers, ("content-length", str(size))]
         token = _may_send.set(may_send or _always)
         try:
             return await self._request(
-                "POST", url, headers, lambda: _pieces(parts) if size > PIECE else b"".join(parts), grow, stream
+                "POST", url, headers, lambda: _sent(parts) if size > SHORT else b"".join(parts), grow, stream
             )
         finally:
             _may_send.reset(token)
@@ -330,21 +330,10 @@ async def _read_to_mmap(response: aiohttp.ClientResponse, length: int) -> Body:
     return Body([memoryview(area)])
 
 
-async def _pieces(parts: Sequence[bytes]) -> AsyncIterator[bytes | memoryview]:
-    """A large body in pieces of at most PIECE bytes: short parts joined, long ones as they are."""
-    held, size = list[bytes](), 0
-    for part in parts:
-        if held and (len(part) > JOINED or size > PIECE - JOINED):
-            yield b"".join(held)
-            held, size = [], 0
-        if len(part) <= JOINED:
-            held.append(part)
-            size += len(part)
-            continue
-        for start in range(0, len(part), PIECE):
-            yield memoryview(part)[start : start + PIECE]
-    if held:
-        yield b"".join(held)
+async def _sent(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
+    """A body as aiohttp takes one in pieces; it waits between them if the connection is slow."""
+    for piece in pieces_of(parts):
+        yield piece
 
 
 def _keepalive_socket(address: Any) -> socket.socket:

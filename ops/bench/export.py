@@ -1,4 +1,5 @@
-"""Speed and memory of `/export` for each format on a full store, compared with plain reads of the same bytes."""
+"""Speed and memory of `/export` for each format on a full store, compared with plain reads of the same bytes, and with
+the least that an export costs as the store is."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from sqlalchemy import Connection, text
 from app.store.engine import Database
 from app.store.schema import sessions
 from ops.bench import client
+from ops.bench.ideal_export import ideal_cpu_s
 from ops.bench.latency import timed
 from ops.bench.measure import cpu_s, family, save_figures, stat, table
 from ops.bench.sessions import Conversation, opening_messages
@@ -185,6 +187,7 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu
     cpu = time.process_time()
     read_s = await _plain_read(server, stored)
     read_cpu = time.process_time() - cpu
+    ideal_cpu = read_cpu + await _ideal_cpu_s(server, format, shape)
     with started(server, cpu_sets):
         await _download(server, format, shape, limit=1)
         cpu = _cpu_s(server.pid)
@@ -206,7 +209,9 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu
         "ratio": read_s / seconds,
         "CPU us a row": cpu / count * 1e6,
         "plain CPU us": read_cpu / count * 1e6,
+        "ideal CPU us": ideal_cpu / count * 1e6,
         "CPU ratio": read_cpu / cpu,
+        "ideal CPU ratio": read_cpu / ideal_cpu,
         "peak MiB": peak.most.resident / MIB,
         "before MiB": peak.before.resident / MIB,
         "peak MiB, shared once": peak.most.proportional / MIB,
@@ -289,6 +294,14 @@ async def _download(server: ServerProcess, format: str, shape: str, limit: int |
             if format == "ndjson":
                 lines += piece.count(b"\n")
     return _Downloaded(size, lines)
+
+
+async def _ideal_cpu_s(server: ServerProcess, format: str, shape: str) -> float:
+    database = _database(server)
+    try:
+        return await database.read(lambda connection: ideal_cpu_s(connection, format, shape))
+    finally:
+        await database.close()
 
 
 async def _plain_read(server: ServerProcess, stored: int) -> float:

@@ -27,11 +27,11 @@ from ops.server import ROOT, OwnProcess, ServerProcess
 
 SIZES = {"4KB": 4 << 10, "40KB": 40 << 10, "400KB": 400 << 10, "4MB": 4 << 20}
 CLIENTS = 4
-PERIOD_BYTES = 24 << 20
-"""Of requests in a period, about; a period has at least one turn a client."""
+PERIOD_BYTES = 6 << 20
+"""Of a client's requests in a period, about; it takes at least one turn."""
 
-MOST_TURNS = 400
-"""In a period."""
+MOST_TURNS = 100
+"""Of a client in a period."""
 
 TURNS_PER_SESSION = 200
 """Of a known history, which grows by 130 bytes a turn."""
@@ -42,6 +42,7 @@ PROFILE_S = 6.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
     parser.add_argument("--rounds", type=int, default=6, help="number of compared periods")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="number of clients of each server")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--histories", nargs="+", choices=("known", "unknown"), default=["known", "unknown"])
     parser.add_argument("--protocols", nargs="+", choices=WIRES, default=["chat"])
@@ -54,7 +55,9 @@ async def main(arguments: argparse.Namespace) -> int:
     with _servers(arguments) as servers:
         for protocol, size, history in itertools.product(arguments.protocols, arguments.sizes, arguments.histories):
             sides = {
-                name: _Side(server, SIZES[size], history, None if name == "ideal" else WIRES[protocol])
+                name: _Side(
+                    server, SIZES[size], history, None if name == "ideal" else WIRES[protocol], arguments.clients
+                )
                 for name, server in servers.items()
             }
             compared = await _compared(sides, arguments.rounds)
@@ -112,10 +115,10 @@ async def _profile(side: _Side, server: OwnProcess) -> list[tuple[str, str]]:
 
 
 class _Side:
-    """Some clients of one server, which take a fixed number of turns in each period. `wire` is None for the ideal
+    """`count` clients of one server, which take a fixed number of turns in each period. `wire` is None for the ideal
     pipeline."""
 
-    def __init__(self, server: OwnProcess, size: int, history: str, wire: Wire | None) -> None:
+    def __init__(self, server: OwnProcess, size: int, history: str, wire: Wire | None, count: int) -> None:
         self.errors = 0
         self._server = server
         self._is_ideal = wire is None
@@ -123,18 +126,19 @@ class _Side:
         self._is_known = history == "known"
         self._size = size
         self._opening = opening_messages(size)
-        self._turns = max(1, min(MOST_TURNS, PERIOD_BYTES // size) // CLIENTS)
+        self._count = count
+        self._turns = max(1, min(MOST_TURNS, PERIOD_BYTES // size))
         self._clients: list[_Client] = []
 
     async def period(self) -> float:
         """CPU milliseconds of the server for each turn."""
         if not self._clients:
-            self._clients = [await _Client.connect(self._server.base_url, self._is_ideal) for _ in range(CLIENTS)]
+            self._clients = [await _Client.connect(self._server.base_url, self._is_ideal) for _ in range(self._count)]
         for client in self._clients:
             await self._prepare(client)
         before = cpu_s(self._server.pid)
         await asyncio.gather(*(self._take(client) for client in self._clients))
-        return (cpu_s(self._server.pid) - before) * 1000 / (self._turns * CLIENTS)
+        return (cpu_s(self._server.pid) - before) * 1000 / (self._turns * self._count)
 
     async def close(self) -> None:
         for client in self._clients:

@@ -37,6 +37,11 @@ GROUP = "live"
 ROLLOUTS, STEPS = 20, 12
 """Sessions of the group that is shown side by side, and the turns that each begins with."""
 
+FOLLOWED, FOLLOWED_TURNS = "followed", 160
+"""The session that is followed live has more turns, messages and events than its view shows at a time. With fewer the
+document grows with the session, up to 100 turns, 200 messages and 300 events, and a leak could not be told from that.
+"""
+
 PERIOD_S = 0.5
 """Between two turns of the group, while views are opened."""
 
@@ -44,7 +49,7 @@ ROW = "table.virtual tr[data-key]"
 VIEWS = {
     "sessions": ("#/", ROW),
     "groups": ("#/groups", ROW),
-    "session": (f"#/session/{GROUP}-0", ".timeline tbody tr"),
+    "session": (f"#/session/{FOLLOWED}", ".timeline tbody tr"),
     "side by side": (f"#/group/{GROUP}/rollouts", ".gridcell ol.conversation"),
     "over time": ("#/trends", ".trendplot canvas"),
 }
@@ -117,7 +122,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 @contextlib.asynccontextmanager
 async def _live_group(base_url: str) -> AsyncIterator[None]:
-    """A group of sessions that go on, one turn after another, until the end. Raises Broken."""
+    """A group of sessions, and one by itself, that go on, one turn after another, until the end. Raises Broken."""
     async with await Connection.connect(base_url) as connection:
         conversations: dict[str, Conversation] = {}
         for number in range(ROLLOUTS):
@@ -126,6 +131,10 @@ async def _live_group(base_url: str) -> AsyncIterator[None]:
             conversations[name] = Conversation(opening_messages(512, seed=number))
         for name in itertools.chain.from_iterable([*conversations] for _ in range(STEPS)):
             await _turn(connection, name, conversations[name])
+        await connection.json("POST", "/sessions", {"session_id": FOLLOWED})
+        conversations[FOLLOWED] = Conversation(opening_messages(512, seed=ROLLOUTS))
+        for _ in range(FOLLOWED_TURNS):
+            await _turn(connection, FOLLOWED, conversations[FOLLOWED])
         going_on = asyncio.create_task(_go_on(connection, conversations))
         try:
             yield

@@ -33,7 +33,7 @@
     for (let second = 0; second < seconds; second++) {
       for (let update = 0; update < 4; update++) {
         const now = Date.now() / 1000;
-        const changed = Array.from({ length: 20 }, (_, at) => `live-${at}`);
+        const changed = ["followed", ...Array.from({ length: 19 }, (_, at) => `live-${at}`)];
         const rows = [...changed, `replayed-${replayed++}`].map((session_id) => ({
           ...probe.row,
           session_id,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.databases import read_engine
 from helpers.store import Meanwhile, Store
 from sqlalchemy import event
 from sqlalchemy.util import await_only
@@ -84,10 +85,10 @@ def before_first(store: Store, text: str, change: Callable[[], Awaitable[object]
             is_due = False
             await_only(change())
 
-    event.listen(store.database.engine.sync_engine, "before_cursor_execute", run)
+    event.listen(read_engine(store.database), "before_cursor_execute", run)
     yield
     assert not is_due
-    event.remove(store.database.engine.sync_engine, "before_cursor_execute", run)
+    event.remove(read_engine(store.database), "before_cursor_execute", run)
 
 
 async def three_closed(store: Store) -> Archive:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from helpers.databases import connected
 from helpers.log import committed, created
 from helpers.store import Store
 from sqlalchemy import insert
@@ -53,7 +54,7 @@ async def lengthened(store: Store, size: int = 1) -> None:
         }
         for number in range(1, TURNS + 1)
     ]
-    async with store.database.engine.begin() as connection:
+    async with connected(store.database.url, writes=True) as connection:
         await connection.execute(insert(events), rows)
         await connection.execute(insert(turns), frames)
 

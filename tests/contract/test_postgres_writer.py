@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from helpers.databases import connected
 from helpers.store import Store, claim, commit, create, reward
 from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
@@ -90,7 +91,7 @@ async def relay(postgres_url: str) -> AsyncIterator[tuple[Relay, Store]]:
 async def locking(database: Database, session_id: str) -> AsyncIterator[None]:
     """Somebody else holds the session's row."""
     row = select(sessions.c.version).where(sessions.c.session_id == session_id).with_for_update()
-    async with database.engine.begin() as connection:
+    async with connected(database.url, writes=True) as connection:
         await connection.execute(row)
         yield
 

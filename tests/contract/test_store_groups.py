@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from helpers.databases import connected
 from helpers.groups import Groups
 from helpers.store import Store, reward
 from sqlalchemy import func, select
@@ -329,7 +330,7 @@ async def test_what_power_cut_undoes_is_settled_again(made: Groups) -> None:
     """Whatever `groups` derives can be thrown away: notes bring it back, leases and acknowledgements aside."""
     await made.complete("g")
     before = await made.row("g")
-    async with made.store.database.engine.begin() as connection:
+    async with connected(made.store.database.url, writes=True) as connection:
         await connection.execute(groups.delete())
         await connection.execute(
             group_changes.insert().from_select(["group_id"], select(sessions.c.group_id).distinct())

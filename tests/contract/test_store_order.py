@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from helpers.databases import connected
 from helpers.store import FAR, Store, claim, commit, create, reward
 from sqlalchemy import select
 
@@ -131,7 +132,7 @@ async def test_a_late_commit_is_not_skipped(postgres_store: Store) -> None:
     for name in ("slow", "fast"):
         await store.create(name)
         await store.claim(name, 1)
-    async with store.database.engine.connect() as connection:
+    async with connected(store.database.url) as connection:
         async with connection.begin():
             await connection.run_sync(lambda c: commit("slow", 2, store.me).apply(AlchemyTx(c)))
             await store.commit("fast", 2)

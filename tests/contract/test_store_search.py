@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 from helpers.log import BODY, created
 from helpers.store import Store
+from sqlalchemy import text as sql
+from sqlalchemy import update
 from sqlalchemy.engine import make_url
 
+from app.domain.events import TurnCommitted
 from app.domain.search_query import parse
+from app.domain.search_text import MAX_NAME, MAX_TEXT, MAX_TOOLS
+from app.sessions import index_reading, indexer
 from app.sessions.erasure import forget_words
+from app.sessions.index_reading import IndexReader
+from app.sessions.indexer import Indexer
+from app.sessions.log_end import LogEnd
+from app.sessions.log_position import LogPosition
+from app.sessions.search import Search
+from app.sessions.session_filter import SessionConditions
+from app.store import reads
+from app.store.dialect import Tx
 from app.store.heads_view import HeadFilter
 from app.store.log_sessions import Create
+from app.store.reads import START
+from app.store.schema import search_state
 from app.store.search import reading, writing
 from app.store.search.reading import FIRST, EntryFilter
 from app.store.search.writing import (
@@ -23,6 +40,7 @@ from app.store.search.writing import (
     Entry,
     IndexPage,
     Marks,
+    MergeShard,
     Metadata,
     TakeIndexing,
     TurnEntries,
@@ -56,6 +74,28 @@ async def test_a_page_is_written_once_and_only_from_its_place(store: Store) -> N
     assert (await store.database.read(writing.state)).position == "2"
 
 
+async def test_a_long_turn_is_written_in_pieces_and_goes_on_after_a_crash(store: Store) -> None:
+    """One of 4 MiB had held the writer, and with it every turn, for 0.3 s."""
+    entries = [Entry(number, "user", (), None, None, f"apples {number} {'x' * 400}") for number in range(5, 1005)]
+    parts = indexer.parts_of([said("s", 1, "pears"), TurnEntries("s", 2, 1.0, entries), said("s", 3, "pears")])
+    assert len(parts) > 3
+    assert max(sum(len(change.entries) for change in part if isinstance(change, TurnEntries)) for part in parts) < 300
+    await store.create("s")
+    await store.submit(Begin("0"))
+    for part in parts[:2]:
+        assert await store.submit(IndexPage("0", "0", part))
+    for part in parts:
+        assert await store.submit(IndexPage("0", "0", part))
+    rows = await store.database.read(
+        lambda c: reading.find(c, None, EntryFilter(session_id="s"), HeadFilter(), FIRST, 2000)
+    )
+    assert [(row.turn, row.message) for row in rows] == [
+        (3, 0),
+        *((2, number) for number in range(1004, 4, -1)),
+        (1, 0),
+    ]
+
+
 async def test_nothing_is_written_of_a_session_that_was_erased_meanwhile(store: Store) -> None:
     for name in ("gone", "kept"):
         await store.create(name)
@@ -73,6 +113,20 @@ async def test_one_process_fills_the_index(store: Store) -> None:
     assert await store.submit(TakeIndexing("2", 60.0))
 
 
+async def test_the_largest_message_fits_the_index(store: Store) -> None:
+    """In characters of four bytes, each word and each name another one."""
+    wide = "\U00020fff"
+    names = [chr(0x20000 + number) + wide * (MAX_NAME - 1) for number in range(MAX_TOOLS)]
+    text = " ".join(chr(0x20000 + number) + wide for number in range(MAX_TEXT // 3 + 1))[:MAX_TEXT]
+    entry = Entry(0, names[0], tuple(names), names[1], None, text)
+    await store.create("s")
+    await store.submit(Begin("0"))
+    assert await index(store, [TurnEntries("s", 1, 1.0, [entry])], "0", "1")
+    wanted = EntryFilter(tool=names[-1], finish_reason=names[1])
+    rows = await store.database.read(lambda c: reading.find(c, None, wanted, HeadFilter(), FIRST, 2))
+    assert [row.turn for row in rows] == [1]
+
+
 async def test_marks_and_a_cleared_index(store: Store) -> None:
     await store.create("s")
     await store.submit(Begin("0"))
@@ -86,6 +140,51 @@ async def test_marks_and_a_cleared_index(store: Store) -> None:
     assert await found(store, "apples") == []
     await index(store, [said("s", 1, "pears")], "0", "1")
     assert await found(store, "pears") == [("s", 1)]
+
+
+async def test_an_index_is_cleared_in_small_steps_and_sessions_are_erased_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step drops more than one of SQLite's full-text tables, which takes some ten milliseconds."""
+    monkeypatch.setattr(writing, "SHARD_ENTRIES", 2)
+    await store.submit(Begin("0"))
+    for number in range(1, 9):
+        await store.create(f"s{number}")
+        assert await index(store, [said(f"s{number}", 1, "apples")], str(number - 1), str(number))
+    tables = sql("SELECT count(*) FROM sqlite_master WHERE name GLOB 'search_fts_?'")
+    left = [4]
+    more = True
+    while more:
+        more = await store.submit(Clear(1))
+        for name in {1: ("s4",), 2: ("s5", "s8")}.get(len(left), ()):
+            await store.close(name)
+            await store.erase(name)
+        left.append(
+            await store.database.read(lambda c: c.execute(tables).scalar_one()) if store.database.is_sqlite else 0
+        )
+    assert await store.database.read(writing.entry_count) == 0
+    assert await found(store, "apples") == []
+    assert not await store.submit(MergeShard(1))
+    if store.database.is_sqlite:
+        assert left[:6] == [4, 3, 2, 1, 0, 0]
+
+
+async def test_an_index_of_an_earlier_version_is_not_searched(store: Store) -> None:
+    """Its full-text tables have other columns, until it has been cleared."""
+    await store.create("s")
+    await store.submit(Begin("0"))
+    assert await index(store, [said("s", 1, "apples")], "0", "1")
+
+    def as_earlier(tx: Tx) -> None:
+        tx.run(update(search_state).where(search_state.c.key == "version").values(value="1"), {})
+        if store.database.is_sqlite:
+            tx.run(sql("DROP TABLE search_fts_1"), {})
+            tx.run(sql("CREATE VIRTUAL TABLE search_fts_1 USING fts5(text, content='search_entries')"), {})
+
+    await store.database.write(as_earlier, durable=False)
+    search = Search(store.database, LogEnd(store.database, poll_s=0.0), lambda _: None)
+    found = await search.page("apples", EntryFilter(role="user"), SessionConditions(), None, 10)
+    assert (found.hits, found.next_cursor, found.is_current) == ([], None, False)
 
 
 async def test_an_erasure_leaves_no_word_in_any_shard(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +228,37 @@ async def test_an_erasure_leaves_no_word_in_any_shard(store: Store, monkeypatch:
     assert [
         word for word in (b"secret", *unique, *(word.encode() for word in words if len(word) > 6)) if word in whole
     ] == []
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_what_is_erased_during_a_merge_leaves_no_word_either(
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The merge that another erasure has begun does not have it, and had called the shard clean."""
+    monkeypatch.setattr(writing, "MERGED_PAGES", 2)
+    chance, store = random.Random(1), sqlite_store
+    words = {name: [chance.randbytes(5).hex() for _ in range(600)] for name in ("first", "second", "kept")}
+    await store.submit(Begin("0"))
+    for name in words:
+        await store.create(name)
+    for turn in range(30):
+        page = [said(name, turn, " ".join(words[name][20 * turn : 20 * turn + 20])) for name in words]
+        assert await index(store, page, str(turn), str(turn + 1))
+    await store.close("first")
+    await store.close("second")
+    await store.erase("first")
+    for _ in range(steps):
+        assert await store.submit(MergeShard(1))
+    await store.erase("second")
+    while await store.submit(MergeShard(1)):
+        pass
+    await forget_words(store.database, store.writer)
+    await store.database.empty_log_file()
+    path = make_url(store.database.url).database
+    assert path is not None
+    whole = Path(path).read_bytes()
+    left = {name: sum(word.encode() in whole for word in of_session) for name, of_session in words.items()}
+    assert left == {"first": 0, "second": 0, "kept": 600}
 
 
 LIMITS: dict[str, dict[str, int]] = {
@@ -200,3 +330,25 @@ async def test_each_way_finds_what_matches(
                         break
                     before = rows[-1].id
                 assert pages == expected, (wanted, heads, q)
+
+
+async def test_only_so_much_content_is_read_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of turns with images had been in memory at once: half a gigabyte, or more."""
+    monkeypatch.setattr(index_reading, "CONTENT_BYTES", 3_000)
+    chance = random.Random(1)
+    for number, size in enumerate([100, 1_000, 900, 1_000, 9_000, 100, 100, 1_800]):
+        await store.create(f"s{number}")
+        said = msgspec.json.encode({"role": "user", "content": f"apples {chance.randbytes(size).hex()}"})
+        await store.take_turn(f"s{number}", text=said)
+    end = LogEnd(store.database, poll_s=0.0)
+    filler = Indexer(store.database, store.writer, end, lambda: store.me)
+    reader = IndexReader(store.database)
+    events, _ = await reader.events(
+        LogPosition(await store.database.read(reads.log_epoch), START), await end.present()
+    ) or ((), 0)
+    groups = await reader.groups(events)
+    assert [one for group in groups for one in group] == events
+    turns = [{session_id for session_id, one in group if isinstance(one.event, TurnCommitted)} for group in groups]
+    assert turns == [{"s0", "s1", "s2"}, {"s3"}, {"s4"}, {"s5", "s6", "s7"}]
+    await filler.catch_up()
+    assert len(await found(store, "apples")) == 2 * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.databases import connected
 from helpers.store import Store, reward
 from sqlalchemy import text
 
@@ -71,7 +72,7 @@ async def test_what_commits_late_is_not_skipped(postgres_store: Store) -> None:
     await store.create("a")
     place = await end(store)
     row = "'late', 1, 'SessionCreated', 1, 0, ''"
-    async with store.database.engine.connect() as slow:
+    async with connected(store.database.url) as slow:
         await slow.execute(text(f"INSERT INTO events (session_id, seq, type, version, at, data) VALUES ({row})"))
         await store.create("b")
         assert (await since(store, place)).session_ids == []

@@ -23,6 +23,9 @@ SCORED: dict[str, Sequence[float]] = {
 MISSING = (1, 3)
 """Attempts of the third group that nobody made."""
 
+CHECKPOINT = "step-40"
+"""It was made before the last sessions began."""
+
 ADAPTER = "code-lora"
 AT_ONCE = {"latency_s": 0}
 TASKS = (
@@ -64,6 +67,7 @@ def filled(stand: Stand) -> Filled:
     found.rolled_back = _rolled_back(stand)
     found.tree = _tree(stand)
     found.refused = _refused(stand)
+    assert stand.http.post("/checkpoints", json={"name": CHECKPOINT}).status_code == 200
     found.idle = _idle(stand)
     found.erased = stand.talk(session_id="withdrawn-1").id
     assert stand.http.delete(f"/sessions/{found.erased}", params={"erase": True}).status_code == 204

@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
-from e2e.page_data import over_hours, rollouts
+from e2e.page_data import CHECKPOINT, over_hours, rollouts
 from e2e.page_story import STORY, keep, story
 
 VIEWS = {
@@ -34,6 +34,8 @@ VIEWS = {
     "rollouts": "#/group/retail%2Forder-17/rollouts?sort=best",
     "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
     "compared": "#/session/deep-research-5?branch=0&against=2",
+    "checkpoints": "#/checkpoints",
+    "checkpoint": f"#/checkpoint/{CHECKPOINT}",
 }
 LOOKED_AT = {
     **{name: hash for name, hash in VIEWS.items() if name not in ("trends", "search")},
@@ -73,6 +75,7 @@ DOCUMENTED = (
     ("exports", "light"),
     ("tree", "light"),
     ("compared", "light"),
+    ("checkpoint", "light"),
 )
 BUSY_S = 12.0
 """So long the server works before the pictures: the dead engine is known as such then, and the sparkline is a line."""

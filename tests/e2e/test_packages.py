@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from e2e.packages import Built, Environment, done
+from ops.guides import script
 from ops.server import ROOT
 
 deno = pytest.importorskip("deno", reason="deno, which runs pyright, is not installed")
@@ -101,11 +102,15 @@ async def asynchronous() -> None:
 WRONG = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# wrong")]
 
 
-def mypy(installed: Environment) -> str:
+LOOP = ROOT / "docs" / "guides" / "rollout-loop.md"
+"""The guide whose script has no type error, strictly checked."""
+
+
+def mypy(installed: Environment, file: str, code: int) -> str:
     """What mypy prints, with the package of that environment."""
     options = ("--strict", "--cache-dir", installed.empty.parent / "mypy", "--python-executable")
     mypy = Path(sys.executable).with_name("mypy")
-    return done(mypy, *options, installed.bin / "python", "script.py", cwd=installed.empty, code=1).stdout
+    return done(mypy, *options, installed.bin / "python", file, cwd=installed.empty, code=code).stdout
 
 
 def pyright(installed: Environment) -> str:
@@ -130,6 +135,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     (made.empty / "turnlog" / "README.md").touch()
     (made.empty / "turnlog" / "rollout.py").touch()
     (made.empty / "script.py").write_text(SCRIPT)
+    (made.empty / "loop.py").write_text(script(LOOP.read_text()))
     return made
 
 
@@ -143,8 +149,9 @@ def installed(request: pytest.FixtureRequest, built: Built, place: Environment) 
 
 
 def test_its_types_are_seen(installed: Environment) -> None:
-    """By both checkers, and the package is imported beside a folder of its name."""
-    printed = {"mypy": mypy(installed), "pyright": pyright(installed)}
+    """By both checkers, in a guide too, and the package is imported beside a folder of its name."""
+    mypy(installed, "loop.py", 0)
+    printed = {"mypy": mypy(installed, "script.py", 1), "pyright": pyright(installed)}
     for text in printed.values():
         errors = {int(line) for line in re.findall(r"script\.py:(\d+)(?::\d+)?(?: -|:) error", text)}
         assert sorted(errors) == WRONG, text

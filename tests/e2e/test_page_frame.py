@@ -131,6 +131,22 @@ def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None
     ]
 
 
+def test_what_is_not_edited_of_a_note_stays_as_it_is(watched: Watched, guarded: Stand) -> None:
+    """A tag with a comma, and line ends that a browser writes otherwise."""
+    talk = guarded.talk(session_id="noted-3")
+    tags = [" spaced", '"quoted", too', "a, b", "plain"]
+    assert guarded.http.put(f"{talk.path}/note", json={"note": "one\r\ntwo\n", "tags": tags}).status_code == 200
+    signed_in(watched, f"#/session/{talk.id}")
+    page = watched.page
+    page.get_by_role("button", name="Edit note").click()
+    field = page.locator("input[name=tags]")
+    field.fill(f'{field.input_value()}, "new, too", newer')
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.locator("form.noteform")).to_be_hidden()
+    *_, written = (event for event in talk.events() if event["type"] == "SessionNoted")
+    assert (written.get("note"), written.get("tags")) == (None, sorted([*tags, "new, too", "newer"]))
+
+
 def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_path: Path) -> None:
     """A page on another port of the same host: the browser sends it the cookie, and asks before it sends a PUT."""
     talk = guarded.talk(session_id="noted-2")

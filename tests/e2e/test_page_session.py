@@ -152,6 +152,27 @@ def test_the_log_is_followed_live(stand: Stand, watch: Watch) -> None:
     assert '"rollback_window": 3' in page.locator(".events pre").inner_text()
 
 
+def test_a_session_that_is_followed_keeps_the_document_small(stand: Stand, watch: Watch) -> None:
+    """Once it shows as many turns, messages and events as it may, each new one takes the place of another."""
+    talk = stand.talk()
+    quick = {**NOW, "completion_tokens": 2}
+    for number in range(160):
+        talk.say(str(number), sim=quick)
+    page = watch(stand.server.base_url).open(_at(talk))
+    inspector = page.context.new_cdp_session(page)
+    inspector.send("Performance.enable")
+    kept = []
+    for number in range(20):
+        talk.say(f"later {number}", sim=quick)
+        page.locator(".events li", has_text=f"TurnCommitted turn {161 + number} ").wait_for()
+        if number % 10 == 9:
+            page.locator(".said", has_text=f"later {number}").wait_for()
+            inspector.send("HeapProfiler.collectGarbage")
+            metrics = inspector.send("Performance.getMetrics")["metrics"]
+            kept.append(int(next(one["value"] for one in metrics if one["name"] == "Nodes")))
+    assert abs(kept[1] - kept[0]) < 100, kept
+
+
 def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     talk = stand.talk(metadata={HOSTILE: MARKUP}, adapter=HOSTILE, group_id=f"{HOSTILE}{MARKUP}")
     tool = {"type": "function", "function": {"name": HOSTILE, "parameters": {**WEATHER["function"]["parameters"]}}}

@@ -13,6 +13,7 @@ import pytest
 
 from app.api.page.files import FOLDER
 from e2e.page import PageStand
+from e2e.page_data import CHECKPOINT
 
 deno = pytest.importorskip("deno", reason="deno, which brings the TypeScript compiler, is not installed")
 
@@ -82,6 +83,8 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("TrendPage", "/ui/api/trends?by=minute"),
         ("TrendPage", "/ui/api/trends?by=weight_version"),
         ("ExportPreview", "/ui/api/exports?shape=slime&max_seq_len=100"),
+        ("CheckpointList", "/checkpoints"),
+        ("CheckpointPage", f"/ui/api/checkpoints/{CHECKPOINT}?limit=3"),
     ]
     found += [("Group", f"/groups/{group}") for group in filled.groups]
     for session_id in (

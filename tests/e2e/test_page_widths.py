@@ -25,6 +25,8 @@ VIEWS = {
     "#/trends": ".trendplot canvas",
     "#/search": "form.filters",
     "#/exports": "a[download]",
+    "#/checkpoints": "main tbody tr[data-key]",
+    "#/checkpoint/step-40": "main tbody tr[data-key]",
     "#/session/deep-research-5": ".said",
     "#/session/deep-research-5?branch=0&against=2": ".sides .said",
     "#/session/deep-research-5/tokens": ".tokens .tok",
@@ -81,6 +83,12 @@ def test_names_are_in_sight_also_while_a_list_is_scrolled_sideways(
         assert cell["width"] >= 100
 
 
+def tops(page: Page, selector: str) -> list[float]:
+    """Where the elements begin, in pixels from the window's top."""
+    found: list[float] = page.eval_on_selector_all(selector, "all => all.map((one) => one.getBoundingClientRect().top)")
+    return found
+
+
 def test_the_strip_is_one_line_while_an_adapter_is_paused(watch: Watch, page_stand: PageStand) -> None:
     stand = page_stand.stand
     watched = watch(stand.server.base_url, width=1440)
@@ -92,10 +100,9 @@ def test_the_strip_is_one_line_while_an_adapter_is_paused(watch: Watch, page_sta
     page.wait_for_selector("#fleet >> text=paused:")
     page.wait_for_selector("#fleet .errors >> text=upstream_invalid")
     expect(page.locator("#fleet .figure:has-text('Engine p50')")).to_contain_text("ms")
-    tops = page.eval_on_selector_all("#fleet > *", "parts => parts.map((part) => part.getBoundingClientRect().top)")
-    assert len(set(tops)) == 1, tops
     for width in (1440, 1200, 768):
         page.set_viewport_size({"width": width, "height": 900})
+        assert width == 768 or len(set(tops(page, "#fleet > *"))) == 1, width
         cut = page.eval_on_selector_all(
             "#fleet > *", "parts => parts.filter((one) => one.scrollWidth > one.clientWidth).length"
         )
@@ -112,12 +119,24 @@ def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) ->
     expect(page.locator("main tbody tr[data-key]")).to_have_count(1)
 
 
+def test_what_is_copied_and_where_one_is_are_lines_that_scroll_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
+    page = watch(page_stand.stand.server.base_url, width=390).open("#/session/deep-research-5")
+    last = page.get_by_role("button", name="Copy note as Python")
+    last.wait_for()
+    assert len(set(tops(page, "[aria-label=Session] .switches button"))) == 1
+    last.focus()
+    expect(last).to_be_in_viewport(ratio=0.9)
+    page = watch(page_stand.stand.server.base_url, width=390).open("#/checkpoints")
+    expect(page.locator("nav a[aria-current]")).to_be_in_viewport(ratio=0.9)
+
+
 @pytest.mark.parametrize(
     ("place", "title"),
     [
         ("#/session/nobody", "There is no session “nobody”."),
         ("#/session/nobody/tokens", "There is no session “nobody”."),
         ("#/group/nobody", "There is no group “nobody”."),
+        ("#/checkpoint/nobody", "There is no checkpoint “nobody”."),
         ("#/nowhere/at/all", "There is no view at #/nowhere/at/all"),
     ],
 )

@@ -53,7 +53,7 @@ class Engine(EngineClient):
     async def post(
         self,
         url: str,
-        body: bytes | Sequence[bytes],
+        body: bytes | Sequence[bytes | memoryview],
         headers: Headers,
         grow: Grow = lambda size: None,
         may_send: Callable[[], bool] | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.store.engine import Database, create_engine
@@ -94,6 +94,14 @@ async def database_at(url: str) -> AsyncIterator[Database]:
         yield made
     finally:
         await made.close()
+
+
+def read_engine(database: Database) -> Engine:
+    """The engine of a database's reads, for listeners."""
+    if database._sqlite_reads is not None:
+        return database._sqlite_reads._engine
+    assert database._reading is not None
+    return database._reading.sync_engine
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from app.store.groups import Acknowledge, Acknowledged, Lease, Leased
 from app.store.log import Appended
 from app.store.log_sessions import Create
 from app.store.schema import groups
+from helpers.databases import connected
 from helpers.log import BODY, created
 from helpers.store import Store, reward
 
@@ -79,5 +80,5 @@ class Groups:
     async def expire(self, *group_ids: str) -> None:
         """As if the leases had ended a second ago."""
         over = update(groups).where(groups.c.group_id.in_(group_ids)).values(lease_until=now() - 1.0)
-        async with self.store.database.engine.begin() as connection:
+        async with connected(self.store.database.url, writes=True) as connection:
             await connection.execute(over)

@@ -97,10 +97,12 @@ def test_objects_that_were_left_in_a_bucket(
     with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection, connection:
         connection.execute("INSERT INTO store_meta VALUES (?, ?)", (IN_USE, '["s3://old/place"]'))
     with serving(tmp_path / "server", sglang.base_url, environment={"TURNLOG_DATABASE_URL": sqlite_url}) as made:
-        assert "s3://old/place still had objects of this store" in made.server.log_path.read_text()
+        log = made.server.log_path.read_text()
         clean_environment(DATABASE_URL=sqlite_url, URL=made.server.base_url)
         findings = answer("doctor", "--no-generate")["findings"]
-    assert any("s3://old/place still had" in what for what in whats(findings, "database", "warning"))
+    told = next(what for what in whats(findings, "database", "warning") if what.startswith("s3:"))
+    assert told.startswith("s3://old/place still had replay payloads or archives of this store")
+    assert f"{told}: start with TURNLOG_PAYLOADS_FROM set to it" in log
 
 
 def test_postgresql_is_looked_at(postgres_url: str, sglang: SimulatorProcess, clean_environment: Environment) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from helpers.databases import read_engine
 from helpers.log import BODY, created, float64, int32
 from helpers.store import Store, reward
 from sqlalchemy import Table, delete, event, update
@@ -205,7 +206,7 @@ def statements(database: Database) -> Iterator[list[str]]:
     def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
         seen.append(statement)
 
-    engine = database.engine.sync_engine
+    engine = read_engine(database)
     event.listen(engine, "before_cursor_execute", note)
     yield seen
     event.remove(engine, "before_cursor_execute", note)
@@ -245,10 +246,10 @@ async def test_an_erase_between_two_statements_of_an_export_is_not_half_seen(pos
             thread.start()
             thread.join(20)
 
-    event.listen(database.engine.sync_engine, "before_cursor_execute", erase)
+    event.listen(read_engine(database), "before_cursor_execute", erase)
     [row] = await rows_of(postgres_store, ExportQuery(explain=True))
     assert row["tokens"] == [1, 2, 3], "as it was when the reading began"
-    event.remove(database.engine.sync_engine, "before_cursor_execute", erase)
+    event.remove(read_engine(database), "before_cursor_execute", erase)
     head = await postgres_store.head("one")
     assert head is not None
     assert head.status == "erased"

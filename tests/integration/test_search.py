@@ -121,6 +121,17 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
         assert places_of(ask(searched, **parameters)) == wanted, parameters
 
 
+def test_an_odd_name_does_not_stop_the_index(searched: Stand) -> None:
+    """PostgreSQL's text holds no NUL: one such name had kept the index from everything behind it."""
+    word = uuid.uuid4().hex
+    call = {"id": "c1", "type": "function", "function": {"name": "lo\0ok", "arguments": "{}"}}
+    talk = searched.talk()
+    said = [user(word), {"role": "assistant", "content": None, "tool_calls": [call]}, user("and?")]
+    assert talk.chat(said).status_code == 200
+    assert places_of(current(searched, q=word)) == [(talk.id, 1, 0)]
+    assert places_of(ask(searched, tool="lo ok", session_id=talk.id)) == [(talk.id, 1, 1)]
+
+
 def test_metrics_tell_how_far_the_index_is(searched: Stand) -> None:
     before = indexed(searched)
     talk = searched.talk()

@@ -8,7 +8,7 @@ from typing import Any
 
 from alembic import command
 from fault.verified import verified
-from helpers.databases import alembic_config, database_at, migrate
+from helpers.databases import alembic_config, connected, database_at, migrate
 from helpers.log import BODY, committed
 from helpers.looking import value
 from helpers.store import Store
@@ -19,7 +19,6 @@ from app.domain.fleet import Fleet, FleetPaused, apply
 from app.domain.session import OpenTurn
 from app.domain.upcast import encode
 from app.store import fleet
-from app.store.engine import Database
 from app.store.fleet import AppendFleet
 from app.store.log import Appended
 from app.store.schema import affinities
@@ -65,13 +64,9 @@ def fill(url: str) -> None:
         statements.append(insert(_events).values(row | ({"position": seq} if url.startswith("sqlite") else {})))
 
     async def run() -> None:
-        database = Database(url)
-        try:
-            async with database.engine.begin() as connection:
-                for statement in statements:
-                    await connection.execute(statement)
-        finally:
-            await database.close()
+        async with connected(url, writes=True) as connection:
+            for statement in statements:
+                await connection.execute(statement)
 
     asyncio.run(run())
 

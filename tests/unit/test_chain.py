@@ -72,3 +72,18 @@ def test_what_it_knows_of_trimmed_items_is_right(steps: list[tuple[int, int, int
             assert chain.upto(known) in (None, ",".join(whole[known]).encode())
         if parent == 0:
             assert chain.upto(turn) is not None
+
+
+def test_what_was_given_out_stays_as_it_was() -> None:
+    """A turn may still send its history while another one cuts or extends the chain."""
+    chain = PrefixBuffer()
+    chain.extend(0, 1, b"1,2")
+    chain.extend(1, 2, b"3,4")
+    given = [chain.upto(1), chain.upto(2)]
+    chain.extend(2, 3, b"5")
+    given.append(chain.upto(3))
+    chain.extend(1, 4, b"6", trimmed=1)
+    given.append(chain.upto(4))
+    chain.extend(9, 5, b"7")
+    assert given == [b"1,2", b"1,2,3,4", b"1,2,3,4,5", b"1,6"]
+    assert (chain.upto(4), len(chain)) == (None, 0)

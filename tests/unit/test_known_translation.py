@@ -20,6 +20,7 @@ from app.domain.request import ChatRequest
 from app.errors import AppError
 from app.protocols.messages.parse import parse_messages
 from app.protocols.responses.parse import parse_responses
+from app.turn.large_bodies import large_bytes, large_history
 
 LONG = "lorem, [ipsum] {dolor} é " * (LONG_BODY // 20)
 PROOF = "0123456789abcdef01234567"
@@ -215,3 +216,35 @@ def test_moved_marks_leave_a_history_known() -> None:
             KnownBody(request.layout, "messages", turn, incoming.spelled()), request.layout.continued, is_tree=True
         )
         talk += [said("assistant", text(f"r{place}"))]
+
+
+TALK = [said(role, text("q " * 60_000)) for role in ("user", "assistant") * 8] + [said("user", text("and?"))]
+TOLD = [*TALK, said("assistant", text("r")), said("user", text("more"))]
+
+
+@pytest.mark.parametrize(
+    ("messages", "system", "expected"),
+    [
+        (TOLD, "be brief", (False, False)),
+        (TALK[:-2], "be brief", (False, True)),
+        (TALK[:-6], "be brief", (True, True)),
+        (TOLD, "be long", (False, True)),
+    ],
+    ids=["goes on", "goes back", "goes far back", "has another system prompt"],
+)
+def test_what_is_read_anew_of_a_known_body_is_read_on_a_thread(
+    messages: Sequence[Any], system: str, expected: tuple[bool, bool]
+) -> None:
+    """Translation and history of 1 MiB and more had been read on the event loop, up to 250 ms."""
+    book, known = Book(history="tree"), KnownBodies()
+    request = parse_messages(body_of(MESSAGES, TALK), False, None)
+    incoming = Incoming(request.messages, "tolerant")
+    incoming.check(book.index)
+    turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant("r")).turn
+    assert request.layout is not None
+    known.add(KnownBody(request.layout, "messages", turn, incoming.spelled()), None, is_tree=True)
+    body = body_of(MESSAGES, messages, system)
+    continued = continued_of(known, MESSAGES, body)
+    assert continued is not None
+    found = large_bytes(body, continued), large_history(body, parse_messages(body, False, continued), book.index)
+    assert tuple(map(bool, found)) == expected

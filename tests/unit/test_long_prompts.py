@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.replies import GONE, SHAPES, Text, body_of, known_as
 
@@ -14,6 +16,7 @@ from workers import codec, job, seek
 from workers.codec import Facts, Wire
 from workers.job import Job, WorkerResult
 from workers.parse import KnownTokens, Parsed, Rejected, parse_reply, token_text
+from workers.parse_prompt import KnownText
 
 IDS = [place * 7919 % 50_000 for place in range(3000)]
 TEXT = "[" + ",".join(map(str, IDS)) + "]"
@@ -36,8 +39,28 @@ def long_body(shape: str, text: str = TEXT, *changes: dict[str, Any]) -> bytes:
 
 
 def judged(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> WorkerResult:
+    """The same with the text of the known ids at hand, which are then compared instead of hashed."""
     protocol: Any = "completions" if "completion" in shape else "chat"
-    return job.work(Job("auto", known, [], [], [], 200, "", b"", protocol, sent), memoryview(body))
+    asked = Job("auto", known, [], [], [], 200, "", b"", protocol, sent)
+    if known is None or sent:
+        return job.work(asked, memoryview(body))
+    found = seek.long_values(memoryview(body), text_of(known))
+    try:
+        result = job.work(asked, memoryview(body))
+    except Rejected as error:
+        with pytest.raises(Rejected, match=f"^{re.escape(str(error))}$"):
+            job.work_here(asked, memoryview(body), found)
+        raise
+    assert job.work_here(asked, memoryview(body), found)[0] == result
+    return result
+
+
+def text_of(known: KnownTokens) -> KnownText:
+    """The text of known ids: of the prompt's first ones, or of others."""
+    for ids in (IDS[: known.tokens], OTHER[: known.tokens], [*IDS, 1]):
+        if known == known_as(ids):
+            return KnownText(known, bytearray(token_text(ids)), hashlib.sha256(token_text(ids)))
+    raise ValueError("unknown ids")
 
 
 def parsed_whole(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> Parsed:
@@ -66,6 +89,37 @@ def test_a_long_prompt_is_cut_out_and_put_back(shape: str, known: KnownTokens | 
     assert b"7919" not in wire.reply
     assert wire.prompt_ids_at is not None
     assert require_same(body, shape, known, token_text(IDS)) == wire
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None:
+    """Turn by turn, and two turns after the same one: each text is what the whole reply's hash is of."""
+    begun = text = None
+    ids = list(IDS)
+    asked = Job("auto", None, [], [], [], 200, "", b"", "completions" if "completion" in shape else "chat")
+    for turn in range(4):
+        body = body_of(
+            shape,
+            dict.fromkeys(COUNTS[shape], len(ids)),
+            {PROMPT[shape]: Text("[" + ",".join(map(str, ids)) + "]")},
+            separators=(",", ":"),
+        )
+        found = seek.long_values(memoryview(body), text)
+        assert (found.begun is not None) == (turn > 0)
+        result, text = job.work_here(asked, memoryview(body), found)
+        assert result == job.work(asked, memoryview(body))
+        output = array("i", codec.unpack(result.facts, Facts).output_ids)
+        tokens = [*ids, *output]
+        assert text is not None
+        assert text.known == known_as(tokens) == result.sequence
+        assert text.begins(b" " + token_text(tokens), 1)
+        assert not text.begins(b" " + token_text(tokens)[:-1], 1)
+        asked = msgspec.structs.replace(asked, known=result.sequence)
+        begun = begun or text
+        if turn == 2:
+            text, tokens = begun, [*IDS, *output]
+            asked = msgspec.structs.replace(asked, known=begun.known)
+        ids = [*tokens, turn, 7]
 
 
 SPELLINGS = {

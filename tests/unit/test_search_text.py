@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.domain.search_query import Query, parse, snippet
-from app.domain.search_text import MAX_PAIRS, MAX_TEXT, pairs_of, read_message, words_of
+from app.domain.search_text import MAX_NAME, MAX_PAIRS, MAX_TEXT, MAX_TOOLS, pairs_of, read_message, words_of
 from app.errors import InvalidRequest
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls -l"}'}}
@@ -51,6 +51,15 @@ def test_calls_are_known_to_the_results_behind_them() -> None:
 @pytest.mark.parametrize("raw", [b"not json", b'"text"', b"[1]", b"\xff", b'{"content": "\\ud800"}'])
 def test_no_message_is_a_fault(raw: bytes) -> None:
     read_message(raw, {})[0].text.encode()
+
+
+def test_names_are_what_both_databases_hold() -> None:
+    """No NUL, and no line feed, which stands between the names; short and few, so that they fit PostgreSQL's index."""
+    calls = [{"id": str(n), "function": {"name": f"{n} {'x' * MAX_NAME}", "arguments": ""}} for n in range(MAX_TOOLS)]
+    odd = {"id": "odd", "function": {"name": "a\0b\nc", "arguments": "{}"}}
+    found, made = read_message(json.dumps({"role": "u\0" * MAX_NAME, "tool_calls": [odd, *calls]}).encode(), {})
+    assert (found.role, found.tools[0], made["odd"]) == ("u " * (MAX_NAME // 2), "a b c", "a\0b\nc")
+    assert (len(found.tools), max(map(len, found.tools))) == (MAX_TOOLS, MAX_NAME)
 
 
 def test_long_messages_and_many_metadata_are_cut() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from app.api.page.checkpoint_view import CheckpointViews
 from app.api.page.conversation import Conversations
 from app.api.page.metadata_columns import MetadataColumns
 from app.api.page.overview import Overviews
@@ -31,6 +32,7 @@ class PageReaders(NamedTuple):
     rollouts: Rollouts
     previews: Previews
     trends: Trends
+    checkpoints: CheckpointViews
 
 
 def page_of(app: Services) -> PageReaders:
@@ -47,4 +49,5 @@ def page_of(app: Services) -> PageReaders:
         rollouts=Rollouts(database),
         previews=Previews(database, app.release),
         trends=Trends(database, sessions),
+        checkpoints=CheckpointViews(database),
     )

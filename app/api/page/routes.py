@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
+from app.api.checkpoints import Name as CheckpointName
 from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
@@ -99,8 +100,10 @@ BranchNumber = Annotated[
 @router.get("/sessions/{session_id}")
 @for_the_page
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
-    """A session in any state, after event `seq`."""
-    return reply(await (await services(request).page()).views.at(session_id, seq))
+    """A session in any state, after event `seq`, and the checkpoints that have it now."""
+    page = await services(request).page()
+    view = await page.views.at(session_id, seq)
+    return reply({**msgspec.structs.asdict(view), "checkpoints": await page.checkpoints.of_session(session_id)})
 
 
 @router.get("/sessions/{session_id}/conversation")
@@ -155,6 +158,18 @@ async def list_groups(
 ) -> Response:
     """Groups, ordered by id."""
     return reply(await (await services(request).page()).listed.page_of_groups(cursor, limit, columns))
+
+
+@router.get("/checkpoints/{name}")
+@for_the_page
+async def checkpoint(
+    request: Request,
+    name: CheckpointName,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
+    cursor: PageCursor = None,
+) -> Response:
+    """A checkpoint and its sessions, by id: the event that each had then, and what it is now."""
+    return reply(await (await services(request).page()).checkpoints.page(name, cursor, limit))
 
 
 @router.get("/exports")

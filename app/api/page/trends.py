@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from app.api.page.trend_sums import Bucket, By, SessionSums, TrendCache, added_up
-from app.sessions.session_list import SessionList, SessionListPage, SessionQuery, SessionRow
+from app.sessions.session_list import SessionList, SessionListPage, SessionQuery, SessionRow, beginning_of
 from app.store import trend_reads
 from app.store.engine import Database
 from app.store.reads import EventRow
@@ -45,9 +45,12 @@ class TrendPage(msgspec.Struct, frozen=True):
 
 
 class Trends:
-    def __init__(self, database: Database, sessions: SessionList) -> None:
+    """`max_turns`: the new turns that one request should read."""
+
+    def __init__(self, database: Database, sessions: SessionList, max_turns: int = MAX_TURNS) -> None:
         self._database = database
         self._sessions = sessions
+        self._max_turns = max_turns
         self._cache = TrendCache()
 
     async def page(self, query: SessionQuery, by: By, cursor: str | None) -> TrendPage:
@@ -74,14 +77,12 @@ class Trends:
         )
 
     async def _listed(self, query: SessionQuery, by: By, cursor: str | None) -> SessionListPage:
-        """The next sessions: as many as do not have more than MAX_TURNS new turns together, but one at least."""
+        """The next sessions: as many as do not have more than `max_turns` new turns together, but one at least."""
         newest_first = query.model_copy(update={"sort": "created_at", "order": "desc"})
         found = await self._sessions.page(newest_first, cursor, SESSIONS, counted=cursor is None)
         totals = itertools.accumulate(self._new_turns(row, by) for row in found.sessions)
-        fitting = max(1, sum(total <= MAX_TURNS for total in totals))
-        if fitting >= len(found.sessions):
-            return found
-        return await self._sessions.page(newest_first, cursor, fitting, counted=cursor is None)
+        fitting = max(1, sum(total <= self._max_turns for total in totals))
+        return beginning_of(found, newest_first, fitting)
 
     def _new_turns(self, row: SessionRow, by: By) -> int:
         """About the turns that are not known yet."""

@@ -308,6 +308,8 @@ export interface Session {
   turns: Turn[];
   failed: FailedTurn[];
   rollbacks: Rollback[];
+  /** those that have the session, as it was after event `seq`; the oldest first */
+  checkpoints: { name: string; created_at: number; seq: number }[];
   problems: { part: string; message: string }[];
 }
 
@@ -406,6 +408,39 @@ export interface Rollout {
   marks: Mark[];
   start: number;
   steps: RolloutStep[];
+}
+
+/** `restores`: it keeps what a restore of that checkpoint replaced; `erased`: its sessions whose content is gone. */
+export interface Checkpoint {
+  name: string;
+  state: "made" | "restoring";
+  cut: "now" | "drain" | "restore";
+  created_at: number;
+  sessions: number;
+  groups: number;
+  restores: string | null;
+  erased: number;
+}
+
+/** GET /checkpoints */
+export interface CheckpointList {
+  checkpoints: Checkpoint[];
+}
+
+/** A session of a checkpoint as it was after event `seq`; `version` and `status` are what it is now. */
+export interface SessionThen {
+  session_id: string;
+  seq: number;
+  version: number;
+  status: "open" | "closed" | "erased" | "set_aside";
+  group_id: string | null;
+}
+
+/** GET /ui/api/checkpoints/{name} */
+export interface CheckpointPage {
+  checkpoint: Omit<Checkpoint, "erased">;
+  sessions: SessionThen[];
+  cursor: string | null;
 }
 
 /** Sums that can be added up: of the sessions created in an interval, and of the turns that ended in it. */

@@ -133,11 +133,12 @@ def _lexeme(field: str, value: str) -> str:
 
 
 known_on_postgresql = text(
-    """SELECT DISTINCT entry.session_id, entry.turn
+    """SELECT entry.session_id, entry.turn, max(entry.message)
     FROM unnest(CAST(:sids AS text[]), CAST(:numbers AS integer[])) AS given (session_id, turn)
-    JOIN search_entries AS entry ON entry.session_id = given.session_id AND entry.turn = given.turn"""
+    JOIN search_entries AS entry ON entry.session_id = given.session_id AND entry.turn = given.turn
+    GROUP BY entry.session_id, entry.turn"""
 )
-"""Turns that are in the index, of those with these sessions and numbers."""
+"""The last message in the index of each turn that is in it, of those with these sessions and numbers."""
 
 plan_each = text("SET LOCAL plan_cache_mode = force_custom_plan")
 """PostgreSQL's general plan, which it makes after some executions, takes the wrong index for a rare word."""

@@ -41,12 +41,13 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class TurnEntries(msgspec.Struct, frozen=True):
-    """What is indexed of a turn that was committed or rejected `at` that time."""
+    """What is indexed of a turn that was committed or rejected `at` that time, or a piece of it; `is_end`: the last."""
 
     session_id: str
     turn: int
     at: float
     entries: Sequence[Entry]
+    is_end: bool = True
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -69,12 +70,10 @@ _set_state = update(search_state).where(_of_key).values(value=bindparam("to", ty
 _move = _set_state.where(search_state.c.value == bindparam("expected", type_=Text)).returning(search_state.c.key)
 _add_state = insert(search_state)
 _drop_state = delete(search_state).where(_of_key)
-_known = (
-    select(search_entries.c.id)
-    .where(
-        sql.of_session(search_entries),
-        search_entries.c.turn == bindparam("number", type_=Integer),
-    )
+_newest_of = (
+    select(search_entries.c.message)
+    .where(sql.of_session(search_entries), search_entries.c.turn == bindparam("number", type_=Integer))
+    .order_by(search_entries.c.id.desc())
     .limit(1)
 )
 _add = insert(search_entries)
@@ -110,7 +109,7 @@ _some = select(search_entries.c.id).order_by(search_entries.c.id).limit(bindpara
 _some_pairs = delete(search_metadata)
 _drop = delete(search_entries).where(search_entries.c.id == bindparam("entry"))
 _shards = select(search_shards.c.id)
-_drop_shards = delete(search_shards)
+_drop_shard = delete(search_shards).where(search_shards.c.id == bindparam("shard_id"))
 _now = select(now())
 _keep_sessions = select(keep_sessions())
 _erase_sessions = select(erase_sessions())
@@ -140,7 +139,8 @@ class Forget(StoreOperation, frozen=True):
 
 
 class Clear(StoreOperation, frozen=True):
-    """Delete up to `most` entries, of the oldest; True while there may be more. The index has no position meanwhile."""
+    """Delete up to `most` entries, of the oldest, and on SQLite one shard; True while there may be more. The index has
+    no position meanwhile."""
 
     durable: ClassVar[bool] = False
     most: int
@@ -148,15 +148,16 @@ class Clear(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> bool:
         tx.run(_drop_state, {"of": "position"})
         tx.run(_drop_state, {"of": "version"})
-        if not tx.is_remote:
-            for row in tx.all(_shards, {}):
-                tx.run(words.drop_shard(row[0]), {})
-            tx.run(_drop_shards, {})
+        shard = None if tx.is_remote else tx.one(_newest_shard, {})
+        if shard is not None:
+            tx.run(words.drop_shard(shard[0]), {})
+            tx.run(_drop_shard, {"shard_id": shard[0]})
+            tx.run(_drop_state, {"of": _merging(shard[0])})
         found = tx.all(_some, {"most": self.most})
         tx.run_all(_drop, [{"entry": row[0]} for row in found])
         if len(found) < self.most:
             tx.run(_some_pairs, {})
-        return len(found) == self.most
+        return shard is not None or len(found) == self.most
 
 
 class TakeIndexing(StoreOperation, frozen=True):
@@ -183,8 +184,8 @@ class IndexPage(StoreOperation, frozen=True):
     """Write the changes of a page of the log, and that the index has come to `position`. False, and nothing is written,
     if it is no longer at `expected`.
 
-    A turn that is in the index is left as it is, and nothing is written of an erased session: it may have been erased
-    after its content was read. No session's row is locked, so no turn waits; an erasure waits for the page, or the page
+    What is in the index is left as it is, and nothing is written of an erased session: it may have been erased after
+    its content was read. No session's row is locked, so no turn waits; an erasure waits for the page, or the page
     for the erasure.
     """
 
@@ -228,7 +229,7 @@ def _set_pairs(tx: Tx, every: Sequence[Metadata]) -> None:
 
 
 def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
-    """Add the turns that are not in the index, in order. On PostgreSQL that takes two statements."""
+    """Add the messages that are not in the index, in order. On PostgreSQL that takes two statements."""
     known = _known_of(tx, turns)
     rows: list[dict[str, Any]] = [
         {
@@ -243,8 +244,8 @@ def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
             "text": entry.text,
         }
         for turn in turns
-        if (turn.session_id, turn.turn) not in known
         for entry in turn.entries
+        if not _is_known(known, turn, entry)
     ]
     if not rows:
         return
@@ -262,13 +263,24 @@ def _add_turns(tx: Tx, turns: Sequence[TurnEntries]) -> None:
     tx.run(_grow, {"shard_id": shard, "more": len(rows), "longer": sum(len(row["text"]) for row in rows)})
 
 
-def _known_of(tx: Tx, turns: Sequence[TurnEntries]) -> set[tuple[str, int]]:
-    """Those of the turns that are in the index."""
+Known = Mapping[tuple[str, int], int | None]
+"""The last message of each turn that is in the index, or None of a refused reply; messages are written in order."""
+
+
+def _known_of(tx: Tx, turns: Sequence[TurnEntries]) -> Known:
+    numbers = sorted({(turn.session_id, turn.turn) for turn in turns})
     if tx.is_remote:
-        keys = {"sids": [turn.session_id for turn in turns], "numbers": [turn.turn for turn in turns]}
-        return {(row[0], row[1]) for row in tx.all(words.known_on_postgresql, keys)} if turns else set()
-    found = ((turn, tx.one(_known, {"sid": turn.session_id, "number": turn.turn})) for turn in turns)
-    return {(turn.session_id, turn.turn) for turn, row in found if row is not None}
+        keys = {"sids": [session_id for session_id, _ in numbers], "numbers": [turn for _, turn in numbers]}
+        return {(row[0], row[1]): row[2] for row in tx.all(words.known_on_postgresql, keys)} if numbers else {}
+    found = ((one, tx.one(_newest_of, {"sid": one[0], "number": one[1]})) for one in numbers)
+    return {one: row[0] for one, row in found if row is not None}
+
+
+def _is_known(known: Known, turn: TurnEntries, entry: Entry) -> bool:
+    if (turn.session_id, turn.turn) not in known:
+        return False
+    last = known[turn.session_id, turn.turn]
+    return entry.message is None or (last is not None and entry.message <= last)
 
 
 def _shard_for(tx: Tx) -> int:
@@ -306,13 +318,19 @@ def erase_entries(tx: Tx, session_id: str) -> None:
 
 
 def drop_entries(tx: Tx, session_id: str, most: int = EVERY) -> int:
-    """Delete entries of a session; returns how many. Words stay in SQLite's file until `MergeShard` has ended."""
+    """Delete entries of a session; returns how many. Words stay in SQLite's file until `MergeShard` has ended.
+
+    An index that is being cleared has no shard of its newest entries any more.
+    """
     found = tx.all(_some_of, {"sid": session_id, "most": most})
-    if not tx.is_remote:
+    if found and not tx.is_remote:
+        shards = {row[0] for row in tx.all(_shards, {})} & {row[1] for row in found}
         for entry, shard in found:
-            tx.run(words.drop_words(shard), {"entry": entry})
-        for shard in {row[1] for row in found}:
+            if shard in shards:
+                tx.run(words.drop_words(shard), {"entry": entry})
+        for shard in shards:
             tx.run(_set_dirty, {"shard_id": shard, "is_dirty": True})
+            tx.run(_drop_state, {"of": _merging(shard)})
     tx.run_all(_drop, [{"entry": row[0]} for row in found])
     if len(found) < most:
         tx.run(_pairs_of, {"sid": session_id})
@@ -320,24 +338,37 @@ def drop_entries(tx: Tx, session_id: str, most: int = EVERY) -> int:
 
 
 class MergeShard(StoreOperation, frozen=True):
-    """A step that takes deleted words out of a shard; True while there is more to do. `is_first`: the first step."""
+    """A step that takes deleted words out of a shard; True while there is more to do.
+
+    A merge has only what was deleted before it began. If an erasure has deleted more meanwhile, it begins anew.
+    """
 
     durable: ClassVar[bool] = False
     shard: int
-    is_first: bool
 
     @property
     def size(self) -> int:
         return MERGED_PAGES * 4096
 
     def apply(self, tx: Tx) -> bool:
+        if self.shard not in {row[0] for row in tx.all(_shards, {})}:
+            return False  # dropped meanwhile
+        begins = tx.one(_state, {"of": _merging(self.shard)}) is None
+        if begins:
+            tx.insert(_add_state, [{"key": _merging(self.shard), "value": ""}])
         before = (tx.one(words.total_changes, {}) or (0,))[0]
-        tx.run(words.merge(self.shard), {"pages": -MERGED_PAGES if self.is_first else MERGED_PAGES})
+        tx.run(words.merge(self.shard), {"pages": -MERGED_PAGES if begins else MERGED_PAGES})
         after = (tx.one(words.total_changes, {}) or (0,))[0]
         if after - before >= 2:
             return True
+        tx.run(_drop_state, {"of": _merging(self.shard)})
         tx.run(_set_dirty, {"shard_id": self.shard, "is_dirty": False})
         return False
+
+
+def _merging(shard: int) -> str:
+    """The key in `search_state` while a merge of the shard has all that is deleted."""
+    return f"merging={shard}"
 
 
 def dirty_shards(connection: Connection) -> list[int]:

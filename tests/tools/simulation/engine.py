@@ -129,7 +129,7 @@ class SimulatedEngine(EngineClient):
     async def post(
         self,
         url: str,
-        body: bytes | Sequence[bytes],
+        body: bytes | Sequence[bytes | memoryview],
         headers: Headers,
         grow: Grow = lambda size: None,
         may_send: Callable[[], bool] | None = None,

@@ -11,7 +11,8 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from app.store.engine import LANES, READERS, SPARE_WRITERS, create_engine
+from app.store.engine import LANES, SPARE_WRITERS, create_engine
+from app.store.ports import READERS
 from app.store.postgres import DRIVER_ERRORS
 from app.store.projections import living
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning

@@ -60,14 +60,11 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
         return None
     if not (yield from _revision(revision)):
         return None
-    fleet, places = asyncio.run(_opened(settings.database_url))
-    for left in places:
-        if left != settings.bucket_url:
-            yield warning(
-                "database",
-                f"{left} still had replay payloads or archives of this store, and nothing deletes them",
-                "start with TURNLOG_PAYLOADS_FROM set to it until it is empty (docs/payloads.md#moving)",
-            )
+    from app.store.packs.left_behind import ADVICE
+
+    fleet, left = asyncio.run(_opened(settings.database_url, settings.bucket_url))
+    for what in left:
+        yield warning("database", what, f"{ADVICE} (docs/payloads.md#moving)")
     return fleet
 
 
@@ -84,16 +81,17 @@ def _revision(found: str) -> Generator[Finding, None, bool]:
     return False
 
 
-async def _opened(url: str) -> tuple[Fleet, list[str]]:
-    """The fleet, and the object storage that has objects of this store."""
+async def _opened(url: str, bucket_url: str | None) -> tuple[Fleet, list[str]]:
+    """The fleet, and what is wrong with object storage other than `bucket_url`."""
     from app.domain import fleet as domain
     from app.store import fleet as store
     from app.store.engine import Database
-    from app.store.packs.rows import places_in_use
+    from app.store.packs.left_behind import left_behind
 
     database = Database(url)
     try:
-        return domain.fold((await database.read(store.state)).events), await database.read(places_in_use)
+        fleet = domain.fold((await database.read(store.state)).events)
+        return fleet, await database.read(lambda connection: left_behind(connection, bucket_url))
     finally:
         await database.close()
 

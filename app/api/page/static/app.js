@@ -1,6 +1,8 @@
 /** The page's frame: which view is shown, the stream of changes for all views, theme, keys, signing out. */
 
 import { ApiError, get, LiveConnection, post, setNeedsToken, whenUnauthorized } from "./api.js";
+import { CheckpointView } from "./checkpoint.js";
+import { CheckpointsView } from "./checkpoints.js";
 import { announce, button, failure, h, message, replace } from "./dom.js";
 import { ExportsView } from "./exports.js";
 import { fleetStrip } from "./fleet.js";
@@ -31,6 +33,8 @@ const VIEWS = {
   trends: { View: TrendsView, title: "Over time" },
   search: { View: SearchView, title: "Search" },
   exports: { View: ExportsView, title: "Exports" },
+  checkpoints: { View: CheckpointsView, title: "Checkpoints" },
+  checkpoint: { View: CheckpointView, title: "Checkpoint" },
 };
 const NAVIGATION = [
   { name: "sessions", href: "#/", title: "Sessions" },
@@ -38,7 +42,10 @@ const NAVIGATION = [
   { name: "trends", href: "#/trends", title: "Over time" },
   { name: "search", href: "#/search", title: "Search" },
   { name: "exports", href: "#/exports", title: "Exports" },
+  { name: "checkpoints", href: "#/checkpoints", title: "Checkpoints" },
 ];
+/** @type {Record<string, string>} */
+const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints" };
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
 /** The first view waits so long for the stream, so that no change is lost before the stream begins. */
 const FIRST_HELLO_MS = 1500;
@@ -152,7 +159,7 @@ class App {
     }
     this.#leave();
     this.place = place;
-    markNavigation(route?.name === "group" || route?.name === "rollouts" ? "groups" : route?.name);
+    markNavigation(route && (LIST_ABOVE[route.name] ?? route.name));
     if (!route) {
       document.title = "Turnlog";
       const links = NAVIGATION.map(({ href, title }) => [h("a", { href }, title), " "]);
@@ -218,11 +225,14 @@ class App {
   }
 }
 
-/** @param {string|undefined} name of the view that is shown, or of the list above it */
+/** @param {string|null} name of the view that is shown, or of the list above it */
 function markNavigation(name) {
   for (const link of document.querySelectorAll("#nav a")) {
-    if (link.getAttribute("data-name") === name) link.setAttribute("aria-current", "page");
+    const isCurrent = link.getAttribute("data-name") === name;
+    if (isCurrent) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
+    // On a phone the links are one line that scrolls.
+    if (isCurrent) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 }
 

@@ -119,7 +119,7 @@ export function columnsOf({ columns = "" }) {
 /** A text without the sign is no filter yet. @returns {HTMLInputElement} */
 function metadataField() {
   const made = textField("metadata");
-  made.setAttribute("placeholder", "env.name=shell");
+  made.setAttribute("placeholder", "task=chess");
   made.setAttribute("pattern", "[^=]+=.*");
   return made;
 }

@@ -8,12 +8,12 @@ const KEYS = [
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
   ["arrows", "from step to step of rollouts side by side, and between tokens"],
-  ["g s, g g, g t, g f, g e", "sessions, groups, over time, search, exports"],
+  ["g s, g g, g t, g f, g e, g c", "sessions, groups, over time, search, exports, checkpoints"],
   ["Esc", "leave a field, close this"],
   ["?", "these keys"],
 ];
 /** @type {Record<string, string>} */
-const PLACES = { s: "#/", g: "#/groups", t: "#/trends", f: "#/search", e: "#/exports" };
+const PLACES = { s: "#/", g: "#/groups", t: "#/trends", f: "#/search", e: "#/exports", c: "#/checkpoints" };
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */
@@ -24,7 +24,7 @@ export function isWriting(target) {
 
 /** @param {() => void} goToFilter what `/` does */
 export function listenToKeys(goToFilter) {
-  let goPressedAt = 0;
+  let goPressedAt = -SEQUENCE_MS;
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (isWriting(event.target)) {
@@ -39,7 +39,7 @@ export function listenToKeys(goToFilter) {
       if (event.key === "g") goPressedAt = event.timeStamp;
       return;
     }
-    goPressedAt = 0;
+    goPressedAt = -SEQUENCE_MS;
     event.preventDefault();
   });
 }

@@ -7,6 +7,9 @@ import { field } from "./form.js";
 /** As the server has it. */
 const MOST_CHARACTERS = 4000;
 
+/** A tag between commas, or in quotation marks. */
+const TAGS = /\s*"(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]+/g;
+
 /** @typedef {{note: string|null, tags: string[]}} Noted what is on a session */
 
 export class NoteForm {
@@ -23,6 +26,8 @@ export class NoteForm {
     this.goBack = goBack;
     /** @type {Noted} what was there when the form was opened: only what differs is written */
     this.before = { note: null, tags: [] };
+    /** The note as the form had it first: it writes line ends in its own way. */
+    this.shown = "";
     this.note = h("textarea", { name: "note", rows: "3", maxlength: String(MOST_CHARACTERS) });
     this.tags = h("input", { name: "tags", type: "text", spellcheck: "false", placeholder: "loop, look at" });
     this.refusal = h("p", { class: "refusal", role: "alert" });
@@ -53,7 +58,8 @@ export class NoteForm {
     }
     this.before = { note: noted.note, tags: noted.tags };
     this.note.value = noted.note ?? "";
-    this.tags.value = noted.tags.join(", ");
+    this.shown = this.note.value;
+    this.tags.value = noted.tags.map(quoted).join(", ");
     replace(this.refusal);
     this.element.hidden = false;
     this.note.focus();
@@ -66,11 +72,10 @@ export class NoteForm {
 
   /** What differs from what was there; nothing if nothing does. */
   #changes() {
-    const note = this.note.value.trim();
-    const tags = this.tags.value.split(",").map((one) => one.trim()).filter(Boolean);
+    const tags = (this.tags.value.match(TAGS) ?? []).map(unquoted).filter(Boolean);
     return {
-      ...(note !== (this.before.note ?? "") && { note }),
-      ...(tags.join() !== this.before.tags.join() && { tags }),
+      ...(this.note.value !== this.shown && { note: this.note.value.trim() }),
+      ...(JSON.stringify(tags) !== JSON.stringify(this.before.tags) && { tags }),
     };
   }
 
@@ -94,5 +99,21 @@ export class NoteForm {
     announce("Saved");
     this.#close();
     this.onSaved();
+  }
+}
+
+/** @param {string} tag @returns {string} in quotation marks if it would be read as another one */
+function quoted(tag) {
+  return /^\s|^"|,|\s$/.test(tag) ? JSON.stringify(tag) : tag;
+}
+
+/** @param {string} text @returns {string} */
+function unquoted(text) {
+  const tag = text.trim();
+  if (!tag.startsWith('"')) return tag;
+  try {
+    return String(JSON.parse(tag));
+  } catch {
+    return tag;
   }
 }

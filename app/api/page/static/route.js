@@ -2,8 +2,8 @@
 
 /**
  * @typedef {object} Route
- * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"rollouts"|"trends"|"search"|"exports"} name
- * @property {string} id the session's or the group's, "" for a list
+ * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"rollouts"|"trends"|"search"|"exports"|"checkpoints"|"checkpoint"} name
+ * @property {string} id the session's, the group's or the checkpoint's, "" for a list
  * @property {URLSearchParams} query
  *
  * @typedef {Record<string, string|number|boolean|null|undefined>|URLSearchParams} Parameters
@@ -21,13 +21,15 @@ export function parse(hash) {
   if (rest.length) return null;
   if (raw === undefined) {
     if (name === "" || name === "sessions") return { name: "sessions", id: "", query };
-    const lists = /** @type {const} */ (["groups", "rollouts", "trends", "search", "exports"]);
+    const lists = /** @type {const} */ (["groups", "rollouts", "trends", "search", "exports", "checkpoints"]);
     const list = lists.find((one) => one === name);
     return list ? { name: list, id: "", query } : null;
   }
   const id = decoded(raw);
   if (!id) return null;
-  if (below === undefined) return name === "group" || name === "session" ? { name, id, query } : null;
+  if (below === undefined) {
+    return name === "group" || name === "session" || name === "checkpoint" ? { name, id, query } : null;
+  }
   if (name === "group" && below === "rollouts") return { name: "rollouts", id, query };
   return name === "session" && below === "tokens" ? { name: "tokens", id, query } : null;
 }
@@ -84,6 +86,11 @@ export function tokensHref(id, parameters) {
 /** @param {string} id @returns {string} */
 export function groupHref(id) {
   return `#/group/${encodeURIComponent(id)}`;
+}
+
+/** @param {string} name @returns {string} */
+export function checkpointHref(name) {
+  return `#/checkpoint/${encodeURIComponent(name)}`;
 }
 
 /** @param {string} id @param {Parameters} [parameters] @returns {string} the group's rollouts side by side */

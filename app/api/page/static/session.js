@@ -8,7 +8,7 @@ import { badge, button, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
 import { clock, count, decimal, since } from "./format.js";
 import { NoteForm } from "./noteform.js";
-import { groupHref, sessionHref, sessionsHref, setQuery, tokensHref, wholeNumber } from "./route.js";
+import { checkpointHref, groupHref, sessionHref, sessionsHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
 import { Travel } from "./travel.js";
 import { BranchTree } from "./tree.js";
@@ -17,6 +17,9 @@ import { named, textBlock } from "./visible.js";
 
 /** @import {Child, Reward, Session, SessionRow} from "../ui_types.d.ts" */
 /** @import {Place} from "./view.js" */
+
+/** Checkpoints that are named; a run may make hundreds. */
+const MOST_CHECKPOINTS = 5;
 
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
 function fact(name, ...value) {
@@ -263,7 +266,7 @@ export class SessionView extends View {
 }
 
 /** @param {Session} session @returns {Child} */
-function facts({ note, tags, config, fork, turns, tree, affinity, reward, created_at, closed_at }) {
+function facts({ session_id, note, tags, config, fork, turns, tree, affinity, reward, checkpoints, created_at, closed_at }) {
   const live = turns.filter((turn) => turn.live);
   const newest = live.at(-1);
   const engine = affinity?.engine ?? newest?.engine;
@@ -297,9 +300,25 @@ function facts({ note, tags, config, fork, turns, tree, affinity, reward, create
     fact("Tokens", newest ? count(newest.prompt_tokens + newest.output_tokens) : "–"),
     note && fact("Note", textBlock(note)),
     tags.length > 0 && fact("Tags", tags.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))])),
+    checkpoints.length > 0 && fact("In checkpoints", inCheckpoints(session_id, checkpoints)),
     fact("Created", since(created_at)),
     closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
   ];
+}
+
+/** @param {string} id @param {Session["checkpoints"]} all the oldest first @returns {Child} the newest of them */
+function inCheckpoints(id, all) {
+  const links = all
+    .slice(-MOST_CHECKPOINTS)
+    .toReversed()
+    .map(({ name, seq }, at) => [
+      at > 0 && ", ",
+      h("a", { href: checkpointHref(name) }, name),
+      " at ",
+      h("a", { href: sessionHref(id, { seq }) }, `event ${seq}`),
+    ]);
+  const rest = all.length - links.length;
+  return [links, rest > 0 && ` and ${count(rest)} older ones`];
 }
 
 /** @param {Session} session @returns {Child} */

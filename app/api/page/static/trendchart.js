@@ -134,9 +134,13 @@ export class TrendCharts {
   }
 }
 
-/** A single value has room on both sides. @param {unknown} _ @param {number} least @param {number} most */
-function timeRange(_, least, most) {
-  return least === most ? [least - 3600, most + 3600] : [least, most];
+/**
+ * A single value has an hour on both sides; uPlot would give it three years.
+ * @param {{data: [number[]]}} plot @param {number} least @param {number} most
+ */
+function timeRange({ data: [times] }, least, most) {
+  const only = times.length === 1 ? times[0] : undefined;
+  return only === undefined ? [least, most] : [only - 3600, only + 3600];
 }
 
 /** @param {unknown} _ @param {number} least @param {number} most */

@@ -8,7 +8,7 @@ import { visibleText } from "./visible.js";
 
 /**
  * @typedef {object} Place the part of the address that a view needs, and the newest overview
- * @property {string} id the session's or the group's, "" for a list
+ * @property {string} id the session's, the group's or the checkpoint's, "" for a list
  * @property {URLSearchParams} query
  * @property {() => Overview|null} overview
  */
