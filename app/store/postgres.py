@@ -58,7 +58,11 @@ IDLE_S = 10.0
 """How long a frozen process can keep its rows locked."""
 
 AT_ONCE = 6
-"""Single statements that run at a time, each on one of the connections for reads (`engine.READERS`)."""
+"""Single statements that run at a time, each on one of the connections for reads (`engine.READERS`).
+
+Measured with turns that all miss the cache (docs/benchmarks.md): with three, turns wait for each other and make smaller
+batches, with eight it is as with six.
+"""
 
 KEPT = 3
 """Of their connections, those that stay taken from the pool afterwards; other reads have the rest."""

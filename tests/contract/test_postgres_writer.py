@@ -192,7 +192,7 @@ async def test_what_comes_during_a_transaction_is_gathered_for_the_next(
         monkeypatch.setattr(writer, "GATHER_S", gather_s)
         names = [f"s{number}-{gather_s}" for number in range(4)]
         before = store.writer.counters.transactions
-        async with store.database.engine.begin() as connection:
+        async with connected(store.database.url, writes=True) as connection:
             await connection.execute(_LOCK)
             waiting = asyncio.ensure_future(store.submit(WaitsForLock("nobody")))
             while not (await store.database.read_autocommit(_WAITING, {}))[0][0]:
