@@ -81,7 +81,7 @@ class Assembly:
         poll_s: float = POLL_S,
     ) -> None:
         self.writer = Writer(database)
-        self.cache = SessionCache(database, self.writer, settings.cache_bytes)
+        self.cache = SessionCache(database, self.writer, settings.cache_bytes, with_tokens=prompts is not None)
         self.followers = Followers()
         self.archives = Archives(database, self.writer)
         # With SQLite only the file's lock decides which process is alive.

@@ -100,10 +100,10 @@ class Costs(msgspec.Struct, frozen=True):
     server_ms: float = 2.2
     database_ms: float = 0.53
     p99_ms: float = 180.0
-    miss_server_ms: float = 2.5
+    miss_server_ms: float = 0.6
     """What a turn costs in addition, if its session is not in the cache and is read from the database."""
-    miss_database_ms: float = 0.8
-    miss_p99_ms: float = 240.0
+    miss_database_ms: float = 0.4
+    miss_p99_ms: float = 220.0
     """As `p99_ms`, where no turn's session is in the cache."""
     export_base_s: float = 0.3
     """Of an export of one row; a new export waits for the transactions that run."""

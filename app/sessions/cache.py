@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import msgspec
 
 from app.domain.continued_body import ContinuedBody, split_continued
-from app.domain.events import (
-    BlobsTombstoned,
-    Event,
-    Recorded,
-    SessionErased,
-    SessionRestored,
-    TurnCommitted,
-    UnknownEvent,
-)
-from app.domain.fold import apply
+from app.domain.events import Recorded, UnknownEvent
 from app.domain.known_body import BodyLayout, KnownBodies, KnownBody
-from app.domain.retention import ChunkUses
 from app.domain.session import Session, encode_session
-from app.domain.tree import TreeIndex
 from app.domain.turns import Turn
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
-from app.sessions.prefix_buffer import PrefixBuffer, PrefixBuffers
-from app.store import reads
+from app.sessions.cache_entry import CacheEntry as CacheEntry
+from app.sessions.cache_entry import StoredContent
+from app.sessions.eviction import Eviction
+from app.sessions.prefix_buffer import PrefixBuffer
+from app.store import reads, session_load
 from app.store.log_sessions import SaveSnapshot
 from app.store.ports import Database, Writer
+from app.store.session_load import LoadedSession, With
 from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
@@ -42,79 +34,8 @@ from workers.parse_prompt import Hasher, KnownText
 
 log = logging.getLogger("turnlog.cache")
 
-ENTRY_BYTES = 2048
-TURN_BYTES = 768
-CHUNK_BYTES = 256
-"""Approximate memory in bytes of an entry, of each of its turns, and of each chunk that its payloads name."""
-
 SNAPSHOT_EVENTS = 1024
 """A snapshot is saved each time a log has grown by this many events, and after a read of at least this many."""
-
-
-class CacheEntry:
-    """A session's state, and its messages, tokens and newest requests as far as they are in memory.
-
-    `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
-    a tree is committed here, so that this process's commits do not make each other stale. `pinned_upto` is the last
-    event that a checkpoint has of the session, as far as this process has heard; 0 for none.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.index = TreeIndex(session.turns)
-        self.uses = ChunkUses(session.every_payload.values())
-        self.pinned_upto = 0
-        self.messages = PrefixBuffers()
-        self.tokens = PrefixBuffers()
-        self.bodies = KnownBodies()
-        self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
-        self.newest_seen = 0
-        self._every_index: TreeIndex | None = None
-        self.committing = asyncio.Lock()
-
-    @property
-    def every_index(self) -> TreeIndex:
-        """As `index`, with the turns that are set aside too."""
-        if self._every_index is None:
-            self._every_index = TreeIndex(self.session.every_turn)
-        return self._every_index
-
-    @property
-    def is_behind(self) -> bool:
-        """Were events appended that follow others which this process has not seen?"""
-        return self.session.version < self.newest_seen
-
-    @property
-    def size(self) -> int:
-        known = self.messages.size + self.tokens.size + self.bodies.size
-        turns = len(self.session.turns) + len(self.session.aside)
-        return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
-
-    def advance(self, events: Iterable[Recorded]) -> bool:
-        """Apply new events; False if they do not follow the entry's version, or a restore has changed what was known:
-        the entry is out of date."""
-        for recorded in events:
-            if recorded.seq != self.session.version + 1 or isinstance(recorded.event, SessionRestored):
-                return False
-            before, self.session = self.session, apply(self.session, recorded, self.session.session_id)
-            self._index(before, recorded.event)
-        return True
-
-    def _index(self, before: Session, event: Event) -> None:
-        match event:
-            case TurnCommitted(turn=number):
-                turn = self.session.turn(number)
-                self.index.add(turn)
-                if self._every_index is not None:
-                    self._every_index.add(turn)
-                self.uses.add(self.session.payloads.get(number, ()))
-                if turn.retry_key is not None:
-                    self.keyed[turn.retry_key] = number
-            case BlobsTombstoned(turns=numbers):
-                for number in numbers:
-                    self.uses.remove(before.every_payload.get(number, ()))
-            case SessionErased():
-                self.uses = ChunkUses()
 
 
 def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
@@ -141,16 +62,21 @@ class Lookups(msgspec.Struct):
 
 
 class SessionCache:
-    """Drops what was least recently used when the total, counted approximately, exceeds `max_bytes`: the newest
-    requests first, which save some milliseconds, then whole entries."""
+    """Drops entries when the total, counted approximately, exceeds `max_bytes`: first their newest requests, which save
+    some milliseconds, then whole entries, those of ended sessions first (`Eviction`).
 
-    def __init__(self, database: Database, writer: Writer, max_bytes: int) -> None:
+    `with_tokens`: turns need the tokens of their history, as with a tokenizer.
+    """
+
+    def __init__(self, database: Database, writer: Writer, max_bytes: int, *, with_tokens: bool = False) -> None:
         self.database = database
+        self._content = With.FACTS if with_tokens else With.WIRE
         self._writer = writer
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
+        self._entries: dict[str, CacheEntry] = {}
         self._sizes: dict[str, int] = {}
-        self._with_bodies: OrderedDict[str, None] = OrderedDict()
+        self._whole = Eviction()
+        self._with_bodies = Eviction()
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[CacheEntry | None]] = {}
         self._saving: set[asyncio.Task[None]] = set()
@@ -166,16 +92,18 @@ class SessionCache:
         return self._bytes
 
     async def get(self, session_id: str) -> CacheEntry | None:
-        """The session as this process knows it; read from the log on a miss."""
+        """The session as this process knows it, for a turn: on a miss its content is read with the log."""
+        return await self._get(session_id, self._content)
+
+    async def _get(self, session_id: str, content: With) -> CacheEntry | None:
         live = self._entries.get(session_id)
         if live is not None and live.is_behind:
             return await self.refresh(session_id)
         if live is not None:
-            self._entries.move_to_end(session_id)
             self.lookups["session"].hits += 1
             return live
         self.lookups["session"].misses += 1
-        return await self._load(session_id)
+        return await self._load(session_id, content)
 
     def known(self, session_id: str) -> Session | None:
         """The session as this process last saw it, if it is in the cache."""
@@ -185,7 +113,7 @@ class SessionCache:
     async def current(self, session_id: str) -> CacheEntry | None:
         """The current session: from the cache with one API process, otherwise refreshed from the log."""
         if self.database.is_sqlite:
-            return await self.get(session_id)
+            return await self._get(session_id, With.NOTHING)
         return await self.refresh(session_id)
 
     async def refresh(self, session_id: str) -> CacheEntry | None:
@@ -194,9 +122,7 @@ class SessionCache:
         if live is None:
             return await self._load_anew(session_id)
         known = live.session
-        rows = await self.database.read(
-            lambda connection: reads.event_rows(connection, session_id, after=known.version - 1), session_id=session_id
-        )
+        rows = await session_load.events_since(self.database, session_id, known.version)
         # The last known event is read again: after a PostgreSQL crash it may be lost or replaced.
         still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.last_event_at)
         # Meanwhile another task may have advanced the entry, by fewer events than were just read.
@@ -248,6 +174,7 @@ class SessionCache:
         turn = None if live is None else live.session.turns.get(number)
         if live is None or turn is None:
             return
+        live.unread = StoredContent()
         is_tree = live.session.is_tree
         if turn.shape == "chat":
             live.messages.extend(turn.history_parent, turn.number, messages, is_tree=is_tree)
@@ -262,7 +189,8 @@ class SessionCache:
     def drop(self, session_id: str) -> None:
         if self._entries.pop(session_id, None) is not None:
             self._bytes -= self._sizes.pop(session_id)
-            self._with_bodies.pop(session_id, None)
+            self._whole.discard(session_id)
+            self._with_bodies.discard(session_id)
 
     async def messages(self, live: CacheEntry, turn: int) -> bytes | memoryview:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
@@ -274,9 +202,14 @@ class SessionCache:
         session_id = live.session.session_id
         chain = live.session.message_chain(turn)
         numbers = [member.number for member in chain]
-        frames = await self.database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=False), session_id=session_id
-        )
+        known, live.unread.wires = live.unread.wires, {}
+        missing = [number for number in numbers if number not in known]
+        frames: reads.Frames = {number: (None, wire) for number, wire in known.items()}
+        if missing:
+            frames |= await self.database.read(
+                lambda connection: reads.load_frames(connection, session_id, missing, facts=False),
+                session_id=session_id,
+            )
         try:
             saids = await _off_loop(len(chain), lambda: reads.unpack_messages(frames, numbers))
         except CorruptContent as error:
@@ -299,10 +232,16 @@ class SessionCache:
         session = live.session
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]
-        frames = await self.database.read(
-            lambda connection: reads.load_frames(connection, session.session_id, numbers, wire=False),
-            session_id=session.session_id,
-        )
+        known, live.unread.facts = live.unread.facts, {}
+        missing = [number for number in numbers if number not in known]
+        frames: reads.Frames = {number: (kept, None) for number, kept in known.items()}
+        if missing:
+            frames |= await self.database.read(
+                lambda connection: reads.load_frames(connection, session.session_id, missing, wire=False),
+                session_id=session.session_id,
+            )
+
+        facts_bytes = sum(len(kept) for kept, _ in frames.values() if kept is not None)
 
         def loaded() -> PrefixBuffer:
             made = PrefixBuffer()
@@ -313,7 +252,7 @@ class SessionCache:
             return made
 
         try:
-            made = await asyncio.to_thread(loaded)
+            made = loaded() if facts_bytes <= SMALL_FACTS else await asyncio.to_thread(loaded)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session.session_id}: {error}") from error
         live.tokens.add(made, is_tree=session.is_tree)
@@ -327,15 +266,15 @@ class SessionCache:
         """As `_load`, but with a read that starts now: a read already in progress may miss acknowledged events."""
         task = self._loading.get(session_id)
         if task is None or task.done():
-            return await self._load(session_id)
-        await self._load(session_id)
+            return await self._load(session_id, With.NOTHING)
+        await self._load(session_id, With.NOTHING)
         return await self.refresh(session_id)
 
-    async def _load(self, session_id: str) -> CacheEntry | None:
+    async def _load(self, session_id: str, content: With) -> CacheEntry | None:
         """Concurrent misses of one session share one read, which continues if a request is cancelled."""
         task = self._loading.get(session_id)
         if task is None or task.done():  # A done one has not been taken out yet; it may have found nothing.
-            task = self._loading[session_id] = asyncio.create_task(self._read(session_id))
+            task = self._loading[session_id] = asyncio.create_task(self._read(session_id, content))
             task.add_done_callback(lambda done: self._loaded(session_id, done))
         return await asyncio.shield(task)
 
@@ -343,21 +282,28 @@ class SessionCache:
         if self._loading.get(session_id) is task:
             del self._loading[session_id]
 
-    async def _read(self, session_id: str) -> CacheEntry | None:
+    async def _read(self, session_id: str, content: With) -> CacheEntry | None:
         own = asyncio.current_task()
         while True:
-            snapshot, rows = await self.database.read(
-                lambda connection: reads.session_rows(connection, session_id), session_id=session_id
-            )
-            session = await _off_loop(len(rows), lambda: _folded(session_id, snapshot, rows))  # noqa: B023
+            found = await session_load.load(self.database, session_id, content)
+            session = await _off_loop(len(found.rows), lambda: _folded(session_id, found))  # noqa: B023
             newest = self._loading.get(session_id)
             if newest is own:
-                if session is not None and len(rows) >= SNAPSHOT_EVENTS:
+                if session is not None and len(found.rows) >= SNAPSHOT_EVENTS:
                     self._save_later(session)
-                return None if session is None else self.put(session)
+                return None if session is None else self._put_read(session, found.frames, content)
             if newest is not None:
                 return await newest
             self._loading[session_id] = cast("asyncio.Task[CacheEntry | None]", own)
+
+    def _put_read(self, session: Session, frames: reads.Frames, content: With) -> CacheEntry:
+        live = self.put(session)
+        if live.session is session and frames:
+            live.unread.wires = {number: wire for number, (_, wire) in frames.items()}
+            if content is With.FACTS:
+                live.unread.facts = {number: facts for number, (facts, _) in frames.items()}
+            self._account(session.session_id, live)
+        return live
 
     def put(self, session: Session) -> CacheEntry:
         """Add a fold, unless the cache has a newer one."""
@@ -378,21 +324,23 @@ class SessionCache:
         size = live.size
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
-        self._entries.move_to_end(session_id)
+        is_ended = live.session.status != "open"
+        self._whole.add(session_id, is_ended=is_ended)
         if live.bodies.size:
-            self._with_bodies[session_id] = None
-            self._with_bodies.move_to_end(session_id)
-        while self._bytes > self._max_bytes and self._with_bodies:
-            self._drop_bodies(next(iter(self._with_bodies)))
-        while self._bytes > self._max_bytes and len(self._entries) > 1:
-            self.drop(next(iter(self._entries)))
+            self._with_bodies.add(session_id, is_ended=is_ended)
+        while self._bytes > self._max_bytes and (other := self._with_bodies.next(session_id)) is not None:
+            self._drop_bodies(other)
+        if self._bytes > self._max_bytes and live.bodies.size:
+            self._drop_bodies(session_id)
+        while self._bytes > self._max_bytes and (other := self._whole.next(session_id)) is not None:
+            self.drop(other)
 
     def _drop_bodies(self, session_id: str) -> None:
         live = self._entries[session_id]
         self._bytes -= live.bodies.size
         self._sizes[session_id] -= live.bodies.size
         live.bodies = KnownBodies()
-        del self._with_bodies[session_id]
+        self._with_bodies.discard(session_id)
 
     def snapshot_if_due(self, before: int, session_id: str) -> None:
         """Save a snapshot every SNAPSHOT_EVENTS events, so that a miss on a long session reads few events.
@@ -430,6 +378,9 @@ def _trimmed(session: Session, turn: Turn) -> int:
 OFF_LOOP = 64
 """Up to this many rows are decoded on the event loop (about 1 ms), more on a thread."""
 
+SMALL_FACTS = 32 << 10
+"""Up to so many bytes of stored facts (about 2,000 sampled tokens) are rendered on the event loop, more on a thread."""
+
 T = TypeVar("T")
 
 
@@ -444,8 +395,8 @@ def _decoded(session_id: str, rows: Sequence[reads.EventRow]) -> list[Recorded]:
         raise SessionUnreadable(f"session {session_id}: {error}") from error
 
 
-def _folded(session_id: str, snapshot: Session | None, rows: Sequence[reads.EventRow]) -> Session | None:
+def _folded(session_id: str, found: LoadedSession) -> Session | None:
     try:
-        return reads.fold_rows(session_id, snapshot, rows)
+        return reads.fold_rows(session_id, found.snapshot, found.rows)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error

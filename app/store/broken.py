@@ -20,10 +20,11 @@ class Content(LargeBinary):
     cache_ok = True
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], bytes | None]:
-        return _as_bytes
+        return as_bytes
 
 
-def _as_bytes(value: Any) -> bytes | None:
+def as_bytes(value: Any) -> bytes | None:
+    """A value of a column of bytes. Raises BrokenRow."""
     if value is None or isinstance(value, bytes):
         return value
     raise BrokenRow("a text or a number where bytes were stored")

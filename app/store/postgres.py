@@ -57,6 +57,16 @@ done."""
 IDLE_S = 10.0
 """How long a frozen process can keep its rows locked."""
 
+AT_ONCE = 6
+"""Single statements that run at a time, each on one of the connections for reads (`engine.READERS`).
+
+Measured with turns that all miss the cache (docs/benchmarks.md): with three, turns wait for each other and make smaller
+batches, with eight it is as with six.
+"""
+
+KEPT = 3
+"""Of their connections, those that stay taken from the pool afterwards; other reads have the rest."""
+
 BEGIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; "
     "SET LOCAL enable_seqscan = off; SET LOCAL plan_cache_mode = force_generic_plan; "
@@ -291,44 +301,68 @@ class PostgresWriter:
 
 
 class PostgresAutocommit:
-    """Single statements without a transaction, on a connection that is kept: a quarter of the cost of a read."""
+    """Single statements without a transaction, on connections that are kept: a quarter of the cost of a read, and half
+    of that of taking a connection from the pool for each. Up to AT_ONCE run at a time."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._compiler = Compiler(engine.dialect)
-        self._kept: AsyncConnection | None = None
-        self._in_use = asyncio.Lock()
+        self._kept: set[AsyncConnection] = set()
+        self._idle: list[AsyncConnection] = []
+        self._free = asyncio.Semaphore(AT_ONCE)
 
     async def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows. Raises ConnectionLost, and what the driver raises."""
-        async with self._in_use:
+        async with self._free:
+            kept: AsyncConnection | None = None
             try:
-                if self._kept is None:
-                    self._kept = await self._engine.connect()
-                return await answered(self._kept, partial(self._ask, statement=statement, parameters=parameters))
+                kept = self._idle.pop() if self._idle else await self._connect()
+                rows = await answered(kept, partial(self._ask, statement=statement, parameters=parameters))
             except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
-                await self._forget()
+                await self._forget(kept)
                 if is_lost(error):
+                    await self._forget_idle()  # They are of the same server.
                     raise ConnectionLost(_cause(error)) from error
                 raise
             except asyncio.CancelledError:
-                await self._forget()
+                await self._forget(kept)
                 raise
+            if kept in self._kept:
+                await self._keep(kept)
+            return rows
+
+    async def _keep(self, connection: AsyncConnection) -> None:
+        if len(self._idle) < KEPT:
+            self._idle.append(connection)
+        else:
+            self._kept.remove(connection)
+            await connection.close()
+
+    async def _connect(self) -> AsyncConnection:
+        connection = await self._engine.connect()
+        self._kept.add(connection)
+        return connection
 
     def _ask(self, connection: Connection, *, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         adapted = connection.connection.dbapi_connection
         assert isinstance(adapted, AdaptedConnection)
         return PostgresTx(adapted, self._compiler).all(statement, parameters)
 
-    async def _forget(self) -> None:
-        """Drop the connection, which may be in the middle of a statement; the next statement gets another."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            await kept.run_sync(_drop)
-            await kept.close()
+    async def _forget(self, connection: AsyncConnection | None) -> None:
+        """Drop a connection, which may be in the middle of a statement; the next statement gets another."""
+        if connection in self._kept:
+            self._kept.remove(connection)
+            await connection.run_sync(_drop)
+            await connection.close()
+
+    async def _forget_idle(self) -> None:
+        while self._idle:
+            await self._forget(self._idle.pop())
 
     async def close(self) -> None:
-        await self._forget()
+        await self._forget_idle()
+        for connection in tuple(self._kept):
+            await self._forget(connection)
 
 
 def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> None:

@@ -139,9 +139,14 @@ def session_rows(connection: Connection, session_id: str) -> tuple[Session | Non
     snapshot = load_snapshot(connection, session_id)
     if snapshot is not None:
         rows = event_rows(connection, session_id, after=snapshot.version - 1)
-        if rows and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.last_event_at):
+        if continues(snapshot, rows):
             return snapshot, rows[1:]
     return None, event_rows(connection, session_id)
+
+
+def continues(snapshot: Session, rows: Sequence[EventRow]) -> bool:
+    """Is the first of these events the snapshot's last?"""
+    return bool(rows) and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.last_event_at)
 
 
 def fold_rows(session_id: str, snapshot: Session | None, rows: Iterable[EventRow]) -> Session | None:
@@ -153,10 +158,13 @@ def load_snapshot(connection: Connection, session_id: str) -> Session | None:
     """A cached fold, or None; a damaged or foreign one is ignored, because the log is the truth."""
     query = select(snapshots.c.format, snapshots.c.data).where(snapshots.c.session_id == session_id)
     row = connection.execute(query).first()
-    if row is None or row[0] != SNAPSHOT_FORMAT:
-        return None
+    return None if row is None or row[0] != SNAPSHOT_FORMAT else snapshot_of(row[1])
+
+
+def snapshot_of(frame: bytes) -> Session | None:
+    """The fold in a snapshot's frame, or None if it is damaged."""
     try:
-        return decode_session(codec.decompress(row[1]))
+        return decode_session(codec.decompress(frame))
     except (CorruptContent, msgspec.MsgspecError):
         return None
 

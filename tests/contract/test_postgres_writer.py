@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator
 import pytest
 from helpers.databases import connected
 from helpers.store import Store, claim, commit, create, reward
-from sqlalchemy import select
+from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 
 from app.errors import StoreUnavailable
-from app.store import postgres, writer
+from app.store import postgres, reads, writer
 from app.store.batch import apply_all
 from app.store.dialect import Tx
 from app.store.engine import Database
-from app.store.log import Appended, Refused
+from app.store.log import Appended, BaseOperation, Refused
 from app.store.log_sessions import Existing, SaveSnapshot
 from app.store.log_turns import Busy, Stale
 from app.store.schema import sessions
@@ -169,6 +169,47 @@ async def test_held_rows_one_after_the_other_keep_nobody_else_waiting(postgres_s
             assert isinstance(await store.claim("free", 1), Appended)
         assert not any(task.done() for task in waiting)
     assert all(isinstance(outcome, Appended) for outcome in await asyncio.gather(*waiting))
+
+
+class WaitsForLock(BaseOperation, frozen=True):
+    """Keeps its transaction open until the advisory lock is free."""
+
+    session_id: str
+
+    def apply(self, tx: Tx) -> None:
+        tx.one(_LOCK, {})
+
+
+_LOCK = select(func.pg_advisory_xact_lock(4711))
+
+
+async def test_what_comes_during_a_transaction_is_gathered_for_the_next(
+    postgres_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that lasts longer than GATHER_S holds nobody up: the others then get one of their own."""
+    store = postgres_store
+    for gather_s in (60.0, 0.0):
+        monkeypatch.setattr(writer, "GATHER_S", gather_s)
+        names = [f"s{number}-{gather_s}" for number in range(4)]
+        before = store.writer.counters.transactions
+        async with connected(store.database.url, writes=True) as connection:
+            await connection.execute(_LOCK)
+            waiting = asyncio.ensure_future(store.submit(WaitsForLock("nobody")))
+            while not (await store.database.read_autocommit(_WAITING, {}))[0][0]:
+                await asyncio.sleep(0)
+            others = [asyncio.ensure_future(store.create(name)) for name in names[:2]]
+            await store.database.read(reads.epoch)
+            others += [asyncio.ensure_future(store.create(name)) for name in names[2:]]
+            if not gather_s:
+                await asyncio.gather(*others)
+            await store.database.read(reads.epoch)
+            assert [task.done() for task in (waiting, *others)] == [False] + 4 * [not gather_s]
+        await asyncio.gather(waiting, *others)
+        if gather_s:
+            assert store.writer.counters.transactions == before + 2
+
+
+_WAITING = select(func.count()).select_from(text("pg_locks")).where(text("locktype = 'advisory' AND NOT granted"))
 
 
 async def test_a_row_that_is_held_too_long_is_unavailable(

@@ -13,7 +13,7 @@ from app.domain.fleet import EngineListed
 from app.domain.fold import fold
 from app.domain.session import Session, encode_session
 from app.fleet.engines import Engines
-from app.store import incarnations, reads
+from app.store import incarnations, reads, session_load
 from app.store.dialect import Tx, now
 from app.store.engine import Database
 from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk
@@ -156,9 +156,12 @@ class Store:
         return fold(session_id, await self.log(session_id))
 
     async def loaded(self, session_id: str) -> Session | None:
-        """What the service would load: snapshot and the rest of the log."""
+        """What the service would load: snapshot and the rest of the log. Both ways to read them must give the same."""
         rows = await self.database.read(lambda connection: reads.session_rows(connection, session_id))
-        return reads.fold_rows(session_id, *rows)
+        found = await session_load.load(self.database, session_id, session_load.With.NOTHING)
+        session = reads.fold_rows(session_id, *rows)
+        assert reads.fold_rows(session_id, found.snapshot, found.rows) == session
+        return session
 
     async def head(self, session_id: str) -> reads.Head | None:
         return await self.database.read(lambda connection: reads.head(connection, session_id))

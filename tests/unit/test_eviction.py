@@ -1,0 +1,59 @@
+"""Which session leaves a full cache next."""
+
+from __future__ import annotations
+
+from app.sessions.eviction import Eviction
+
+
+def of(*names: str) -> Eviction:
+    made = Eviction()
+    for name in names:
+        made.add(name)
+    return made
+
+
+def test_ended_sessions_go_first() -> None:
+    order = of("a", "b", "c", "d")
+    order.add("c", is_ended=True)
+    order.add("b", is_ended=True)
+    assert order.next("a") == "c"
+    assert order.next("c") == "b"
+    order.discard("c")
+    order.discard("b")
+    assert order.next("a") == "d"
+
+
+def test_any_other_one_goes_and_never_the_one_in_use() -> None:
+    names = [f"s{number}" for number in range(8)]
+    order = of(*names)
+    assert {order.next("s3") for _ in range(500)} == {*names} - {"s3"}
+    assert {order.next("s7") for _ in range(500)} == {*names} - {"s7"}
+    assert {order.next("of another cache") for _ in range(500)} == {*names}
+
+
+def test_what_was_discarded_is_not_drawn() -> None:
+    order = of("a", "b", "c")
+    for name in ("a", "a", "nobody"):
+        order.discard(name)
+    assert {order.next("") for _ in range(100)} == {"b", "c"}
+    order.discard("c")
+    assert (order.next(""), order.next("b"), len(order)) == ("b", None, 1)
+    order.discard("b")
+    assert (order.next(""), len(order)) == (None, 0)
+
+
+def test_round_robin_finds_a_part_of_what_the_cache_holds() -> None:
+    """With room for seven of ten sessions, the order of their last use would find none of them."""
+    names = [f"s{number}" for number in range(100)]
+    order, kept, hits = Eviction(), set[str](), 0
+    for turn in range(30):
+        for name in names:
+            hits += turn >= 10 and name in kept
+            kept.add(name)
+            order.add(name)
+            while len(kept) > 70:
+                gone = order.next(name)
+                assert gone is not None
+                kept.remove(gone)
+                order.discard(gone)
+    assert 0.4 < hits / 2000 < 0.7
