@@ -7,6 +7,8 @@ the whole reply is parsed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -14,7 +16,7 @@ import msgspec
 from workers import codec, payloads, scan, seek
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.parse import KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
-from workers.parse_prompt import CutPrompt, KnownText
+from workers.parse_prompt import CutPrompt, KnownText, Prompt
 from workers.seek import LongValues, PayloadRange
 
 
@@ -87,15 +89,16 @@ def work(job: Job, body: memoryview) -> WorkerResult:
 
 def work_here(
     job: Job, body: memoryview, long_values: LongValues | None = None
-) -> tuple[WorkerResult, KnownText | None]:
-    """As `work`, and the text of all tokens, if the prompt's ids are long and plain.
+) -> tuple[WorkerResult, Callable[[], KnownText] | None]:
+    """As `work`, and what makes the text of all tokens, if the prompt's ids are long and plain.
 
     `long_values`: those of the body, if they were looked for.
     """
     found = _parsed(job, body, long_values)
     result = _result(job, body, found)
-    is_plain = found.separator == "," and not job.sent
-    return result, found.parsed.prompt.known_text(result.sequence) if is_plain else None
+    if found.read is None or found.separator != "," or job.sent:
+        return result, None
+    return result, partial(found.read.known_text, result.sequence)
 
 
 def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:
@@ -159,8 +162,8 @@ class _Value(NamedTuple):
 
 class _Found(NamedTuple):
     """A parsed reply: `text` is the parsed text, in which marks replace the payloads if `marked`. `prompt_mark` is the
-    mark that replaces the prompt's ids, which are at `prompt` in the body with `separator` between them; it is empty
-    if they are in the text."""
+    mark that replaces the prompt's ids, which are at `prompt` in the body with `separator` between them, and were read
+    by `read`; it is empty if they are in the text."""
 
     parsed: Parsed
     text: bytes
@@ -169,6 +172,7 @@ class _Found(NamedTuple):
     prompt_mark: bytes = b""
     separator: str | None = None
     prompt: PayloadRange | None = None
+    read: Prompt | None = None
 
 
 def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Found:
@@ -213,7 +217,7 @@ def _without(
     if values is None or cut is None:
         return None if values is None else _Found(parsed, text, values, marked=True)
     separator = codec.prompt_ids_separator(cut.text, 2) if parsed.prompt_text is cut.text else None
-    return None if separator is None else _Found(parsed, text, values, True, cut.mark, separator, prompt)
+    return None if separator is None else _Found(parsed, text, values, True, cut.mark, separator, prompt, cut.prompt)
 
 
 def _parse_text(job: Job, text: bytes, cut: CutPrompt | None = None) -> Parsed:

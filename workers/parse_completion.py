@@ -75,11 +75,10 @@ def completion(
         message=bytes(text_raw or b""),
         prompt_text=prompt.text,
         base=prompt.base,
-        suffix_ids=int32(prompt.suffix),
+        suffix_ids=prompt.suffix_ids,
         output_ids=int32(output_ids),
         logprobs=float64(values),
         sequence=prompt.followed_by(output_ids),
-        prompt=prompt,
         finish_reason=finish_reason(choice, {}),
         weight_versions=weight_versions(
             choice["weight_versions"] if here else versions.get("weight_versions"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, no_contradiction, object_at, typed, value_at
-from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens, Prompt
+from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens
 
 Dialect = Literal["sglang", "vllm"]
 DialectChoice = Literal["auto", "sglang", "vllm"]
@@ -51,7 +51,6 @@ class Parsed(msgspec.Struct, frozen=True):
     output together, for the next turn. `payloads` are the replay payloads' kinds and raw values, unchecked; a kind may
     occur twice. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
     which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
-    `prompt` is what has read it.
     """
 
     dialect: Dialect
@@ -62,7 +61,6 @@ class Parsed(msgspec.Struct, frozen=True):
     output_ids: bytes
     logprobs: bytes
     sequence: KnownTokens
-    prompt: Prompt
     finish_reason: str | None
     weight_versions: list[Span]
     payloads: list[tuple[str, msgspec.Raw]] = []

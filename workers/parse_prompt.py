@@ -7,11 +7,13 @@ ones are decoded (100k ids: 0.2 ms to hash, 3 ms to decode).
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
+from workers import scan
 from workers.parse_json import Rejected, is_null, typed
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -20,6 +22,11 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 IDS = msgspec.json.Decoder(list[TokenId])
 _COUNT = msgspec.json.Decoder(int)
+
+ID_BYTES = 4
+
+PLAIN_BYTES = 4 << 10
+"""A longer list of ids is read without an object for each."""
 
 
 class PromptDiffers(Rejected):
@@ -75,15 +82,15 @@ class KnownText:
         return KnownText(known, buffer, hasher)
 
 
-class CutPrompt(NamedTuple):
+class CutPrompt:
     """A prompt's ids that were cut out of a reply: the mark in their place, a JSON string, and the list's text.
 
-    With `begun` the text is that of a list of the ids after these.
+    With `begun` the text is that of a list of the ids after these. `prompt` is what has read it.
     """
 
-    mark: bytes
-    text: bytes
-    begun: KnownText | None = None
+    def __init__(self, mark: bytes, text: bytes, begun: KnownText | None = None) -> None:
+        self.mark, self.text, self.begun = mark, text, begun
+        self.prompt: Prompt | None = None
 
 
 def token_text(ids: Iterable[int]) -> bytes:
@@ -102,7 +109,7 @@ def _require_count(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
 
 
 class Prompt:
-    """The prompt's ids; only those after `known` are decoded.
+    """The prompt's ids; only those after `known` are decoded: `suffix_ids`, as little-endian int32.
 
     `text` is the engine's spelling of them, empty if it reports none.
     """
@@ -126,7 +133,7 @@ class Prompt:
         text = b"" if raw is None else bytes(raw)
         begun = None
         if cut is not None and text == cut.mark:
-            text, begun = cut.text, cut.begun
+            text, begun, cut.prompt = cut.text, cut.begun, self
         if sent is not None:
             self.text = b"" if raw is None or is_null(raw) else _confirmed(text, where, sent)
             if not self.text:
@@ -148,7 +155,7 @@ class Prompt:
             if hasher.hexdigest() == known.hash:
                 self.base, self._hasher, start = known.tokens, hasher, known.text_bytes
         rest = inner[start:-1]
-        self.suffix: list[int] = typed(IDS, b"[" + rest + b"]" if start or sent is not None else self.text, where)
+        self.suffix_ids = _ids(b"[" + rest + b"]" if start or sent is not None else self.text, where)
         if b"-" in rest:
             raise Rejected(f"{where} holds a negative zero")
         self._hasher.update(memoryview(inner)[start:])
@@ -156,7 +163,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        return self.base + len(self.suffix)
+        return self.base + len(self.suffix_ids) // ID_BYTES
 
     def repeated(self, raw: msgspec.Raw | None, where: str) -> list[bytes]:
         """The text of a second copy of the ids, if any, which must be equal.
@@ -190,6 +197,12 @@ class Prompt:
         if self._begun is None:
             return KnownText(known, bytearray().join(parts), self._hasher)
         return self._begun.followed_by(b"".join(parts), known, self._hasher)
+
+
+def _ids(text: bytes, where: str) -> bytes:
+    """The ids of a JSON list as little-endian int32. Raises Rejected."""
+    found = scan.plain_ids(text) if len(text) > PLAIN_BYTES else None
+    return array("i", typed(IDS, text, where)).tobytes() if found is None else found
 
 
 def _compact(text: bytes) -> bytes:

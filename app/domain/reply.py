@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from app.domain.events import LogprobsOf, Part, PayloadRef, VersionSpan
@@ -16,8 +18,8 @@ class ValidatedReply(msgspec.Struct, frozen=True):
     epoch) with weight version `dispatched`, if known. `weight_versions` are the spans of the output tokens,
     `message_hash` is the canonical hash of the message, `calls_hash` as in `TurnCommitted`. `sent_ids`: the prompt was
     sent as ids. `trimmed`: how many of the parent's last tokens it leaves out. `parts`: which engine generated which
-    output tokens, if there were several. `logprobs_of` as in `TurnCommitted`. `text` is that of all tokens, if it was
-    validated here and is worth keeping.
+    output tokens, if there were several. `logprobs_of` as in `TurnCommitted`. `text` makes that of all tokens, if the
+    reply was validated here and has a long prompt.
     """
 
     result: WorkerResult
@@ -32,4 +34,4 @@ class ValidatedReply(msgspec.Struct, frozen=True):
     dispatched: str | None = None
     parts: tuple[Part, ...] = ()
     logprobs_of: LogprobsOf | None = None
-    text: KnownText | None = None
+    text: Callable[[], KnownText] | None = None

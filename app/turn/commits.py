@@ -60,9 +60,8 @@ class Commits:
         messages = b",".join((*generated.new, result.message))
         layout = context.request.layout if isinstance(context.request, ChatRequest) else None
         spelled = context.history.spelled() if layout is not None and isinstance(context.history, Incoming) else None
-        services.cache.remember(
-            session_id, claimed.opened.turn, messages, tokens, layout, spelled, generated.reply.text
-        )
+        text = None if layout is None or generated.reply.text is None else generated.reply.text()
+        services.cache.remember(session_id, claimed.opened.turn, messages, tokens, layout, spelled, text)
         services.cache.snapshot_if_due(claimed.fence - 1, session_id)
 
     async def _write(

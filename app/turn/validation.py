@@ -7,7 +7,7 @@ smaller ones are validated inline. The cost is in logprob triples and ids; base6
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from app.domain import decide
@@ -77,8 +77,8 @@ class ReplyValidator:
             is_part=options.is_part,
             ids_field=options.ids_field if options.ids_field not in (None, "input_ids") else "",
         )
-        text = None if work.known is None or work.sent else claimed.entry.bodies.text_of(work.known)
-        result, text = await self._run_job(work, answer, sum(map(len, new)), text)
+        known = None if work.known is None or work.sent else claimed.entry.bodies.text_of(work.known)
+        result, text = await self._run_job(work, answer, sum(map(len, new)), known)
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         message_hash, calls_hash = history.reply_hashes(result.message)
@@ -99,9 +99,9 @@ class ReplyValidator:
 
     async def _run_job(
         self, work: Job, answer: Answer, new_bytes: int, text: KnownText | None
-    ) -> tuple[WorkerResult, KnownText | None]:
-        """Run the job inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, that
-        of all tokens is returned."""
+    ) -> tuple[WorkerResult, Callable[[], KnownText] | None]:
+        """Run the job inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
+        makes that of all tokens is returned."""
         engine, body = answer.engine, answer.reply.body
         try:
             known_bytes = 0 if work.known is None else work.known.text_bytes

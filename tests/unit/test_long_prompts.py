@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 from helpers.replies import GONE, SHAPES, Text, body_of, known_as
+from hypothesis import given
+from hypothesis import strategies as st
 
-from workers import codec, job, seek
+from workers import codec, job, scan, seek
 from workers.codec import Facts, Wire
 from workers.job import Job, WorkerResult
-from workers.parse import KnownTokens, Parsed, Rejected, parse_reply, token_text
+from workers.parse import MAX_TOKEN_ID, KnownTokens, Parsed, Rejected, parse_reply, token_text
 from workers.parse_prompt import KnownText
 
 IDS = [place * 7919 % 50_000 for place in range(3000)]
@@ -106,11 +108,12 @@ def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None
         )
         found = seek.long_values(memoryview(body), text)
         assert (found.begun is not None) == (turn > 0)
-        result, text = job.work_here(asked, memoryview(body), found)
+        result, made = job.work_here(asked, memoryview(body), found)
         assert result == job.work(asked, memoryview(body))
+        assert made is not None
+        text = made()
         output = array("i", codec.unpack(result.facts, Facts).output_ids)
         tokens = [*ids, *output]
-        assert text is not None
         assert text.known == known_as(tokens) == result.sequence
         assert text.begins(b" " + token_text(tokens), 1)
         assert not text.begins(b" " + token_text(tokens)[:-1], 1)
@@ -230,3 +233,16 @@ def test_a_sent_long_prompt_that_is_not_the_reported_one(shape: str) -> None:
     if "completion" not in shape:
         gone = body_of(shape, dict.fromkeys(COUNTS[shape], len(IDS)), {PROMPT[shape]: GONE})
         assert judged(gone, shape, None, token_text(IDS)).suffix_tokens == len(IDS)
+
+
+@given(st.lists(st.one_of(st.integers(0, 20), st.integers(0, MAX_TOKEN_ID), st.integers(0, 200_000)), min_size=1))
+def test_ids_are_read_from_their_text(ids: list[int]) -> None:
+    found = scan.plain_ids(json.dumps(ids, separators=(",", ":")).encode())
+    assert (found is None) == any(one > 999_999_999 for one in ids)
+    assert found in (None, array("i", ids).tobytes())
+
+
+@given(st.lists(st.sampled_from([*"[],[],0123 -.+e/:a\0", "[1,2]", ",10"])).map("".join))
+def test_ids_are_read_only_from_a_valid_list(text: str) -> None:
+    found = scan.plain_ids(text.encode())
+    assert found is None or array("i", json.loads(text)).tobytes() == found

@@ -1,0 +1,94 @@
+"""A session of long requests, which are known by their bytes, becomes the tree that one of short requests does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from app.domain.known_body import LONG_BODY
+from integration.stand import Stand, serving
+from ops.simulator.process import SimulatorProcess
+
+pytestmark = pytest.mark.long
+
+LONG = "lorem, [ipsum] é \n" * (LONG_BODY // 16)
+STEPS = 25
+
+History = list[tuple[str, str]]
+"""Roles and texts."""
+
+
+class Wire(NamedTuple):
+    path: str
+    system: str
+    needed: dict[str, Any]
+
+
+WIRES = {
+    "messages": Wire("/v1/messages", "system", {"model": "simulator", "max_tokens": 100}),
+    "responses": Wire("/v1/responses", "instructions", {"model": "simulator"}),
+}
+
+
+def spoken(protocol: str, history: History, marks: int) -> dict[str, Any]:
+    """The history as a client sends it; `marks` of its last messages have Claude Code's mark."""
+    if protocol == "responses":
+        kinds = {"user": "input_text", "assistant": "output_text"}
+        return {
+            "input": [
+                {"type": "message", "role": role, "content": [{"type": kinds[role], "text": text}]}
+                for role, text in history
+            ]
+        }
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in history]
+    for message in messages[len(messages) - marks :]:
+        message["content"][0]["cache_control"] = {"type": "ephemeral"}  # type: ignore[index]
+    return {"messages": messages}
+
+
+def next_request(chance: random.Random, histories: Sequence[History], step: int) -> History:
+    """One that goes on, or back, repeats, or forks one of the last histories."""
+    history = list(histories[-1] if chance.random() < 0.5 else chance.choice(histories[-4:]))
+    if chance.random() < 0.25:
+        history = history[: max(1, len(history) - chance.randint(1, 6))]
+    if history[-1][0] == "assistant" or chance.random() < 0.1:
+        history.append(("user", f"and {step}" + "y" * chance.choice([0, 400])))
+    return history
+
+
+def play(stand: Stand, protocol: str, seed: int, first: str) -> tuple[list[Any], str]:
+    """The session's tree, and its rows' messages, after some requests; `first` is the first message."""
+    chance, wire = random.Random(seed), WIRES[protocol]
+    talk = stand.talk(history="tree")
+    histories: list[History] = [[("user", first)]]
+    for step in range(STEPS):
+        history = next_request(chance, histories, step)
+        front = {"metadata": {"step": f"{step * chance.randint(0, 1)}"}} if chance.random() < 0.5 else {}
+        system = chance.choice(["be brief"] * 6 + ["be long"])
+        body = {**front, **spoken(protocol, history, chance.randint(0, 2)), wire.system: system, **wire.needed}
+        body |= {"temperature": 0.5} if chance.random() < 0.3 else {}
+        said = json.dumps({**body, "sim": {"text": f"r {step}"}}, ensure_ascii=False).encode()
+        reply = stand.http.post(talk.path + wire.path, content=said, headers={"content-type": "application/json"})
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        blocks = found["content"] if protocol == "messages" else found["output"][-1]["content"]
+        histories.append([*history, ("assistant", "".join(block["text"] for block in blocks))])
+    tree = stand.http.get(f"{talk.path}/tree").json()["turns"]
+    rows = json.dumps([row["messages"] for row in stand.rows(session_id=talk.id)])
+    return [(turn["turn"], turn["parent"], turn["branch"], turn["cause"]) for turn in tree], rows.replace(
+        json.dumps(first)[1:-1], "first"
+    )
+
+
+@pytest.mark.parametrize("protocol", WIRES)
+def test_long_requests_make_the_tree_of_short_ones(sglang: SimulatorProcess, tmp_path: Path, protocol: str) -> None:
+    with serving(tmp_path, sglang.base_url) as stand:
+        for seed in range(6):
+            short, long = (play(stand, protocol, seed, first) for first in ("lorem", LONG))
+            assert len({parent for _, parent, *_ in short[0]}) > 5
+            assert long == short, seed
