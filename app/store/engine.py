@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -26,6 +28,7 @@ from app.store.archives.places import Archived, archived
 from app.store.async_engine import AsyncEngine, create_async_engine
 from app.store.broken import BrokenRow, damage
 from app.store.dialect import (
+    Compiler,
     ConnectionLost,
     Parameters,
     Row,
@@ -169,6 +172,7 @@ class Database:
         parsed = make_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._sqlite_reads = sqlite_engine.open_reads(parsed) if self.is_sqlite else None
+        self._sqlite_compiler = Compiler(sqlite.dialect(paramstyle="qmark"))
         self._blocking = blocking
         self.is_read_only = False
         self._readers = Turnstile()
@@ -363,9 +367,13 @@ class Database:
             raise
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        """The rows of one frequent statement, without a transaction. Raises as `read`."""
+        """The driver's rows of one frequent statement, without a transaction. Raises as `read`.
+
+        Values are as the driver returns them: those of bytes are to be checked by `broken.as_bytes`.
+        """
         if self._autocommit is None:
-            return await self.read(lambda connection: connection.execute(statement, parameters).all())
+            text, values = self._sqlite_compiler.bind(statement, parameters)
+            return await self.read(partial(sqlite_engine.driver_rows, text=text, values=values))
         read_autocommit = self._autocommit
         try:
             return await self._patience.retrying(lambda: read_autocommit.all(statement, parameters))
