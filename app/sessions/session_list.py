@@ -238,7 +238,8 @@ class SessionList:
         return self._newest(survey.newest_version(connection))
 
     def _newest(self, sampled: int | None) -> int | None:
-        versions = [member.weight_version for member in self._engines.members.values()]
+        members = list(self._engines.members.values())  # at once: a read's thread asks, the event loop changes them
+        versions = [member.weight_version for member in members]
         known = [int(one) for one in versions if one is not None and is_number(one)]
         return max(known if sampled is None else [*known, sampled], default=None)
 

@@ -288,6 +288,8 @@ class Database:
     ) -> T:
         """Run `function` on a connection; retried if the connection to PostgreSQL is lost.
 
+        On SQLite it runs on a thread: it must not look at what the event loop changes.
+
         `one_moment`: all of its statements see the same state (on SQLite always). `or_else` is run instead if a needed
         page is damaged; it must read around it. `session_id`: only this session is read, wherever it is. Raises
         StoreUnavailable if the database cannot answer; SessionUnreadable, StoreDamaged if it can, but not read this

@@ -6,6 +6,8 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -38,7 +40,8 @@ class SqliteReads:
 
     async def read(self, function: Callable[[Connection], T]) -> T:
         """A cancelled read goes on. Raises the driver's errors."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.read_here, function)
+        run = partial(copy_context().run, self.read_here, function)  # log lines name their request
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     def read_here(self, function: Callable[[Connection], T]) -> T:
         """As `read`, on the calling thread."""

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from app.upstream.client import JOINED, PIECE, EngineClient
+from app.upstream.body import JOINED, PIECE
+from app.upstream.client import EngineClient
 
 pytestmark = pytest.mark.anyio
 
