@@ -217,14 +217,16 @@ class SessionList:
         before = self._clock() - (query.stuck_s or 0.0)
         return row.claimed_since is not None and row.claimed_since <= before
 
-    def rows_of_each(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
+    def rows_of_each(
+        self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]
+    ) -> list[SessionRow]:
         """As `rows`, but reads around damaged pages."""
-        newest, held = self.newest_version_of_each(connection), self.held()
+        newest = self.newest_version_of_each(connection)
         return [session_row(row, newest, held) for row in survey_lists.rows(connection, HeadFilter(), session_ids)]
 
-    def rows(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
-        """The rows of these sessions, in no order; for `Database.read`."""
-        newest, held = self.newest_version(connection), self.held()
+    def rows(self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]) -> list[SessionRow]:
+        """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `held`."""
+        newest = self.newest_version(connection)
         return [session_row(row, newest, held) for row in heads_view.of(connection, session_ids)]
 
     def newest_version(self, connection: Connection) -> int | None:

@@ -34,8 +34,13 @@ class Watched:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.held: dict[str, bool] = {}
-        listed = SessionList(store.database, lambda: self.held, engines_at(), lambda: 0.0)
+        listed = SessionList(store.database, self._at_gates, engines_at(), lambda: 0.0)
         self.watch = Watch(store.database, listed, LogEnd(store.database, 0.01), poll_s=0.01)
+
+    def _at_gates(self) -> dict[str, bool]:
+        """Turns come and go on the event loop, so no thread of a read may look at them."""
+        asyncio.get_running_loop()
+        return self.held
 
     async def heads(self) -> dict[str, int]:
         """The versions of all sessions."""

@@ -167,10 +167,12 @@ class Watch:
         if resumed.epoch != self._position.epoch:
             return listener.reset(self._position)
 
+        held = self._sessions.held()
+
         def read(connection: Connection) -> Tail:
             found = tail.since(connection, resumed.place, MAX_BEHIND + 1)
             if found.events <= MAX_BEHIND:
-                rows.extend(self._sessions.rows(connection, found.session_ids))
+                rows.extend(self._sessions.rows(connection, found.session_ids, held))
             return found
 
         missed = await self._database.read(read)
@@ -198,19 +200,21 @@ class Watch:
 
     async def _read_new(self) -> int:
         """Read new events and notify the listeners. Returns the number of events. Raises StoreUnavailable."""
-        held = frozenset(self._sessions.held())
+        at_gates = self._sessions.held()
+        held = frozenset(at_gates)
         rows: list[SessionRow] = []
 
         def read(connection: Connection) -> Tail:
             rows.clear()
             found = tail.since(connection, self._position.place, BATCH)
-            rows.extend(self._sessions.rows(connection, list({*found.session_ids, *(held ^ self._held)})))
+            rows.extend(self._sessions.rows(connection, list({*found.session_ids, *(held ^ self._held)}), at_gates))
             return found
 
         def around_damage(connection: Connection) -> Tail:
             rows.clear()
             found = tail.since(connection, self._position.place, BATCH)
-            rows.extend(self._sessions.rows_of_each(connection, list({*found.session_ids, *(held ^ self._held)})))
+            changed = list({*found.session_ids, *(held ^ self._held)})
+            rows.extend(self._sessions.rows_of_each(connection, changed, at_gates))
             return found
 
         new = await self._database.read(read, or_else=around_damage)
