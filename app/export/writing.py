@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
-from app.export.containers.writer import PIECE, ContainerWriter
+from app.export.containers.writer import ContainerWriter
 from app.export.row import Fields
-from app.export.slices import next_rows
+from app.export.slices import some_rows
 from app.export.threads import Threads
 from app.export.worker import MadePart
 from app.tasks import cancelled
@@ -20,9 +20,6 @@ T = TypeVar("T")
 
 Rows = MadePart | Iterator[Fields]
 """Rows that a helper process has made, or what makes them on a thread."""
-
-SLICES_AT_ONCE = 32
-"""Slices that a thread writes at most before it is asked again: some containers give their pieces late."""
 
 
 class _Worker:
@@ -91,15 +88,13 @@ async def written(
 
 
 def _next_pieces(writer: ContainerWriter, part: Rows) -> tuple[list[bytes], bool]:
-    """Pieces of about PIECE bytes from the next rows of a part, and whether these were its last."""
+    """The pieces of the next rows of a part, and whether these were its last.
+
+    A row is written as soon as it is made, while it is in the processor's cache.
+    """
     if isinstance(part, MadePart):
         return [piece for packed in part.packed for piece in writer.add(packed)], True
-    pieces: list[bytes] = []
-    for _ in range(SLICES_AT_ONCE):
-        rows = next_rows(part, sys.maxsize)
-        if not rows:
-            return pieces, True
-        pieces += writer.write(rows)
-        if sum(map(len, pieces)) >= PIECE:
-            break
-    return pieces, False
+    following = next(part, None)
+    if following is None:
+        return [], True
+    return list(writer.write(some_rows(chain([following], part), sys.maxsize))), False

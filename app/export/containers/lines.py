@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ class RowWriter:
         self.suffix = suffix
         self._encode = encode
 
-    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+    def write(self, rows: Iterable[Fields]) -> Iterator[bytes]:
         pending: list[bytes] = []
         size = 0
         for row in rows:

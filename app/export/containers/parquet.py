@@ -6,7 +6,7 @@ pyarrow is imported here and this module only when a Parquet export runs: it is 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -73,7 +73,7 @@ class ParquetWriter:
         self._batches: list[Any] = []
         self._size = 0
 
-    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+    def write(self, rows: Iterable[Fields]) -> Iterator[bytes]:
         for row in rows:
             values, size = self._values(row)
             self._rows.append(values)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -189,7 +189,7 @@ class SafetensorsWriter:
         self._excluded.add(b'],"excluded":[')
         self._count = self._left_out = 0
 
-    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+    def write(self, rows: Iterable[Fields]) -> Iterator[bytes]:
         return self._add(self._packed(rows))
 
     def pack(self, rows: Sequence[Fields]) -> bytes:
@@ -198,7 +198,7 @@ class SafetensorsWriter:
     def add(self, packed: Buffer) -> Iterator[bytes]:
         return self._add(msgspec.msgpack.decode(packed, type=PackedRows))
 
-    def _packed(self, rows: Sequence[Fields]) -> PackedRows:
+    def _packed(self, rows: Iterable[Fields]) -> PackedRows:
         tensors: list[Tensor] = []
         data: list[list[memoryview | bytes]] = [[] for _ in SIZES]
         texts: list[memoryview] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from app.export.columns import Column
@@ -37,7 +37,7 @@ class ContainerWriter(Protocol):
     def media_type(self) -> str: ...
     @property
     def suffix(self) -> str: ...
-    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+    def write(self, rows: Iterable[Fields]) -> Iterator[bytes]:
         """As `add(pack(rows))`."""
 
     def pack(self, rows: Sequence[Fields]) -> bytes: ...
