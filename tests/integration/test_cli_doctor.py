@@ -99,6 +99,7 @@ def test_objects_that_were_left_in_a_bucket(
     with serving(tmp_path / "server", sglang.base_url, environment={"TURNLOG_DATABASE_URL": sqlite_url}) as made:
         log = made.server.log_path.read_text()
         clean_environment(DATABASE_URL=sqlite_url, URL=made.server.base_url)
+        until(lambda: made.http.get("/ready").status_code == 200)
         findings = answer("doctor", "--no-generate")["findings"]
     told = next(what for what in whats(findings, "database", "warning") if what.startswith("s3:"))
     assert told.startswith("s3://old/place still had replay payloads or archives of this store")
