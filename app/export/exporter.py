@@ -155,14 +155,14 @@ class Exporter:
         async with contextlib.aclosing(parts):
             async for part in parts:
                 if isinstance(part, MadePart):
-                    self.exported.rows += part.rows
+                    self.exported.add_rows(part.rows)
                     yield part
                 else:
                     yield self._counted(part)
 
     def _counted(self, rows: Iterator[Fields]) -> Iterator[Fields]:
         for row in rows:
-            self.exported.rows += 1
+            self.exported.add_rows(1)
             yield row
 
     def _is_for_helpers(self, query: ExportQuery) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from threading import Lock
 
 import msgspec
 
@@ -21,6 +22,12 @@ class ExportMetrics(msgspec.Struct):
     rows: int = 0
     sent_bytes: int = 0
     seconds: float = 0.0
+    _adding: Lock = msgspec.field(default_factory=Lock)
+
+    def add_rows(self, count: int) -> None:
+        """For any thread: those of several exports make rows at a time."""
+        with self._adding:
+            self.rows += count
 
     async def counted(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         """The same pieces, counted from the first one until they are closed."""
