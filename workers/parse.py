@@ -45,7 +45,6 @@ from workers.parse_parts import (
     extension,
     finish_reason,
     float64,
-    int32,
     metadata,
     miscounted,
     only_choice,
@@ -54,7 +53,17 @@ from workers.parse_parts import (
     usage_of,
     weight_versions,
 )
-from workers.parse_prompt import IDS, MAX_TOKEN_ID, CutPrompt, KnownTokens, Prompt, PromptDiffers, TokenId, token_text
+from workers.parse_prompt import (
+    IDS,
+    MAX_TOKEN_ID,
+    CutPrompt,
+    KnownTokens,
+    Prompt,
+    PromptDiffers,
+    TokenId,
+    int32,
+    token_text,
+)
 
 __all__ = [
     "MAX_TOKEN_ID",

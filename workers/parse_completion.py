@@ -19,7 +19,6 @@ from workers.parse_parts import (
     extension,
     finish_reason,
     float64,
-    int32,
     metadata,
     miscounted,
     only_choice,
@@ -28,7 +27,7 @@ from workers.parse_parts import (
     usage_of,
     weight_versions,
 )
-from workers.parse_prompt import IDS, CutPrompt, KnownTokens, Prompt
+from workers.parse_prompt import IDS, CutPrompt, KnownTokens, Prompt, int32
 
 
 class _Root(Top, kw_only=True):

@@ -196,11 +196,6 @@ def same_output(choice: Fields, output_ids: list[int], *names: str) -> list[byte
     return found
 
 
-def int32(ids: list[int]) -> bytes:
-    """Little-endian, four bytes a token."""
-    return array("i", ids).tobytes()
-
-
 def float64(values: list[float]) -> bytes:
     """Little-endian, eight bytes a token."""
     return array("d", values).tobytes()

@@ -14,6 +14,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from workers import scan
+from workers.codec import TOKEN_BYTES
 from workers.parse_json import Rejected, is_null, typed
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -22,8 +23,6 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 IDS = msgspec.json.Decoder(list[TokenId])
 _COUNT = msgspec.json.Decoder(int)
-
-ID_BYTES = 4
 
 PLAIN_BYTES = 4 << 10
 """A longer list of ids is read without an object for each."""
@@ -163,7 +162,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        return self.base + len(self.suffix_ids) // ID_BYTES
+        return self.base + len(self.suffix_ids) // TOKEN_BYTES
 
     def repeated(self, raw: msgspec.Raw | None, where: str) -> list[bytes]:
         """The text of a second copy of the ids, if any, which must be equal.
@@ -202,7 +201,12 @@ class Prompt:
 def _ids(text: bytes, where: str) -> bytes:
     """The ids of a JSON list as little-endian int32. Raises Rejected."""
     found = scan.plain_ids(text) if len(text) > PLAIN_BYTES else None
-    return array("i", typed(IDS, text, where)).tobytes() if found is None else found
+    return int32(typed(IDS, text, where)) if found is None else found
+
+
+def int32(ids: list[int]) -> bytes:
+    """Little-endian, four bytes a token."""
+    return array("i", ids).tobytes()
 
 
 def _compact(text: bytes) -> bytes:

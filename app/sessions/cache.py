@@ -124,7 +124,7 @@ class SessionCache:
         known = live.session
         rows = await session_load.events_since(self.database, session_id, known.version)
         # The last known event is read again: after a PostgreSQL crash it may be lost or replaced.
-        still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.last_event_at)
+        still = reads.continues(known, rows)
         # Meanwhile another task may have advanced the entry, by fewer events than were just read.
         now = live.session
         still &= all(row.at == now.last_event_at for row in rows if row.seq == now.version)
@@ -202,14 +202,9 @@ class SessionCache:
         session_id = live.session.session_id
         chain = live.session.message_chain(turn)
         numbers = [member.number for member in chain]
-        known, live.unread.wires = live.unread.wires, {}
-        missing = [number for number in numbers if number not in known]
-        frames: reads.Frames = {number: (None, wire) for number, wire in known.items()}
-        if missing:
-            frames |= await self.database.read(
-                lambda connection: reads.load_frames(connection, session_id, missing, facts=False),
-                session_id=session_id,
-            )
+        wires, live.unread.wires = live.unread.wires, {}
+        known: reads.Frames = {number: (None, wire) for number, wire in wires.items()}
+        frames = await self._frames(session_id, numbers, known, facts=False)
         try:
             saids = await _off_loop(len(chain), lambda: reads.unpack_messages(frames, numbers))
         except CorruptContent as error:
@@ -232,15 +227,9 @@ class SessionCache:
         session = live.session
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]
-        known, live.unread.facts = live.unread.facts, {}
-        missing = [number for number in numbers if number not in known]
-        frames: reads.Frames = {number: (kept, None) for number, kept in known.items()}
-        if missing:
-            frames |= await self.database.read(
-                lambda connection: reads.load_frames(connection, session.session_id, missing, wire=False),
-                session_id=session.session_id,
-            )
-
+        facts, live.unread.facts = live.unread.facts, {}
+        known: reads.Frames = {number: (kept, None) for number, kept in facts.items()}
+        frames = await self._frames(session.session_id, numbers, known, wire=False)
         facts_bytes = sum(len(kept) for kept, _ in frames.values() if kept is not None)
 
         def loaded() -> PrefixBuffer:
@@ -258,6 +247,18 @@ class SessionCache:
         live.tokens.add(made, is_tree=session.is_tree)
         self._account(session.session_id, live)
         return bytes(made.upto(turn) or b"")
+
+    async def _frames(
+        self, session_id: str, numbers: Sequence[int], known: reads.Frames, *, facts: bool = True, wire: bool = True
+    ) -> reads.Frames:
+        """The frames of these turns, of which `known` were read with the log."""
+        missing = [number for number in numbers if number not in known]
+        if not missing:
+            return known
+        return known | await self.database.read(
+            lambda connection: reads.load_frames(connection, session_id, missing, facts=facts, wire=wire),
+            session_id=session_id,
+        )
 
     async def close(self) -> None:
         await cancelled(*self._loading.values(), *self._saving)

@@ -37,11 +37,17 @@ def chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-@contextlib.contextmanager
-def launched() -> Iterator[Browser]:
+def require_chromium() -> str:
+    """Where it is; without one the test is skipped."""
     path = chromium()
     if path is None:
         pytest.skip("there is no chromium: apt-get install chromium")
+    return path
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[Browser]:
+    path = require_chromium()
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_ARGUMENTS))
         yield found
@@ -127,8 +133,7 @@ def page_standing(folder_factory: pytest.TempPathFactory) -> Iterator[PageStand]
 @pytest.fixture(scope="session")
 def page_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageStand]:
     """Tests only read it, or add sessions of their own."""
-    if chromium() is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
+    require_chromium()
     with page_standing(tmp_path_factory) as made:
         yield made
 

@@ -8,7 +8,7 @@ import pytest
 from integration.stand import Stand, standing
 from playwright.sync_api import expect
 
-from e2e.page import Watched, barriers, chromium
+from e2e.page import Watched, barriers, require_chromium
 from e2e.page_data import AT_ONCE
 
 pytestmark = pytest.mark.long
@@ -22,8 +22,7 @@ SESSIONS = 250
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    if chromium() is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
+    require_chromium()
     with standing(tmp_path_factory.mktemp("checkpoints")) as stand:
         for number in range(1, SESSIONS):
             stand.talk(session_id=f"kept-{number:03}")

@@ -19,7 +19,7 @@ from fault.locks import file_locked
 from integration.stand import TIMEOUT_S, Stand, serving
 from playwright.sync_api import expect
 
-from e2e.page import TIMEOUT_MS, Watched, barriers, chromium
+from e2e.page import TIMEOUT_MS, Watched, barriers, require_chromium
 
 Watch = Callable[..., Watched]
 
@@ -33,8 +33,7 @@ expect.set_options(timeout=TIMEOUT_MS)
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    if chromium() is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
+    require_chromium()
     with serving(tmp_path_factory.mktemp("guarded"), environment={"TURNLOG_ADMIN_TOKEN": TOKEN}) as stand:
         stand.http.close()
         stand.http = httpx.Client(

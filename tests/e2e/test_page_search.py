@@ -9,7 +9,7 @@ import pytest
 from integration.stand import Stand, standing, until
 from playwright.sync_api import expect
 
-from e2e.page import PageStand, Watched, barriers, chromium
+from e2e.page import PageStand, Watched, barriers, require_chromium
 from e2e.page_data import AT_ONCE
 
 pytestmark = pytest.mark.long
@@ -22,8 +22,7 @@ MARKUP = "😀 <b>zebra</b> crossing"
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    if chromium() is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
+    require_chromium()
     with standing(tmp_path_factory.mktemp("search"), environment={"TURNLOG_SEARCH": "on"}) as stand:
         for number in range(25):
             talk = stand.talk(session_id=f"found-{number:02}", group_id="zoo", metadata={"task": f"t{number % 2}"})

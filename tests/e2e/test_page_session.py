@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from integration.stand import WEATHER, Stand, Talk, standing, until, user
 
-from e2e.page import PageStand, Watched, barriers, chromium
+from e2e.page import PageStand, Watched, barriers, require_chromium
 
 pytestmark = pytest.mark.long
 
@@ -32,8 +32,7 @@ Watch = Callable[..., Watched]
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     """An engine that answers at once."""
-    if chromium() is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
+    require_chromium()
     environment = {"TURNLOG_ROLLBACK_WINDOW": "3"}
     with standing(tmp_path_factory.mktemp("page"), "--seed", "3", "--reasoning", "0", environment=environment) as made:
         yield made

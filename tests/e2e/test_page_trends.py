@@ -11,7 +11,7 @@ import pytest
 from integration.stand import Stand, standing
 from playwright.sync_api import expect
 
-from e2e.page import Watched, barriers, chromium
+from e2e.page import Watched, barriers, require_chromium
 from e2e.page_data import HOURS, over_hours
 
 pytestmark = pytest.mark.long
@@ -23,8 +23,7 @@ SESSIONS = 96
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    if chromium() is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
+    require_chromium()
     with standing(tmp_path_factory.mktemp("trends")) as stand:
         over_hours(stand, SESSIONS)
         yield stand
