@@ -83,7 +83,13 @@ class Fork(BaseOperation, frozen=True):
             tx,
             _copy_turn,
             (
-                {**own, "as_turn": event.turn, "as_parent": event.parent, "old": forked.turns[event.turn]}
+                {
+                    **own,
+                    "as_turn": event.turn,
+                    "as_parent": event.parent,
+                    "as_segment": event.segment,
+                    "old": forked.turns[event.turn],
+                }
                 for event in forked.copied
             ),
         )
@@ -146,7 +152,7 @@ _copy_turn = insert(turns).from_select(
         _fork_id,
         bindparam("as_turn", type_=Integer),
         bindparam("as_parent", type_=Integer),
-        turns.c.segment,
+        bindparam("as_segment", type_=Integer),
         turns.c.choice_index,
         turns.c.protocol,
         turns.c.facts,

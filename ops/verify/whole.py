@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import msgspec
-from sqlalchemy import Connection, case, exists, func, or_, select, tuple_, union
+from sqlalchemy import Connection, case, func, or_, select, tuple_, union
 
 from app.domain.events import UnknownEvent
 from app.domain.groups import oldest_version
@@ -16,6 +16,7 @@ from app.store import group_reads, restored
 from app.store.engine import Database
 from app.store.group_reads import TurnEvents
 from app.store.reads import decode_events
+from app.store.rollouts import is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions
 from ops.verify.report import STORE, Report
 
@@ -162,22 +163,16 @@ def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None
 
 
 def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
-    """Counts of rollouts by root session. A rollout is unfinished if any of its sessions is open or has no reward
-    yet."""
-    erased = sessions.c.status == "erased"
-    roots, others = sessions.alias("roots"), sessions.alias("others")
-    its_own_root = ~exists().where(roots.c.session_id == sessions.c.root_id)
-    behind = or_(others.c.status == "open", others.c.reward.is_(None), others.c.reward != sessions.c.reward)
-    lagging = exists().where(others.c.root_id == sessions.c.session_id, others.c.status != "erased", behind)
-    lacking = or_(sessions.c.status == "open", sessions.c.reward.is_(None), lagging)
+    """Counts of rollouts, as a settled group has them."""
+    is_erased = sessions.c.status == "erased"
     query = (
         select(
             sessions.c.group_id,
-            func.sum(case((erased, 0), else_=1)),
-            func.sum(case((erased, 1), else_=0)),
-            func.sum(case((erased, 0), (lacking, 1), else_=0)),
+            func.sum(case((is_erased, 0), else_=1)),
+            func.sum(case((is_erased, 1), else_=0)),
+            func.sum(case((or_(is_erased, is_finished), 0), else_=1)),
         )
-        .where(sessions.c.group_id.in_(ids), its_own_root)
+        .where(sessions.c.group_id.in_(ids), sessions.c.status != "set_aside", is_root())
         .group_by(sessions.c.group_id)
     )
     return {row[0]: _Members(*row[1:]) for row in connection.execute(query)}

@@ -63,6 +63,11 @@ def reward(stand: Stand, talk: Talk, value: float, **fields: Any) -> httpx.Respo
     return stand.http.put(f"{talk.path}/reward", json={"reward": value, **fields})
 
 
+def finish(stand: Stand, talk: Talk) -> None:
+    assert stand.http.delete(talk.path).status_code == 204
+    assert reward(stand, talk, 1.0).status_code == 200
+
+
 def note(stand: Stand, talk: Talk, **body: Any) -> None:
     assert stand.http.put(f"{talk.path}/note", json=body).status_code == 200
 
@@ -157,6 +162,27 @@ def finished(stand: Stand, group: str) -> Talk:
     assert reward(stand, talk, 1.0).status_code == 200
     assert stand.http.delete(talk.path).status_code == 204
     return talk
+
+
+def test_groups_are_counted_without_the_sessions_that_are_set_aside(used: Stand) -> None:
+    """Alone in its group; beside a session of before; as its root, or its child. `ops.verify` counts alike."""
+    alone, mixed, orphaned, family = (f"{name}-{uuid.uuid4().hex}" for name in ("alone", "mixed", "orphaned", "family"))
+    old, root = said(used, "One", group_id=mixed), said(used, "One", group_id=family)
+    orphan = said(used, "One", group_id=orphaned, parent_session_id=f"{orphaned}-root")
+    for talk in (old, orphan):
+        finish(used, talk)
+    name = make(used)
+    for group_id in (alone, mixed):
+        said(used, "One", group_id=group_id)
+    said(used, "One", session_id=f"{orphaned}-root", group_id=orphaned)
+    said(used, "One", parent_session_id=root.id, group_id=family)
+    done = restore(used, name)
+    finish(used, root)
+    counted = {group_id: used.http.get(f"/groups/{group_id}").json() for group_id in (mixed, orphaned, family)}
+    assert [len(group["attempts"]) for group in counted.values()] == [1, 1, 1]
+    assert [group["complete"] for group in counted.values()] == [True, True, True]
+    assert problems(used) == []
+    delete(used, name, done["before"])
 
 
 def test_leases_and_acknowledgements_are_the_cuts(used: Stand) -> None:

@@ -167,6 +167,17 @@ def test_a_rolled_back_turn_can_be_forked_from(used: Stand) -> None:
     assert later.rows()[0]["tokens"] == source.rows()[0]["tokens"]
 
 
+def test_a_later_branch_is_forked_into_a_session_of_one_branch(used: Stand) -> None:
+    """`ops.verify` finds nothing in it."""
+    source = said(used, "One", history="tree")
+    source.messages = []
+    say(source, "Another beginning")
+    assert [event["branch"] for event in source.committed()] == [0, 1]
+    [fork] = forks(used, source, turn=2)
+    assert [event["segment"] for event in fork.committed()] == [0]
+    assert problems(used) == []
+
+
 def test_a_fork_rolls_back_and_diverges_as_any_session(used: Stand) -> None:
     source = said(used, "One", "Two")
     [fork] = forks(used, source, turn=2)
