@@ -33,7 +33,7 @@ from app.api.parameters import SessionId
 from app.api.state import Services, services, start_stream
 from app.domain.branches import Branches
 from app.domain.events import History, OnAbort, OnDivergence, ParamsMode, SessionConfig, StreamMode
-from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.domain.patterns import ID, MAX_FLOAT32, MAX_INTEGER, NO_NUL
 from app.domain.pinned import require_pinnable
 from app.domain.session import Session
 from app.errors import (
@@ -84,13 +84,16 @@ class CreateSession(BaseModel):
     parent_session_id: str | None = Field(default=None, pattern=ID)
 
 
+RewardValue = Annotated[FiniteFloat, Field(strict=True, ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
+
+
 class Reward(BaseModel):
     """The body of `PUT /sessions/{id}/reward`. Reward and components together have at most 64 KiB as JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
-    reward: FiniteFloat = Field(strict=True)
-    components: dict[str, Annotated[FiniteFloat, Field(strict=True)]] = {}
+    reward: RewardValue
+    components: dict[str, RewardValue] = {}
     turn: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
 
 
@@ -102,7 +105,7 @@ class SamplesQuery(BaseModel):
     max_seq_len: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
     branches: Branches = "kept"
     metadata: dict[str, Any] | None = None
-    reward: FiniteFloat | None = Field(default=None, strict=True)
+    reward: RewardValue | None = None
 
 
 def require_session_id(session_id: str) -> str:
@@ -119,7 +122,6 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     """
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
-    require_finite(body.params, "params")
     require_small("params have", body.params)
     require_pinnable(body.params or {})
     chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from app.domain.events import SessionConfig
+from app.domain.patterns import is_in_row
 from app.domain.request import ChatRequest, CompletionRequest, value_of
 from app.errors import InvalidRequest
 
@@ -40,6 +41,7 @@ _PER_TURN = frozenset(
 def require_pinnable(params: Mapping[str, Any]) -> None:
     """Raises InvalidRequest, which names the parameter."""
     for name, value in params.items():
+        _require_in_row(value, f"params.{name}")
         if name in _ELSEWHERE:
             raise InvalidRequest(f"params.{name}: {_ELSEWHERE[name]}")
         if name in _PER_TURN:
@@ -50,6 +52,14 @@ def require_pinnable(params: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"params.{name} must be an integer or null")
     if all(params.get(name) is not None for name in LIMITS):
         raise InvalidRequest("params: max_tokens and max_completion_tokens are one limit; give one of them")
+
+
+def _require_in_row(value: Any, where: str) -> None:
+    if not is_in_row(value):
+        raise InvalidRequest(f"{where:.200} is a number that 64 bits cannot hold")
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, each in inner:
+        _require_in_row(each, f"{where}.{part}")
 
 
 def with_pinned(request: ChatRequest | CompletionRequest, config: SessionConfig) -> ChatRequest | CompletionRequest:

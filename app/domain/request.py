@@ -12,6 +12,7 @@ import msgspec
 from app.domain.control import SessionControl
 from app.domain.events import EngineShape, StreamMode
 from app.domain.known_body import BodyLayout, HistoryPrefix
+from app.domain.patterns import is_in_row
 from app.errors import InvalidRequest
 
 
@@ -92,6 +93,16 @@ def value_of(raw: bytes | msgspec.Raw | None, name: str) -> Any:
         return None if raw is None else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not a value that can be read") from error
+
+
+def number_of(raw: bytes | msgspec.Raw) -> int | float | None:
+    """The number that the JSON is; None where it is none, or one that no row holds: 1e999, an integer past 64 bits."""
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and is_in_row(value) else None
 
 
 def join_object(fields: Mapping[str, bytes]) -> bytes:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from app.crash_points import reach
-from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, SessionUnreadable, StoreDamaged, Unsupported
 from app.export import formats
 from app.export.exporter import Exporter
+from app.export.faults import instead, told
 from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.extras import install
@@ -191,8 +191,12 @@ class Archiver:
                     continue
                 try:
                     found.append(await self._checked(one))
-                except (UnknownEvent, CorruptContent, SessionUnreadable) as error:
+                except SessionUnreadable as error:
                     self._database.unreadable.warn(one.session_id, error)
+                except AppError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - a session's fault, whatever it is, leaves it where it is
+                    self._database.unreadable.warn(one.session_id, told(error))
             yield len(part), found
 
     async def _read(self, session_ids: Sequence[str]) -> list[ArchivedSession]:
@@ -275,7 +279,7 @@ class Archiver:
         """The sessions' training rows, as an export with `format=parquet` gives them."""
         exporter = await self._exporter()
         query = ExportQuery(format="parquet")
-        writer = formats.open_writer("parquet", formats.DEFAULT, explain=False)
+        writer = formats.open_writer("parquet", formats.DEFAULT, False, self._not_written)
         pieces: list[bytes] = []
         try:
             for at in range(0, len(session_ids), READ_AT_ONCE):
@@ -286,6 +290,9 @@ class Archiver:
         finally:
             writer.close()
         return b"".join(pieces)
+
+    def _not_written(self, row: Fields, error: Exception) -> None:
+        self._database.unreadable.warn(str(instead(row, error)["session_id"]), told(error))
 
     async def _drop(self, session_ids: Sequence[str]) -> None:
         """Delete what archived sessions still have in the database."""

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field
 
-from app.domain.events import UnknownEvent
 from app.domain.groups import (
     UNKNOWN_STALENESS,
     Attempt,
@@ -301,11 +300,13 @@ def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[str, int | None]:
 
 
 def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreadable) -> Iterator[int]:
+    from app.export.faults import told
+
     for session_id, rows in logs.items():
         try:
             version = oldest_version(one.event for one in in_effect(decode_events(rows)))
-        except UnknownEvent as error:
-            unreadable.warn(session_id, error)
+        except Exception as error:  # noqa: BLE001 - a session's fault, whatever it is, holds up no group
+            unreadable.warn(session_id, told(error))
             continue
         if version is not None:
             yield version
@@ -325,18 +326,25 @@ def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
 
 
 def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict[str, Any]]]:
-    """Each row's JSON, exclusions included. Runs on a thread."""
-    made: list[bytes] = []
+    """Each row's JSON, and why others are left out. Runs on a thread."""
     left_out: list[dict[str, Any]] = []
     from app.export import formats
+    from app.export.faults import instead
 
-    with contextlib.closing(formats.open_writer("ndjson", shape, explain=False)) as writer:
+    def leave_out(row: Fields) -> None:
+        named = {name: row[name] for name in ("session_id", "segment", "turn") if row.get(name) is not None}
+        left_out.append({**named, "reason": row[formats.EXCLUDED]})
+
+    def not_written(row: Fields, error: Exception) -> None:
+        leave_out(instead(row, error))
+
+    made: list[bytes] = []
+    with contextlib.closing(formats.open_writer("ndjson", shape, False, not_written)) as writer:
         for row in rows:
             if formats.EXCLUDED in row:
-                named = {name: row[name] for name in ("session_id", "segment", "turn") if row.get(name) is not None}
-                left_out.append({**named, "reason": row[formats.EXCLUDED]})
+                leave_out(row)
             else:
-                made.append(b"".join(writer.write([row])).rstrip(b"\n"))
+                made += [line.rstrip(b"\n") for line in writer.write([row])]
     return made, left_out
 
 

@@ -13,7 +13,7 @@ from app.export.columns import Columns
 from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
-from app.export.containers.writer import EXCLUSION
+from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.row import Fields, Row, Shape, Unfit
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
@@ -51,18 +51,18 @@ SHAPES: Mapping[str, ShapeEntry] = {
 }
 
 
-def _parquet(columns: Columns) -> ContainerWriter:
+def _parquet(columns: Columns, instead: Instead) -> ContainerWriter:
     # pyarrow is heavy; a server that never writes Parquet never loads it.
     from app.export.containers.parquet import ParquetWriter
 
-    return ParquetWriter(columns)
+    return ParquetWriter(columns, instead)
 
 
-CONTAINERS: Mapping[str, Callable[[Columns], ContainerWriter]] = {
-    "ndjson": lambda columns: lines.ndjson(),
+CONTAINERS: Mapping[str, Callable[[Columns, Instead], ContainerWriter]] = {
+    "ndjson": lambda columns, instead: lines.ndjson(instead),
     "parquet": _parquet,
     "safetensors": SafetensorsWriter,
-    "msgpack": lambda columns: lines.msgpack(),
+    "msgpack": lambda columns, instead: lines.msgpack(instead),
 }
 """Formats that take any shape."""
 
@@ -119,12 +119,12 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     return make(rows)
 
 
-def open_writer(format: str, shape: str, explain: bool) -> ContainerWriter:
-    """With `explain`, the columns of exclusions are added."""
+def open_writer(format: str, shape: str, explain: bool, instead: Instead = refuse) -> ContainerWriter:
+    """With `explain`, the columns of exclusions are added. `instead`: of a row that the container cannot hold."""
     columns = _entry(format, shape).columns
     if format in DOCUMENTS:
-        return lines.ndjson()
-    return CONTAINERS[format]({**EXCLUSION, **columns} if explain else columns)
+        return lines.ndjson(instead)
+    return CONTAINERS[format]({**EXCLUSION, **columns} if explain else columns, instead)
 
 
 def _entry(format: str, shape: str) -> ShapeEntry:

@@ -8,20 +8,16 @@ from itertools import islice
 import msgspec
 
 from app.domain.branches import Branches, BranchRow, Picker, turns_left_out
-from app.domain.events import UnknownEvent
-from app.domain.samples import Inconsistent, Truncate
+from app.domain.samples import Truncate
 from app.domain.session import Session
 from app.export import formats
 from app.export.cursor import Cursor
+from app.export.faults import excluded, instead, told
 from app.export.pages import ExportPage
 from app.export.query import ExportQuery, session_excluded
 from app.export.row import Fields, Row, Unfit
 from app.export.rows import SessionRows, known
 from app.store.bulk import StoredSession
-from workers.codec import CorruptContent
-
-UNREADABLE = (UnknownEvent, CorruptContent, Inconsistent)
-"""Errors of a single session, which do not end the export."""
 
 ERASED = "erased"
 
@@ -87,7 +83,7 @@ class PartRows:
         rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
         missing = next(filter(None, map(_missing, members, found)), None)
         if missing is not None:
-            whole = _excluded(page.session_id, cursors[0], f"a session of the group is left out: {missing}")
+            whole = excluded(page.session_id, cursors[0], f"a session of the group is left out: {missing}")
         else:
             whole = self._or_excluded(
                 lambda: self._row_or_counts(formats.of_group(self._query.shape, rows), rows),
@@ -116,19 +112,26 @@ class PartRows:
         try:
             return make()
         except Unfit as error:
-            return _excluded(session_id, cursor, str(error), segment=segment)
-        except UNREADABLE as error:
+            return excluded(session_id, cursor, str(error), segment=segment)
+        except Exception as error:  # noqa: BLE001 - a session's fault, whatever it is, ends no export
             return self._unreadable(session_id, cursor, error, segment)
 
     def _unreadable(self, session_id: str, cursor: str, error: Exception, segment: int | None = None) -> Fields:
-        self._warn(session_id, error)
-        return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
+        why = told(error)
+        self._warn(session_id, why)
+        return excluded(session_id, cursor, f"unreadable: {why}", segment=segment)
+
+    def instead(self, shaped: Fields, error: Exception) -> Fields | None:
+        """What stands in the place of a row that a container cannot hold."""
+        found = instead(shaped, error)
+        self._warn(str(found["session_id"]), told(error))
+        return found if self._query.explain else None
 
     def _session(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
         """A session's rows and exclusions; an unreadable session ends with its reason."""
         try:
             yield from self._readable(stored, page)
-        except UNREADABLE as error:
+        except Exception as error:  # noqa: BLE001 - as in `_or_excluded`
             yield self._unreadable(stored.session_id, self._window.behind(page.at), error)
 
     def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
@@ -138,14 +141,14 @@ class PartRows:
         """
         session_id, at = stored.session_id, page.at
         if stored.status == "erased":
-            yield _excluded(session_id, self._window.behind(at), ERASED)
+            yield excluded(session_id, self._window.behind(at), ERASED)
             return
         found = known(stored)
         if self._query.group_id is not None and self._query.group_id not in found.groups:
             return
         reason = session_excluded(found, self._query)
         if reason is not None:
-            yield _excluded(session_id, self._window.behind(at), reason)
+            yield excluded(session_id, self._window.behind(at), reason)
             return
         made = SessionRows(
             stored,
@@ -167,12 +170,12 @@ class PartRows:
             )
             if segment is None:
                 reason = NOTHING_FITS[self._query.truncate] + _in_no_loss(found.session, row, self._query)
-                yield _excluded(session_id, cursor, reason, segment=number)
+                yield excluded(session_id, cursor, reason, segment=number)
             elif self._query.status not in (
                 None,
                 status := formats.status_of(self._query.format, self._query.shape, segment),
             ):
-                yield _excluded(
+                yield excluded(
                     session_id,
                     cursor,
                     f"status is {status}{_in_no_loss(found.session, row, self._query)}",
@@ -183,7 +186,7 @@ class PartRows:
                 yield made.row(segment, cursor, payloads=self._query.replay, advantage=advantage)
         for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
-            yield _excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)
+            yield excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)
 
 
 def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:
@@ -211,9 +214,3 @@ def _missing(member: StoredSession, found: Sequence[Row | Fields]) -> str | None
         return f"{member.session_id}: its log names another group"
     left_out = (one for one in found if not isinstance(one, Row) and one["turn"] is None)
     return next((f"{one['session_id']}: {one[formats.EXCLUDED]}" for one in left_out), None)
-
-
-def _excluded(
-    session_id: str, cursor: str, reason: str, *, segment: int | None = None, turn: int | None = None
-) -> Fields:
-    return {"session_id": session_id, "segment": segment, "turn": turn, formats.EXCLUDED: reason, "cursor": cursor}

@@ -14,8 +14,8 @@ from functools import partial
 import msgspec
 
 from app.domain.branches import Branches, Picker, pick
-from app.domain.events import UnknownEvent
 from app.domain.fold import fold
+from app.export.faults import told
 from app.store import bulk, reads, rollouts, survey
 from app.store.archives.fetching import read_each
 from app.store.bulk import StoredSession
@@ -98,9 +98,11 @@ class RolloutRows:
         for session_id, log in logs.items():
             try:
                 session = fold(session_id, decode_events(log))
-            except UnknownEvent:
+                rows = 0 if session is None else len(pick(session, self._branches))
+            except Exception as error:  # noqa: BLE001 - a session's fault, whatever it is, ends no export
+                self._database.unreadable.warn(session_id, told(error))
                 continue
-            counts[members[session_id]] += 0 if session is None else len(pick(session, self._branches))
+            counts[members[session_id]] += rows
         return counts
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from app.domain.events import LogprobsOf, TurnCommitted
+from app.domain.request import number_of
 from workers.codec import describe
 
 
@@ -24,17 +25,17 @@ class TurnSampling(msgspec.Struct, frozen=True):
 
 
 class _Params(msgspec.Struct, frozen=True):
-    temperature: object = None
-    top_k: object = None
-    top_p: object = None
-    min_p: object = None
+    temperature: msgspec.Raw = msgspec.Raw(b"null")
+    top_k: msgspec.Raw = msgspec.Raw(b"null")
+    top_p: msgspec.Raw = msgspec.Raw(b"null")
+    min_p: msgspec.Raw = msgspec.Raw(b"null")
 
 
 describe(_Params)
 
 
 def sampling_of(event: TurnCommitted, params: bytes) -> TurnSampling:
-    """`params` are the request's, raw JSON. What is no number is None."""
+    """`params` are the request's, raw JSON. What is no number, or none that a row holds, is None."""
     return msgspec.structs.replace(_named(params), turn=event.turn, logprobs_of=event.logprobs_of or "unknown")
 
 
@@ -42,15 +43,17 @@ def sampling_of(event: TurnCommitted, params: bytes) -> TurnSampling:
 def _named(params: bytes) -> TurnSampling:
     """The same of any turn: most requests of a session have the same parameters."""
     found = msgspec.json.decode(params, type=_Params)
+    top_k = number_of(found.top_k)
     return TurnSampling(
         turn=0,
         logprobs_of="unknown",
-        temperature=_number(found.temperature),
-        top_k=found.top_k if isinstance(found.top_k, int) and not isinstance(found.top_k, bool) else None,
-        top_p=_number(found.top_p),
-        min_p=_number(found.min_p),
+        temperature=_float(found.temperature),
+        top_k=top_k if isinstance(top_k, int) else None,
+        top_p=_float(found.top_p),
+        min_p=_float(found.min_p),
     )
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _float(raw: msgspec.Raw) -> float | None:
+    value = number_of(raw)
+    return None if value is None else float(value)

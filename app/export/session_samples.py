@@ -64,7 +64,7 @@ class SessionSamples:
             found = await asyncio.to_thread(known, stored[session_id])
             metadata = await self.metadata(live, found.session)
             if agent is not None:
-                metadata["agent"] = agent
+                metadata["agent"] = msgspec.Raw(msgspec.json.encode(agent))
             return await asyncio.to_thread(self._body, stored[session_id], found, max_seq_len, branches, metadata)
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error

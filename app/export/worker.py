@@ -77,7 +77,8 @@ def run(_: memoryview, body: memoryview) -> bytes:
     made = part.rows.fields(job.pages, stored)
     packed: list[bytes] = []
     count = 0
-    with contextlib.closing(formats.open_writer(part.query.format, part.query.shape, part.query.explain)) as writer:
+    query = part.query
+    with contextlib.closing(formats.open_writer(query.format, query.shape, query.explain, part.rows.instead)) as writer:
         while rows := next_rows(made, sys.maxsize, PIECE):
             count += len(rows)
             packed.append(writer.pack(rows))

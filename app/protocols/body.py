@@ -12,7 +12,7 @@ from app.domain import bounds, split
 from app.domain.continued_body import ContinuedBody, layout_of
 from app.domain.events import StreamMode
 from app.domain.known_body import LONG_BODY, BodyLayout
-from app.domain.request import TokenIds, value_of
+from app.domain.request import TokenIds, number_of, value_of
 from app.errors import InvalidRequest, Unsupported
 from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
@@ -28,6 +28,9 @@ OURS = frozenset({"stream", "stream_options", "stream_mode", "n", "rid"})
 
 
 _CONVERSATIONS = frozenset({"messages", "input"})
+
+_NUMBER = tuple(b"%c" % one for one in b"-0123456789")
+"""How a number begins."""
 
 _TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 
@@ -120,14 +123,17 @@ def list_of(name: str, raw: msgspec.Raw | None, many_values: bool) -> list[msgsp
 
 
 def engine_params(fields: dict[str, msgspec.Raw], many_values: bool) -> dict[str, msgspec.Raw]:
-    """The fields that are passed to the engine. Raises InvalidRequest for a field that nests too deep, or an invalid
-    adapter."""
+    """The fields that are passed to the engine. Raises InvalidRequest for a field that nests too deep, a number that no
+    row can hold, or an invalid adapter."""
     params = {name: raw for name, raw in fields.items() if name not in OURS}
     for name, raw in params.items():
+        text = bytes(raw)
         if many_values:
-            bounds.require_field(name, bytes(raw))
-        if too_deep(bytes(raw)):
+            bounds.require_field(name, text)
+        if too_deep(text):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
+        if text.startswith(_NUMBER) and number_of(text) is None:
+            raise InvalidRequest(f"{name} is a number that 64 bits cannot hold")
     adapter = value_of(params.get("lora_path"), "lora_path")
     if isinstance(adapter, str) and (len(adapter) > MAX_ADAPTER or "\0" in adapter):
         raise InvalidRequest(f"lora_path must have at most {MAX_ADAPTER} characters, and no NUL")

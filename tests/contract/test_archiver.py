@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from helpers.log import digest, payload
 from helpers.store import Meanwhile, Store
+from integration.reading import read
+from integration.test_damaged_export import add
 
 from app.errors import StoreFull
+from app.export import formats
 from app.export.archiver import CLEAN_EVERY_S, Archiver
 from app.export.exporter import Exporter
+from app.export.row import Fields, Row
 from app.lazy_import import LazyImport
 from app.sessions.archives import Archives
 from app.store.archives import rows
@@ -97,3 +101,21 @@ async def test_what_another_process_has_left_is_dropped_within_a_day(yard: Yard)
     yard.now += CLEAN_EVERY_S
     await other.step(0.0)
     assert await yard.left_over() == []
+
+
+async def test_a_row_that_cannot_be_written_is_missing_in_the_samples_alone(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session_id in ("bad", "good"):
+        await add(yard.store, session_id, None, 1.0)
+    of_row = formats.of_row
+
+    def unwritable(format: str, shape: str, row: Row) -> Fields:
+        fields = of_row(format, shape, row)
+        return {**fields, "messages": object()} if row.session.session_id == "bad" else fields
+
+    monkeypatch.setattr(formats, "of_row", unwritable)
+    step = await yard.archiver().step(0.0)
+    assert (step.archived, step.left) == (2, 0)
+    [samples] = tmp_path.rglob("samples/*.parquet")
+    assert [row["session_id"] for row in read("parquet", samples.read_bytes())] == ["good"]

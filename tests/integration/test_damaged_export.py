@@ -17,9 +17,15 @@ from helpers.store import Store, reward
 from sqlalchemy import Table, delete, event, update
 
 from app.domain.events import BlobRef
+from app.domain.samples import Sample
+from app.export import formats
 from app.export.exporter import Exporter
 from app.export.feed import Feed, FeedQuery
+from app.export.formats import CONTAINERS, DEFAULT, DOCUMENTS, SHAPES
 from app.export.query import ExportQuery
+from app.export.row import Fields, Source
+from app.export.rows import SessionRows
+from app.export.shapes import identity
 from app.lazy_import import LazyImport
 from app.store.engine import Database
 from app.store.log import StoredBlob
@@ -133,6 +139,80 @@ async def test_a_blob_that_cannot_be_read_leaves_out_its_session_alone(store: St
         assert [one["session_id"] for one in lines["g"]["excluded"]] == ["bad"]
 
 
+FORMS = [
+    *(("ndjson", shape) for shape in SHAPES),
+    *((format, shape) for format in CONTAINERS if format != "ndjson" for shape in ("turnlog", "slime", "atropos")),
+    *((format, DEFAULT) for format in DOCUMENTS),
+]
+
+STORED = {
+    "1e999": b'{"temperature":1e999,"top_k":1e999,"top_p":-1e999,"min_p":1e999,"seed":1e999}',
+    "past-64-bits": b'{"temperature":18446744073709551616,"top_k":-9223372036854775809,"top_p":%s}' % (b"1" * 400),
+    "no-number": b'{"temperature":true,"top_k":"1","top_p":"x","min_p":[]}',
+    "no-text": b'{"top_p":"\\ud800"}',
+    "no-json": b"{",
+    "no-object": b"[]",
+}
+
+
+async def test_stored_parameters_that_no_row_holds_are_null_or_leave_out_their_session(sqlite_store: Store) -> None:
+    for name, params in STORED.items():
+        await add(sqlite_store, name, name, 1.0)
+        await damage(sqlite_store, blobs, blobs.c.session_id == name, data=codec.compress(params))
+    await add(sqlite_store, "good", "h", 0.5)
+    for format, shape in FORMS:
+        await whole(sqlite_store, format, shape, len(STORED))
+    rows = {row["session_id"]: row for row in await rows_of(sqlite_store, ExportQuery(explain=True))}
+    assert {name for name, row in rows.items() if "excluded" in row} == {"no-text", "no-json", "no-object"}
+    for name in ("1e999", "past-64-bits", "no-number"):
+        assert {rows[name]["sampling"][0][param] for param in ("temperature", "top_k", "top_p", "min_p")} == {None}
+
+
+async def whole(store: Store, format: str, shape: str, others: int = 1) -> None:
+    """`good` is in the export and in the feed; so is each of the others, or left out with a reason."""
+    wish = ExportQuery(format=format, shape=shape)
+    explained = await rows_of(store, wish.model_copy(update={"explain": True}))
+    reasons = [row["excluded"] for row in explained if row.get("excluded") is not None]
+    assert len(explained) == others + 1, (format, shape, explained)
+    assert "secret" not in "".join(reasons)
+    assert len(await rows_of(store, wish)) == others + 1 - len(reasons) > 0, (format, shape)
+    if format == "ndjson":
+        lines = await handed_out(store, shape)
+        assert (len(lines), len(lines["h"]["rows"])) == (others + 1, 1), shape
+        assert all(len(line["rows"]) + len(line["excluded"]) == 1 for line in lines.values()), shape
+
+
+async def test_a_fault_that_nobody_has_thought_of_is_its_sessions_business(
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a row is made, or written; the reason has nothing of the error's text."""
+    await add(sqlite_store, "bad", "g", 1.0)
+    await add(sqlite_store, "good", "h", 0.5)
+    source, of_row, of_group = SessionRows._source, formats.of_row, formats.of_group
+
+    def failing(made: SessionRows, sample: Sample) -> Source:
+        if made.session.session_id == "bad":
+            raise LookupError("secret")
+        return source(made, sample)
+
+    def unwritable(fields: Fields) -> Fields:
+        is_bad = identity.of(fields)["session_id"] == "bad"
+        return {**fields, "secret": object()} if is_bad else fields
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SessionRows, "_source", failing)
+        for format, shape in FORMS:
+            await whole(sqlite_store, format, shape)
+        [told, _] = await rows_of(sqlite_store, ExportQuery(explain=True))
+        assert told["excluded"] == "unreadable: LookupError in failing"
+    monkeypatch.setattr(formats, "of_row", lambda *given: unwritable(of_row(*given)))
+    monkeypatch.setattr(formats, "of_group", lambda *given: unwritable(of_group(*given)))
+    for format, shape in FORMS:
+        await whole(sqlite_store, format, shape)
+    [told, _] = await rows_of(sqlite_store, ExportQuery(explain=True))
+    assert (told["session_id"], told["segment"]) == ("bad", 0)
+
+
 async def test_a_session_whose_head_is_gone_is_left_out_alone(sqlite_store: Store) -> None:
     await add(sqlite_store, "bad")
     await add(sqlite_store, "good", None, 1.0)
@@ -140,6 +220,16 @@ async def test_a_session_whose_head_is_gone_is_left_out_alone(sqlite_store: Stor
     for shape in ("turnlog", "atropos"):
         rows = await rows_of(sqlite_store, ExportQuery(shape=shape, explain=True))
         assert (excluded(rows), len(rows)) == ({"bad": "unreadable: the log is empty"}, 2)
+
+
+async def test_a_stored_reward_beyond_32_bits_is_no_row_where_a_trainer_needs_them(sqlite_store: Store) -> None:
+    await add(sqlite_store, "bad", "g", -1e39)
+    await add(sqlite_store, "good", "h", 3e38)
+    for format in CONTAINERS:
+        rows = await rows_of(sqlite_store, ExportQuery(format=format, shape="areal", explain=True))
+        told = {row["session_id"]: row.get("excluded") for row in rows}
+        assert told == {"bad": "the reward is beyond a float32", "good": None}
+    assert [row["reward"] for row in await rows_of(sqlite_store, ExportQuery())] == [-1e39, 3e38]
 
 
 async def test_a_time_that_no_calendar_has_is_a_reason(sqlite_store: Store) -> None:

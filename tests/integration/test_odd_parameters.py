@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.domain.patterns import MAX_INTEGER
+from app.domain.patterns import MAX_FLOAT32, MAX_INTEGER
 from integration.stand import Stand, error_of, user
 
 HUGE = 10**22
@@ -135,6 +135,59 @@ def test_a_field_that_no_database_holds_is_refused_by_name(
 ) -> None:
     talk = stand.talk()
     assert refused(stand, method, path.replace("{id}", talk.id), name, {}, body) is None
+
+
+TURNS = {
+    "chat/completions": '{"messages":[{"role":"user","content":"Hello"}],%s}',
+    "completions": '{"prompt":"Hello",%s}',
+    "messages": '{"model":"m","max_tokens":99,"messages":[{"role":"user","content":"Hello"}],%s}',
+    "responses": '{"model":"m","input":"Hello",%s}',
+}
+UNHELD = ("1e999", "-1e999", "18446744073709551616", "-9223372036854775809", "1" * 400, "1" * 5000)
+
+
+@pytest.mark.parametrize("route", TURNS)
+def test_a_number_that_no_row_holds_is_refused_by_name(stand: Stand, route: str) -> None:
+    talk = stand.talk()
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "anything"):
+        for number in UNHELD:
+            reply = stand.http.post(f"{talk.path}/v1/{route}", content=TURNS[route] % f'"{name}": {number}')
+            assert (reply.status_code, name in reply.text) == (400, True), (name, number[:30], reply.text)
+    assert (talk.types(), talk.generations()) == (["SessionCreated"], 0)
+    largest = '"temperature":1e308,"top_k":18446744073709551615'
+    assert stand.http.post(f"{talk.path}/v1/{route}", content=TURNS[route] % largest).status_code == 200
+    [row] = talk.rows()
+    assert (row["sampling"][0]["temperature"], row["sampling"][0]["top_k"]) == (1e308, 2**64 - 1)
+
+
+@pytest.mark.parametrize("number", UNHELD[:-1])
+def test_a_pinned_number_that_no_row_holds_is_refused_by_name(stand: Stand, number: str) -> None:
+    for params, name in ((f'{{"top_k": {number}}}', "params.top_k"), (f'{{"x": [{{"y": {number}}}]}}', "params.x.0.y")):
+        reply = stand.http.post("/sessions", content=f'{{"params": {params}}}')
+        assert (reply.status_code, name in reply.text) == (400, True), reply.text
+
+
+def test_a_reward_that_32_bits_cannot_hold_is_refused_by_name(stand: Stand) -> None:
+    """Trainers keep rewards as float32: the number would be infinite there."""
+    talk = stand.talk()
+    talk.say("Hello")
+    for value in (3.5e38, -3.5e38, 1e308, 10**400):
+        for body, name in (
+            ({"reward": value}, "reward"),
+            ({"reward": 1, "turn": 1, "components": {"tests": value}}, "components.tests"),
+        ):
+            assert refused(stand, "PUT", f"{talk.path}/reward", name, {}, body) is None
+        assert refused(stand, "POST", f"{talk.path}/samples", "reward", {}, {"reward": value}) is None
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": MAX_FLOAT32}).status_code == 200
+    [row] = talk.rows(shape="areal")
+    assert row["rewards"] == pytest.approx([MAX_FLOAT32])
+
+
+def test_a_drivers_metadata_may_hold_any_number(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    reply = stand.http.post(f"{talk.path}/samples", json={"metadata": {"count": HUGE}})
+    assert (reply.status_code, str(HUGE).encode() in reply.content) == (200, True)
 
 
 def test_what_is_kept_as_bytes_may_hold_a_nul(stand: Stand) -> None:

@@ -29,7 +29,7 @@ from app.export.containers import lines, parquet
 from app.export.containers import safetensors as tensors
 from app.export.containers.parquet import ParquetWriter
 from app.export.containers.safetensors import SafetensorsWriter, TensorFile
-from app.export.containers.writer import EXCLUSION, ContainerWriter
+from app.export.containers.writer import EXCLUSION, ContainerWriter, Instead, refuse
 from app.export.row import Fields
 
 COLUMNS: Columns = {
@@ -51,19 +51,29 @@ COLUMNS: Columns = {
     "inner": {"ids": "[int32]", "label": "text"},
 }
 
-WRITERS: dict[str, Callable[[Columns], ContainerWriter]] = {
-    "ndjson": lambda columns: lines.ndjson(),
-    "msgpack": lambda columns: lines.msgpack(),
+WRITERS: dict[str, Callable[[Columns, Instead], ContainerWriter]] = {
+    "ndjson": lambda columns, instead: lines.ndjson(instead),
+    "msgpack": lambda columns, instead: lines.msgpack(instead),
     "safetensors": SafetensorsWriter,
     "parquet": ParquetWriter,
 }
 
 
-def written(format: str, rows: Sequence[Fields], columns: Columns = COLUMNS, *, page: int = 3) -> bytes:
-    writer = WRITERS[format](columns)
+def written(
+    format: str,
+    rows: Sequence[Fields],
+    columns: Columns = COLUMNS,
+    *,
+    page: int = 3,
+    instead: Instead = refuse,
+    is_packed: bool = False,
+) -> bytes:
+    writer = WRITERS[format](columns, instead)
     try:
         pages = [rows[start : start + page] for start in range(0, len(rows), page)]
-        pieces = [piece for part in pages for piece in writer.write(part)]
+        pieces = [
+            piece for part in pages for piece in (writer.add(writer.pack(part)) if is_packed else writer.write(part))
+        ]
         pieces += writer.finish()
     finally:
         writer.close()
@@ -288,7 +298,7 @@ def test_arrays_that_do_not_lie_in_one_piece() -> None:
 
 @pytest.mark.parametrize("format", WRITERS)
 def test_a_writer_whose_reader_has_gone_leaves_nothing_behind(format: str) -> None:
-    writer = WRITERS[format](COLUMNS)
+    writer = WRITERS[format](COLUMNS, refuse)
     list(writer.write([row(3)]))
     writer.close()
     del writer
@@ -300,7 +310,7 @@ def test_memory_is_bounded(format: str, monkeypatch: pytest.MonkeyPatch) -> None
     """40 MB of arrays; Arrow's own memory stands beside Python's and is bounded by the row group."""
     monkeypatch.setattr(parquet, "GROUP", 1 << 20)
     random = np.random.default_rng(1)
-    writer = WRITERS[format](COLUMNS)
+    writer = WRITERS[format](COLUMNS, refuse)
     tracemalloc.start()
     size = 0
     try:
@@ -315,3 +325,43 @@ def test_memory_is_bounded(format: str, monkeypatch: pytest.MonkeyPatch) -> None
         writer.close()
     assert size > 20_000_000
     assert peak < 8 << 20
+
+
+UNHOLDABLE: dict[str, tuple[object, ...]] = {
+    "name": ("\ud800", object(), 2**70),
+    "count": (2**70, object()),
+    "extra": (2**70, [object()], {"a": "\ud800"}),
+    "tokens": (np.array([2**40]), np.array([1 + 1j]), object()),
+    "names": (["\ud800"], [object()]),
+    "blob": (object(),),
+    "inner": ({"ids": object(), "label": "x"},),
+}
+"""Values that a column cannot have. Some container or other holds one nevertheless."""
+
+FAULTS = st.sampled_from([(name, value) for name, values in UNHOLDABLE.items() for value in values])
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["written", "packed"])
+@pytest.mark.parametrize("format", WRITERS)
+@settings(max_examples=cases(30))
+@given(rows=ROWS, faults=st.dictionaries(st.integers(0, 6), FAULTS, min_size=1, max_size=3))
+def test_a_row_that_cannot_be_written_leaves_the_others_as_they_are(
+    format: str, is_packed: bool, rows: list[dict[str, Any]], faults: dict[int, tuple[str, object]]
+) -> None:
+    """The file is that of the others with what stands in its place; nothing does in the place of every second one."""
+    columns: Columns = {**EXCLUSION, **COLUMNS}
+    given: list[Fields] = [{**row, "turn": number} for number, row in enumerate(rows)]
+    bad = {number: {**given[number], name: value} for number, (name, value) in faults.items() if number < len(rows)}
+    replaced: dict[object, Fields | None] = {}
+
+    def instead(row: Fields, error: Exception) -> Fields | None:
+        number = row["turn"]
+        assert isinstance(number, int)
+        replaced[number] = {"session_id": "bad", "turn": number, "excluded": str(number)} if number % 2 else None
+        return replaced[number]
+
+    faulty = [bad.get(number, row) for number, row in enumerate(given)]
+    found = written(format, faulty, columns, instead=instead, is_packed=is_packed)
+    expected = [replaced.get(row["turn"], row) for row in faulty]
+    assert replaced.keys() <= bad.keys()
+    assert found == written(format, [row for row in expected if row is not None], columns)

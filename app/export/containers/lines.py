@@ -9,24 +9,25 @@ import msgspec
 import numpy as np
 
 from app.export import jsontext
-from app.export.containers.writer import PIECE, Buffer
+from app.export.containers.writer import PIECE, Buffer, Instead, encoded, refuse
 from app.export.row import Fields
 
 
 class RowWriter:
     """Neither needs to know the columns, nor has anything to say at the end."""
 
-    def __init__(self, media_type: str, suffix: str, encode: Callable[[Fields], bytes]) -> None:
+    def __init__(self, media_type: str, suffix: str, encode: Callable[[Fields], bytes], instead: Instead) -> None:
         self.media_type = media_type
         self.suffix = suffix
         self._encode = encode
+        self._instead = instead
 
     def write(self, rows: Iterable[Fields]) -> Iterator[bytes]:
         pending: list[bytes] = []
         size = 0
-        for row in rows:
-            pending.append(self._encode(row))
-            size += len(pending[-1])
+        for line in encoded(rows, self._encode, self._instead):
+            pending.append(line)
+            size += len(line)
             if size >= PIECE:
                 yield b"".join(pending)
                 pending, size = [], 0
@@ -34,7 +35,7 @@ class RowWriter:
             yield b"".join(pending)
 
     def pack(self, rows: Sequence[Fields]) -> bytes:
-        return b"".join(map(self._encode, rows))
+        return b"".join(encoded(rows, self._encode, self._instead))
 
     def add(self, packed: Buffer) -> Iterator[bytes]:
         return iter((bytes(packed),) if packed else ())
@@ -46,12 +47,12 @@ class RowWriter:
         pass
 
 
-def ndjson() -> RowWriter:
+def ndjson(instead: Instead = refuse) -> RowWriter:
     """One JSON object a line."""
-    return RowWriter("application/x-ndjson", ".ndjson", lambda row: jsontext.encode(row) + b"\n")
+    return RowWriter("application/x-ndjson", ".ndjson", lambda row: jsontext.encode(row) + b"\n", instead)
 
 
-def msgpack() -> RowWriter:
+def msgpack(instead: Instead = refuse) -> RowWriter:
     """One map a row; an array is a map of `dtype` (numpy's name with its byte order, little), `shape` and `data`."""
     encoder = msgspec.msgpack.Encoder(enc_hook=_array)
 
@@ -62,7 +63,7 @@ def msgpack() -> RowWriter:
         except OverflowError:
             return encoder.encode(_held(parsed))
 
-    return RowWriter("application/vnd.msgpack", ".msgpack", encode)
+    return RowWriter("application/vnd.msgpack", ".msgpack", encode, instead)
 
 
 def _held(value: object) -> object:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from app.domain.samples import Array
 from app.export import jsontext
 from app.export.columns import Column, Columns, depth
-from app.export.containers.writer import Buffer
+from app.export.containers.writer import Buffer, Instead, encoded, refuse
 from app.export.row import Fields
 
 GROUP = 4 << 20
@@ -50,13 +50,22 @@ SCALARS = {
 }
 
 
+class _Values(msgspec.Struct, frozen=True):
+    """A row's values in the order of the columns, and what they take in memory, about."""
+
+    row: Fields
+    values: Sequence[object]
+    size: int
+
+
 class ParquetWriter:
     """Lists are nullable, and so are their items to the format, though none is null."""
 
     media_type = "application/vnd.apache.parquet"
     suffix = ".parquet"
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, instead: Instead = refuse) -> None:
+        self._instead = instead
         self._columns = columns
         self._schema = pa.schema([pa.field(name, _type(column)) for name, column in columns.items()])
         self._out = _Pieces()
@@ -69,21 +78,20 @@ class ParquetWriter:
             use_byte_stream_split=list(_paths(columns, FLOATS)),
             write_statistics=list(_paths(columns, SCALARS.keys() - {"json", "bytes"}, scalars=True)),
         )
-        self._rows: list[Sequence[object]] = []
+        self._rows: list[_Values] = []
         self._batches: list[Any] = []
         self._size = 0
 
     def write(self, rows: Iterable[Fields]) -> Iterator[bytes]:
-        for row in rows:
-            values, size = self._values(row)
-            self._rows.append(values)
-            self._size += size
+        for row in encoded(rows, self._values, self._instead):
+            self._rows.append(row)
+            self._size += row.size
             if self._size >= GROUP:
                 yield from self._group()
 
     def pack(self, rows: Sequence[Fields]) -> bytes:
-        values, sizes = zip(*map(self._values, rows), strict=True)
-        batch = self._batch(values)
+        fitting, batch = self._batch(list(encoded(rows, self._values, self._instead)))
+        sizes = [row.size for row in fitting]
         out = io.BytesIO()
         with pa.ipc.new_stream(out, self._schema) as stream:
             stream.write_batch(batch)
@@ -104,8 +112,7 @@ class ParquetWriter:
         if begun < len(sizes):
             self._batches.append(batch.slice(begun))
 
-    def _values(self, row: Fields) -> tuple[Sequence[object], int]:
-        """A row's values in the order of the columns, and what they take in memory, about."""
+    def _values(self, row: Fields) -> _Values:
         if not row.keys() <= self._columns.keys():
             unknown = row.keys() - self._columns.keys()
             raise ValueError(f"no column was declared for {', '.join(sorted(unknown))}")
@@ -113,16 +120,33 @@ class ParquetWriter:
             None if (value := row.get(name)) is None else _plain(column, value)
             for name, column in self._columns.items()
         ]
-        return values, ROW_COST + sum(map(_size, values))
+        return _Values(row, values, ROW_COST + sum(map(_size, values)))
 
-    def _batch(self, rows: Sequence[Sequence[object]]) -> Any:
-        values = zip(*rows, strict=True)
-        arrays = [_array(column, of_column) for column, of_column in zip(self._columns.values(), values, strict=True)]
+    def _batch(self, rows: Sequence[_Values]) -> tuple[Sequence[_Values], Any]:
+        """The rows that are in the batch, and the batch. Where a column cannot hold a row, each is tried alone."""
+        try:
+            return rows, self._record_batch(rows)
+        except Exception:  # noqa: BLE001 - as in `encoded`, which finds the row
+            fitting = [row for one in rows for row in encoded([one.row], self._tried, self._instead)]
+            return fitting, self._record_batch(fitting)
+
+    def _tried(self, row: Fields) -> _Values:
+        """Raises whatever a batch of the row alone does."""
+        values = self._values(row)
+        self._record_batch([values])
+        return values
+
+    def _record_batch(self, rows: Sequence[_Values]) -> Any:
+        arrays = [
+            _array(column, [row.values[place] for row in rows]) for place, column in enumerate(self._columns.values())
+        ]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _close_batch(self) -> None:
         if self._rows:
-            self._batches.append(self._batch(self._rows))
+            fitting, batch = self._batch(self._rows)
+            if fitting:
+                self._batches.append(batch)
             self._rows = []
 
     def finish(self) -> Iterator[bytes]:
@@ -136,11 +160,12 @@ class ParquetWriter:
 
     def _group(self) -> Iterator[bytes]:
         self._close_batch()
-        table = pa.Table.from_batches(self._batches)
+        table = pa.Table.from_batches(self._batches, schema=self._schema)
         if len(self._batches) > 1:
             table = table.combine_chunks()  # a page ends with a chunk
         self._batches, self._size = [], 0
-        self._parquet.write_table(table, row_group_size=len(table))
+        if len(table):
+            self._parquet.write_table(table, row_group_size=len(table))
         del table
         pa.default_memory_pool().release_unused()
         yield from self._out.taken()

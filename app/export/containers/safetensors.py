@@ -21,7 +21,7 @@ from app.domain.samples import Array
 from app.errors import InvalidRequest
 from app.export import jsontext
 from app.export.columns import Column, Columns, depth
-from app.export.containers.writer import EXCLUDED, PIECE, Buffer
+from app.export.containers.writer import EXCLUDED, PIECE, Buffer, Instead, encoded, refuse
 from app.export.row import Fields
 from workers.codec import describe
 
@@ -175,13 +175,22 @@ class TensorFile:
         header.add(b" " * (-header.size % 8))
 
 
+class _PackedRow(msgspec.Struct, frozen=True):
+    """A row's arrays with the beginnings of their names, and the JSON of the rest."""
+
+    arrays: list[tuple[str, Array]]
+    text: bytes
+    is_excluded: bool
+
+
 class SafetensorsWriter:
     """Nothing leaves before the last row, whose place in the header has to be known."""
 
     media_type = "application/octet-stream"
     suffix = ".safetensors"
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, instead: Instead = refuse) -> None:
+        self._instead = instead
         self._apart = {name: column for name, column in columns.items() if _holds_arrays(column)}
         self._file = TensorFile()
         self._rows, self._excluded = Spool(), Spool()
@@ -203,24 +212,33 @@ class SafetensorsWriter:
         data: list[list[memoryview | bytes]] = [[] for _ in SIZES]
         texts: list[memoryview] = []
         excluded: list[memoryview] = []
+        for row in encoded(rows, self._packed_row, self._instead):
+            if row.is_excluded:
+                excluded.append(memoryview(row.text))
+                continue
+            for path, array in row.arrays:
+                content = little_endian(array)
+                tensors.append(Tensor(path, len(texts), NAMES[array.dtype.name], array.shape, len(content)))
+                data[tensors[-1].place].append(content)
+            texts.append(memoryview(row.text))
+        return PackedRows(tensors, [memoryview(b"".join(parts)) for parts in data], texts, excluded)
+
+    def _packed_row(self, row: Fields) -> _PackedRow:
+        """Raises ValueError for an array of a type that the format does not have."""
+        arrays: list[tuple[str, Array]] = []
 
         def take(path: str, array: Array) -> None:
-            content = little_endian(array)
-            tensors.append(Tensor(path, len(texts), NAMES[array.dtype.name], array.shape, len(content)))
-            data[tensors[-1].place].append(content)
+            if array.dtype.name not in NAMES:
+                raise ValueError(f"{path} is an array of {array.dtype.name}")
+            arrays.append((path, array))
 
-        for row in rows:
-            if EXCLUDED in row:
-                excluded.append(memoryview(jsontext.encode(row)))
-                continue
-            rest = dict(row)
-            for name, column in self._apart.items():
-                if rest.get(name) is not None:
-                    found = _without(name, column, rest.pop(name), take)
-                    if found is not None:
-                        rest[name] = found
-            texts.append(memoryview(jsontext.encode(rest)))
-        return PackedRows(tensors, [memoryview(b"".join(parts)) for parts in data], texts, excluded)
+        rest = dict(row)
+        for name, column in self._apart.items():
+            if rest.get(name) is not None:
+                found = _without(name, column, rest.pop(name), take)
+                if found is not None:
+                    rest[name] = found
+        return _PackedRow(arrays, jsontext.encode(rest), EXCLUDED in row)
 
     def _add(self, packed: PackedRows) -> Iterator[bytes]:
         self._file.add_all(packed, self._count)

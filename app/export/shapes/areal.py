@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from app.domain.patterns import MAX_FLOAT32
 from app.export.columns import Columns
 from app.export.row import Fields, Row, Unfit
 from app.export.shapes import identity
@@ -31,13 +32,15 @@ COLUMNS: Columns = {
 def fields(row: Row) -> Fields:
     """Arrays of shape [1, T], `rewards` of shape [1]; the full sequence, not shifted; masked logprob 0.0.
 
-    Raises Unfit without a reward, for which AReaL needs a number, or a sampled token.
+    Raises Unfit without a reward, for which AReaL needs a number of 32 bits, or a sampled token.
     """
     sample = row.sample
     if row.reward is None:
         raise Unfit("no reward")
     if sample.response_length == 0:
         raise Unfit("no token was sampled")
+    if abs(row.reward) > MAX_FLOAT32:
+        raise Unfit("the reward is beyond a float32")
     return {
         "input_ids": sample.tokens.astype(np.int64)[None],
         "loss_mask": sample.loss_mask.astype(np.int64)[None],

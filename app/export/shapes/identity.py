@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from app.export.columns import Columns
@@ -39,6 +41,19 @@ def fields(row: Row) -> Fields:
         "final": row.final,
         "cursor": row.cursor,
     }
+
+
+def of(shaped: Fields) -> Fields:
+    """The identity that a shaped row has; of a group's row that of its last session, without a segment.
+
+    Raises KeyError for a row without one.
+    """
+    found: Any = shaped
+    if "session_ids" in found:
+        return {"session_id": found["session_ids"][-1], "segment": None, "cursor": found["cursor"]}
+    if "cursor" not in found:
+        found = found.get("extra_fields") or found.get("extra") or found["metadata"]["turnlog"]
+    return {name: found[name] for name in ("session_id", "segment", "cursor")}
 
 
 def rollout(row: Row) -> Fields:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from app.domain.samples import TurnSpan
@@ -103,12 +105,17 @@ def fields(row: Row) -> Fields:
         "parent_branch": sample.place.parent_branch,
         "fork_turn": sample.place.fork_turn,
         "agent_id": sample.agent_id,
-        "pinned": {"model": config.model, "params": config.params} if config.model or config.params else None,
+        "pinned": _pinned(config.model, config.params) if config.model or config.params else None,
         **identity.sampling(row),
         **({} if row.links is None else {"replay_urls": row.links}),
         "note": session.note,
         "tags": list(session.tags),
     }
+
+
+def _pinned(model: str | None, params: dict[str, Any] | None) -> msgspec.Raw:
+    """As text, which holds any number."""
+    return msgspec.Raw(msgspec.json.encode({"model": model, "params": params}))
 
 
 def _turn(span: TurnSpan) -> Fields:
