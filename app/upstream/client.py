@@ -51,6 +51,9 @@ PATHS = (
 
 JSON = ("content-type", "application/json")
 
+ONCE = ("connection", "close")
+"""The header of a request whose connection is not used again: what an engine sends after its reply is nobody's."""
+
 SMALL = 4 << 20
 """Largest reply to anything but a turn; its memory is not accounted."""
 
@@ -134,6 +137,8 @@ class _Request(aiohttp.ClientRequest):
             raise _UnsolicitedData
         if not _may_send.get(_always)():
             raise Withheld
+        if conn.protocol is not None and self.headers.get(ONCE[0]) == ONCE[1]:
+            conn.protocol.force_close()
         return await super().send(conn)
 
 
