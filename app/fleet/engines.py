@@ -19,6 +19,7 @@ from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, U
 from app.fleet.member import Member
 from app.fleet.versions import WeightVersions
 from app.upstream.client import (
+    ONCE,
     EngineClient,
     EngineError,
     EngineReply,
@@ -180,6 +181,10 @@ class Engines:
         """Which distribution the engine's logprobs are of: what it says, else what the operator says."""
         return member.logprobs_of or self._logprobs_of
 
+    def known(self, url: str) -> Member:
+        """What is known of an engine, also of one that was removed."""
+        return self.members.get(url) or Member(url)
+
     def require_some(self) -> None:
         """Raises NoUpstream."""
         if not self.members:
@@ -260,7 +265,10 @@ class Engines:
             if rid:
                 self._generating[rid] = url
             named = with_request_id(headers, rid, self._dialect_of(url))
-            logprobs_of = self.logprobs_of(self.members.get(url) or Member(url))
+            member = self.known(url)
+            if not member.echoes_ids:
+                named = [*named, ONCE]
+            logprobs_of = self.logprobs_of(member)
             stream = None if open_stream is None else open_stream(url, dispatched[url], logprobs_of)
             route = PATHS[shape] if path is None else path()
             return await self._client.post(url + route, body, named, grow, may_send, stream)
@@ -294,7 +302,7 @@ class Engines:
         The engine is asked once, and again after a restart. `model` is the asking turn's, as raw JSON. Raises
         EngineError, ProbeRefused, UpstreamInvalid.
         """
-        member = self.members.get(url) or Member(url)
+        member = self.known(url)
         if member.token_ids is None or member.is_refusing:
             running = self._probes.get(url)
             if running is None:
@@ -345,7 +353,7 @@ class Engines:
         tried = 0
         for base_url in order:
             tried += 1
-            member = self.members.get(base_url) or Member(base_url)
+            member = self.known(base_url)
             known = member.weight_version
             member.in_flight += 1
             try:

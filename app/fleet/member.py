@@ -9,15 +9,22 @@ in a row, and back after several successful checks.
 from __future__ import annotations
 
 import logging
-from typing import Literal
+import re
+from typing import Any, Literal
 
 import msgspec
 
 from app.domain.events import LogprobsOf, is_number
+from app.domain.rids import RID_CHARACTERS, RID_MARK
+from app.upstream.body import Body
 from app.upstream.generate import ServerInfo
 from app.upstream.token_in import IdsField
 
 log = logging.getLogger("turnlog.engines")
+
+_REPLY_ID = re.compile(rb'"id"\s*:\s*"(?:chatcmpl-|cmpl-)?(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
+_REPLY_ID_WITHIN = 512
+"""An engine begins a reply with its id, which is made of the turn's `rid`; only the first bytes are searched."""
 
 Alive = Literal["healthy", "busy", "paused"]
 """State of a live engine: `busy` answers, but not where it must generate; `paused` was told to wait."""
@@ -34,12 +41,20 @@ SPACING_S = 0.5
 """Failures closer together count as one: a hundred turns may meet the same restart."""
 
 
+class _Named(msgspec.Struct):
+    """A completion's id, whatever that is."""
+
+    id: Any = None
+
+
 class Member(msgspec.Struct):
     """`in_flight` counts this process's generations there. `since` (seconds since the epoch) is when `health` changed.
 
     `generation` grows when the engine answers after it had refused connections: it was restarted, so `sessions` (has it
     the session routes?), `dialect`, `logprobs_of` and `token_ids` (the field of a chat that it takes a prompt's ids
     from) and `server_info` (of SGLang, if it was asked) are unknown again.
+
+    `echoes_ids`: a reply of it had the id of its request.
 
     `has_aborted`: it aborted a generation that could not be continued; a warning was logged. `needs_check`: it failed a
     turn and was not checked since.
@@ -72,6 +87,7 @@ class Member(msgspec.Struct):
     is_refusing: bool = False
     needs_check: bool = False
     has_aborted: bool = False
+    echoes_ids: bool = False
 
     def succeeded(self, alive: Alive, now: float) -> None:
         """It gave a sign of life at `now`, in seconds since the epoch."""
@@ -108,7 +124,17 @@ class Member(msgspec.Struct):
             self.generation += 1
             self.dialect = self.sessions = self.token_ids = self.logprobs_of = self.server_info = None
             self.version_asked = None
-            self.logprobs_asked = False
+            self.logprobs_asked = self.echoes_ids = False
+
+    def rid_in(self, reply: Body) -> str | None:
+        """The rid of the request that a completion names at its beginning; None if it names none there."""
+        named = _REPLY_ID.search(reply.beginning(_REPLY_ID_WITHIN))
+        self.echoes_ids = self.echoes_ids or named is not None
+        return None if named is None else named[1].decode()
+
+    def lacks_id(self, reply: Body) -> bool:
+        """Has a valid completion no id, of an engine that gives ids? It may be that of another request."""
+        return self.echoes_ids and not msgspec.json.decode(reply.joined(), type=_Named).id
 
     def _become(self, health: Health, now: float) -> None:
         if health != self.health:

@@ -53,17 +53,23 @@ class TooMany(msgspec.Struct, frozen=True):
 
 
 class TreeClaim(msgspec.Struct, frozen=True):
-    """The conditions of a claim in a tree: `turns` turns are committed, and fewer than `max_open` are open."""
+    """The conditions of a claim in a tree: `turns` turns are committed, and fewer than `max_open` are open.
+
+    `is_retry`: its client marked it as a retry without a key. Then no other process may have an open turn with its
+    body, but for those with the fences `unlike`, which are other agents'.
+    """
 
     turns: int
     max_open: int
+    is_retry: bool = False
+    unlike: Collection[int] = ()
 
 
 class Claim(BaseOperation, frozen=True):
     """Open a turn, if the session is at version `expected`, written at `last_event_at`, and has no open turn.
 
     In a `tree` other turns may be open, and events that commit no turn may follow `expected`; Busy is then only a turn
-    with the same retry key. The store then gives the turn its number and its fence, the `seq` of the returned event.
+    that the request repeats. The store then gives the turn its number and its fence, the `seq` of the returned event.
 
     The time tells apart logs with the same number of events: a PostgreSQL crash may lose claims, which are not synced,
     and other events then take their places. A dead process's claim is abandoned where it is in the way; the outcome is
@@ -86,7 +92,7 @@ class Claim(BaseOperation, frozen=True):
         row: Row | None
         if self.tree is None:
             row = (self.expected + 1, self.event.turn) if tx.run(sql.claim_head, given) else None
-        elif (busy := self._same_key(tx)) is not None:
+        elif (busy := self._repeated(tx, self.tree)) is not None:
             return busy
         else:
             limits = {"known_turns": self.tree.turns, "max_open": self.tree.max_open}
@@ -99,18 +105,22 @@ class Claim(BaseOperation, frozen=True):
         reach("in_claim")
         return appended
 
-    def _same_key(self, tx: Tx) -> Busy | None:
-        """The open turn of a living process with this claim's retry key. A dead process's is abandoned: it must not
-        commit after all."""
-        key = self.event.retry_key
-        if key is None:
+    def _repeated(self, tx: Tx, tree: TreeClaim) -> Busy | None:
+        """The open turn of a living process that the claim's request repeats: with its retry key, or as `TreeClaim`
+        says. A dead process's is abandoned: it must not commit after all."""
+        key, opened = self.event.retry_key, self.event
+        if key is None and not tree.is_retry:
             return None
         tx.lock(sql.lock_head, {"sid": self.session_id})
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
-        of_key = [row for row in holders if row[4] == key]
-        live = [row for row in of_key if not row[5]]
-        if of_key and not live:
-            abandon(tx, self.session_id, self.at, of_key, "owner_dead")
+        if key is not None:
+            same = [row for row in holders if row[4] == key]
+        else:
+            elsewhere = (row for row in holders if row[2] != opened.incarnation and row[1] not in tree.unlike)
+            same = [row for row in elsewhere if row[3] == opened.body_hash]
+        live = [row for row in same if not row[5]]
+        if same and not live:
+            abandon(tx, self.session_id, self.at, same, "owner_dead")
         return Busy(*live[0][:5]) if live else None
 
     def opened(self, number: int) -> TurnOpened:

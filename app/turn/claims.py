@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Literal, Protocol
 
 from app.crash_points import reach
@@ -110,7 +111,8 @@ class Claims:
         return self._incarnation()
 
     async def take(self, entry: CacheEntry, context: TurnContext, *, is_alone: bool = False) -> ClaimedTurn | None:
-        """Claim the session at a version that the request fits; None if its turn is already committed.
+        """Claim the session at a version that the request fits; None if its turn is already committed, or the request
+        must be read again with turns that another process has committed.
 
         `is_alone`: no other turn is in flight in this process.
         """
@@ -123,23 +125,25 @@ class Claims:
                 return None
             self._require_room(entry.session)
             plan = await self._match(entry, context)
-            if plan is not None:
-                outcome = await self._claim(entry, plan, context, is_alone)
-                if isinstance(outcome, ClaimedTurn):
-                    return outcome
-                if isinstance(outcome, Refused):
-                    self._cache.drop(session_id)
-                    raise refusal(session_id, outcome.status)
-                if isinstance(outcome, TooMany):
-                    raise _too_many_open(session_id, self._limits.max_open_turns)
-                if isinstance(outcome, Busy):
-                    left = await self._check_busy(session_id, outcome, context.identity)
-                    if left is not None:
-                        await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
-                        tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
+            outcome = await self._claim(entry, plan, context, is_alone)
+            if isinstance(outcome, ClaimedTurn):
+                return outcome
+            if isinstance(outcome, Refused):
+                self._cache.drop(session_id)
+                raise refusal(session_id, outcome.status)
+            if isinstance(outcome, TooMany):
+                raise _too_many_open(session_id, self._limits.max_open_turns)
+            if isinstance(outcome, Busy):
+                left = await self._check_busy(session_id, outcome, context.identity)
+                if left is not None:
+                    await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
+                    tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
             known = len(entry.session.turns)
             entry = require_open(await self._cache.refresh(session_id), session_id)
-            if entry.session.is_tree and len(entry.session.turns) > known:
+            turns = entry.session.turns
+            if entry.session.is_tree and len(turns) > known:
+                if any(turn.incarnation != self.incarnation for turn in islice(reversed(turns), len(turns) - known)):
+                    return None  # How the request was read depends on the turns that were known then.
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True
@@ -170,7 +174,7 @@ class Claims:
             opened,
             self._lease_s(),
             is_alone=is_alone,
-            tree=TreeClaim(len(session.turns), self._limits.max_open_turns) if session.is_tree else None,
+            tree=self._tree_claim(session, identity) if session.is_tree else None,
         )
         reach("before_claim")
         self._known[session_id, claim.at] += 1
@@ -190,6 +194,14 @@ class Claims:
         opened_at = None if session.history == "linear" else claim.at
         return ClaimedTurn(entry, claimed, plan, event, fence, rid, session.last_event_at, opened_at)
 
+    def _tree_claim(self, session: Session, own: Identity) -> TreeClaim:
+        """A marked retry waits for a turn that it repeats at another process: whether that turn's client still waits is
+        known there alone. Of SQLite there is no other process."""
+        is_retry = own.mark.is_retry and own.mark.key is None and not self._cache.database.is_sqlite
+        opened = session.open_turns.values() if is_retry else ()
+        unlike = [held.fence for held in opened if not own.has_body(held.body_hash, held.agent_id)]
+        return TreeClaim(len(session.turns), self._limits.max_open_turns, is_retry, unlike)
+
     def _require_room(self, session: Session) -> None:
         """Raises TooManyTurns."""
         if len(session.turns) >= self._limits.max_turns:
@@ -197,8 +209,8 @@ class Claims:
                 f"session {session.session_id} has {len(session.turns)} turns, the most that it may have"
             )
 
-    async def _match(self, entry: CacheEntry, context: TurnContext) -> Plan | None:
-        """Where the request joins the session's history; None if the session has changed since it was read.
+    async def _match(self, entry: CacheEntry, context: TurnContext) -> Plan:
+        """Where the request joins the session's history.
 
         Raises Restored (the request carries a turn that is set aside), SessionBusy (takes precedence over the others),
         RollbackTooDeep, HistoryMismatch.
@@ -209,10 +221,7 @@ class Claims:
         try:
             return context.history.join(session, entry.index, context.identity.agent_id)
         except (RollbackTooDeep, HistoryMismatch):
-            fresh = await self._cache.refresh(session.session_id)
-            if fresh is not None and fresh.session.version != session.version:
-                return None
-            held = None if fresh is None else fresh.session.open_turn
+            held = session.open_turn
             if held is not None and await self._is_held_elsewhere(held.incarnation):
                 raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
             raise

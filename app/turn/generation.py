@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Sequence
 
 import msgspec
@@ -18,7 +17,6 @@ from app.crash_points import reach
 from app.domain import decide
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
-from app.domain.rids import RID_CHARACTERS, RID_MARK
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.engines import Answer, EngineChoice
 from app.sessions.cache import id_text
@@ -209,9 +207,14 @@ class Generation:
         reply = msgspec.structs.replace(answer.reply, headers=http_headers.to_client(answer.reply.headers))
         if reply.status != 200:
             return EngineRefusal(reply.status, reply.headers, reply.body)
-        _require_own_rid(reply.body, self._claimed.rid)
+        engine = self._services.engines.known(answer.engine)
+        named = engine.rid_in(reply.body)
+        if named not in (None, self._claimed.rid):
+            raise UpstreamInvalid("the reply is that of another request")
         answer = msgspec.structs.replace(answer, reply=reply)
         validated = await self._validate_body(answer, new, options, prompt)
+        if named is None and engine.lacks_id(reply.body):
+            raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
         reach("after_judged")
         version = _reported_version(answer, validated)
         self._services.engines.seen(answer.engine, version, answer.known, validated.result.dialect)
@@ -402,19 +405,7 @@ def _whole(
     return GeneratedTurn(part.reply, reply.body, reply.headers, turn.request, turn.new, prompt, options, choice)
 
 
-_REPLY_ID = re.compile(rb'"id"\s*:\s*"(?:chatcmpl-|cmpl-)?(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
-_REPLY_ID_WITHIN = 512
-"""An engine begins a reply with its id, which is made of the turn's `rid`; only the first bytes are searched."""
-
-
 def _reported_version(answer: Answer, reply: ValidatedReply) -> str | None:
     """The weight version at the end of the reply, if it differs from the one known at dispatch."""
     spans = reply.weight_versions
     return spans[-1].version if spans and spans[-1].version not in (UNKNOWN_VERSION, answer.dispatched) else None
-
-
-def _require_own_rid(body: Body, rid: str) -> None:
-    """Raises UpstreamInvalid for the reply to another of our requests, sent on this one's connection."""
-    found = _REPLY_ID.search(body.beginning(_REPLY_ID_WITHIN))
-    if found is not None and found[1] != rid.encode():
-        raise UpstreamInvalid("the reply is that of another request")

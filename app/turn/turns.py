@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -34,7 +35,6 @@ from app.domain.turns import Turn
 from app.errors import (
     AppError,
     ClientGone,
-    IdempotencyMismatch,
     InvalidRequest,
     Restored,
     SessionBusy,
@@ -109,60 +109,70 @@ class Turns:
         Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures.
         """
         services, cache = self._services, self._services.cache
-        entry = require_open(await cache.get(session_id), session_id)
-        if continued is not None and continued.prefix.known not in entry.bodies:
-            continued = None
-        large = large_bytes(body, continued)
-        try:
-            request = await self.large_bodies.run(large, lambda: protocol.parse(body, not large, continued))
-            if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
-                request = protocol.complete(request, await self._stored_turns(entry, request))
-            if continued is not None:
-                large = large or large_history(body, request, entry.index)
-            self._admit(request, session_id, waiter.token_session)
-            request = with_pinned(request, entry.session.config)
-            adapter = adapter_of(entry.session, request, services.fleet.fleet)
-            while True:
-                read = lambda: self._read(request, entry, sender)  # noqa: B023, E731
-                history, template, identity = await self.large_bodies.run(large, read)
-                flights = self._in_flight.get(session_id, [])
-                in_flight = services.retries.joinable(entry, flights, identity)
-                if in_flight is not None:
-                    reply = await self._join(in_flight, waiter)
-                elif (repeated := await services.retries.repeated(entry, identity)) is not None:
-                    reply = await self._replay(session_id, repeated, request, waiter)
-                else:
-                    if request.refusal is not None:
-                        raise InvalidRequest(request.refusal)
-                    self._require_free(session_id, entry.session, sender)
-                    services.engines.require_some()
-                    gate = services.gates.arrive(adapter)
-                    flight = InFlightTurn(identity)
-                    self._in_flight.setdefault(session_id, []).append(flight)
-                    self.in_flight += 1
-                    context = TurnContext(
-                        session_id,
-                        request,
-                        history,
-                        template,
-                        adapter,
-                        client,
-                        identity,
-                        sender.history,
-                        waiter,
-                        stages,
-                        flight,
-                        gate,
-                        large,
-                    )
-                    reply = await self._take_new(entry, context)
-                if reply is not None:
-                    return reply if request.echo is None else msgspec.structs.replace(reply, echo=request.echo)
-                entry = require_open(await cache.get(session_id), session_id)
-        except (InvalidRequest, SessionBusy, IdempotencyMismatch):
-            # If another process has closed the session, that error takes precedence.
-            require_open(await cache.current(session_id), session_id)
-            raise
+        entry = await cache.get(session_id)
+        flight: InFlightTurn | None = None
+        is_newest = cache.database.is_sqlite
+        while True:
+            known = None if entry is None else entry.session
+            try:
+                entry = require_open(entry, session_id)
+                if continued is not None and continued.prefix.known not in entry.bodies:
+                    continued = None
+                large = large_bytes(body, continued)
+                request = await self.large_bodies.run(large, partial(protocol.parse, body, not large, continued))
+                if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
+                    request = protocol.complete(request, await self._stored_turns(entry, request))
+                if continued is not None:
+                    large = large or large_history(body, request, entry.index)
+                self._admit(request, session_id, waiter.token_session)
+                request = with_pinned(request, entry.session.config)
+                adapter = adapter_of(entry.session, request, services.fleet.fleet)
+                while True:
+                    read = partial(self._read, request, entry, sender)
+                    history, template, identity = await self.large_bodies.run(large, read)
+                    flights = self._in_flight.get(session_id, [])
+                    in_flight = services.retries.joinable(entry, flights, identity)
+                    if in_flight is not None:
+                        reply = await self._join(in_flight, waiter)
+                    elif (repeated := await services.retries.repeated(entry, identity)) is not None:
+                        reply = await self._replay(session_id, repeated, request, waiter)
+                    else:
+                        if request.refusal is not None:
+                            raise InvalidRequest(request.refusal)
+                        self._require_free(session_id, entry.session, sender)
+                        services.engines.require_some()
+                        gate = services.gates.arrive(adapter)
+                        flight = InFlightTurn(identity)
+                        self._in_flight.setdefault(session_id, []).append(flight)
+                        self.in_flight += 1
+                        context = TurnContext(
+                            session_id,
+                            request,
+                            history,
+                            template,
+                            adapter,
+                            client,
+                            identity,
+                            sender.history,
+                            waiter,
+                            stages,
+                            flight,
+                            gate,
+                            large,
+                        )
+                        reply = await self._take_new(entry, context)
+                    if reply is not None:
+                        return reply if request.echo is None else msgspec.structs.replace(reply, echo=request.echo)
+                    entry = require_open(await cache.get(session_id), session_id)
+            except AppError as error:
+                # Nobody asks again after such an answer, and another process may have outdated what it rests on.
+                if error.retry is not False or (flight is not None and flight.fence is not None):
+                    raise
+                entry = await cache.current(session_id)
+                if is_newest or entry is None or entry.session is known:
+                    require_open(entry, session_id)
+                    raise
+                is_newest = True
 
     # read
 

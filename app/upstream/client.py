@@ -19,7 +19,7 @@ import msgspec
 from aiohttp.connector import Connection
 
 from app.upstream.body import Body, pieces_of
-from app.upstream.encoding import Decoder, Undecodable, decoder
+from app.upstream.encoding import Decoder, Undecodable, decoder, is_bomb
 from app.upstream.headers import Headers
 from app.upstream.streams import EVENT_STREAM, StreamReader
 
@@ -51,8 +51,14 @@ PATHS = (
 
 JSON = ("content-type", "application/json")
 
+ONCE = ("connection", "close")
+"""The header of a request whose connection is not used again: what an engine sends after its reply is nobody's."""
+
 SMALL = 4 << 20
 """Largest reply to anything but a turn; its memory is not accounted."""
+
+ERROR_BYTES = 1 << 20
+"""Largest reply that is an error."""
 
 REST_SHARE, MAX_REST_S = 0.02, 0.1
 """Where nobody waits for the deltas of a stream, its bytes are left with the kernel for this share of the time that it
@@ -134,6 +140,8 @@ class _Request(aiohttp.ClientRequest):
             raise _UnsolicitedData
         if not _may_send.get(_always)():
             raise Withheld
+        if conn.protocol is not None and self.headers.get(ONCE[0]) == ONCE[1]:
+            conn.protocol.force_close()
         return await super().send(conn)
 
 
@@ -219,7 +227,7 @@ class EngineClient:
                     return EngineReply(response.status, _as_json(headers), body)
                 try:
                     body = await self._read(response, grow)
-                except Unreadable as error:
+                except (Unreadable, TooLarge) as error:
                     if response.status < 400:
                         raise
                     return EngineReply(response.status, _as_json(headers), Body([_hidden_error(error)]))
@@ -236,7 +244,8 @@ class EngineClient:
     async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> Body:
         unpack = _decoder(response)
         length = response.content_length if unpack is None else None
-        limit = min(SMALL, self._max_bytes) if grow is _unbounded else self._max_bytes
+        most = ERROR_BYTES if response.status >= 400 else SMALL if grow is _unbounded else self._max_bytes
+        limit = min(most, self._max_bytes)
         if length is not None:
             if length > limit:
                 raise TooLarge(f"{length} bytes")
@@ -279,13 +288,18 @@ def _decoder(response: aiohttp.ClientResponse) -> Decoder | None:
 
 
 async def _plain_pieces(response: aiohttp.ClientResponse, unpack: Decoder | None) -> AsyncIterator[bytes]:
-    """The body as it comes, unpacked. Raises Unreadable."""
+    """The body as it comes, unpacked. Raises Unreadable, TooLarge."""
+    packed = unpacked = 0
     try:
         async for piece in response.content.iter_any():
             if unpack is None:
                 yield piece
                 continue
+            packed += len(piece)
             for plain in unpack.feed(piece):
+                unpacked += len(plain)
+                if is_bomb(packed, unpacked):
+                    raise TooLarge(f"{packed} bytes unpack to more than {unpacked - len(plain)}")
                 if plain:
                     yield plain
                     await asyncio.sleep(0)
@@ -300,7 +314,7 @@ def _as_json(headers: Headers) -> Headers:
     return [*((name, value) for name, value in headers if name.lower() != "content-type"), JSON]
 
 
-def _hidden_error(error: Unreadable) -> bytes:
+def _hidden_error(error: Unreadable | TooLarge) -> bytes:
     """In place of an engine's error: the client still gets what matters most, the status and `Retry-After`."""
     message = f"the engine's error cannot be shown: {error}"
     return msgspec.json.encode({"error": {"message": message, "type": "upstream_error", "code": None}})

@@ -28,6 +28,8 @@ class Connection(socketserver.StreamRequestHandler):
     """Reads requests one after the other; a way may end the connection."""
 
     server: RawEngine
+    before: bytes | None = None
+    """The reply before this one."""
 
     def handle(self) -> None:
         with contextlib.suppress(OSError):
@@ -49,7 +51,8 @@ class Connection(socketserver.StreamRequestHandler):
         asked = json.loads(body)
         way = WAYS[asked.get("user", "plain")]
         reply = self.server.generate(start.split()[1].decode(), body, headers["x-smg-routing-key"])
-        return way(self, reply)
+        goes_on, self.before = way(self, reply), reply
+        return goes_on
 
     def send(self, *pieces: bytes) -> None:
         for piece in pieces:
@@ -193,6 +196,16 @@ def sends_another_later(connection: Connection, reply: bytes) -> bool:
     return True
 
 
+def _unnamed(reply: bytes) -> bytes:
+    return json.dumps({name: value for name, value in json.loads(reply).items() if name != "id"}).encode()
+
+
+def the_last_without_id(connection: Connection, reply: bytes) -> bool:
+    """The reply to the request before, once more, and then its own; neither says whose it is."""
+    connection.send(_sized(_unnamed(connection.before or reply)), _sized(_unnamed(reply)))
+    return True
+
+
 def resets_at_once(connection: Connection, reply: bytes) -> bool:
     return connection.reset()
 
@@ -291,6 +304,7 @@ WAYS: dict[str, Way] = {
     for way in (
         *(plain, drips, drips_chunks, until_closed, informs_first, closes_silently, odd_headers),
         *(sends_more, sends_two_replies, sends_another_later),
+        the_last_without_id,
         *(resets_at_once, resets_in_headers, resets_in_body, ends_early, ends_in_chunks, ends_at_once),
         *(announces_much, sends_much, never_ends_body, never_ends_headers, never_ends_informing, falls_silent),
         *(speaks_no_http, two_lengths, length_and_chunks, a_long_header, compressed),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
-from integration.stand import Stand, Talk, serving, user
+from integration.stand import Stand, Talk, serving, until, user
 
 from fault.raw_engine import MUST_SUCCEED, SOUND, WAYS, RawEngine, raw_engine
 from fault.table import Tally
@@ -36,7 +37,7 @@ def behind(raw: RawEngine, engine: SimulatorProcess, tmp_path_factory: pytest.Te
         yield made
 
 
-LATER = "sends_another_later"
+LATER, LAST = "sends_another_later", "the_last_without_id"
 
 
 class Client:
@@ -82,9 +83,10 @@ class Client:
 def every_way(stand: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:
     """One client for each, all at once.
 
-    But for the one whose second reply comes a little later: it may meet a request that has been sent, which is 502.
+    But for the one whose second reply comes a little later: it may meet a request that has been sent, which is 502. So
+    may one that is left over from another turn.
     """
-    ways = sorted(set(WAYS) - {LATER})
+    ways = sorted(set(WAYS) - {LATER, LAST})
     random.Random(seed).shuffle(ways)
     clients = [Client(stand, way) for way in ways]
     calls = [stand.meanwhile(client.run) for client in clients]
@@ -102,6 +104,22 @@ def test_a_reply_that_nobody_asked_for_is_nobodys(behind: Stand, way: str) -> No
     """The connection is idle when it comes, and would be the next turn's."""
     for _ in range(3):
         Client(behind, way).run()
+
+
+def test_a_reply_without_an_id_is_refused_once_the_engine_has_given_one(behind: Stand) -> None:
+    client = Client(behind, LAST)
+    assert client.ask("plain").status_code == 200
+    assert client.ask(LAST).status_code == 502
+    until(lambda: client.ask("plain").status_code == 200)
+
+
+def test_of_an_engine_that_gives_no_ids_no_connection_is_used_twice(
+    raw: RawEngine, engine: SimulatorProcess, tmp_path: Path
+) -> None:
+    with serving(tmp_path, raw.base_url, engine_url=engine.base_url) as stand:
+        client = Client(stand, LAST)
+        for _ in range(5):
+            assert client.ask(LAST).status_code == 200
 
 
 @pytest.mark.long

@@ -1,8 +1,17 @@
-"""A session goes on at another process and stays with its engine."""
+"""A session at two processes on one PostgreSQL: what one has acknowledged the other answers for."""
 
 from __future__ import annotations
 
-from fleet.stands import Fleet
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from integration.stand import Talk, error_of, until, user
+
+from fleet.stands import Fleet, fleet_of
+
+RETRY = {"x-stainless-retry-count": "1"}
 
 
 def test_a_session_keeps_its_engine_at_both_processes(fleet: Fleet) -> None:
@@ -16,3 +25,193 @@ def test_a_session_keeps_its_engine_at_both_processes(fleet: Fleet) -> None:
     assert len(engines) == 1
     bound = [event for event in talk.events() if event["type"] == "AffinityBound"]
     assert [event["engine"] for event in bound] == list(engines)
+
+
+# what one process has acknowledged, the other refuses to nobody
+
+
+def previous_response(here: Talk, there: Talk) -> httpx.Response:
+    answer = there.say("More").json()
+    return here.chat([user("And?")], previous_response_id=answer["id"])
+
+
+def item_reference(here: Talk, there: Talk) -> httpx.Response:
+    there.say("More", sim={"tool_calls": False})
+    item = there.messages[-1]
+    return here.chat([*there.messages[:-1], {"type": "item_reference", "id": item["id"]}, user("And?")])
+
+
+def read_response(here: Talk, there: Talk) -> httpx.Response:
+    answer = there.say("More").json()
+    return here._stand.http.get(f"{here.chat_path}/{answer['id']}")
+
+
+def read_input_items(here: Talk, there: Talk) -> httpx.Response:
+    answer = there.say("More").json()
+    return here._stand.http.get(f"{here.chat_path}/{answer['id']}/input_items")
+
+
+def continued(here: Talk, there: Talk) -> httpx.Response:
+    there.say("More")
+    return here.chat([*there.messages, user("And?")])
+
+
+def rolled_back(here: Talk, there: Talk) -> httpx.Response:
+    """It goes back one turn from what there is, and two from what the process knows."""
+    before = there.messages
+    there.say("More")
+    there.say("Instead", headers={"idempotency-key": "instead"})
+    return here.chat([*before, user("More"), there.messages[-3], user("Other")])
+
+
+def forked(here: Talk, there: Talk) -> httpx.Response:
+    turn = int(there.say("More").headers["x-turnlog-turn"])
+    return here._stand.http.post(f"{here.path}/fork", json={"turn": turn})
+
+
+def rewarded(here: Talk, there: Talk) -> httpx.Response:
+    turn = int(there.say("More").headers["x-turnlog-turn"])
+    return here._stand.http.put(f"{here.path}/reward", json={"reward": 1.0, "turn": turn})
+
+
+def _checkpoint(talk: Talk) -> str:
+    name = f"of-{talk.id}"
+    assert talk._stand.http.post("/checkpoints", json={"name": name}).status_code in (200, 201)
+    return name
+
+
+def _restore(talk: Talk, name: str) -> None:
+    response = talk._stand.http.post(f"/checkpoints/{name}/restore")
+    assert response.status_code == 200, response.text
+
+
+def reopened(here: Talk, there: Talk) -> httpx.Response:
+    """This process has seen it closed; the store was taken back to before that."""
+    name = _checkpoint(there)
+    assert there._stand.http.delete(there.path).status_code == 204
+    assert error_of(here.chat(here.messages)) == (404, "session_closed")
+    _restore(there, name)
+    return here.chat([*there.messages, user("And?")])
+
+
+def given_back(here: Talk, there: Talk) -> httpx.Response:
+    """This process knows a turn to be set aside that was given back since."""
+    before = _checkpoint(there)
+    there.say("More")
+    after = f"{before}-after"
+    assert there._stand.http.post("/checkpoints", json={"name": after}).status_code in (200, 201)
+    _restore(there, before)
+    assert error_of(here.chat([*there.messages, user("And?")])) == (409, "restored")
+    _restore(there, after)
+    return here.chat([*there.messages, user("And?")])
+
+
+def key_set_aside(here: Talk, there: Talk) -> httpx.Response:
+    """This process knows the key of a turn that was set aside since."""
+    name = _checkpoint(there)
+    key = {"idempotency-key": "once"}
+    assert here.chat([*there.messages, user("More")], headers=key).status_code == 200
+    _restore(there, name)
+    return here.chat([*there.messages, user("Other")], headers=key)
+
+
+Case = Callable[[Talk, Talk], httpx.Response]
+
+NEGATIVES: dict[Case, str] = {
+    **dict.fromkeys((previous_response, item_reference, read_response, read_input_items), "responses"),
+    **dict.fromkeys((continued, rolled_back, forked, rewarded, reopened, given_back, key_set_aside), "chat"),
+}
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+@pytest.mark.parametrize("case", NEGATIVES, ids=lambda case: case.__name__)
+def test_no_process_refuses_what_another_has_acknowledged(fleet: Fleet, case: Case, history: str) -> None:
+    first, second = fleet.apis
+    there = first.talk(NEGATIVES[case], history=history)
+    there.say("Hello")
+    here = second.known(there.id, there.protocol)
+    here.messages = there.messages
+    # It has the session in its cache from here on.
+    assert here.chat(here.messages[:1], headers=RETRY).status_code == 200
+    response = case(here, there)
+    assert response.status_code == 200, response.text
+
+
+def test_a_reply_is_known_by_its_calls_at_another_process(fleet: Fleet) -> None:
+    """Claude Code sends other arguments back than it got: a process that has not seen the turn must not branch off."""
+    first, second = fleet.apis
+    there = first.talk("messages", history="tree")
+    there.say("Hello")
+    here = second.known(there.id, there.protocol)
+    assert here.chat(there.messages[:1], headers=RETRY).status_code == 200
+    tool = {"name": "weather", "input_schema": {"type": "object"}}
+    there.say("Weather?", tools=[tool], sim={"tool_calls": True})
+    calls = [block for block in there.messages[-1]["content"] if block["type"] == "tool_use"]
+    for call in calls:
+        call["input"] = {"trimmed": True}
+    results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "Rain"} for call in calls]
+    response = here.chat([*there.messages, {"role": "user", "content": results}], tools=[tool])
+    assert response.status_code == 200, response.text
+    told = [event.get("branch_cause") for event in there.committed()]
+    assert told == ["start", "drift", None], "the tools are new in the second turn"
+
+
+# a marked retry at the other process, while the first still generates
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+def test_a_marked_retry_waits_for_the_turn_at_another_process(fleet: Fleet, history: str) -> None:
+    """Also where the process of the retry has not heard of the turn."""
+    first, second = fleet.apis
+    there = first.talk(history=history)
+    there.say("Hello")
+    here = second.known(there.id)
+    assert here.chat(there.messages[:1], headers=RETRY).status_code == 200
+    sent = [*there.messages, user("Slow")]
+    call = fleet.meanwhile(there.chat, sent, sim={"latency_s": 1.0})
+    until(lambda: len(fleet.chats(there.id)) == 2)
+    again = here.chat(sent, headers=RETRY, sim={"latency_s": 1.0})
+    assert again.status_code == 200, again.text
+    assert again.content == call.result().content
+    assert len(fleet.chats(there.id)) == 2
+    _is_in_the_loss_once(there)
+
+
+def test_a_marked_retry_of_another_agent_does_not_wait(fleet: Fleet) -> None:
+    first, second = fleet.apis
+    talk = first.talk(history="tree")
+    sent = [user("Slow")]
+    call = fleet.meanwhile(talk.chat, sent, sim={"latency_s": 1.0})
+    until(lambda: len(fleet.chats(talk.id)) == 1)
+    other = second.known(talk.id).chat(sent, headers={**RETRY, "x-turnlog-agent-id": "b"}, sim={"latency_s": 0.0})
+    assert other.status_code == 200
+    assert not call.done()
+    assert call.result().content != other.content
+
+
+@pytest.mark.long
+def test_a_marked_retry_generates_where_the_process_it_waits_for_is_killed(postgres_url: str, tmp_path: Path) -> None:
+    with fleet_of(tmp_path, postgres_url, engines=1) as fleet:
+        first, second = fleet.apis
+        talk = first.talk(history="tree")
+        sent = [user("Slow")]
+        call = fleet.meanwhile(talk.chat, sent, sim={"latency_s": 3.0})
+        until(lambda: len(fleet.chats(talk.id)) == 1)
+        here = second.known(talk.id)
+        retry = fleet.meanwhile(here.chat, sent, headers=RETRY, sim={"latency_s": 3.0})
+        until(lambda: here._stand.http.get("/health").json()["in_flight"] == 1)
+        assert len(fleet.chats(talk.id)) == 1
+        fleet.processes.servers[0].kill()
+        with pytest.raises(httpx.TransportError):
+            call.result()
+        assert retry.result().status_code == 200
+        assert len(fleet.chats(talk.id)) == 2
+        assert "TurnAbandoned" in here.types()
+        _is_in_the_loss_once(here)
+
+
+def _is_in_the_loss_once(talk: Talk) -> None:
+    """Each committed turn's tokens."""
+    [row] = talk.rows(branches="all")
+    assert [span["turn"] for span in row["turns"]] == [event["turn"] for event in talk.committed()]
+    assert sum(row["loss_mask"]) == sum(event["output_tokens"] for event in talk.committed())

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
+import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
+from helpers.answering import Answer, Answering
 
 from app.upstream.client import PATHS, SMALL, EngineClient, EngineError, TooLarge
 from app.upstream.headers import to_client
-from integration.stand import Stand, user
+from integration.stand import Stand, serving, user
 
 OK = b"HTTP/1.1 200 OK\r\n"
 MIB = 1 << 20
@@ -199,3 +203,29 @@ async def test_a_page_from_an_engine_is_told_without_its_orders(engine: Engine, 
     """`test_security.py` shows that a browser runs nothing of it."""
     reply = await client.get(f"{engine.url}/a_page/v1/models", [])
     assert to_client(reply.headers) == [("content-type", "text/html")]
+
+
+EIGHT = 8
+LARGE_BOMB = gzip.compress(bytes(256 * MIB))
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.threat("decompression bomb from an engine")
+@pytest.mark.parametrize(("status", "told"), [(200, 502), (500, 500)])
+def test_eight_bombs_at_once_take_little_memory(tmp_path: Path, status: int, told: int) -> None:
+    headers = (("content-type", "application/json"), ("content-encoding", "gzip"))
+    with (
+        Answering(lambda asked: Answer(LARGE_BOMB, headers, status)) as bombing,
+        serving(tmp_path, bombing.base_url) as stand,
+    ):
+        talks = [stand.talk() for _ in range(EIGHT)]
+        before = peak_bytes(stand.server.pid)
+        calls = [stand.meanwhile(talk.chat, [user("Hello")]) for talk in talks]
+        assert [call.result().status_code for call in calls] == [told] * EIGHT
+        assert peak_bytes(stand.server.pid) < 2.5 * before
