@@ -136,6 +136,13 @@ class TreeIndex:
 
     def prefixes(self, turn: Turn) -> list[str]:
         """The running hashes of the turn's history: item n is that of its first n messages."""
+        found = [NOTHING]
+        for message_hash in self.message_hashes(turn):
+            found.append(running_hash(found[-1], message_hash))
+        return found
+
+    def message_hashes(self, turn: Turn) -> list[str]:
+        """The canonical hashes of the messages of the turn's whole history."""
         chain = [turn]
         while (parent := self._turns.get(chain[-1].history_parent)) is not None:
             chain.append(parent)
@@ -143,10 +150,7 @@ class TreeIndex:
         for member in reversed(chain):
             del hashes[member.base_messages :]
             hashes += member.message_hashes
-        found = [NOTHING]
-        for message_hash in hashes:
-            found.append(running_hash(found[-1], message_hash))
-        return found
+        return hashes
 
     def repeated(self, request: SpelledRequest) -> Turn | None:
         """The newest of the longest earlier requests with whose bytes this one begins."""

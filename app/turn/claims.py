@@ -110,7 +110,8 @@ class Claims:
         return self._incarnation()
 
     async def take(self, entry: CacheEntry, context: TurnContext, *, is_alone: bool = False) -> ClaimedTurn | None:
-        """Claim the session at a version that the request fits; None if its turn is already committed.
+        """Claim the session at a version that the request fits; None if its turn is already committed, or if the
+        request must be read again, as others have committed replies that it returns in another spelling.
 
         `is_alone`: no other turn is in flight in this process.
         """
@@ -139,6 +140,8 @@ class Claims:
                         tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
             known = len(entry.session.turns)
             entry = require_open(await self._cache.refresh(session_id), session_id)
+            if context.history.is_outdated(entry.index, entry.session, context.identity.agent_id):
+                return None
             if entry.session.is_tree and len(entry.session.turns) > known:
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
