@@ -361,6 +361,8 @@ class Incoming:
         """
         self._index = index
         self._repeated = self._known_turn(index, self._prefix) if self._prefix else index.repeated(self)
+        if self._repeated is not None and self._repeated.agent_id != agent_id and index.has_bare_replies:
+            self._repeated = None  # The agent may mean others of its own by the same bytes.
         replies = StoredReplies(index, session, agent_id, self._proven)
         self._compare(replies)
         while (left_out := self._missing(replies)) is not None:

@@ -64,7 +64,8 @@ class _Newest:
 
 
 class TreeIndex:
-    """Finds turns by what their histories are. Grows with each commit; never shrinks."""
+    """Finds turns by what their histories are. Grows with each commit; never shrinks. `has_bare_replies`: the reply of
+    one has a `bare_hash`."""
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[int, Turn] = {}
@@ -78,6 +79,7 @@ class TreeIndex:
         self._by_body = _Newest()
         self._by_spelling: dict[str, Turn] = {}
         self._counts: list[int] = []
+        self.has_bare_replies = False
         for turn in turns:
             self.add(turn)
 
@@ -101,6 +103,7 @@ class TreeIndex:
         self._by_reply.add(hashes[-1], number)
         if turn.calls_hash is not None:
             self._by_calls.add(turn.calls_hash, number)
+        self.has_bare_replies |= turn.bare_hash is not None
         count = turn.message_count - 1
         self._by_spelling[turn.client_hash] = turn
         if not self._counts or count > self._counts[-1]:
