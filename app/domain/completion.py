@@ -46,7 +46,7 @@ class IncomingPrompt:
     def __len__(self) -> int:
         return self._messages
 
-    def check(self, index: TreeIndex) -> None:
+    def check(self, index: TreeIndex, session: Session | None = None, agent_id: str | None = None) -> None:
         """Checks nothing, but hashes a long prompt here, on the caller's thread."""
         self.spelling(0)
 
@@ -70,9 +70,9 @@ class IncomingPrompt:
         """The new text, if the prompt is text and has any."""
         return [split.quoted(self._new.decode())] if self._new else []
 
-    def reply_hashes(self, message: bytes) -> tuple[str, None]:
+    def reply_hashes(self, message: bytes) -> tuple[str, None, None]:
         """Identifies the text up to the reply's end, by size and hash, so that the next prompt can continue it."""
-        return self._reply_hash(message), None
+        return self._reply_hash(message), None, None
 
     def _reply_hash(self, message: bytes) -> str:
         if self._ids is not None:

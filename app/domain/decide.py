@@ -206,6 +206,7 @@ def _committed(
         agent_id=opened.agent_id,
         echo=blobs.echo,
         calls_hash=reply.calls_hash,
+        bare_hash=reply.bare_hash,
         logprobs_of=reply.logprobs_of,
     )
 

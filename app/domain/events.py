@@ -250,7 +250,8 @@ class TurnCommitted(Event, frozen=True):
     then the turn of another branch whose reply is among its messages. `body_hash`, `agent_id` as in `TurnOpened`. In a
     tree, `segment` is the branch, and turns need not commit in the order of their numbers. `protocol` may be any that a
     client spoke, and `echo` is the blob of what a reply in it repeats of the request. `calls_hash` is the hash of
-    a reply that calls tools, without its calls' arguments.
+    a reply that calls tools, without its calls' arguments; `bare_hash` the canonical hash of one whose text begins with
+    reasoning, without that.
 
     Since version 7: `logprobs_of`, None where it is not known or the parts differ.
     """
@@ -296,6 +297,7 @@ class TurnCommitted(Event, frozen=True):
     agent_id: str | None = None
     echo: int | None = None
     calls_hash: str | None = None
+    bare_hash: str | None = None
     logprobs_of: LogprobsOf | None = None
 
 

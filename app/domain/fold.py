@@ -217,6 +217,7 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
         committed_at=recorded.at,
         echo=event.echo,
         calls_hash=event.calls_hash,
+        bare_hash=event.bare_hash,
     )
     changes: dict[str, Any] = {
         "turns": session.turns.added(turn),

@@ -8,6 +8,7 @@ as a retry would discard a sampled turn.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ import msgspec
 from app.domain import bounds
 from app.domain.events import Matcher
 from app.domain.known_body import HistoryPrefix
+from app.domain.reasoning import without_reasoning
+from app.domain.returned import StoredReplies
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
@@ -173,11 +176,15 @@ class Incoming:
         prefix: HistoryPrefix | None = None,
     ) -> None:
         self.raws = raws
+        self._sent = raws
         self._trusts_ids = trusts_ids and matcher == "tolerant"
         self._proven = proven
         self.matcher: Matcher = matcher
         self._messages: dict[int, Message] = {}
         self._hashes: dict[int, str] = {}
+        self._stored: dict[int, str] = {}
+        self._left_out: dict[int, Turn] = {}
+        self._index: TreeIndex | None = None
         self._spelled = 0
         self._hasher: Hasher = hashlib.sha256()
         self._spellings: dict[int, str] = {}
@@ -196,6 +203,25 @@ class Incoming:
         return message
 
     def canonical(self, index: int) -> str:
+        """The canonical hash of message `index`, or that of the stored reply that it is in another spelling."""
+        if index < self._start:
+            return self._known_hashes[index]
+        return self._stored.get(index) or self.own_hash(index)
+
+    @property
+    def _start(self) -> int:
+        """How many messages an earlier request had with the same bytes."""
+        return 0 if self._repeated is None else self._repeated.message_count - 1
+
+    @functools.cached_property
+    def _known_hashes(self) -> list[str]:
+        """The canonical hashes of these messages, as they were told then."""
+        assert self._index is not None
+        assert self._repeated is not None
+        return self._index.message_hashes(self._repeated)
+
+    def own_hash(self, index: int) -> str:
+        """The canonical hash of message `index` as the client spells it."""
         message_hash = self._hashes.get(index)
         if message_hash is None:
             try:
@@ -204,6 +230,14 @@ class Incoming:
                 raise InvalidRequest(f"messages[{index}] has a field of an unexpected type") from error
             self._hashes[index] = message_hash
         return message_hash
+
+    def role(self, index: int) -> str:
+        role: str = self.message(index)["role"]
+        return role
+
+    def bare_hash(self, index: int) -> str | None:
+        """The canonical hash of an assistant's message without its leading reasoning; None if it has none."""
+        return _bare_hash(self.message(index), self.matcher)
 
     def spelling(self, count: int) -> str:
         """A hash of the first `count` messages' bytes. Ask for increasing counts: it is computed incrementally."""
@@ -217,8 +251,10 @@ class Incoming:
             self._spellings[count] = self._hasher.copy().hexdigest()[:32]
         return self._spellings[count]
 
-    def spelled(self) -> Hasher:
-        """The hash state of all messages' bytes (`spelling`)."""
+    def spelled(self) -> Hasher | None:
+        """The hash state of all messages' bytes (`spelling`); None if the client left one out."""
+        if self._left_out:
+            return None
         if self._spelled != len(self.raws):
             del self._spellings[len(self.raws)]
             self.spelling(len(self.raws))
@@ -243,7 +279,9 @@ class Incoming:
     def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
         """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
-        for history in self._histories(index):
+        whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
+        whole.check(index)
+        for history in whole._histories(index):
             found = list(index.ending_with(history))
             if found:
                 return None if any(number in session.turns for number in found) else found[0]
@@ -264,15 +302,15 @@ class Incoming:
         return None
 
     def _preference(self, turn: Turn, agent_id: str | None) -> tuple[bool, bool, bool, int]:
-        return turn.number in self._proven, turn.agent_id == agent_id, self.repeats(turn), turn.seq
+        is_named = turn.number in self._proven or turn in self._left_out.values()
+        return is_named, turn.agent_id == agent_id, self.repeats(turn), turn.seq
 
     def _histories(self, index: TreeIndex) -> Iterator[str]:
         """The running hashes of the request's beginnings, the longest first."""
-        repeated = 0 if self._repeated is None else self._repeated.message_count - 1
-        for count in range(len(self), repeated, -1):
+        for count in range(len(self), self._start, -1):
             yield self._running[count]
         if self._repeated is not None:
-            yield from reversed(index.prefixes(self._repeated)[1 : repeated + 1])
+            yield from reversed(index.prefixes(self._repeated)[1 : self._start + 1])
 
     @property
     def whole_hash(self) -> str:
@@ -290,20 +328,21 @@ class Incoming:
         """The running hash of all messages but the last; None if they are known by their bytes alone."""
         return self._running.get(len(self) - 1)
 
-    def reply_hashes(self, message: bytes) -> tuple[str, str | None]:
-        """The canonical hash of the reply's raw message, and if it calls tools that without the calls' arguments.
+    def reply_hashes(self, message: bytes) -> tuple[str, str | None, str | None]:
+        """The canonical hash of the reply's raw message, if it calls tools that without the calls' arguments, and if it
+        has leading reasoning that without it.
 
         Raises InvalidRequest if it is invalid.
         """
         reply = decode_message(message, "the reply's message")
-        return canonical_hash(reply, self.matcher), _calls_hash(reply)
+        return canonical_hash(reply, self.matcher), _calls_hash(reply), _bare_hash(reply, self.matcher)
 
     def _sampled(self, index: TreeIndex, before: str, place: int) -> str:
         """The canonical hash of message `place`, or that of the one reply whose calls have the same ids.
 
         Of several replies, that to the history before it counts, whose running hash is `before`, or a proven one.
         """
-        own, message = self.canonical(place), self.message(place)
+        own, message = self.own_hash(place), self.message(place)
         if not message.get("tool_calls") or (calls := _calls_hash(message)) is None:
             return own
         alike = list(index.with_calls(calls))
@@ -314,20 +353,50 @@ class Incoming:
             here = [turn for turn in here if turn.number in self._proven]
         return here[0].message_hashes[-1] if len(here) == 1 else own
 
-    def check(self, index: TreeIndex) -> None:
+    def check(self, index: TreeIndex, session: Session | None = None, agent_id: str | None = None) -> None:
         """Compute the running hashes. Raises InvalidRequest for an invalid message.
 
-        Messages that an earlier request had with the same bytes were checked then.
+        Messages that an earlier request had with the same bytes were checked then. A stored reply that the client
+        returns in another spelling is told here, and one that it left out is put back.
         """
-        turn = self._repeated = self._known_turn(index, self._prefix) if self._prefix else index.repeated(self)
-        start = 0 if turn is None else turn.message_count - 1
-        at = NOTHING if turn is None else index.input_hash(turn.number) or NOTHING
-        self._running[start] = at
-        for place in range(start, len(self.raws)):
-            if self._trusts_ids:
-                self._hashes[place] = self._sampled(index, at, place)
-            at = self._running[place + 1] = running_hash(at, self.canonical(place))
+        self._index = index
+        self._repeated = self._known_turn(index, self._prefix) if self._prefix else index.repeated(self)
+        if self._repeated is not None and self._repeated.agent_id != agent_id and index.has_bare_replies:
+            self._repeated = None  # The agent may mean others of its own by the same bytes.
+        replies = StoredReplies(index, session, agent_id, self._proven)
+        self._compare(replies)
+        while (left_out := self._missing(replies)) is not None:
+            self._put_back(*left_out)
+            self._repeated = index.repeated(self)
+            self._compare(replies)
         self.spelling(len(self.raws))
+
+    def _compare(self, replies: StoredReplies) -> None:
+        assert self._index is not None
+        start = self._start
+        at = NOTHING if self._repeated is None else self._index.input_hash(self._repeated.number) or NOTHING
+        self._running, self._stored = {start: at}, {}
+        for place in range(start, len(self.raws)):
+            stored = own = self.own_hash(place)
+            if (turn := self._left_out.get(place)) is not None:
+                stored = turn.message_hashes[-1]
+            elif self.matcher == "tolerant" and self.role(place) == "assistant":
+                stored = self._sampled(self._index, at, place) if self._trusts_ids else own
+                stored = replies.spelled_as(self, at, place) if stored == own else stored
+            if stored != own:
+                self._stored[place] = stored
+            at = self._running[place + 1] = running_hash(at, stored)
+
+    def _missing(self, replies: StoredReplies) -> tuple[int, Turn] | None:
+        return replies.left_out(self, self._running, self._start) if self.matcher == "tolerant" else None
+
+    def _put_back(self, place: int, turn: Turn) -> None:
+        """Put an empty message where the client left out the reply of `turn`."""
+        self.raws = [*self.raws[:place], LEFT_OUT, *self.raws[place:]]
+        self._left_out[place] = turn
+        self._messages, self._hashes, self._spellings = {}, {}, {}
+        self._spelled, self._hasher = 0, hashlib.sha256()
+        self.__dict__.pop("_known_hashes", None)
 
     def _known_turn(self, index: TreeIndex, prefix: HistoryPrefix) -> Turn | None:
         """The newest turn of a known body's history whose request begins the messages, canonically."""
@@ -340,10 +409,21 @@ class Incoming:
 
 def _calls_hash(message: Message) -> str | None:
     """A hash of an assistant's text and its calls' ids and names; None without a call, or where one has no id."""
-    _, text, calls, _ = _tolerant(message)
+    _, text, calls, _ = _tolerant(without_reasoning(message))
     if message["role"] != "assistant" or not calls or not all(isinstance(call[0], str) for call in calls):
         return None
     return digest(msgspec.json.encode([text, [call[:2] for call in calls]]))
+
+
+def _bare_hash(message: Message, matcher: Matcher) -> str | None:
+    """The canonical hash of an assistant's message without its leading reasoning; None if it has none."""
+    if matcher != "tolerant" or message["role"] != "assistant" or (bare := without_reasoning(message)) is message:
+        return None
+    return canonical_hash(bare, matcher)
+
+
+LEFT_OUT = msgspec.Raw(b'{"role":"assistant"}')
+"""Stands for an empty reply that the client left out."""
 
 
 def is_beginning(part: Message, whole: Message) -> bool:

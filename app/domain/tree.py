@@ -64,7 +64,8 @@ class _Newest:
 
 
 class TreeIndex:
-    """Finds turns by what their histories are. Grows with each commit; never shrinks."""
+    """Finds turns by what their histories are. Grows with each commit; never shrinks. `has_bare_replies`: the reply of
+    one has a `bare_hash`."""
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[int, Turn] = {}
@@ -78,6 +79,7 @@ class TreeIndex:
         self._by_body = _Newest()
         self._by_spelling: dict[str, Turn] = {}
         self._counts: list[int] = []
+        self.has_bare_replies = False
         for turn in turns:
             self.add(turn)
 
@@ -101,6 +103,7 @@ class TreeIndex:
         self._by_reply.add(hashes[-1], number)
         if turn.calls_hash is not None:
             self._by_calls.add(turn.calls_hash, number)
+        self.has_bare_replies |= turn.bare_hash is not None
         count = turn.message_count - 1
         self._by_spelling[turn.client_hash] = turn
         if not self._counts or count > self._counts[-1]:
@@ -136,6 +139,13 @@ class TreeIndex:
 
     def prefixes(self, turn: Turn) -> list[str]:
         """The running hashes of the turn's history: item n is that of its first n messages."""
+        found = [NOTHING]
+        for message_hash in self.message_hashes(turn):
+            found.append(running_hash(found[-1], message_hash))
+        return found
+
+    def message_hashes(self, turn: Turn) -> list[str]:
+        """The canonical hashes of the messages of the turn's whole history."""
         chain = [turn]
         while (parent := self._turns.get(chain[-1].history_parent)) is not None:
             chain.append(parent)
@@ -143,10 +153,7 @@ class TreeIndex:
         for member in reversed(chain):
             del hashes[member.base_messages :]
             hashes += member.message_hashes
-        found = [NOTHING]
-        for message_hash in hashes:
-            found.append(running_hash(found[-1], message_hash))
-        return found
+        return hashes
 
     def repeated(self, request: SpelledRequest) -> Turn | None:
         """The newest of the longest earlier requests with whose bytes this one begins."""

@@ -141,9 +141,10 @@ class Claims:
             known = len(entry.session.turns)
             entry = require_open(await self._cache.refresh(session_id), session_id)
             turns = entry.session.turns
+            newer = islice(reversed(turns), len(turns) - known)
+            if any(turn.incarnation != self.incarnation for turn in newer):
+                return None  # How the request was read depends on the turns that were known then.
             if entry.session.is_tree and len(turns) > known:
-                if any(turn.incarnation != self.incarnation for turn in islice(reversed(turns), len(turns) - known)):
-                    return None  # How the request was read depends on the turns that were known then.
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True

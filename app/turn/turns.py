@@ -222,7 +222,7 @@ class Turns:
             )
         else:
             history = IncomingPrompt(request)
-        history.check(entry.index)
+        history.check(entry.index, entry.session, sender.agent_id)
         begun = history.hash_before_last if history.begun_reply is not None else None
         identity = Identity(
             sender.mark,

@@ -81,13 +81,14 @@ class ReplyValidator:
         result, text = await self._run_job(work, answer, sum(map(len, new)), known)
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
-        message_hash, calls_hash = history.reply_hashes(result.message)
+        message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
         return ValidatedReply(
             result,
             engine=answer.engine,
             requested_at=requested_at,
             message_hash=message_hash,
             calls_hash=calls_hash,
+            bare_hash=bare_hash,
             weight_versions=_versions(result, answer.dispatched),
             payloads=_payload_refs(claimed.fence, result),
             trimmed=0 if prompt is None else prompt.trimmed,

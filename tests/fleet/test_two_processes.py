@@ -215,3 +215,22 @@ def _is_in_the_loss_once(talk: Talk) -> None:
     [row] = talk.rows(branches="all")
     assert [span["turn"] for span in row["turns"]] == [event["turn"] for event in talk.committed()]
     assert sum(row["loss_mask"]) == sum(event["output_tokens"] for event in talk.committed())
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+@pytest.mark.parametrize(
+    ("reply", "returned"), [("<think>hm</think>Hi", [{"role": "assistant", "content": "Hi"}]), ("", [])]
+)
+def test_a_reply_comes_back_otherwise_to_a_process_that_has_not_seen_it(
+    fleet: Fleet, history: str, reply: str, returned: list[dict[str, str]]
+) -> None:
+    talks = [fleet.apis[0].talk(history=history)]
+    talks.append(fleet.apis[1].known(talks[0].id))
+    sent: list[dict[str, str]] = []
+    for number in range(5):
+        sent.append({"role": "user", "content": f"{number}"})
+        response = talks[number % 2].chat(sent, sim={"text": reply})
+        assert response.status_code == 200, response.text
+        sent += returned
+    assert [event["parent"] for event in talks[0].committed()] == [0, 1, 2, 3, 4]
+    assert {event["branch"] for event in talks[0].committed()} == {0}

@@ -25,7 +25,7 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.fold import fold
-from app.domain.history import Incoming, Plan, canonical_hash
+from app.domain.history import Incoming, Plan
 from app.domain.reply import ValidatedReply
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
@@ -109,13 +109,13 @@ class Book:
             if isinstance(event, TurnCommitted):
                 self.index.add(state.turn(event.turn))
 
-    def incoming(self, messages: Sequence[Mapping[str, Any]]) -> Incoming:
+    def incoming(self, messages: Sequence[Mapping[str, Any]], agent_id: str | None = None) -> Incoming:
         incoming = Incoming(raws(messages), self.session.config.matcher)
-        incoming.check(self.index)
+        incoming.check(self.index, self.session, agent_id)
         return incoming
 
     def plan(self, messages: Sequence[Mapping[str, Any]], agent_id: str | None = None) -> Plan:
-        return self.incoming(messages).join(self.session, self.index, agent_id)
+        return self.incoming(messages, agent_id).join(self.session, self.index, agent_id)
 
     def open(self, plan: Plan, retry_key: str | None = None, body_hash: str = "00", agent_id: str | None = None) -> int:
         """Take a claim; its fence."""
@@ -151,7 +151,7 @@ class Book:
 
         `trimmed` of the parent's tokens are left out of the prompt.
         """
-        incoming = self.incoming(messages)
+        incoming = self.incoming(messages, agent_id)
         plan = incoming.join(self.session, self.index, agent_id)
         parent = self.made.get(plan.parent)
         if prompt is None:
@@ -165,11 +165,14 @@ class Book:
         known = [] if before is None else self.made[before.number].prompt + self.made[before.number].output
         known = known[: len(known) - trimmed]
         base = len(known) if list(prompt[: len(known)]) == known else 0
+        message_hash, calls_hash, bare_hash = incoming.reply_hashes(raw(reply))
         answer = validated(
             [*prompt, *output],
             base,
             len(output),
-            canonical_hash(reply, self.session.config.matcher),
+            message_hash,
+            calls_hash=calls_hash,
+            bare_hash=bare_hash,
             finish_reason=finish_reason,
             weight_versions=tuple(VersionSpan(*span) for span in versions),
             payloads=payloads(fence),

@@ -1,0 +1,124 @@
+"""Stored replies that a client returns in another spelling, or leaves out. An exact spelling is told by its hash, and
+wins; what differs is looked at among the replies to the same messages alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from app.domain.session import Session
+from app.domain.tree import TreeIndex
+from app.domain.turns import Turn
+
+EMPTY_REPLY = hashlib.sha256(b'["assistant","",[],null]').hexdigest()[:32]
+"""The canonical hash (`tolerant`) of a reply with neither text nor calls."""
+
+
+class ReturnedMessages(Protocol):
+    """A request's messages as its client spells them. `bare_hash` is the hash of an assistant's message without its
+    leading reasoning; None if it has none."""
+
+    def __len__(self) -> int: ...
+
+    def role(self, place: int) -> str: ...
+
+    def own_hash(self, place: int) -> str: ...
+
+    def bare_hash(self, place: int) -> str | None: ...
+
+
+class StoredReplies:
+    """The replies that a request of agent `agent_id` may return: those that `index` has, in a linear `session` those
+    on its live path. `proven` are the turns that the request proves to hold."""
+
+    def __init__(
+        self, index: TreeIndex, session: Session | None, agent_id: str | None, proven: Container[int] = ()
+    ) -> None:
+        self._index = index
+        self._linear = None if session is None or session.is_tree else session
+        self._agent_id = agent_id
+        self._proven = proven
+
+    def spelled_as(self, request: ReturnedMessages, before: str, place: int) -> str:
+        """The hash of the one reply to the messages before `place`, whose running hash is `before`, that message
+        `place` is but for leading reasoning; else the message's own.
+
+        Of several, one that the request proves to hold, one that was continued as the request goes on, or the agent's
+        own must tell which it is.
+        """
+        own = request.own_hash(place)
+        replies = list(self._index.with_input(before))
+        if not replies or any(turn.message_hashes[-1] == own for turn in replies):
+            return own
+        bare = request.bare_hash(place) or own
+        alike = self._live(turn for turn in replies if bare in (turn.message_hashes[-1], turn.bare_hash))
+        for told in (
+            [turn for turn in alike if turn.number in self._proven],
+            [turn for turn in alike if self._is_continued(turn, request, place + 1)],
+            [turn for turn in alike if turn.agent_id == self._agent_id],
+        ):
+            alike = [turn for turn in alike if turn in told] or alike
+        hashes = {turn.message_hashes[-1] for turn in alike}
+        return hashes.pop() if len(hashes) == 1 else own
+
+    def left_out(self, request: ReturnedMessages, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
+        """The place at which the request leaves out an empty reply, and that reply's turn; None if it does not.
+
+        The request goes on behind the turn's whole input, and continues no deeper turn. `running[n]` is the running
+        hash of its first n messages, `start` the smallest n.
+        """
+        index, count = self._index, len(request)
+        if any(index.with_input(running[count])) or any(index.ending_with(running[count])):
+            return None
+        for place in range(count - 1, start - 1, -1):
+            replies = [turn for turn in index.with_input(running[place]) if turn.agent_id == self._agent_id]
+            if replies and request.role(place) != "assistant":
+                turn = self._empty_of(self._live(replies), request, place)
+                if turn is not None:
+                    return place, turn
+            if any(index.ending_with(running[place])):
+                return None
+        return None
+
+    def _empty_of(self, replies: Sequence[Turn], request: ReturnedMessages, place: int) -> Turn | None:
+        """The turn of the empty reply before the request's message `place`: one that was continued as the request goes
+        on, else the newest reply if nothing continues it and it is empty."""
+        newest = next((turn for turn in replies if not self._has_child(turn)), None)
+        empty = [turn for turn in replies if EMPTY_REPLY in (turn.message_hashes[-1], turn.bare_hash)]
+        for told in (
+            [turn for turn in empty if self._is_continued(turn, request, place)],
+            [turn for turn in empty if turn is newest],
+            [turn for turn in empty if self._repeats_child(turn, request, place)],
+        ):
+            if told:
+                return told[0]
+        return None
+
+    def _is_continued(self, turn: Turn, request: ReturnedMessages, place: int) -> bool:
+        """Do the messages from `place` on begin with a call's result that `turn` was continued with, or with the input
+        and the reply of a turn that continues it?"""
+        is_result = place < len(request) and request.role(place) == "tool"
+        children = self._index.siblings(turn.number)
+        return any(
+            _has_at(request, place, child.message_hashes[:1] if is_result else child.message_hashes)
+            for child in children
+        )
+
+    def _repeats_child(self, turn: Turn, request: ReturnedMessages, place: int) -> bool:
+        return any(_has_at(request, place, child.input_hashes) for child in self._index.siblings(turn.number))
+
+    def _has_child(self, turn: Turn) -> bool:
+        return self._index.has_children(turn.number) if self._linear is None else turn is not self._linear.leaf
+
+    def _live(self, turns: Iterable[Turn]) -> list[Turn]:
+        turns = list(turns)
+        if not turns or self._linear is None:
+            return turns
+        path = set(self._linear.path)
+        return [turn for turn in turns if turn.number in path]
+
+
+def _has_at(request: ReturnedMessages, place: int, hashes: Sequence[str]) -> bool:
+    end = place + len(hashes)
+    return len(request) >= end and all(request.own_hash(at) == own for at, own in enumerate(hashes, place))
