@@ -19,7 +19,7 @@ from app.api.client_stream import ClientStream
 from app.api.disconnect import disconnected
 from app.api.header_sessions import HeaderSession, agent_of, session_of_request
 from app.api.limits import BodyReservation, connection_of, peer_of, read_body
-from app.api.replies import ROLLED_BACK, error_parts, rendered, send_reply
+from app.api.replies import ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
 from app.api.state import Services
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
@@ -28,7 +28,7 @@ from app.logs import request_id, set_log_session
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.registry import ROUTES
-from app.protocols.sse import comment, is_set, wants_stream
+from app.protocols.sse import is_set, wants_stream
 from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
@@ -230,8 +230,8 @@ class _TurnRequest:
         if reply.turn is not None:
             if not stream.has_begun:
                 await stream.begin([h for h in _turn_headers(reply, self._protocol) if h[0] != "content-type"])
-            elif reply.rolled_back:
-                await stream.write(comment(f"{ROLLED_BACK}: {reply.rolled_back}"), more=True)
+            else:
+                await stream.tell(reply)
             await self._deliver(session_id, reply, lambda: stream.write(events))
         elif stream.has_begun:
             await stream.fail(self._engine_error(reply))
@@ -278,6 +278,7 @@ def _turn_headers(reply: TurnReply, protocol: WireProtocol) -> Headers:
         headers.append(("x-turnlog-replayed", "true"))
     if reply.rolled_back:
         headers.append((ROLLED_BACK, str(reply.rolled_back)))
+    headers += left_out_header(reply.left_out)
     return headers
 
 

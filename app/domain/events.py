@@ -252,7 +252,8 @@ class TurnCommitted(Event, frozen=True):
     client spoke, and `echo` is the blob of what a reply in it repeats of the request. `calls_hash` is the hash of
     a reply that calls tools, without its calls' arguments.
 
-    Since version 7: `logprobs_of`, None where it is not known or the parts differ.
+    Since version 7: `logprobs_of`, None where it is not known or the parts differ; `left_out`, what of the request the
+    engine was not sent (`app.domain.left_out`).
     """
 
     turn: int
@@ -297,6 +298,7 @@ class TurnCommitted(Event, frozen=True):
     echo: int | None = None
     calls_hash: str | None = None
     logprobs_of: LogprobsOf | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class TurnRejected(Event, frozen=True):

@@ -217,6 +217,7 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
         committed_at=recorded.at,
         echo=event.echo,
         calls_hash=event.calls_hash,
+        left_out=event.left_out,
     )
     changes: dict[str, Any] = {
         "turns": session.turns.added(turn),

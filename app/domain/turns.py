@@ -45,6 +45,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     committed_at: float = 0.0
     echo: int | None = None
     calls_hash: str | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def shape(self) -> EngineShape:

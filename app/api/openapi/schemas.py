@@ -37,6 +37,7 @@ REPLY_HEADERS: Mapping[str, str] = {
     "x-turnlog-turn": "The number of the turn that this reply is.",
     "x-turnlog-replayed": "`true` where nothing was generated: the reply came from the log or from the turn in flight.",
     "x-turnlog-rolled-back": "How many turns this one superseded when it committed; absent where it is none.",
+    "x-turnlog-left-out": "What of the request the engine was not sent, as `code:place`; absent where that is nothing.",
     "x-turnlog-cursor": "Repeats this export.",
     "x-turnlog-next-cursor": "Goes on behind the whole export.",
     "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
@@ -136,7 +137,9 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
     },
     "Record": record(
-        "A live turn.",
+        "A live turn. `left_out` is what of the client's request the engine was not sent, where that is something.",
+        optional=["left_out"],
+        left_out=listed(TEXT),
         timestamp=NUMBER,
         request_timestamp=NUMBER,
         method=TEXT,

@@ -23,7 +23,7 @@ from app.api.describe import (
 )
 from app.api.header_sessions import AGENT, FINAL, HARNESSES, PARENT
 from app.api.openapi.schemas import error_replies, header
-from app.api.replies import ROLLED_BACK
+from app.api.replies import LEFT_OUT, ROLLED_BACK
 from app.domain.patterns import ID
 from app.errors import (
     ClaimLost,
@@ -86,7 +86,7 @@ TURN_HEADERS: Mapping[str, str] = {
     "x-request-id": "The client's own name for the request; the reply repeats it.",
 }
 
-TOLD = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK)
+TOLD = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK, LEFT_OUT)
 """The headers of a turn's reply."""
 
 
