@@ -71,6 +71,10 @@ CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x
             [assistant("ok"), assistant(None, [chat_call("f", "1")])],
         ),
         ([{"role": "assistant", "content": "bare"}], [assistant("bare")]),
+        (
+            [{"type": "function_call_output", "name": "goal_objective", "namespace": "agent", "output": "Go"}],
+            [text("user", "Go")],
+        ),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
         (
             [call("look", "1", namespace="ns"), {"type": "function_call_output", "call_id": "1", "output": "seen"}],

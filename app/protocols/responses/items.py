@@ -167,7 +167,10 @@ class Conversation:
         if answers is None and item.get("type") == "local_shell_call_output":
             answers = item.get("id")
         content = content_of(item.get("output"), f"{path}.output", BETWEEN_TEXTS, self.left_out)
-        self._client({"role": "tool", "tool_call_id": name(answers, f"{path}.call_id"), "content": content})
+        if answers is None and item.get("name") is not None:  # Codex tells its goals so, as nobody's result.
+            self._client({"role": "user", "content": content})
+        else:
+            self._client({"role": "tool", "tool_call_id": name(answers, f"{path}.call_id"), "content": content})
 
     def add_tools(self, item: Item, path: str, proof: str | None) -> None:
         """Tools that a client offers from here on; the engine is offered them from the beginning."""
