@@ -296,10 +296,7 @@ class Overloaded(AppError):
 
 
 class BodyGivenUp(Overloaded):
-    """The connection is closed, as after RequestTimeout."""
-
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), "connection": "close"}
+    """The rest of the body is dropped, so that its client can read this."""
 
 
 class StoreUnavailable(AppError):

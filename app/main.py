@@ -218,7 +218,7 @@ class Turnlog(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             self._connection_limit.open()
-            bound_connections(receive, self._connection_limit)
+            bound_connections(receive, self._connection_limit, self._settings.max_request_bytes)
             await self._live(receive, send)
         elif scope["type"] == "http":
             await self._requests(without_prefix(scope), receive, send)
