@@ -12,12 +12,12 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.api.auth import TOKEN_SESSION, route_path
 from app.api.client_stream import ClientStream
 from app.api.disconnect import disconnected
-from app.api.header_sessions import HeaderSession, agent_of, session_of_request
+from app.api.header_sessions import HARNESSES, HeaderSession, agent_of, session_of_request
 from app.api.limits import BodyReservation, connection_of, peer_of, read_body
 from app.api.replies import ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
 from app.api.state import Services
@@ -119,11 +119,13 @@ class _TurnRequest:
             if not re.fullmatch(ID, self._path_session):
                 raise SessionNotFound("the session id is invalid")
             return await self._turn(self._path_session, body, reservation)
-        fields = app.settings.session_from_body
+        fields, unnamed = app.settings.session_from_body, app.settings.without_session
         session = await app.turns.large_bodies.run(
-            _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields)
+            _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields, unnamed)
         )
         await session.ensure(app, self._token_session)
+        if session.is_unnamed:
+            self._send = _telling(self._send, session.session_id)
         set_log_session(session.session_id)
         outcome = await self._turn(session.session_id, body, reservation, session)
         await session.end(app)
@@ -253,6 +255,17 @@ class _TurnRequest:
         if abort_after_s is not None:
             await asyncio.sleep(abort_after_s)
             waiter.leave()
+
+
+def _telling(send: Send, session_id: str) -> Send:
+    """`send`, which tells the session that was made for the request in whatever reply it gets."""
+
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (HARNESSES[0].session.encode(), session_id.encode())]
+        await send(message)
+
+    return told
 
 
 def _large_size(body: bytes) -> int:
