@@ -209,6 +209,14 @@ class RequestTooLarge(AppError):
     meaning = "past `TURNLOG_MAX_REQUEST_BYTES`; on routes that take no turn, past 1 MiB"
 
 
+class UnsupportedEncoding(AppError):
+    status, code, type, retry = 415, "unsupported_encoding", "invalid_request_error", False
+    meaning = "the body's `Content-Encoding` is not `gzip`, `deflate` or `zstd`"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "accept-encoding": "gzip, deflate, zstd"}
+
+
 class TargetTooLong(AppError):
     status, code, type, retry = 414, "target_too_long", "invalid_request_error", False
     meaning = "path and query have more than 16 KiB"
@@ -288,10 +296,7 @@ class Overloaded(AppError):
 
 
 class BodyGivenUp(Overloaded):
-    """The connection is closed, as after RequestTimeout."""
-
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), "connection": "close"}
+    """The rest of the body is dropped, so that its client can read this."""
 
 
 class StoreUnavailable(AppError):

@@ -40,7 +40,7 @@ from app.api import (
 from app.api import engines as engine_routes
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
-from app.api.auth import Guard, route_path
+from app.api.auth import Guard, route_path, with_single_slashes
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
 from app.api.error_handlers import handle_faults
@@ -218,10 +218,10 @@ class Turnlog(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             self._connection_limit.open()
-            bound_connections(receive, self._connection_limit)
+            bound_connections(receive, self._connection_limit, self._settings.max_request_bytes)
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._requests(without_prefix(scope), receive, send)
+            await self._requests(without_prefix(with_single_slashes(scope)), receive, send)
         else:
             await super().__call__(scope, receive, send)
 

@@ -44,6 +44,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "rollback_window": "default of `rollback_window`, settled when a session is created",
         "on_divergence": "default of `on_divergence`, settled when a session is created",
         "agents": "a harness's [agents](trees.md#agents) are branches of its session, or each has one of its own",
+        "without_session": "a request that names no session is 400; `record`: it gets "
+        "[one of its own](api.md#sessions-in-headers)",
         "session_from_body": "fields of the body that may [name the session](api.md#sessions-in-headers), in the order "
         "in which they count",
         "max_open_turns": "turns in flight of one tree; past it: 409 `session_busy`",
@@ -92,6 +94,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "while the janitor is busy",
     },
     "Access": {
+        "public_url": "what a session's `url` begins with; by default the address that the request was sent to",
         "admin_token": "the bearer token that every request then needs; several with commas, the first is current: "
         "[Rotation](security.md#rotation)",
         "session_secret": "the secret behind sessions' own tokens; several with commas",

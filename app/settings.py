@@ -123,6 +123,7 @@ class Settings(BaseSettings):
     history: History | None = None
     on_divergence: OnDivergence = "reject"
     agents: Literal["branches", "sessions"] = "branches"
+    without_session: Literal["refuse", "record"] = "refuse"
     session_from_body: Annotated[tuple[Literal["prompt_cache_key", "metadata.user_id"], ...], NoDecode] = ()
     samples_versions: Literal["names", "spans"] = "names"
     max_open_turns: int = Field(default=64, ge=1, le=100_000)
@@ -158,6 +159,7 @@ class Settings(BaseSettings):
     max_db_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=None, ge=MIB)
     log_format: LogFormat = "auto"
     log_level: LogLevel = "info"
+    public_url: str | None = None
     admin_token: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     session_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     session_params: Annotated[tuple[str, ...], NoDecode] = ()
@@ -220,6 +222,13 @@ class Settings(BaseSettings):
     def _base_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         _require_base_urls(value, "base URLs")
         return value
+
+    @field_validator("public_url")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None and base_url.fault(value) is not None:
+            raise ValueError("a URL such as https://turnlog.example.org, without credentials, query and fragment")
+        return None if value is None else value.rstrip("/")
 
     @field_validator("engine_sessions")
     @classmethod

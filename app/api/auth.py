@@ -42,6 +42,7 @@ _OPEN = frozenset({"/", "/health", "/ready"})
 _PAGE = frozenset({"/ui", "/ui/"})
 _STATIC = "/ui/static/"
 _SESSIONS = "/sessions/"
+_BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")
 _FORK = "fork"
 _STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
 """A response by its id; the route checks that it is the token's session's."""
@@ -189,6 +190,22 @@ def route_path(scope: Scope) -> str:
         return path
     rest = path[len(root) :]
     return rest if not rest or rest[0] == "/" else path
+
+
+def with_single_slashes(scope: Scope) -> Scope:
+    """The scope of the same request without the slashes that a base URL ended with: `//sessions/x/v1//messages`.
+
+    Names of groups and adapters may hold several, so behind the first part of a path only the routes of sessions and
+    turns lose them. Authorisation and routers must both see the result.
+    """
+    path = route_path(scope)
+    if "//" not in path:
+        return scope
+    single = "/" + path.lstrip("/")
+    if single.startswith(_BELOW_BASE_URLS):
+        single = re.sub("//+", "/", single)
+    root: str = scope["path"][: len(scope["path"]) - len(path)]
+    return {**scope, "path": root + single}
 
 
 def unknown_session(session_id: str) -> SessionNotFound:

@@ -8,9 +8,10 @@ from typing import Any
 
 from starlette.types import Send
 
-from app.api.replies import start_reply
+from app.api.replies import ROLLED_BACK, left_out_header, start_reply
 from app.protocols.base import CommittedReply, LiveRenderer, WireProtocol
 from app.protocols.errors import ErrorFields
+from app.protocols.sse import comment
 from app.turn.in_flight import TurnReply
 from app.turn.live import LiveStream
 from app.upstream.headers import Headers
@@ -39,10 +40,13 @@ class ClientStream:
                 await self._send_deltas()
             elif not task.done():
                 if not self.has_begun:
-                    await self.begin([])
+                    await self.begin()
                 await self.write(self._protocol.keepalive, more=True)
 
-    async def begin(self, headers: Headers) -> None:
+    async def begin(self, headers: Headers | None = None) -> None:
+        """Send the head. `headers` are the reply's, None before it is there."""
+        if headers is None:
+            headers = left_out_header(self._live.left_out)
         head = [(STREAM_MODE, self._live.decide()), *headers]
         head += [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
         self.has_begun = True
@@ -53,7 +57,7 @@ class ClientStream:
         deltas = live.take()
         if self._renderer is None:
             if not self.has_begun:
-                await self.begin([])
+                await self.begin()
             self._renderer = self._protocol.live(CommittedReply(live.begun, self._proof_of(live.turn), live.echo))
         if events := b"".join(map(self._renderer.delta, deltas)):
             await self.write(events, more=True)
@@ -63,6 +67,13 @@ class ClientStream:
         if self._renderer is None:
             return self._protocol.events(reply)
         return b"".join(map(self._renderer.delta, self._live.take())) + self._renderer.end(reply)
+
+    async def tell(self, reply: TurnReply) -> None:
+        """Say as comments what the head said of the reply, had the stream not begun before."""
+        if reply.rolled_back:
+            await self.write(comment(f"{ROLLED_BACK}: {reply.rolled_back}"), more=True)
+        for name, value in () if self._live.left_out else left_out_header(reply.left_out):
+            await self.write(comment(f"{name}: {value}"), more=True)
 
     async def fail(self, error: ErrorFields) -> None:
         await self.write((self._renderer.error if self._renderer else self._protocol.error_event)(error))

@@ -15,15 +15,15 @@ from typing import cast
 from httptools import HttpParserUpgrade, HttpRequestParser
 from starlette.types import Receive
 from uvicorn.lifespan.on import LifespanOn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from app.api.connection_limit import PROBES, Capacity, ConnectionLimit
-from app.api.limits import CONNECTION, MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
+from app.api.limits import BODY_S, CONNECTION, IDLE_BYTES, IDLE_S, MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
 from app.api.replies import error_parts
 from app.errors import AppError, HeadersTooLarge, Overloaded, RequestTimeout
 
 HEAD_S = 30.0
-"""Timeout of a request head, and of the rest of a body whose request was answered before the body was complete."""
+"""Timeout of a request head."""
 
 HEAD_BYTES = 2 * (MAX_HEADER_BYTES + MAX_TARGET_BYTES)
 """A head larger than this is refused before it is complete; authorisation refuses smaller ones that are too large. It
@@ -36,7 +36,8 @@ SCARCE_S = 2.0
 """Timeout of a head if few file descriptors are left."""
 
 LINGER_S = 1.0
-"""How long a refused client's input is still read: closing at once could destroy the error reply before it is read."""
+"""How long the input of a client is still read whose head was refused: closing at once could destroy the error reply
+before it is read. The rest of a refused body is read as long as it comes as a body must (`_drop_rest`)."""
 
 KEEP_ALIVE_S = 75
 """How long an idle connection is kept. A client that keeps it longer may use a closed connection: the SDKs close
@@ -48,14 +49,33 @@ UVICORNS_KEEP_ALIVE_S = 5
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
+class _ClosedAfterBody:
+    """The transport of a request whose connection ends with the reply, which may be sent before the body has come. An
+    error whose own headers end it, since the body does not come in time, ends it at once."""
+
+    def __init__(self, protocol: BoundedProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        self._protocol.close_after_body(self._cycle)
+
+
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `limit` says whether there is a file descriptor for it."""
+    """One connection. `limit` says whether there is a file descriptor for it, `max_body` limits a body in bytes."""
 
     limit: ConnectionLimit | None = None
+    max_body = 64 << 20
     _capacity: Capacity = "free"
 
     _in_head = False
     _is_refused = False
+    _has_body_left = False
+    _closes_after_body = False
+    _dropped = _dropped_before = 0
+    _drop_until = 0.0
     _unused_bytes = 0
     _upgrade_at: int | None = None
     _is_replacing_parser = False
@@ -112,7 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
             settle(delivered)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._is_refused and not self._has_body_left:
             return
         self._unused_bytes += len(data)
         super().data_received(data)
@@ -165,6 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._is_refused:
             return
+        self._has_body_left = True
         if self.limit is not None and self._capacity != "free":
             self.limit.stop_waiting(self)
             if self.parser.get_method() not in (b"GET", b"HEAD") or self.url.partition(b"?")[0] not in PROBES:
@@ -175,16 +196,60 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._capacity != "free":
             self.cycle.keep_alive = False
+        if not self.cycle.keep_alive:
+            self.cycle.transport = cast(asyncio.Transport, _ClosedAfterBody(self, self.cycle))
 
     def on_body(self, body: bytes) -> None:
         self._unused_bytes = 0
         if not self._is_refused:
             super().on_body(body)
+        if self._is_refused or self.cycle.response_complete:
+            self._dropped += len(body)
+            if self._dropped > self.max_body:
+                self.transport.close()
 
     def on_message_complete(self) -> None:
         self._unused_bytes = 0
-        if not self.parser.should_upgrade() and not self._is_refused:
-            super().on_message_complete()
+        if self.parser.should_upgrade():
+            return
+        self._has_body_left = False
+        if self._is_refused or self._closes_after_body:
+            self.transport.close()
+            return
+        if self.cycle.response_complete:
+            self._cancel_timeout()  # That of the rest of the body.
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._has_body_left and self.cycle.response_complete and not self.transport.is_closing():
+            self._drop_rest()
+
+    def close_after_body(self, cycle: RequestResponseCycle) -> None:
+        """The cycle's reply ends the connection, once the rest of its request has come or failed to come."""
+        if self._has_body_left and cycle.response_complete and cycle is self.cycle:
+            self._closes_after_body = True
+        else:
+            self.transport.close()
+
+    def _drop_rest(self) -> None:
+        """Read and drop the rest of a body that was answered before its end: if it were left unread, closing would
+        reset the connection, and a client that still sends would not see its answer. It must come as a body must."""
+        self._cancel_timeout()
+        self._unset_keepalive_if_required()
+        self._dropped = self._dropped_before = 0
+        self._drop_until = self.loop.time() + BODY_S
+        self._timeout = self.loop.call_later(IDLE_S, self._check_rest)
+
+    def _check_rest(self) -> None:
+        self._timeout = None
+        if self.transport.is_closing():
+            return
+        if self._dropped - self._dropped_before < IDLE_BYTES or self.loop.time() >= self._drop_until:
+            self.transport.close()
+        else:
+            self._dropped_before = self._dropped
+            self._timeout = self.loop.call_later(IDLE_S, self._check_rest)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -232,7 +297,11 @@ class BoundedProtocol(HttpToolsProtocol):
         own = [(name.encode(), value.encode()) for name, value in [*headers, ("content-length", str(len(body)))]]
         lines = [name + b": " + value + b"\r\n" for name, value in [*self.server_state.default_headers, *own]]
         self.transport.write(b"".join([STATUS_LINE[status], *lines, b"connection: close\r\n\r\n", body]))
-        self._timeout = self.loop.call_later(LINGER_S, self.transport.close)
+        self._in_head = False
+        if self._has_body_left:
+            self._drop_rest()
+        else:
+            self._timeout = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _cancel_timeout(self) -> None:
         if self._timeout is not None:
@@ -245,7 +314,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stall_timeout = None
 
 
-def bound_connections(receive: Receive, limit: ConnectionLimit) -> None:
+def bound_connections(receive: Receive, limit: ConnectionLimit, max_body: int) -> None:
     """Make uvicorn use BoundedProtocol and KEEP_ALIVE_S, unless the operator chose otherwise.
 
     uvicorn chooses its protocol class before it loads the application, and reads the choice for each new connection.
@@ -253,6 +322,7 @@ def bound_connections(receive: Receive, limit: ConnectionLimit) -> None:
     """
     lifespan = getattr(receive, "__self__", None)
     if isinstance(lifespan, LifespanOn) and lifespan.config.http_protocol_class is HttpToolsProtocol:
-        lifespan.config.http_protocol_class = type("TurnlogProtocol", (BoundedProtocol,), {"limit": limit})
+        members = {"limit": limit, "max_body": max_body}
+        lifespan.config.http_protocol_class = type("TurnlogProtocol", (BoundedProtocol,), members)
         if lifespan.config.timeout_keep_alive == UVICORNS_KEEP_ALIVE_S:
             lifespan.config.timeout_keep_alive = KEEP_ALIVE_S

@@ -25,6 +25,7 @@ from app.errors import (
     SessionUnreadable,
     StoreFull,
     StoreUnavailable,
+    UnsupportedEncoding,
     UpstreamInvalid,
     UpstreamTimeout,
     UpstreamUnreachable,
@@ -72,7 +73,7 @@ Errors = tuple[type[AppError], ...]
 Who = Literal["anyone", "session", "admin", "page"]
 """Whose token a request needs if an admin token is set; `page`: the admin token or the page's cookie."""
 
-BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, Overloaded)
+BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedEncoding, Overloaded)
 READ: Errors = (StoreUnavailable,)
 WRITE: Errors = (Overloaded, StoreUnavailable, StoreFull)
 PAYLOADS: Errors = (PayloadsUnavailable,)

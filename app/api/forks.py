@@ -64,7 +64,7 @@ async def fork_session(
     order = ForkOrder(session_id, body.turn, body.group_id, body.metadata, body.parent_loss)
     fork_ids = [_fork_id(session_id, idempotency_key, nth) for nth in range(body.count)]
     await app.forks.fork(order, fork_ids)
-    return {"sessions": [created(app, fork_id) for fork_id in fork_ids]}
+    return {"sessions": [created(request, fork_id) for fork_id in fork_ids]}
 
 
 def _fork_id(session_id: str, key: str | None, nth: int) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import uuid
 from collections.abc import Awaitable, Collection, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -106,7 +107,8 @@ class HeaderSession:
     """The session of one request. `parent` is the session of the agent that started this session's agent.
 
     `root` is the session in the header, `agents` are the agents' sessions whose ids were derived from it. `agent_id` is
-    the agent in the header; it is set to None where the agent has a session of its own.
+    the agent in the header; it is set to None where the agent has a session of its own. `is_unnamed`: the request named
+    no session, and this one was made up for it.
     """
 
     def __init__(
@@ -118,7 +120,9 @@ class HeaderSession:
         agents: Collection[str] = (),
         agent_id: str | None = None,
         is_final: bool = False,
+        is_unnamed: bool = False,
     ) -> None:
+        self.is_unnamed = is_unnamed
         self.agent_id = agent_id
         self.session_id = session_id
         self.parent = parent
@@ -238,13 +242,17 @@ class HeaderSession:
 
 
 def session_of_request(
-    headers: Headers, body: bytes, token_session: str | None = None, body_fields: Collection[str] = ()
+    headers: Headers,
+    body: bytes,
+    token_session: str | None = None,
+    body_fields: Collection[str] = (),
+    without_session: Literal["refuse", "record"] = "refuse",
 ) -> HeaderSession:
     """The session of a request whose path has no session.
 
     From a header, else from `nvext.session_control`, else that of the request's token, else from the first of
     `body_fields` that the body has. An id that a harness made up gives way to the token's session. Raises
-    InvalidRequest, also if there is none.
+    InvalidRequest, also if there is none, unless `without_session` is `record`.
     """
     given = _given(headers)
     harness = _harness(given)
@@ -254,9 +262,15 @@ def session_of_request(
         session_id = token_session
     else:
         session_id = _valid(given, harness.session)
+    is_unnamed = session_id is None
     if session_id is None:
-        expected = ", ".join(one.session for one in HARNESSES)
-        raise InvalidRequest(f"no session: send one of the headers {expected}, nvext.session_control or its own token")
+        if without_session == "refuse":
+            expected = ", ".join(harness.session for harness in HARNESSES)
+            raise InvalidRequest(
+                f"no session: send one of the headers {expected}, nvext.session_control or its own token "
+                "(with TURNLOG_WITHOUT_SESSION=record it would get one of its own)"
+            )
+        session_id = _made_up(headers)
     main = given[harness.session] if harness is not None else session_id
     agent = _agent(given, harness, main)
     own, parent = session_id, None
@@ -269,7 +283,21 @@ def session_of_request(
             parent = _agent_session(session_id, by)
             agents.append(parent)
     parent = _parent(given, None if harness is None else harness.parent, own) or parent
-    return HeaderSession(own, parent, root=session_id, agents=agents, agent_id=agent, is_final=_is_final(given))
+    return HeaderSession(
+        own,
+        parent,
+        root=session_id,
+        agents=agents,
+        agent_id=agent,
+        is_final=_is_final(given),
+        is_unnamed=is_unnamed,
+    )
+
+
+def _made_up(headers: Headers) -> str:
+    """A new session's id. A retry with the same idempotency key gets the same one."""
+    key = next((value for name, value in headers if name == "idempotency-key" and value), None)
+    return uuid.uuid4().hex if key is None else f"key-{_digest(key)}"
 
 
 def agent_of(headers: Headers) -> str | None:

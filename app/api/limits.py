@@ -20,7 +20,9 @@ from app.errors import (
     RequestTimeout,
     RequestTooLarge,
     TargetTooLong,
+    UnsupportedEncoding,
 )
+from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
 
 MAX_HEADER_BYTES = 64 << 10
@@ -237,19 +239,21 @@ def head_error(scope: Scope, header_bytes: int) -> AppError | None:
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, reservation: BodyReservation) -> bytes | None:
-    """Read a request body; None if the client disconnects before its end.
+    """Read a request body, unpacked if it is compressed; None if the client disconnects before its end.
 
-    Raises RequestTooLarge, Overloaded, BodyGivenUp, InvalidRequest (a compressed body), RequestTimeout.
+    `limit` is that of the bytes received and of the bytes unpacked. Raises RequestTooLarge, Overloaded, BodyGivenUp,
+    RequestTimeout, UnsupportedEncoding, InvalidRequest (compressed data that cannot be unpacked).
     """
     for name, value in headers:
-        if name == "content-encoding" and value.lower() != "identity":
-            raise InvalidRequest("a compressed request body is not accepted")
         if name == "content-length" and value.isdigit() and int(value) > limit:
             raise RequestTooLarge(f"the body has {value} bytes; the limit is {limit}")
+    unpack = _decoder(headers)
     try:
         async with asyncio.timeout(min(IDLE_S, BODY_S)) as timeout:
             reservation.begin(lambda: _expire(timeout))
-            return await _read(receive, limit, reservation, timeout)
+            return await _read(receive, limit, reservation, timeout, unpack)
+    except Undecodable as error:
+        raise InvalidRequest(f"the body cannot be unpacked: {error}") from error
     except TimeoutError as error:
         reservation.check()
         raise RequestTimeout(
@@ -259,28 +263,46 @@ async def read_body(receive: Receive, headers: Headers, limit: int, reservation:
         reservation.arrived()
 
 
+def _decoder(headers: Headers) -> Decoder | None:
+    """What unpacks the body. Raises UnsupportedEncoding."""
+    try:
+        return decoder(",".join(value for name, value in headers if name == "content-encoding" and value.strip()))
+    except Undecodable as error:
+        raise UnsupportedEncoding("the body's content-encoding must be gzip, deflate or zstd") from error
+
+
 def _expire(timeout: asyncio.Timeout) -> None:
     if not timeout.expired():
         timeout.reschedule(asyncio.get_running_loop().time())
 
 
-async def _read(receive: Receive, limit: int, reservation: BodyReservation, timeout: asyncio.Timeout) -> bytes | None:
+async def _read(
+    receive: Receive, limit: int, reservation: BodyReservation, timeout: asyncio.Timeout, unpack: Decoder | None
+) -> bytes | None:
     parts: list[bytes] = []
-    size = counted = 0
+    received = counted = size = 0
     clock = asyncio.get_running_loop().time
     deadline = clock() + BODY_S
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
+        data = message.get("body", b"")
+        received += len(data)
+        if received > limit:
             raise RequestTooLarge(f"the body has more than {limit} bytes")
-        reservation.arrive(len(part))
-        parts.append(part)
+        for part in (data,) if unpack is None else unpack.feed(data):
+            size += len(part)
+            if size > limit:
+                raise RequestTooLarge(f"the body has more than {limit} bytes unpacked")
+            reservation.arrive(len(part))
+            parts.append(part)
+            if unpack is not None:
+                await asyncio.sleep(0)  # A few bytes may be many pieces.
         if not message.get("more_body"):
+            if unpack is not None:
+                unpack.finish()
             return parts[0] if len(parts) == 1 else b"".join(parts)
-        if size - counted >= IDLE_BYTES:
-            counted = size
+        if received - counted >= IDLE_BYTES:
+            counted = received
             timeout.reschedule(min(clock() + IDLE_S, deadline))

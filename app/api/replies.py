@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from starlette.types import Send
@@ -22,7 +22,14 @@ RENDER_INLINE = 64 << 10
 ROLLED_BACK = "x-turnlog-rolled-back"
 """Header with the number of live turns that the reply's turn superseded when it was committed."""
 
+LEFT_OUT = "x-turnlog-left-out"
+"""Header with what of the request the engine was not sent (`app.domain.left_out`)."""
+
 Part = bytes | memoryview
+
+
+def left_out_header(left_out: Sequence[str]) -> Headers:
+    return [(LEFT_OUT, ", ".join(left_out))] if left_out else []
 
 
 async def start_reply(send: Send, status: int, headers: Headers) -> None:

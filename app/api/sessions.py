@@ -170,14 +170,26 @@ async def create_session(request: Request) -> dict[str, Any]:
     app = services(request)
     new = new_session(await body_of(request, CreateSession, is_optional=True), app.settings)
     await app.sessions.create(new)
-    return created(app, new.session_id)
+    return created(request, new.session_id)
 
 
-def created(app: Services, session_id: str) -> dict[str, Any]:
+def created(request: Request, session_id: str) -> dict[str, Any]:
     """What a client is told of its new session."""
-    token = app.tokens.for_session(session_id)
-    told = {"session_id": session_id, "base_url": f"/sessions/{session_id}/v1"}
+    token = services(request).tokens.for_session(session_id)
+    path = f"/sessions/{session_id}"
+    told = {"session_id": session_id, "base_url": f"{path}/v1", "url": _public_url(request) + path}
     return told if token is None else {**told, "token": token}
+
+
+def _public_url(request: Request) -> str:
+    """TURNLOG_PUBLIC_URL, else the address that the request was sent to."""
+    given = services(request).settings.public_url
+    if given is not None:
+        return given
+    scope = request.scope
+    host, port = scope["server"] or ("localhost", None)
+    address = request.headers.get("host") or (host if port is None else f"{host}:{port}")
+    return f"{scope['scheme']}://{address}{scope.get('root_path', '')}"
 
 
 @router.head("/sessions/{session_id}", include_in_schema=False)

@@ -12,14 +12,14 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.api.auth import TOKEN_SESSION, route_path
 from app.api.client_stream import ClientStream
 from app.api.disconnect import disconnected
-from app.api.header_sessions import HeaderSession, agent_of, session_of_request
+from app.api.header_sessions import HARNESSES, HeaderSession, agent_of, session_of_request
 from app.api.limits import BodyReservation, connection_of, peer_of, read_body
-from app.api.replies import ROLLED_BACK, error_parts, rendered, send_reply
+from app.api.replies import ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
 from app.api.state import Services
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
@@ -28,7 +28,7 @@ from app.logs import request_id, set_log_session
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.registry import ROUTES
-from app.protocols.sse import comment, is_set, wants_stream
+from app.protocols.sse import is_set, wants_stream
 from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
@@ -119,11 +119,13 @@ class _TurnRequest:
             if not re.fullmatch(ID, self._path_session):
                 raise SessionNotFound("the session id is invalid")
             return await self._turn(self._path_session, body, reservation)
-        fields = app.settings.session_from_body
+        fields, unnamed = app.settings.session_from_body, app.settings.without_session
         session = await app.turns.large_bodies.run(
-            _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields)
+            _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields, unnamed)
         )
         await session.ensure(app, self._token_session)
+        if session.is_unnamed:
+            self._send = _telling(self._send, session.session_id)
         set_log_session(session.session_id)
         outcome = await self._turn(session.session_id, body, reservation, session)
         await session.end(app)
@@ -230,8 +232,8 @@ class _TurnRequest:
         if reply.turn is not None:
             if not stream.has_begun:
                 await stream.begin([h for h in _turn_headers(reply, self._protocol) if h[0] != "content-type"])
-            elif reply.rolled_back:
-                await stream.write(comment(f"{ROLLED_BACK}: {reply.rolled_back}"), more=True)
+            else:
+                await stream.tell(reply)
             await self._deliver(session_id, reply, lambda: stream.write(events))
         elif stream.has_begun:
             await stream.fail(self._engine_error(reply))
@@ -253,6 +255,17 @@ class _TurnRequest:
         if abort_after_s is not None:
             await asyncio.sleep(abort_after_s)
             waiter.leave()
+
+
+def _telling(send: Send, session_id: str) -> Send:
+    """`send`, which tells the session that was made for the request in whatever reply it gets."""
+
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (HARNESSES[0].session.encode(), session_id.encode())]
+        await send(message)
+
+    return told
 
 
 def _large_size(body: bytes) -> int:
@@ -278,6 +291,7 @@ def _turn_headers(reply: TurnReply, protocol: WireProtocol) -> Headers:
         headers.append(("x-turnlog-replayed", "true"))
     if reply.rolled_back:
         headers.append((ROLLED_BACK, str(reply.rolled_back)))
+    headers += left_out_header(reply.left_out)
     return headers
 
 

@@ -117,6 +117,7 @@ def commit_turn(
     blobs: TurnBlobs,
     binding: AffinityBound | AffinityReleased | None = None,
     timing: Timing | None = None,
+    left_out: tuple[str, ...] = (),
     max_replay_bytes: int | None = None,
     uses: retention.ChunkUses | None = None,
     pinned_upto: int = 0,
@@ -128,7 +129,7 @@ def commit_turn(
     `session` alone, of which `index` and `uses` are: in a tree, where another turn may commit first, they are decided
     again.
     """
-    committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing)
+    committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing, left_out)
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
     if session.every_payload or reply.payloads:
@@ -149,6 +150,7 @@ def _committed(
     reply: ValidatedReply,
     blobs: TurnBlobs,
     timing: Timing | None,
+    left_out: tuple[str, ...],
 ) -> TurnCommitted:
     new = range(plan.base_messages, len(incoming))
     result = reply.result
@@ -208,6 +210,7 @@ def _committed(
         calls_hash=reply.calls_hash,
         bare_hash=reply.bare_hash,
         logprobs_of=reply.logprobs_of,
+        left_out=left_out,
     )
 
 

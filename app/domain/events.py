@@ -253,7 +253,8 @@ class TurnCommitted(Event, frozen=True):
     a reply that calls tools, without its calls' arguments; `bare_hash` the canonical hash of one whose text begins with
     reasoning, without that.
 
-    Since version 7: `logprobs_of`, None where it is not known or the parts differ.
+    Since version 7: `logprobs_of`, None where it is not known or the parts differ; `left_out`, what of the request the
+    engine was not sent (`app.domain.left_out`).
     """
 
     turn: int
@@ -299,6 +300,7 @@ class TurnCommitted(Event, frozen=True):
     calls_hash: str | None = None
     bare_hash: str | None = None
     logprobs_of: LogprobsOf | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class TurnRejected(Event, frozen=True):

@@ -218,6 +218,7 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
         echo=event.echo,
         calls_hash=event.calls_hash,
         bare_hash=event.bare_hash,
+        left_out=event.left_out,
     )
     changes: dict[str, Any] = {
         "turns": session.turns.added(turn),

@@ -32,7 +32,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     before the messages, `needs` those whose replies complete them.
     `refusal` says why the request cannot begin a turn of its own; it may still repeat one. `has_object_arguments`: tool
     arguments came as objects, which clients normalise. `stream_mode` is the request's own, removed from `params`.
-    `layout` is that of a long body, `prefix` what was known of its history by its bytes.
+    `layout` is that of a long body, `prefix` what was known of its history by its bytes. `left_out` is what of the
+    request no engine is sent (`app.domain.left_out`).
     """
 
     shape: ClassVar[EngineShape] = "chat"
@@ -54,6 +55,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     stream_mode: StreamMode | None = None
     layout: BodyLayout | None = None
     prefix: HistoryPrefix | None = None
+    left_out: Sequence[str] = ()
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -63,6 +65,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     protocol: ClassVar[str] = "completions"
     echo: ClassVar[bytes | None] = None
     refusal: ClassVar[str | None] = None
+    left_out: ClassVar[Sequence[str]] = ()
 
     text: str | None
     ids: TokenIds | None

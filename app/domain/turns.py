@@ -46,6 +46,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     echo: int | None = None
     calls_hash: str | None = None
     bare_hash: str | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def shape(self) -> EngineShape:

@@ -165,6 +165,7 @@ async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
                 "response": msgspec.Raw(_reply(turn, wire, ids, payloads)),
                 "turn": number,
                 "protocol": event.protocol,
+                **({"left_out": event.left_out} if event.left_out else {}),
             }
         )
 

@@ -28,7 +28,8 @@ class TreeTurn(msgspec.Struct, frozen=True):
     `tokens` are those of the whole history after the turn; a turn in flight has neither. `superseded`: a later turn
     took its place, so that it is only exported with `branches=all`; in a linear session it was rolled back.
     `loss_branches` are the branches whose rows have its sampled tokens in their loss. `reason` says why it is not
-    exported, or in no loss. `set_aside`: a restore of a checkpoint did that; it is in no branch any more.
+    exported, or in no loss. `set_aside`: a restore of a checkpoint did that; it is in no branch any more. `left_out` is
+    what of its request the engine was not sent (`app.domain.left_out`).
     """
 
     turn: int
@@ -47,6 +48,7 @@ class TreeTurn(msgspec.Struct, frozen=True):
     exported: bool = False
     reason: str | None = None
     loss_branches: Sequence[int] = ()
+    left_out: Sequence[str] = ()
 
 
 class TreeBranch(msgspec.Struct, frozen=True):
@@ -136,6 +138,7 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             exported=turn.number not in reasons,
             reason=reasons.get(turn.number) or (COPIED if turn.number <= session.context_turns else None),
             loss_branches=losses.get(turn.number, ()),
+            left_out=turn.left_out,
         )
         for turn in session.every_turn
     ]

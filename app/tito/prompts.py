@@ -48,6 +48,8 @@ _CACHED_BYTES = 64 << 10
 _CACHED_VARIANTS = 64
 """Cached pairs of tools and arguments: one per task in most runs."""
 
+_RULE_PROBE = "turnlog-rule"
+
 _PARTS_PROBE = ("turnlog-part-one", "turnlog-part-two")
 
 _PROBES: tuple[tuple[Message, ...], ...] = tuple(
@@ -103,6 +105,7 @@ class Prompts:
         special = {token for token, what in added.items() if what.special} | set(tokenizer.all_special_ids)
         self._comparator = Comparator(self._junction, frozenset(special), self.decode)
         self._heads = functools.lru_cache(_CACHED_VARIANTS)(self._derive_heads)
+        self._silent = functools.lru_cache(_CACHED_VARIANTS)(self._derive_silent)
         self._rewrites = functools.lru_cache(_CACHED_VARIANTS)(self._derive_rewrites)
 
     @classmethod
@@ -175,6 +178,10 @@ class Prompts:
             return False
         return self._rewrites(_key(normalise.tools(tools, flat=self._flat_tools), one, other))
 
+    def is_silent(self, role: str, is_first: bool) -> bool:
+        """Does the template render a message of this role as nothing: the first one, or one within a conversation?"""
+        return self._silent(role, is_first)
+
     def check_arguments(self, arguments: object) -> None:
         """Raises InvalidRequest for `chat_template_kwargs` that are not an object, or that clients may not set."""
         if not isinstance(arguments, Mapping):
@@ -242,6 +249,17 @@ class Prompts:
             if rendered != self._template.render(probe, tools, now, generation_prompt=False):
                 return True
         return not rendered_any
+
+    def _derive_silent(self, role: str, is_first: bool) -> bool:
+        """False also for a role that the template refuses."""
+        asked = {"role": "user", "content": "a question"}
+        before = [] if is_first else [asked, {"role": "assistant", "content": "an answer"}]
+        probe = [*before, {"role": role, "content": _RULE_PROBE}, asked]
+        try:
+            text = self._template.render(probe, None, self._pinned, generation_prompt=True)
+        except InvalidRequest:
+            return False
+        return _RULE_PROBE not in text
 
     def _joins_parts(self) -> bool:
         """Does the template join a content list's text parts itself? If not, SGLang joins them with a space."""

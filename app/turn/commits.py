@@ -131,6 +131,7 @@ class Commits:
             blobs=blobs,
             binding=services.placement.binding(claimed.session, generated.choice, generated.reply.engine),
             timing=context.stages.timing(),
+            left_out=generated.left_out,
             max_replay_bytes=services.settings.max_replay_bytes,
             uses=entry.uses,
             pinned_upto=entry.pinned_upto,

@@ -29,16 +29,18 @@ from app.upstream.streams import STREAM, Push, ReplyStream
 
 
 class PreparedTurn(msgspec.Struct, frozen=True):
-    """What is sent for a turn: `messages` are all of them, `new` those that are not stored yet."""
+    """What is sent for a turn: `messages` are all of them, `new` those that are not stored yet, `left_out` what of the
+    request is not sent (`app.domain.left_out`)."""
 
     request: EngineRequest
     messages: Sequence[bytes | memoryview]
     new: Sequence[bytes]
     prompt: PromptIds | None
+    left_out: tuple[str, ...]
 
 
 class GeneratedTurn(msgspec.Struct, frozen=True):
-    """A validated reply with its body and headers, and what was sent for it. `new` are the messages not stored yet."""
+    """A validated reply with its body and headers, and what was sent for it, and was not, as in `PreparedTurn`."""
 
     reply: ValidatedReply
     body: Body
@@ -48,6 +50,7 @@ class GeneratedTurn(msgspec.Struct, frozen=True):
     prompt: PromptIds | None
     options: EngineRequestOptions
     choice: EngineChoice
+    left_out: tuple[str, ...]
 
 
 class EngineRefusal(msgspec.Struct, frozen=True):
@@ -60,11 +63,12 @@ class EngineRefusal(msgspec.Struct, frozen=True):
 
 class Dispatch:
     """The requests of one turn. `staged` keeps its tokens, if any are kept; `live` is the client's stream, if it gets
-    them as they come."""
+    them as they come, and is told `left_out`."""
 
     def __init__(self, services: TurnServices, context: TurnContext, claimed: ClaimedTurn) -> None:
         self.staged: StagedTurn | None = None
         self.live: LiveStream | None = None
+        self.left_out: tuple[str, ...] = ()
         self._push: Push | None = None
         self._services = services
         self._context = context
@@ -120,7 +124,7 @@ class Dispatch:
         dialect = self._services.engines.dialect
         if dialect != "vllm" or settings.replay or options.clients or self.on_abort == "continue":
             return None
-        live.go_live(claimed.opened.turn, request.echo)
+        live.go_live(claimed.opened.turn, request.echo, self.left_out)
         return live
 
     def _open_stream(self, body: EngineBody) -> OpenStream | None:

@@ -16,6 +16,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.history import Incoming
+from app.domain.left_out import bounded
 from app.domain.reply import ValidatedReply
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.engines import Answer, EngineChoice
@@ -79,9 +80,11 @@ class Generation:
         messages = [*await self._stored_messages(), *new]
         with context.flight.cancellable():
             prompt = await self._prompt(request)
+            left_out = bounded((*context.request.left_out, *await self._silent()))
         dialect = services.engines.dialect
         self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect, prompt)
-        return PreparedTurn(request, messages, new, prompt)
+        self._dispatch.left_out = left_out
+        return PreparedTurn(request, messages, new, prompt, left_out)
 
     async def _placed(self) -> EngineChoice:
         """The engines to try, once the gates are open."""
@@ -191,6 +194,13 @@ class Generation:
         if context.template is None or not isinstance(context.history, Incoming):
             return None
         return await token_in.built(self._claimed, context.template, context.history, request)
+
+    async def _silent(self) -> Sequence[str]:
+        """The new messages that the template renders as nothing, for `left_out`."""
+        context = self._context
+        if context.template is None or not isinstance(context.history, Incoming):
+            return ()
+        return await self._services.token_in.silent(context.history, self._claimed.plan.base_messages)
 
     # validation
 
@@ -402,7 +412,9 @@ def _whole(
 ) -> GeneratedTurn:
     """The turn, if this part is all of it."""
     reply = part.answer.reply
-    return GeneratedTurn(part.reply, reply.body, reply.headers, turn.request, turn.new, prompt, options, choice)
+    return GeneratedTurn(
+        part.reply, reply.body, reply.headers, turn.request, turn.new, prompt, options, choice, turn.left_out
+    )
 
 
 def _reported_version(answer: Answer, reply: ValidatedReply) -> str | None:

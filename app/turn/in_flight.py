@@ -73,6 +73,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     `turn` is None for an engine's own error, which commits nothing. `replayed`: another request's turn, stored or, if
     `joined`, still in flight. `is_aborted`: an engine ended the generation early. `rolled_back`: how many live turns
     this one superseded when it committed. `echo`: what the request's parser kept for the rendering of the reply.
+    `left_out`: what of the request the engine was not sent (`app.domain.left_out`).
     """
 
     status: int
@@ -84,6 +85,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     is_aborted: bool = False
     rolled_back: int = 0
     echo: bytes | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class InFlightTurn:

@@ -18,19 +18,21 @@ from app.upstream.streams import Delta
 class LiveStream:
     """`news` resolves when there is something to take.
 
-    `turn` is the turn's number, `echo` as in `TurnReply`, `begun` the engine's reply with an empty message.
+    `turn` is the turn's number, `echo` and `left_out` as in `TurnReply`, `begun` the engine's reply with an empty
+    message.
     """
 
     def __init__(self) -> None:
         self.mode: StreamMode | None = None
         self.turn = 0
         self.echo: bytes | None = None
+        self.left_out: tuple[str, ...] = ()
         self.begun = b""
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._deltas: list[Delta] = []
 
-    def go_live(self, turn: int, echo: bytes | None) -> None:
-        self.mode, self.turn, self.echo = "live", turn, echo
+    def go_live(self, turn: int, echo: bytes | None, left_out: tuple[str, ...] = ()) -> None:
+        self.mode, self.turn, self.echo, self.left_out = "live", turn, echo, left_out
 
     def push(self, begun: bytes, delta: Delta) -> None:
         self.begun = begun

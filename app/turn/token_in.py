@@ -22,6 +22,7 @@ import msgspec
 
 from app.domain import decide
 from app.domain.history import Incoming
+from app.domain.left_out import SILENT_MESSAGE, left_out_at
 from app.domain.request import ChatRequest, TokenIds, value_of
 from app.domain.session import Session
 from app.domain.turns import Turn
@@ -54,6 +55,14 @@ AT_ONCE = 1 << 16
 TAIL = 64
 """How many of the last stored ids a junction examines."""
 
+_BUILT_HERE: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, True),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+}
+"""Fields with which a client asks its engine for another prompt, and the values that ask for nothing."""
+
 T = TypeVar("T")
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -78,8 +87,9 @@ class TokenIn:
             return None
         template = _template(request.params, request.tools)
         self.prompts.check_arguments(template_arguments(request.params))
-        if value_of(request.params.get("continue_final_message"), "continue_final_message"):
-            raise Unsupported("continue_final_message is not possible where the server builds the prompt")
+        for name, accepted in _BUILT_HERE.items():
+            if value_of(request.params.get(name), name) not in accepted:
+                raise Unsupported(f"{name} is not possible where the server builds the prompt")
         transfer = value_of(request.params.get(KV_FIELD), KV_FIELD)
         if isinstance(transfer, dict) and transfer.get(KV_MEMBER) is not None:
             raise Unsupported(f"{KV_FIELD}.{KV_MEMBER}: the server builds the prompt; input_ids holds a client's own")
@@ -136,6 +146,18 @@ class TokenIn:
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
         text = await self._run(size, _whole_prompt_text, self.prompts, messages, template.offered, template.arguments)
         return PromptIds(text, None)
+
+    async def silent(self, incoming: Incoming, base: int) -> list[str]:
+        """The new messages, from `base` on, that the chat template renders as nothing (`app.domain.left_out`)."""
+        places = []
+        for index in range(base, len(incoming)):
+            message = incoming.message(index)
+            role = message.get("role")
+            if role in ("system", "developer") and message.get("content"):
+                assert self.prompts is not None
+                if await self._run(0, self.prompts.is_silent, role, index == 0):
+                    places.append(left_out_at(SILENT_MESSAGE, f"messages[{index}]"))
+        return places
 
     async def mismatch(
         self, session: Session, leaf: Turn, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]

@@ -265,9 +265,15 @@ class Turns:
         kinds = shown_kinds(asked_for(request.params), mode)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         waiter.grow(len(body))
-        superseded = session.superseded_by(number)
-        parts = shown([body], request.params, mode)
-        return TurnReply(status, headers, parts, turn=number, replayed=True, rolled_back=superseded)
+        return TurnReply(
+            status,
+            headers,
+            shown([body], request.params, mode),
+            turn=number,
+            replayed=True,
+            rolled_back=session.superseded_by(number),
+            left_out=session.turn(number).left_out,
+        )
 
     # gate and claim
 
@@ -379,6 +385,7 @@ class Turns:
             turn=claimed.opened.turn,
             is_aborted=result.finish_reason == "abort",
             rolled_back=len(claimed.plan.discarded),
+            left_out=generated.left_out,
         )
 
 

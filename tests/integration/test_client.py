@@ -82,6 +82,7 @@ def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stan
     with client.create_session(group_id="task-17", attempt=2, metadata={"a": [1]}, on_drift="reject") as session:
         assert session.base_url == f"{stand.server.base_url}/sessions/{session.id}/v1"
         assert session.base_url == session.anthropic_base_url + "/v1"
+        assert session.url == client.attach(session.id).url == session.anthropic_base_url
         assert session.token is None
         messages = converse(session, "What is 6 times 7?", "And times 2?")
         found = session.samples()

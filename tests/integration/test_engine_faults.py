@@ -155,12 +155,6 @@ def test_bodies_that_are_too_large_are_refused_both_ways(tight: Stand) -> None:
     talk.say("x", sim={"body_bytes": 50_000})
 
 
-def test_a_compressed_request_is_refused(stand: Stand) -> None:
-    talk = stand.talk()
-    response = stand.http.post(talk.chat_path, content=b"x", headers={"content-encoding": "gzip"})
-    assert error_of(response)[0] in (400, 415)
-
-
 def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(sglang: SimulatorProcess, places: Places) -> None:
     words = "word " * 30_000
     with serving(places.new("own"), sglang.base_url, environment={"TURNLOG_INFLIGHT_BYTES": "400000"}) as crowded:

@@ -13,7 +13,10 @@ import pytest
 from helpers.streams import assembled
 
 from integration.places import Places
-from integration.stand import Stand, Talk, error_of, standing, until, user
+from integration.stand import SPOKEN, Stand, Talk, error_of, serving, standing, until, user
+from ops.simulator.process import SimulatorProcess
+
+TOLD = "x-turnlog-session-id"
 
 
 class Agent:
@@ -333,3 +336,37 @@ def test_gyms_prefix_names_the_session(stand: Stand, capture: str) -> None:
 @pytest.mark.parametrize("path", ["/ng-rollout//v1/models", "/ng-rollout/-a/v1/models", "/ng-rollout/a/health"])
 def test_no_other_path_has_gyms_prefix(stand: Stand, path: str) -> None:
     assert stand.http.get(path).status_code == 404
+
+
+def test_a_request_that_names_no_session_gets_one_of_its_own(sglang: SimulatorProcess, places: Places) -> None:
+    environment = {"TURNLOG_WITHOUT_SESSION": "record", "TURNLOG_PUBLIC_URL": "https://turnlog.example.org/below/"}
+    with serving(places.new("unnamed"), sglang.base_url, environment=environment) as stand:
+        made = []
+        for protocol in (*SPOKEN, "completions"):
+            path = "/v1/completions" if protocol == "completions" else SPOKEN[protocol].path
+            body = {"model": "simulator", "prompt": "Hello"}
+            if protocol in SPOKEN:
+                body = stand.known("", protocol).body([user("Hello")])
+            for more in ({}, {"stream": True}):
+                reply = stand.http.post(path, json={**body, **more})
+                assert reply.status_code == 200, reply.text
+                made.append(reply.headers[TOLD])
+                assert turns(stand, made[-1]) == 1
+            key = {"idempotency-key": f"once-{protocol}"}
+            first, again = (stand.http.post(path, json=body, headers=key) for _ in range(2))
+            assert (again.content, again.headers[TOLD]) == (first.content, first.headers[TOLD])
+            assert again.headers["x-turnlog-replayed"] == "true"
+            made.append(first.headers[TOLD])
+            refused = stand.http.post(path, json={**body, "n": 2})
+            assert (refused.status_code, turns(stand, refused.headers[TOLD])) == (400, 0)
+        assert len(set(made)) == len(made)
+
+        agent = Agent(stand)
+        agent.say("Hello", {"x-turnlog-session-id": (name := fresh())})
+        named = agent.chat("On", {"x-turnlog-session-id": name})
+        assert TOLD not in named.headers
+        goes_on = agent.chat("On", {"x-turnlog-session-id": made[0]})
+        assert TOLD not in goes_on.headers
+        assert turns(stand, made[0]) == 2
+        url = stand.http.post("/sessions", json={"session_id": "known"}).json()["url"]
+        assert url == "https://turnlog.example.org/below/sessions/known"

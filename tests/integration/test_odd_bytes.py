@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
+import zstandard
 
 from integration.stand import Stand, error_of, user
 
@@ -62,3 +64,29 @@ def test_a_request_that_holds_too_much_is_refused_on_every_route(stand: Stand) -
 
 def test_a_label_with_a_nul_is_refused(stand: Stand) -> None:
     assert error_of(stand.http.post("/sessions", json={"group_id": "a\0b"})) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", ""])
+def test_a_compressed_request_is_the_same_request(stand: Stand, encoding: str) -> None:
+    pack = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress, "": bytes}[encoding]
+    headers = {"content-encoding": encoding}
+    created = stand.http.post("/sessions", content=pack(b'{"group_id": "g"}'), headers=headers)
+    talk = stand.known(created.json()["session_id"])
+    body = json.dumps(talk.body([user("Hello")])).encode()
+    key = {"idempotency-key": "once"}
+    first = stand.http.post(talk.chat_path, content=pack(body), headers={**headers, **key})
+    again = stand.http.post(talk.chat_path, content=body, headers=key)
+    assert (first.status_code, again.content) == (200, first.content)
+    [sent] = stand.engine_requests(talk.id)
+    assert "content-encoding" not in sent["headers"]
+
+
+@pytest.mark.threat("decompression bomb from a client")
+def test_a_bomb_is_413_on_every_route(tight: Stand) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    for path in ("/sessions", tight.talk().chat_path, "/v1/messages/count_tokens"):
+        refused = tight.http.post(path, content=bomb, headers={"content-encoding": "gzip"})
+        assert error_of(refused) == (413, "request_too_large"), path
+    refused = tight.http.post("/sessions", content=b"x", headers={"content-encoding": "br"})
+    assert error_of(refused) == (415, "unsupported_encoding")
+    assert refused.headers["accept-encoding"] == "gzip, deflate, zstd"

@@ -507,3 +507,19 @@ def test_both_kinds_of_token_rotate_and_a_root_path_changes_nothing(
         assert error_of(mine.ask("GET", other.path)) == (404, "session_not_found")
         assert error_of(mine.ask("GET", "/sessions")) == (403, "forbidden")
         assert rotated.stranger.get("/health").status_code == 200
+
+
+def test_slashes_at_the_end_of_a_base_url_do_not_matter(guarded: Guarded) -> None:
+    made = guarded.admin.post("/sessions", json={}).json()
+    body = {"model": "simulator", "messages": [user("Hello")]}
+    bases = [made["url"] + "//v1/", made["url"].replace("/sessions", "//sessions") + "/v1//"]
+    for base in bases:
+        reply = guarded.stranger.post(f"{base}/chat/completions", json=body, headers=bearer(made["token"]))
+        assert reply.status_code == 200, reply.text
+    root = guarded.stand.server.base_url + "//"
+    assert guarded.admin.get(f"{root}v1//models").status_code == 200
+    other = guarded.admin.post("/sessions", json={}).json()["url"]
+    for url in (other.replace("/sessions", "//sessions"), f"{other}//events", f"{root}sessions"):
+        assert guarded.stranger.get(url, headers=bearer(made["token"])).status_code in (403, 404)
+    assert guarded.stranger.get(f"{root}health").status_code == 200
+    assert guarded.stranger.get(f"{root}sessions").status_code == 401

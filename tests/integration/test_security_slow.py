@@ -20,7 +20,7 @@ from app.api import connection as protocol
 from app.api import limits
 from app.api.auth import Guard
 from app.api.connection import BoundedProtocol
-from app.api.connection_limit import ConnectionLimit
+from app.api.connection_limit import Capacity, ConnectionLimit
 from app.api.limits import RequestMemory, read_body
 from app.api.replies import error_parts, send_reply
 from app.api.tokens import Tokens
@@ -242,12 +242,13 @@ async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
         async with connected(port) as (honest, to_honest):
             to_honest.write(head + b"y" * 1000)
             assert (await honest.readuntil(b"y" * 1000)).startswith(b"HTTP/1.1 200")
-        reply = await to_the_end(first)
+        reply = await first.readuntil(b"}}")
         assert reply.startswith(b"HTTP/1.1 503")
         assert b'"overloaded"' in reply
         assert b"retry-after: 1" in reply
-        assert b"connection: close" in reply
         assert application.inflight.size == 999
+        to_first.write(b"x" + WHOLE)
+        assert (await first.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
         to_second.write(b"x")
         assert (await second.readuntil(b"x" * 1000)).startswith(b"HTTP/1.1 200")
     assert application.inflight.size == 0
@@ -293,15 +294,58 @@ async def test_a_slow_body_in_time_is_taken(monkeypatch: pytest.MonkeyPatch, por
         assert (await reader.readuntil(b"x" * 10)).startswith(b"HTTP/1.1 200")
 
 
+REFUSED = b"POST /health/no HTTP/1.1\r\nHost: evil\r\nContent-Length: %d\r\n\r\n"
+
+
+class Scarce(ConnectionLimit):
+    """As if the last file descriptors were in use."""
+
+    def capacity(self, descriptor: int) -> Capacity:
+        return "scarce"
+
+
 @pytest.mark.threat("slow request body")
-async def test_the_rest_of_a_body_that_was_refused_has_its_time(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", 0.3)
+@pytest.mark.parametrize("end", ["slow", "large"])
+async def test_the_rest_of_a_body_that_was_refused_has_its_limits(
+    monkeypatch: pytest.MonkeyPatch, port: int, end: str
+) -> None:
+    monkeypatch.setattr(protocol, "IDLE_S", 0.3 if end == "slow" else 30)
+    monkeypatch.setattr(BoundedProtocol, "max_body", 1 << 20)
     async with connected(port) as (reader, writer):
-        writer.write(BODY.replace(b"10", b"1001").replace(b"/echo", b"/health/no").replace(b"localhost", b"evil"))
+        writer.write(REFUSED % (2 << 20))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 403")
         came = asyncio.create_task(to_the_end(reader))
-        await drip(writer, b"x" * 1001, came)
+        if end == "slow":
+            await drip(writer, b"x" * 1001, came)
+        else:
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"x" * ((2 << 20) - 1))
+                await writer.drain()
         await came
+
+
+@pytest.mark.parametrize("how", ["kept", "closed", "scarce"])
+async def test_a_slow_client_reads_its_refusal_behind_all_that_it_sends(
+    monkeypatch: pytest.MonkeyPatch, port: int, how: str
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+    monkeypatch.setattr(protocol, "IDLE_S", 0.2)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
+    monkeypatch.setattr(BoundedProtocol, "limit", Scarce(time.monotonic) if how == "scarce" else None)
+    head = REFUSED % (3 << 20)
+    async with connected(port) as (reader, writer):
+        writer.write(head.replace(b"Host", b"Connection: close\r\nHost") if how == "closed" else head)
+        for _ in range(48):
+            writer.write(b"x" * (64 << 10))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        answer = await reader.readuntil(b"}}")
+        assert answer.startswith(b"HTTP/1.1 503" if how == "scarce" else b"HTTP/1.1 403")
+        if how == "kept":
+            writer.write(WHOLE)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        else:
+            assert await reader.read() == b""
 
 
 @pytest.mark.threat("endless request head")
@@ -437,7 +481,7 @@ async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, 
     """uvicorn's five seconds are those of the SDKs' pools: one sends while the other hangs up."""
     config = uvicorn.Config(Application(), log_config=None, ws="none", timeout_keep_alive=given)
     config.load()
-    protocol.bound_connections(LifespanOn(config).receive, ConnectionLimit(time.monotonic))
+    protocol.bound_connections(LifespanOn(config).receive, ConnectionLimit(time.monotonic), 1)
     assert config.timeout_keep_alive == kept
 
 

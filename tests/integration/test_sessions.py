@@ -21,6 +21,7 @@ def test_create_with_no_body_names_a_session_and_its_base_url(stand: Stand) -> N
     assert response.status_code == 200
     body = response.json()
     assert body["base_url"] == f"/sessions/{body['session_id']}/v1"
+    assert body["url"] == f"{stand.base_url}/sessions/{body['session_id']}"
     assert stand.http.get(f"/sessions/{body['session_id']}").status_code == 200
 
 

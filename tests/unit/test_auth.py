@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.auth import PEER, TOKEN_SESSION, Guard, route_path
+from app.api.auth import PEER, TOKEN_SESSION, Guard, route_path, with_single_slashes
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
 from app.api.tokens import Tokens
 from app.protocols.registry import ROUTES
@@ -455,3 +455,32 @@ def test_a_head_has_limits(guard: Guard) -> None:
 
 def test_a_head_that_is_too_large_is_refused_before_the_token_is_looked_at() -> None:
     assert status(WITH_TOKEN, asked("/sessions", headers=[("x", "v" * MAX_HEADER_BYTES)])) == 431
+
+
+@pytest.mark.parametrize(
+    ("path", "single"),
+    [
+        ("//sessions/x/v1//chat/completions", "/sessions/x/v1/chat/completions"),
+        ("/sessions/x//v1/messages", "/sessions/x/v1/messages"),
+        ("//v1//messages", "/v1/messages"),
+        ("//ng-rollout//r/v1//responses", "/ng-rollout/r/v1/responses"),
+        ("///health", "/health"),
+        ("//", "/"),
+        ("/groups/a//b", "/groups/a//b"),
+        ("//groups/a//b", "/groups/a//b"),
+        ("/sessions/x", "/sessions/x"),
+    ],
+)
+@pytest.mark.parametrize("root", ["", "/below"])
+def test_the_slashes_that_a_base_url_ended_with_do_not_matter(path: str, single: str, root: str) -> None:
+    found = with_single_slashes(asked(root + path, root_path=root))
+    assert (found["path"], route_path(found)) == (root + single, single)
+
+
+@pytest.mark.threat("path confusion between guard and router")
+@pytest.mark.parametrize("path", ["//sessions/b", "/sessions//b", "//sessions//b/v1//chat/completions", "//export"])
+def test_slashes_open_no_other_session(path: str) -> None:
+    token = TOKENS.for_session("a")
+    for scope in (asked(path), with_single_slashes(asked(path))):
+        scope["headers"].append((b"authorization", f"Bearer {token}".encode()))
+        assert WITH_TOKEN.refusal(scope) is not None

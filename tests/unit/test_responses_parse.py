@@ -71,6 +71,10 @@ CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x
             [assistant("ok"), assistant(None, [chat_call("f", "1")])],
         ),
         ([{"role": "assistant", "content": "bare"}], [assistant("bare")]),
+        (
+            [{"type": "function_call_output", "name": "goal_objective", "namespace": "agent", "output": "Go"}],
+            [text("user", "Go")],
+        ),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
         (
             [call("look", "1", namespace="ns"), {"type": "function_call_output", "call_id": "1", "output": "seen"}],
@@ -276,7 +280,6 @@ REFUSED: list[tuple[Json, str]] = [
 
 UNSUPPORTED: list[tuple[Json, str]] = [
     *[({"input": [{"type": kind}]}, "input[0].type") for kind in ("web_search_call", "mcp_call", "compaction", "x")],
-    *[({"tools": [{"type": kind}]}, "tools[0].type") for kind in ("web_search", "mcp", "local_shell", "computer")],
     ({"input": [text("user", [{"type": "input_file"}])]}, "input[0].content[0].type"),
     ({"input": [text("user", [{**IMAGE, "file_id": "f"}])]}, "input[0].content[0].file_id"),
     ({"input": [text("system", [IMAGE])]}, "input[0].content"),
@@ -286,7 +289,6 @@ UNSUPPORTED: list[tuple[Json, str]] = [
     ({"include": ["message.output_text.logprobs"]}, "include[0]"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"reasoning": {"context": "current_turn"}}, "reasoning.context"),
-    ({"tools": [{**TOOLS[0], "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
     ({"tools": [{**TOOLS[0], "async": True}]}, "tools[0].async"),
     ({"input": [{"type": "item_reference", "id": f"msg_{proof(n)}"} for n in range(300)]}, "input[256]"),
     *[({name: {"id": "x"}}, name) for name in ("conversation", "prompt", "max_tool_calls", "context_management")],

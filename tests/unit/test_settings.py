@@ -94,6 +94,10 @@ BAD = [
     ("MAX_AGENT_SESSIONS", "-1"),
     ("TRUSTED_NETWORKS", "10.0.0.1/8"),
     ("TRUSTED_NETWORKS", "everybody"),
+    ("PUBLIC_URL", "turnlog.example.org"),
+    ("PUBLIC_URL", "https://turnlog.example.org/?x=1"),
+    ("PUBLIC_URL", "https://user@turnlog.example.org"),
+    ("WITHOUT_SESSION", "create"),
 ]
 
 

@@ -37,6 +37,8 @@ REPLY_HEADERS: Mapping[str, str] = {
     "x-turnlog-turn": "The number of the turn that this reply is.",
     "x-turnlog-replayed": "`true` where nothing was generated: the reply came from the log or from the turn in flight.",
     "x-turnlog-rolled-back": "How many turns this one superseded when it committed; absent where it is none.",
+    "x-turnlog-left-out": "What of the request the engine was not sent, as `code:place`; absent where that is nothing.",
+    "x-turnlog-session-id": "The session that was made for a request that named none (`TURNLOG_WITHOUT_SESSION`).",
     "x-turnlog-cursor": "Repeats this export.",
     "x-turnlog-next-cursor": "Goes on behind the whole export.",
     "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
@@ -65,10 +67,12 @@ _BY_HAND: Mapping[str, Schema] = {
     "TokenCount": record("Anthropic's; an engine may add fields.", input_tokens=COUNT),
     "Root": record("Paths on this server.", service=TEXT, page=TEXT, routes=TEXT, health=TEXT),
     "CreatedSession": record(
-        "A session. `base_url` is a path on this server; `token` is present if the server requires tokens.",
+        "A session. `base_url` is a path on this server; `url` is the session's whole address, without `/v1`; `token` "
+        "is present if the server requires tokens.",
         optional=["token"],
         session_id=TEXT,
         base_url=TEXT,
+        url=TEXT,
         token=TEXT,
     ),
     "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
@@ -136,7 +140,9 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
     },
     "Record": record(
-        "A live turn.",
+        "A live turn. `left_out` is what of the client's request the engine was not sent, where that is something.",
+        optional=["left_out"],
+        left_out=listed(TEXT),
         timestamp=NUMBER,
         request_timestamp=NUMBER,
         method=TEXT,

@@ -3,7 +3,7 @@ reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from app.api.describe import (
     ANYTHING,
@@ -23,7 +23,7 @@ from app.api.describe import (
 )
 from app.api.header_sessions import AGENT, FINAL, HARNESSES, PARENT
 from app.api.openapi.schemas import error_replies, header
-from app.api.replies import ROLLED_BACK
+from app.api.replies import LEFT_OUT, ROLLED_BACK
 from app.domain.patterns import ID
 from app.errors import (
     ClaimLost,
@@ -86,7 +86,7 @@ TURN_HEADERS: Mapping[str, str] = {
     "x-request-id": "The client's own name for the request; the reply repeats it.",
 }
 
-TOLD = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK)
+TOLD = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK, LEFT_OUT)
 """The headers of a turn's reply."""
 
 
@@ -103,16 +103,16 @@ def paths(common: Errors, security: list[dict[str, list[str]]], responses: dict[
             f"One turn, {protocol.name}",
             f"One turn, {protocol.name}, of the session that a header, its token or the body names",
         )
-        for path, summary, parameters in (
-            (in_path, names[0], [_SESSION_ID]),
-            (protocol.route, names[1], _session_headers()),
+        for path, summary, parameters, told in (
+            (in_path, names[0], [_SESSION_ID], TOLD),
+            (protocol.route, names[1], _session_headers(), (*TOLD, HARNESSES[0].session)),
         ):
-            turn = {"summary": summary, **_turn(protocol, parameters, errors), "security": security}
+            turn = {"summary": summary, **_turn(protocol, parameters, told, errors), "security": security}
             found[path] = {"post": turn}
     return found
 
 
-def _turn(protocol: WireProtocol, parameters: list[Schema], errors: Schema) -> Schema:
+def _turn(protocol: WireProtocol, parameters: list[Schema], told: Sequence[str], errors: Schema) -> Schema:
     body = {"schema": ref(protocol.schema["title"]), "example": protocol.example}
     reply = ref("TurnReply") if protocol.is_native else ANYTHING
     return {
@@ -122,7 +122,7 @@ def _turn(protocol: WireProtocol, parameters: list[Schema], errors: Schema) -> S
         "responses": {
             "200": {
                 "description": "The turn is on disk, and this is the engine's reply, as the protocol spells it.",
-                "headers": {name: header(name) for name in TOLD},
+                "headers": {name: header(name) for name in told},
                 "content": {JSON: {"schema": reply}, EVENTS: {"schema": {}}},
             },
             **errors,

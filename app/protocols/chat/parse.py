@@ -15,6 +15,7 @@ from app.protocols.body import (
     stream_mode,
     token_ids,
 )
+from app.protocols.chat.left_out import offered_tools, with_known_details
 
 
 def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
@@ -35,16 +36,23 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     params.pop("tools", None)
     if tools is not None and bytes(tools) == b"null":
         tools = None
+    tools, left_out = offered_tools(tools, params)
+    known, known_bytes = (0, 0) if continued is None else (continued.prefix.messages, continued.prefix.end)
+    messages, details = with_known_details(body, messages, known, known_bytes)
+    body_hash = hash_request(body, b"", layout)
+    if details:
+        layout = None  # Its messages are not the body's: the next body is read as a whole.
     own = control.remove_control(params)
     return ChatRequest(
         messages,
         tools,
         params,
         stream,
-        hash_request(body, b"", layout),
+        body_hash,
         ids,
         own,
         stream_mode=mode,
         layout=layout,
         prefix=None if continued is None else continued.history(),
+        left_out=(*left_out, *details),
     )

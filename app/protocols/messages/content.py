@@ -13,7 +13,7 @@ from app.protocols.messages.reading import decode, is_given, required
 NOTHING = msgspec.Raw(b"")
 
 Part = dict[str, Any]
-"""A content part of a chat message: `text` or `image_url`."""
+"""A content part of a chat message: `text`, `image_url` or `tool_reference`."""
 
 
 class Block(msgspec.Struct):
@@ -26,6 +26,7 @@ class Block(msgspec.Struct):
     id: str | None = None
     name: str | None = None
     tool_use_id: str | None = None
+    tool_name: str | None = None
     is_error: bool | None = None
     title: str | None = None
     context: str | None = None
@@ -90,6 +91,8 @@ def part_of(block: Block, where: str) -> Part:
             return {"type": "image_url", "image_url": {"url": _image_url(block, f"{where}.source")}}
         case "document":
             return {"type": "text", "text": _document(block, where)}
+        case "tool_reference":
+            return {"type": "tool_reference", "name": required(block.tool_name, f"{where}.tool_name")}
     raise unsupported("a block", block.type, where)
 
 
@@ -144,7 +147,7 @@ class Parts:
                 self._parts.append(part)
 
     def content(self) -> str | Sequence[Part]:
-        """A text, or parts if there are images."""
+        """A text, or parts if there is anything else."""
         if not self._parts:
             return ""
         return self._parts if len(self._parts) > 1 or self._parts[0]["type"] != "text" else self._parts[0]["text"]

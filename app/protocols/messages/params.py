@@ -37,7 +37,6 @@ _UNSUPPORTED = {
     "compaction": Unsupported,
     "container": Unsupported,
     "fallbacks": Unsupported,
-    "mcp_servers": Unsupported,
     "thread": ThreadUnsupported,
 }
 

@@ -7,6 +7,7 @@ import msgspec
 from app.domain import control
 from app.domain.continued_body import ContinuedBody
 from app.domain.known_body import Translation
+from app.domain.left_out import SERVER_TOOL, left_out_at
 from app.domain.request import ChatRequest
 from app.protocols.body import (
     engine_params,
@@ -51,6 +52,9 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
     if layout is not None:
         layout.translation = Translation(found.messages, found.states)
     offered = tools_of(tools, choice)
+    left_out = offered.left_out
+    if bytes(params.pop("mcp_servers", b"[]")) not in (b"[]", b"null"):
+        left_out = (*left_out, left_out_at(SERVER_TOOL, "mcp_servers"))
     params = {**engine_fields(params, has_limit=generates), **offered.params}
     return ChatRequest(
         found.messages,
@@ -68,4 +72,5 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
         stream_mode=mode,
         layout=layout,
         prefix=None if continued is None else continued.translated(found.messages),
+        left_out=left_out,
     )

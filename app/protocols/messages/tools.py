@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from app.domain.left_out import DEFER_LOADING, SERVER_TOOL, left_out_at
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.messages.content import NOTHING, unsupported
+from app.protocols.messages.content import NOTHING
 from app.protocols.messages.reading import decode, is_given, object_text, required
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -36,27 +37,33 @@ _CHOICE = msgspec.json.Decoder(_Choice)
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """Tools as raw JSON, None if there are none, and the parameters that say which is to be called."""
+    """Tools as raw JSON, None if there are none, the parameters that say which is to be called, and what is left out
+    (`app.domain.left_out`)."""
 
     raw: msgspec.Raw | None
     params: dict[str, msgspec.Raw]
+    left_out: tuple[str, ...]
 
 
 def tools_of(tools: msgspec.Raw | None, choice: msgspec.Raw | None) -> Tools:
     """Raises InvalidRequest, which names the field, and Unsupported."""
-    found = (None if tools is None else decode(_TOOLS, tools, "tools")) or []
-    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(found)]
-    params = _choice_params(choice, {tool.name for tool in found}) if is_given(choice) else {}
-    return Tools(msgspec.Raw(msgspec.json.encode(functions)) if functions else None, params)
+    functions: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    offered = None if tools is None else decode(_TOOLS, tools, "tools")
+    for index, tool in enumerate(offered or []):
+        where = f"tools[{index}]"
+        if tool.type not in (None, "custom") or "direct" not in (tool.allowed_callers or ["direct"]):
+            left_out.append(left_out_at(SERVER_TOOL, where))
+            continue
+        functions.append(_function(tool, where))
+        if tool.defer_loading:
+            left_out.append(left_out_at(DEFER_LOADING, where))
+    names = {function["function"]["name"] for function in functions}
+    params = _choice_params(choice, names, bool(left_out)) if is_given(choice) else {}
+    return Tools(msgspec.Raw(msgspec.json.encode(functions)) if functions else None, params, tuple(left_out))
 
 
 def _function(tool: _Tool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise unsupported("a tool", tool.type or "", where)
-    if tool.defer_loading:
-        raise Unsupported(f"{where}.defer_loading: there is no search for tools")
-    if tool.allowed_callers not in (None, ["direct"]):
-        raise Unsupported(f'{where}.allowed_callers must be ["direct"]: only the model calls tools')
     function: dict[str, Any] = {"name": required(tool.name, f"{where}.name")}
     if tool.description is not None:
         function["description"] = tool.description
@@ -66,17 +73,22 @@ def _function(tool: _Tool, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice_params(raw: msgspec.Raw | None, names: set[str | None]) -> dict[str, msgspec.Raw]:
+def _choice_params(raw: msgspec.Raw | None, names: set[str], has_left_out: bool) -> dict[str, msgspec.Raw]:
+    """`has_left_out`: the request offers more tools than these, which it must not force."""
     choice = decode(_CHOICE, raw or NOTHING, "tool_choice")
     value: Any = _CHOICES.get(choice.type)
     if choice.type == "tool":
         name = required(choice.name, "tool_choice.name")
+        if name not in names and has_left_out:
+            raise Unsupported("tool_choice.name is not the name of a tool that can be carried to an engine")
         if name not in names:
             raise InvalidRequest("tool_choice.name is not the name of one of the tools")
         value = {"type": "function", "function": {"name": name}}
     if value is None:
         raise InvalidRequest("tool_choice.type must be auto, any, tool or none")
     if not names:
+        if choice.type == "any" and has_left_out:
+            raise Unsupported("tool_choice.type is any, but no tool can be carried to an engine")
         if choice.type == "any":
             raise InvalidRequest("tool_choice.type is any, but there are no tools")
         return {}

@@ -38,8 +38,8 @@ _REASONING, _TEXT, _CALL = 0, 1, 2
 class Conversation:
     """Builds the chat messages of a list of items. `system` are the leading texts of system and developer.
 
-    `more_tools` are those that items offer, with their paths. `continues`: a stored history stands before the items, so
-    that none of them leads.
+    `more_tools` are those that items offer, with their paths; `left_out` is what of the items no engine is sent.
+    `continues`: a stored history stands before the items, so that none of them leads.
     """
 
     def __init__(self, continues: bool) -> None:
@@ -47,6 +47,7 @@ class Conversation:
         self.proofs: list[str] = []
         self.references: dict[str, None] = {}
         self.more_tools: list[tuple[str, Any]] = []
+        self.left_out: list[str] = []
         self._messages: list[msgspec.Raw] = []
         self._last: Item | None = None
         self._leads = not continues
@@ -61,6 +62,7 @@ class Conversation:
         made = Conversation(False)
         made.system, made.proofs, made.more_tools = self.system[:], self.proofs[:], self.more_tools[:]
         made.references, made._messages = dict(self.references), self._messages[:]
+        made.left_out = self.left_out[:]
         made._leads, made._rank, made._proof = self._leads, self._rank, self._proof
         if self._last is not None:
             made._last = dict(self._last)
@@ -128,7 +130,7 @@ class Conversation:
         if role == "assistant":
             self._assistant(_TEXT, proof)["content"] = text_of(content, at, "")
         elif role == "user":
-            self._client({"role": "user", "content": content_of(content, at, BETWEEN_TEXTS)})
+            self._client({"role": "user", "content": content_of(content, at, BETWEEN_TEXTS, self.left_out)})
         elif self._leads:
             self.system.append(text_of(content, at, BETWEEN_TEXTS))
         else:
@@ -164,8 +166,11 @@ class Conversation:
         answers = item.get("call_id")
         if answers is None and item.get("type") == "local_shell_call_output":
             answers = item.get("id")
-        content = content_of(item.get("output"), f"{path}.output", BETWEEN_TEXTS)
-        self._client({"role": "tool", "tool_call_id": name(answers, f"{path}.call_id"), "content": content})
+        content = content_of(item.get("output"), f"{path}.output", BETWEEN_TEXTS, self.left_out)
+        if answers is None and item.get("name") is not None:  # Codex tells its goals so, as nobody's result.
+            self._client({"role": "user", "content": content})
+        else:
+            self._client({"role": "tool", "tool_call_id": name(answers, f"{path}.call_id"), "content": content})
 
     def add_tools(self, item: Item, path: str, proof: str | None) -> None:
         """Tools that a client offers from here on; the engine is offered them from the beginning."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain.left_out import INCLUDE, left_out_at
 from app.domain.request import value_of
 from app.errors import InvalidRequest
 from app.protocols.responses.values import fields, flag_or_none, items, name, one_of, text, text_or_none, unsupported
@@ -29,7 +30,10 @@ _REFUSED = (
     "access_programs",
 )
 
-_INCLUDED = ("reasoning.encrypted_content",)
+_ENCRYPTED = "reasoning.encrypted_content"
+
+_OF_SERVER_TOOLS = ("web_search_call.", "file_search_call.", "code_interpreter_call.", "computer_call_output.")
+"""What an `include` asks for of the calls of a server's tools begins so; there are no such calls."""
 
 _EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 """Engines know three."""
@@ -52,6 +56,7 @@ class Parameters:
         self.params: Params = {}
         self.shown: dict[str, Any] = {}
         self.encrypted = False
+        self.left_out: list[str] = []
 
     def take(self, field: str) -> Any:
         """The field's value, decoded; None if it is absent."""
@@ -127,9 +132,13 @@ class Parameters:
     def _include(self) -> None:
         value = self.take("include")
         for index, included in enumerate([] if value is None else items(value, "include")):
-            if text(included, f"include[{index}]") not in _INCLUDED:
-                raise unsupported(f"include[{index}]", included)
-            self.encrypted = True
+            place = f"include[{index}]"
+            if text(included, place).startswith(_OF_SERVER_TOOLS):
+                self.left_out.append(left_out_at(INCLUDE, place))
+            elif included == _ENCRYPTED:
+                self.encrypted = True
+            else:
+                raise unsupported(place, included)
         if self.take("top_logprobs"):
             raise unsupported("top_logprobs")
 

@@ -63,7 +63,8 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
     if chosen is not None:
         parameters.send("tool_choice", chosen)
     params = {**given, **parameters.params}
-    if not tools.functions:
+    offered_tools = tools.raw(offered)
+    if offered_tools is None:
         params.pop("parallel_tool_calls", None)
     shown = {**parameters.shown, "instructions": instructions, "tool_choice": choice or "auto"}
     shown |= {"tools": tools.shown, "previous_response_id": previous and ids.RESPONSE + previous}
@@ -73,7 +74,7 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
         layout.translation = Translation(messages, states)
     return ChatRequest(
         messages,
-        tools.raw(offered),
+        offered_tools,
         params,
         stream,
         hash_request(body, b"responses", layout),
@@ -87,6 +88,7 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
         stream_mode=mode,
         layout=layout,
         prefix=None if continued is None or layout is None else continued.translated(messages),
+        left_out=(*tools.left_out, *conversation.left_out, *parameters.left_out),
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
+from app.domain.left_out import SERVER_TOOL, left_out_at
 from app.domain.request import value_of
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, Unsupported
 from app.protocols.responses.values import (
     fields,
     flag_or_none,
@@ -28,6 +29,9 @@ from app.protocols.responses.values import (
 
 _KNOWN, _KNOWN_BYTES = 32, 256 << 10
 """How many lists of tools up to which size are remembered: agents send the same ones with every turn."""
+
+CARRIED = ("function", "custom")
+"""Types of tools that become a chat's functions; those of a namespace too."""
 
 _INPUT = {
     "type": "object",
@@ -47,11 +51,12 @@ class Named(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Tools(msgspec.Struct, frozen=True):
     """`functions` are raw chat tools by the name that the engine knows; `named` those that are spelled otherwise to the
-    client; `shown` is what a response repeats."""
+    client; `shown` is what a response repeats; `left_out` are those that no engine is sent (`app.domain.left_out`)."""
 
     functions: Mapping[str, msgspec.Raw]
     named: dict[str, Named]
     shown: list[dict[str, Any]]
+    left_out: tuple[str, ...] = ()
 
     def raw(self, only: Collection[str] | None = None) -> msgspec.Raw | None:
         """The chat tools; None if there are none."""
@@ -67,7 +72,7 @@ def flat_name(namespace: str | None, called: str) -> str:
 
 
 def read_tools(field: msgspec.Raw | None) -> Tools:
-    """Raises InvalidRequest, and Unsupported for a tool that a server would run."""
+    """Raises InvalidRequest, and Unsupported."""
     raw = b"null" if field is None else bytes(field)
     if raw == b"null":
         return NO_TOOLS
@@ -83,19 +88,24 @@ _remembered = functools.lru_cache(_KNOWN)(_read)
 
 def collect(tools: Iterable[tuple[str, Any]], before: Tools) -> Tools:
     """`before`, and these tools, which have their paths with them."""
-    functions, named, shown = dict(before.functions), dict(before.named), list(before.shown)
+    functions, named, shown, left_out = dict(before.functions), dict(before.named), list(before.shown), []
     for at, value in tools:
         tool = fields(value, at)
         if tool.get("type") != "namespace":
-            shown.append(_add(tool, at, None, functions, named))
+            if (carried := _add(tool, at, None, functions, named)) is None:
+                left_out.append(left_out_at(SERVER_TOOL, at))
+            else:
+                shown.append(carried)
             continue
         namespace = name(tool.get("name"), f"{at}.name")
-        inside = [
-            _add(fields(one, place), place, namespace, functions, named)
-            for place, one in placed(items(tool.get("tools"), f"{at}.tools"), f"{at}.tools")
-        ]
+        inside = []
+        for place, member in placed(items(tool.get("tools"), f"{at}.tools"), f"{at}.tools"):
+            if (carried := _add(fields(member, place), place, namespace, functions, named)) is None:
+                left_out.append(left_out_at(SERVER_TOOL, place))
+            else:
+                inside.append(carried)
         shown.append({"type": "namespace", "name": namespace, "description": "", "tools": inside})
-    return Tools(functions, named, shown)
+    return Tools(functions, named, shown, (*before.left_out, *left_out))
 
 
 def _add(
@@ -104,16 +114,15 @@ def _add(
     namespace: str | None,
     functions: dict[str, msgspec.Raw],
     named: dict[str, Named],
-) -> dict[str, Any]:
-    """One tool into `functions` and `named`; what a response shows of it."""
+) -> dict[str, Any] | None:
+    """One tool into `functions` and `named`; what a response shows of it. None for a tool that no client runs at the
+    model's call: a server's own."""
     kind = text(tool.get("type"), f"{path}.type")
-    if kind not in ("function", "custom"):
-        raise unsupported(f"{path}.type", kind)
+    callers = tool.get("allowed_callers")
+    if kind not in CARRIED or (callers is not None and "direct" not in items(callers, f"{path}.allowed_callers")):
+        return None
     if tool.get("async"):
         raise unsupported(f"{path}.async")
-    callers = tool.get("allowed_callers")
-    if callers is not None and "direct" not in items(callers, f"{path}.allowed_callers"):
-        raise unsupported(f"{path}.allowed_callers")
     called = name(tool.get("name"), f"{path}.name")
     flat = flat_name(namespace, called)
     if flat in functions:
@@ -150,29 +159,36 @@ Choice = tuple[Any, frozenset[str] | None]
 
 
 def read_choice(value: Any, tools: Tools) -> Choice:
-    """Raises InvalidRequest, and Unsupported for a choice of a tool that a server would run."""
+    """Raises InvalidRequest, and Unsupported for a choice that forces a tool that is left out."""
     path = "tool_choice"
     if value is None or isinstance(value, str):
         chosen = None if value is None else one_of(value, path, ("auto", "none", "required"))
         if chosen == "required" and not tools.functions:
-            raise InvalidRequest(f"{path} is required, and there are no tools")
+            _refuse_forced(path, tools)
         return (chosen if tools.functions else None), None
     choice = fields(value, path)
     kind = text(choice.get("type"), f"{path}.type")
-    if kind in ("function", "custom"):
+    if kind in CARRIED:
         return {"type": "function", "function": {"name": _offered(choice, path, tools)}}, None
     if kind == "allowed_tools":
         mode = one_of(choice.get("mode"), f"{path}.mode", ("auto", "required"))
-        allowed = items(choice.get("tools"), f"{path}.tools")
-        places = placed(allowed, f"{path}.tools")
-        return mode, frozenset(_offered(fields(one, place), place, tools) for place, one in places)
+        allowed = placed(items(choice.get("tools"), f"{path}.tools"), f"{path}.tools")
+        carried = [(place, tool) for place, tool in allowed if fields(tool, place).get("type") in CARRIED]
+        offered = frozenset(_offered(tool, place, tools) for place, tool in carried)
+        if mode == "required" and not offered:
+            _refuse_forced(path, tools)
+        return (mode if offered else None), offered
     raise unsupported(f"{path}.type", kind)
+
+
+def _refuse_forced(path: str, tools: Tools) -> NoReturn:
+    if tools.left_out:
+        raise Unsupported(f"{path} is required, and no tool can be carried to an engine")
+    raise InvalidRequest(f"{path} is required, and there are no tools")
 
 
 def _offered(choice: dict[str, Any], path: str, tools: Tools) -> str:
     """The engine's name of a tool that the request offers."""
-    if (kind := text(choice.get("type"), f"{path}.type")) not in ("function", "custom"):
-        raise unsupported(f"{path}.type", kind)
     namespace = text_or_none(choice.get("namespace"), f"{path}.namespace")
     flat = flat_name(namespace, name(choice.get("name"), f"{path}.name"))
     if flat not in tools.functions:

@@ -58,5 +58,4 @@ def one_of(value: Any, path: str, allowed: tuple[str, ...]) -> str:
 def unsupported(path: str, value: Any = None) -> Unsupported:
     """`value` is what stands there, if it is a short word of the protocol."""
     shown = f" {value[:MAX_SHOWN]!r}" if isinstance(value, str) else ""
-    hint = '; Codex leaves it out with web_search = "disabled"' if shown.startswith(" 'web_search") else ""
-    return Unsupported(f"{path}{shown} is not supported: it cannot be carried to an engine{hint}")
+    return Unsupported(f"{path}{shown} is not supported: it cannot be carried to an engine")

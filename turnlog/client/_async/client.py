@@ -88,7 +88,7 @@ class AsyncTurnlog:
         body["session_id"] = body.get("session_id") or uuid.uuid4().hex
         body |= {name: dict(body[name]) for name in ("metadata", "params") if name in body}
         made = await self._transport.read("POST", "/sessions", body=body)
-        return AsyncSession(self._transport, made["session_id"], made.get("token"))
+        return AsyncSession(self._transport, made["session_id"], made.get("token"), made.get("url"))
 
     def attach(self, session_id: str, token: str | None = None) -> AsyncSession:
         """An existing session; sends no request. Raises ValueError for an invalid id."""

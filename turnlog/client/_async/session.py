@@ -29,13 +29,16 @@ class AsyncSession:
     """Returned by `AsyncTurnlog.create_session` and `attach`. As a context manager it closes the session at the end.
 
     token: the session's own, for the agent; it permits only this session's routes. None if the server needs no token.
+    url: its address for agents elsewhere: below the server's `TURNLOG_PUBLIC_URL` if that is set and the session was
+        created here.
     """
 
-    def __init__(self, transport: AsyncTransport, session_id: str, token: str | None) -> None:
+    def __init__(self, transport: AsyncTransport, session_id: str, token: str | None, url: str | None = None) -> None:
         self.id = session_id
         self.token = token
         self._transport = transport
         self._path = session_path(session_id)
+        self.url = url or self.anthropic_base_url
 
     @property
     def base_url(self) -> str:
@@ -156,7 +159,10 @@ class AsyncSession:
         made = await self._transport.read(
             "POST", f"{self._path}/fork", body=present(given), key=key or uuid.uuid4().hex, slow=True
         )
-        return [AsyncSession(self._transport, one["session_id"], one.get("token")) for one in made["sessions"]]
+        return [
+            AsyncSession(self._transport, fork["session_id"], fork.get("token"), fork.get("url"))
+            for fork in made["sessions"]
+        ]
 
     async def close(self) -> None:
         """Close the session; a turn in flight is aborted. Idempotent. Raises NotFound."""

@@ -89,7 +89,7 @@ class Turnlog:
         body["session_id"] = body.get("session_id") or uuid.uuid4().hex
         body |= {name: dict(body[name]) for name in ("metadata", "params") if name in body}
         made = self._transport.read("POST", "/sessions", body=body)
-        return Session(self._transport, made["session_id"], made.get("token"))
+        return Session(self._transport, made["session_id"], made.get("token"), made.get("url"))
 
     def attach(self, session_id: str, token: str | None = None) -> Session:
         """An existing session; sends no request. Raises ValueError for an invalid id."""

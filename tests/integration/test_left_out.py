@@ -1,0 +1,125 @@
+"""What of a request no engine is sent is told in the reply, in a retry's, and in the log; the rest goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.places import Places
+from integration.stand import SPOKEN, Stand, error_of, user
+from integration.test_protocols import tool
+from integration.tito import checked, tokenizer_folder
+from ops.simulator.process import SimulatorProcess
+
+TOLD = "x-turnlog-left-out"
+SERVERS = {
+    "chat": {"type": "web_search"},
+    "messages": {"type": "web_search_20250305", "name": "web_search"},
+    "responses": {"type": "web_search"},
+}
+FORCED: dict[str, Any] = {
+    "chat": {"type": "web_search"},
+    "messages": {"type": "tool", "name": "web_search"},
+    "responses": {"type": "web_search"},
+}
+LEFT_OUT = ["server_tool:tools[1]"]
+
+
+@pytest.mark.parametrize("protocol", SPOKEN)
+def test_a_servers_tool_is_left_out_of_the_prompt_and_told(stand: Stand, protocol: str) -> None:
+    talk = stand.talk(protocol)
+    key = {"idempotency-key": "once"}
+    fields: dict[str, Any] = {"tools": [tool(protocol), SERVERS[protocol]], "sim": {"tool_calls": False}}
+    first = talk.chat([user("Hello")], headers=key, **fields)
+    again = talk.chat([user("Hello")], headers=key, **fields)
+    streamed = talk.chat([user("Hello")], headers=key, stream=True, **fields)
+    assert [one.headers[TOLD] for one in (first, again, streamed)] == [", ".join(LEFT_OUT)] * 3
+    assert again.headers["x-turnlog-replayed"] == "true"
+    [sent] = stand.engine_requests(talk.id)
+    assert [one["function"]["name"] for one in sent["body"]["tools"]] == ["look"]
+
+    plain = talk.chat([user("Other")], tools=[tool(protocol)], sim={"tool_calls": False})
+    assert TOLD not in plain.headers
+    alone = stand.talk(protocol)
+    alone.say("Hello", tools=[SERVERS[protocol]])
+    assert "tools" not in stand.engine_requests(alone.id)[-1]["body"]
+    assert alone.committed()[0]["left_out"] == ["server_tool:tools[0]"]
+    assert alone.state()["records"][0]["left_out"] == ["server_tool:tools[0]"]
+    assert alone.tree()["turns"][0]["left_out"] == ["server_tool:tools[0]"]
+
+    forced = talk.chat([user("Hello")], tool_choice=FORCED[protocol], **fields)
+    assert error_of(forced) == (400, "unsupported")
+
+
+def test_a_stream_that_has_begun_is_told_by_a_comment(stand: Stand, sglang: SimulatorProcess, places: Places) -> None:
+    environment = {"TURNLOG_STREAM_KEEPALIVE_S": "0.05"}
+    with checked(places.new("impatient"), sglang.base_url, environment=environment) as impatient:
+        talk = impatient.talk("responses")
+        response = talk.chat([user("Hello")], stream=True, tools=[SERVERS["responses"]], sim={"latency_s": 0.5})
+    assert TOLD not in response.headers
+    assert f": {TOLD}: server_tool:tools[0]\n" in response.text
+
+
+def test_details_of_images_that_engines_do_not_know_are_known_again_in_the_next_turn(stand: Stand) -> None:
+    picture = {"url": "data:image/png;base64,AAAA", "detail": "original"}
+    for size in (0, 40_000):
+        talk = stand.talk()
+        asked = [{"type": "text", "text": "x" * size + "See"}, {"type": "image_url", "image_url": picture}]
+        first = talk.add({"role": "user", "content": asked})
+        second = talk.say("And?")
+        assert [one.headers[TOLD] for one in (first, second)] == ["image_detail:messages[0].content[1]"] * 2
+        assert [event["parent"] for event in talk.committed()] == [0, 1]
+        for request in stand.engine_requests(talk.id):
+            assert json.dumps(request["body"]).count('"detail": "auto"') == 1
+
+
+def deaf(template: str) -> str:
+    """Renders no message of a developer."""
+    old = "{%- for message in messages -%}"
+    assert old in template
+    return template.replace(old, "{%- for message in messages if message.role != 'developer' -%}")
+
+
+@pytest.fixture
+def deaf_stand(sglang: SimulatorProcess, tmp_path: Path, places: Places) -> Any:
+    pytest.importorskip("transformers")
+    environment = {"TURNLOG_TOKENIZER": str(tokenizer_folder(tmp_path / "deaf", deaf))}
+    with checked(places.new("deaf"), sglang.base_url, environment=environment) as made:
+        yield made
+
+
+def test_a_message_that_the_template_renders_as_nothing_is_told(deaf_stand: Stand) -> None:
+    talk = deaf_stand.talk()
+    key = {"idempotency-key": "once"}
+    rule = {"role": "developer", "content": "Be brief"}
+    sent = [{"role": "system", "content": "S"}, rule, user("Hello")]
+    replies = [talk.chat(sent, headers=key) for _ in range(2)]
+    assert [one.headers[TOLD] for one in replies] == ["silent_message:messages[1]"] * 2
+    assert talk.committed()[0]["left_out"] == ["silent_message:messages[1]"]
+    talk.messages = [*sent, *talk.spoken.added(replies[0].json())]
+    assert TOLD not in talk.say("On").headers
+    assert talk.add(rule, user("And on")).headers[TOLD] == "silent_message:messages[6]"
+    assert talk.add({"role": "system", "content": "Late"}, user("Still")).headers.get(TOLD) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("add_generation_prompt", [False, True, None]),
+        ("chat_template", ["{{ messages }}", None]),
+        ("documents", [[{"text": "x"}], [], None]),
+    ],
+)
+def test_another_prompt_is_refused_by_name_where_the_server_builds_it(
+    tito: Stand, name: str, values: list[Any]
+) -> None:
+    refused, *accepted = values
+    talk = tito.talk()
+    response = talk.chat([user("Hello")], **{name: refused})
+    assert error_of(response) == (400, "unsupported")
+    assert response.json()["error"]["message"].startswith(name)
+    for value in accepted:
+        talk.say("Hello", **{name: value})
