@@ -68,10 +68,12 @@ def test_nothing_is_wider_than_the_page(watch: Watch, page_stand: PageStand, wid
 
 TOO_TALL = """() => {
   const main = document.querySelector("main");
-  const bottoms = [...main.children].map((one) => one.getBoundingClientRect().bottom - main.getBoundingClientRect().top);
+  const { top } = main.getBoundingClientRect();
+  const bottoms = [...main.children].map((one) => one.getBoundingClientRect().bottom - top);
   const content = Math.ceil(Math.max(...bottoms) + main.scrollTop + parseFloat(getComputedStyle(main).paddingBottom));
+  const whole = document.documentElement.scrollHeight;
   return [
-    document.documentElement.scrollHeight > innerHeight && `the document has ${document.documentElement.scrollHeight} px`,
+    whole > innerHeight && `the document has ${whole} px`,
     main.scrollHeight > Math.max(main.clientHeight, content) && `main has ${main.scrollHeight} px for ${content}`,
   ].filter(Boolean);
 }"""
