@@ -140,8 +140,8 @@ async def _heads(settings: Settings, options: argparse.Namespace) -> int:
             if time.monotonic() - reported_at > PROGRESS_S:
                 reported_at = time.monotonic()
                 print(f"replay: {seen} sessions, at {one.session_id}", file=sys.stderr)
-    summary = f"{seen} sessions: {found} differences"
-    print(f"{summary}, {fixed} sessions fixed, {left} left" if options.fix else summary, file=sys.stderr)
+    summary = f"sessions: {seen}, differences: {found}"
+    print(f"{summary}, fixed: {fixed}, left: {left}" if options.fix else summary, file=sys.stderr)
     return 1 if left else 0
 
 

@@ -50,7 +50,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
     given = f"={first['input']!s:.64}" if isinstance(first["input"], str) else ""
-    return await _app_error(request, InvalidRequest(f"{place or 'the body'}{given}: {first['msg']}"))
+    wanted = first["msg"].removeprefix("Value error, ")
+    return await _app_error(request, InvalidRequest(f"{place or 'the body'}{given}: {wanted}"))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -29,6 +29,7 @@ from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
 from ops.verify.session import PAGE, TABLES, SessionCheck, check_damaged, chunk_fault
 from ops.verify.whole import check_file, check_groups, check_order
+from turnlog.amounts import amount
 
 __all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "perform", "verify", "verify_url"]
 
@@ -52,7 +53,7 @@ async def verify(
             await _check_archived(database, session_id, report)
         else:
             await _check_packed(database, session_id, packed or (), report)
-        progress(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
+        progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
     await check_file(database, report)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from turnlog.amounts import amount
+
 STORE = "(store)"
 """Takes the place of a session id in a problem that concerns no single session; a real id has no parentheses."""
 
@@ -59,6 +61,7 @@ class Report(msgspec.Struct):
 
     def summary(self) -> str:
         archived = f" ({self.archived} archived)" if self.archived else ""
-        seen = f"{self.sessions} sessions{archived}, {self.events} events, {self.turns} turns, {self.groups} groups"
+        counts = f"{amount(self.events, 'event')}, {amount(self.turns, 'turn')}, {amount(self.groups, 'group')}"
+        seen = f"{amount(self.sessions, 'session')}{archived}, {counts}"
         noted = f" ({self.noted_groups} not compared: they have just changed)" if self.noted_groups else ""
-        return f"{seen}{noted}: {len(self.problems)} problems"
+        return f"{seen}{noted}: {amount(len(self.problems), 'problem')}"

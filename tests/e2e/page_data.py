@@ -185,7 +185,8 @@ def _rollout(stand: Stand, group: str, number: int) -> str:
         tools=[WEATHER],
         sim={**AT_ONCE, "text": "I will look it up."},
     )
-    called = talk.add(user("Yes."), tools=[WEATHER], sim={**AT_ONCE, "tool_calls": True})
+    calls = [{"name": "get_weather", "arguments": {"city": "Bonn"}}]  # alike but for their ids, which are random
+    called = talk.add(user("Yes."), tools=[WEATHER], sim={**AT_ONCE, "calls": calls})
     calls = called.json()["choices"][0]["message"].get("tool_calls") or []
     status = "delivered" if number % 2 else "in transit"
     results = [{"role": "tool", "tool_call_id": call["id"], "content": f'{{"status": "{status}"}}'} for call in calls]

@@ -48,7 +48,7 @@ def test_a_groups_rollouts_are_columns(watched: Watched, page_stand: PageStand, 
     assert names(page) == ids
     first, last = page.locator(HEADS).first, page.locator(HEADS).last
     assert "the others are compared with this one" in first.inner_text()
-    assert "differs from step 2 on" in last.inner_text()
+    assert "differs from step 3 on" in last.inner_text()
     assert "resolved" in last.inner_text()
     assert page.locator(".gridcell .strip").count() > len(ids)
     assert page.locator(".gridcell:has-text('first difference')").count() == len(ids) - 1
@@ -79,12 +79,12 @@ def test_two_are_shown_as_a_diff(watched: Watched, ids: list[str]) -> None:
     page = read(watched, len(ids))
     page.get_by_label(f"compare {ids[0]}").click()
     page.get_by_label(f"compare {ids[3]}").click()
-    expect(page.locator(".difflist li").first).to_contain_text("Step 2")
+    expect(page.locator(".difflist li").first).to_contain_text("Step 3")
     expect(page.locator(".difflist del").first).to_be_visible()
     expect(page.locator(".difflist ins").first).to_be_visible()
     expect(page.locator(".difflist")).to_contain_text("This rollout has ended.")
     page.reload()
-    expect(page.locator(".difflist li").first).to_contain_text("Step 2")
+    expect(page.locator(".difflist li").first).to_contain_text("Step 3")
     page.click("text=show them")
     expect(page.locator(".difflist li").first).to_contain_text("The messages of this step are equal.")
     page.click("text=Back to all")

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from integration.stand import WEATHER, Stand, Talk, standing, until, user
+from integration.stand import CHAT, WEATHER, Stand, Talk, engine_requests, standing, until, user
 
 from e2e.page import PageStand, Watched, barriers, require_chromium
 
@@ -67,6 +67,21 @@ def test_a_session_with_its_rollback_in_place(page_stand: PageStand, watch: Watc
     page.get_by_text("Turn 2 was discarded by event").wait_for()
     assert "Now test it." in _texts(watched, ".conversation")[0]
     assert "turn=2" in page.evaluate("location.hash")
+
+
+def test_the_tokens_in_the_head_are_the_sessions(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk(history="tree")
+    talk.say("One", sim=NOW)
+    first = list(talk.messages)
+    talk.say("Two", sim=NOW)
+    talk.messages = first
+    talk.say("Else", sim=NOW)
+    turns = [event for event in talk.events() if event["type"] == "TurnCommitted"]
+    sampled, prompt = (sum(turn[name] for turn in turns) for name in ("output_tokens", "suffix_tokens"))
+    watched = watch(stand.server.base_url)
+    watched.open(_at(talk)).wait_for_selector(".said")
+    told = next(text for text in _texts(watched, ".sessionfacts div") if text.startswith("Tokens"))
+    assert told.removeprefix("Tokens").strip() == f"{sampled + prompt} of live turns, each once; {sampled} sampled"
 
 
 def test_refused_turns_say_why(page_stand: PageStand, watch: Watch) -> None:
@@ -225,7 +240,7 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
 
 
 @pytest.mark.parametrize(("language", "runner"), [("curl", ("bash", "-c")), ("Python", (sys.executable, "-c"))])
-def test_the_copied_request_is_the_turns(
+def test_the_copied_request_goes_to_the_engine_and_leaves_the_session_alone(
     stand: Stand, watch: Watch, tmp_path: Path, language: str, runner: tuple[str, ...]
 ) -> None:
     talk = stand.talk()
@@ -236,13 +251,16 @@ def test_the_copied_request_is_the_turns(
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     watched.open(_at(talk))
     page.locator(".said").last.wait_for()
-    page.get_by_role("button", name=f"Copy request as {language}").click()
+    page.get_by_role("button", name=f"Copy request to the engine as {language}").click()
     page.get_by_text("Copied").first.wait_for()
     command = page.evaluate("navigator.clipboard.readText()")
     assert "\u202e" not in command
+    before = talk.events()
     ran = subprocess.run([*runner, command], capture_output=True, text=True, timeout=30, check=True)
     assert json.loads(ran.stdout)["choices"][0]["message"]["role"] == "assistant"
-    sent, again = (one["body"] for one in stand.engine_requests(talk.id))
+    (sent,) = (one["body"] for one in stand.engine_requests(talk.id))
+    again = engine_requests(stand.sim, CHAT, None)[-1]["body"]
+    assert talk.events() == before
     assert again["messages"] == sent["messages"]
     assert again["temperature"] == 0.5
     assert not touched.exists()
@@ -341,6 +359,19 @@ def test_the_tree_stands_beside_the_conversation(stand: Stand, watch: Watch) -> 
     page.get_by_role("link", name="Tokens").click()
     page.locator(".tokens .tok").first.wait_for()
     assert page.evaluate("location.hash").startswith(f"{_at(talk)}/tokens?branch=0")
+
+
+def test_two_attempts_differ_where_more_than_the_ids_of_calls_does(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk(history="tree")
+    calls = {**NOW, "text": "I look.", "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    for result in ("sunny", "rain"):
+        talk.messages = []
+        (call,) = talk.say("One", sim=calls).json()["choices"][0]["message"]["tool_calls"]
+        talk.add({"role": "tool", "tool_call_id": call["id"], "content": result}, sim=NOW)
+    watched = watch(stand.server.base_url)
+    page = watched.open(_at(talk, branch=0, against=1))
+    page.get_by_text("Their first difference is message 2; the messages before it are equal.").wait_for()
+    assert _texts(watched, ".said.differs .text") == ["sunny", "rain"]
 
 
 CONTRAST = """() => {

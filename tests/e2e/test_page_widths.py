@@ -66,6 +66,35 @@ def test_nothing_is_wider_than_the_page(watch: Watch, page_stand: PageStand, wid
     assert not found, "\n".join(found)
 
 
+TOO_TALL = """() => {
+  const main = document.querySelector("main");
+  const { top } = main.getBoundingClientRect();
+  const bottoms = [...main.children].map((one) => one.getBoundingClientRect().bottom - top);
+  const content = Math.ceil(Math.max(...bottoms) + main.scrollTop + parseFloat(getComputedStyle(main).paddingBottom));
+  const whole = document.documentElement.scrollHeight;
+  return [
+    whole > innerHeight && `the document has ${whole} px`,
+    main.scrollHeight > Math.max(main.clientHeight, content) && `main has ${main.scrollHeight} px for ${content}`,
+  ].filter(Boolean);
+}"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_no_view_scrolls_into_an_empty_page(watch: Watch, page_stand: PageStand, width: int, height: int) -> None:
+    talk = page_stand.stand.talk(session_id=f"long-{width}")
+    for number in range(80):
+        talk.say(str(number), sim={"latency_s": 0, "completion_tokens": 2})
+    views = {**VIEWS, f"#/session/{talk.id}": ".said", f"#/session/{talk.id}/tokens": ".tokens .tok"}
+    watched = watch(page_stand.stand.server.base_url, width=width, height=height)
+    page = watched.open()
+    tall = []
+    for place, ready in views.items():
+        watched.go(place)
+        page.locator(ready).first.wait_for()
+        tall += [f"{place}: {one}" for one in page.evaluate(TOO_TALL)]
+    assert not tall, "\n".join(tall)
+
+
 @pytest.mark.parametrize("width", [390, 768])
 def test_names_are_in_sight_also_while_a_list_is_scrolled_sideways(
     watch: Watch, page_stand: PageStand, width: int

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy.engine import make_url
 
 from app.store.packs.rows import IN_USE
-from integration.cli import answer, run
+from integration.cli import answer, complaint, run
 from integration.stand import Stand, serving, until
 from ops.simulator.process import SimulatorProcess
 
@@ -61,6 +61,7 @@ def test_engines_that_a_server_does_not_tell_are_not_called_missing(
         until(lambda: made.http.get("/ready").status_code == 200)
         findings = answer("doctor", code=1)["findings"]
         assert whats(findings, "server", "problem")[0].startswith("it refuses what an admin may: 401")
+        assert complaint("sessions").endswith("; set TURNLOG_TOKEN, or give --token")
         assert whats(findings, "engines", "problem") == []
         assert whats(findings, "engines", "warning") == ["none is set here, and the server does not tell its own"]
 

@@ -163,6 +163,11 @@ def test_a_cursor_goes_on_with_what_has_changed_since(cli: Filled, tmp_path: Pat
     cli.stand.http.delete(talk.path, params={"erase": "true"})
 
 
-def test_without_a_file_the_bytes_go_to_standard_output(cli: Filled) -> None:
-    result = run("export", "--group", cli.group, "--format", "parquet")
+@pytest.mark.parametrize("file", [(), ("-",)])
+def test_without_a_file_the_bytes_go_to_standard_output(
+    cli: Filled, file: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("export", *file, "--group", cli.group, "--format", "parquet")
     assert result.stdout_bytes == cli.whole(format="parquet")
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import uuid
 from collections.abc import Callable
 
@@ -10,6 +12,7 @@ import pytest
 
 from integration.cli import answer, complaint, run
 from integration.stand import Stand, user
+from turnlog.cli import main
 
 
 @pytest.fixture
@@ -61,6 +64,32 @@ def test_a_session_is_shown_as_it_is_and_as_it_was(cli: Stand) -> None:
     assert then[0].endswith(f"at event {state['turns'][0]['seq']} of {state['last_seq']}")
     assert "rollbacks" not in then
     assert "session_not_found" in complaint("show", "never-seen")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_an_output_that_cannot_hold_every_character_ends_no_command(
+    cli: Stand, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    group = f"北京 – {uuid.uuid4().hex}"
+    talk = cli.talk(group_id=group, metadata={"task": "\U0001f600 – …"}, history="tree")
+    talk.say("Grüße aus 北京")
+    commands = [["--help"], ["sessions"], ["groups"], *([name, talk.id] for name in ("show", "tree", "tail"))]
+    commands += [["groups", group], ["show", talk.id, "--json"]]
+    for command in commands:
+        output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "argv", ["turnlog", *command])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0, command
+    output.seek(0)
+    assert json.loads(output.read())["config"]["group_id"] == group
+
+
+def test_what_matches_nothing_says_so(cli: Stand) -> None:
+    nobody = uuid.uuid4().hex
+    for command, noun in (("sessions", "session"), ("export", "row"), ("tail", "event")):
+        assert run(command, "--group", nobody).stderr.splitlines()[0] == f"turnlog: no {noun} matches"
 
 
 def test_forks_are_made_and_shown(cli: Stand) -> None:

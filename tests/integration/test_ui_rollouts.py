@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from app.api.page.rollout_view import MAX_BYTES, MAX_STEPS, STRIP
-from integration.stand import Stand
+from integration.stand import WEATHER, Stand
 
 NOW = {"latency_s": 0}
+TEXT = {**NOW, "text": "the same"}
 
 
 def rollout(stand: Stand, session_id: str, **parameters: Any) -> dict[str, Any]:
@@ -21,12 +22,25 @@ def rollout(stand: Stand, session_id: str, **parameters: Any) -> dict[str, Any]:
 def test_marks_are_equal_as_long_as_the_messages_are(stand: Stand) -> None:
     talks = [stand.talk(group_id="marks", attempt=number) for number in range(2)]
     for talk in talks:
-        talk.say("one", sim={**NOW, "text": "the same"})
+        talk.say("one", sim=TEXT)
         talk.say("two", sim={**NOW, "text": "still the same"})
         talk.say("three", sim={**NOW, "text": f"from {talk.id}"})
         talk.say("four", sim={**NOW, "text": "the same again"})
     marks = [[mark for _, mark, _, _ in rollout(stand, talk.id)["marks"]] for talk in talks]
     assert [one == other for one, other in zip(*marks, strict=True)] == [True, True, False, False]
+
+
+def test_marks_are_equal_whatever_ids_the_calls_have(stand: Stand) -> None:
+    calls = {**NOW, "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    ids, marks = [], []
+    for number in range(2):
+        talk = stand.talk(group_id="call-ids", attempt=number)
+        called = talk.say("one", tools=[WEATHER], sim=calls).json()["choices"][0]["message"]
+        ids.append([call["id"] for call in called["tool_calls"]])
+        talk.add(*({"role": "tool", "tool_call_id": one, "content": "sunny"} for one in ids[-1]), sim=TEXT)
+        marks.append([mark for _, mark, _, _ in rollout(stand, talk.id)["marks"]])
+    assert ids[0] != ids[1]
+    assert marks[0] == marks[1]
 
 
 def test_steps_are_the_turns_messages_and_probabilities(stand: Stand) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import printed_as_json, server_options
 
@@ -28,7 +29,7 @@ def run(
         if after is None:
             break
     if not printed_as_json(ctx, {"archived": archived, "left": left, "bytes": size}):
-        typer.echo(f"archived {archived} sessions, {size} bytes; {left} changed meanwhile or cannot be read")
+        typer.echo(f"archived {amount(archived, 'session')}, {size} bytes; {left} changed meanwhile or cannot be read")
 
 
 @archive_app.command("list")

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import Json, Token, Url, UsageError, printed_as_json, server_options
 
@@ -62,7 +63,7 @@ def make(
     if not printed_as_json(ctx, made):
         from turnlog.cli.output import line
 
-        line(f"checkpoint {name}: {made['sessions']} sessions, {made['groups']} groups", "bold")
+        line(f"checkpoint {name}: {amount(made['sessions'], 'session')}, {amount(made['groups'], 'group')}", "bold")
 
 
 @checkpoint_app.command()
@@ -74,7 +75,7 @@ def restore(ctx: typer.Context, name: Name) -> None:
         from turnlog.cli.output import line
 
         line(f"the store is what it was at checkpoint {name}; {done['before']} is what it was before", "bold")
-        line(f"{done['sessions']} sessions changed, {done['set_aside']} of them set aside")
+        line(f"{amount(done['sessions'], 'session')} changed, {done['set_aside']} of them set aside")
         for kind in ("erased", "unreadable"):
             if done[kind]:
                 line(f"{len(done[kind])} {kind}: {', '.join(done[kind][:10])}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import INTERRUPTED, Failure, UsageError, say, wants_json
 from turnlog.errors import Unreachable
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
 KEPT = "; what has come is kept, the same command goes on from there"
 
 
+STANDARD_OUTPUT = Path("-")
+
 OF_PROGRAMS = ("url_s",)
 """Parameters that only a program has a use for."""
 
 
 def export(
     ctx: typer.Context,
-    file: Annotated[Path | None, typer.Argument(help="The file to make; none: standard output.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The file to make; none, or -: standard output.")] = None,
     format: Annotated[str, typer.Option(help="ndjson, parquet, safetensors, msgpack, atif, messages.")] = "ndjson",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="FILE may be there already.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew instead of resuming.")] = False,
@@ -36,7 +39,7 @@ def export(
     given = {name: value for name, value in parameters.items() if value is not None and value is not False}
     wish = {"format": format, **{name: "true" if value is True else value for name, value in given.items()}}
     server, for_machine = remote(ctx), wants_json(ctx)
-    if file is not None:
+    if file is not None and file != STANDARD_OUTPUT:
         _to_file(server, wish, file, overwrite=overwrite, restart=restart, for_machine=for_machine)
     elif for_machine or overwrite or restart:
         raise UsageError("--json, --overwrite and --restart are for an export to a file")
@@ -84,18 +87,20 @@ def _to_file(
     if for_machine:
         machine(made)
         return
-    rows = "" if made["rows"] is None else f"{made['rows']} rows, "
+    rows = "" if made["rows"] is None else f"{amount(made['rows'], 'row')}, "
     say(f"{file}: {rows}{size(made['bytes'])}")
     if made["next_cursor"] is not None:
         say(f"what changes from now on: --cursor {made['next_cursor']}")
 
 
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
-    """The bytes as they arrive; if the reader closes the pipe, the export ends."""
+    """The bytes as they arrive; if the reader closes the pipe, the export ends. Only a format of lines can be empty."""
     if sys.stdout.isatty() and wish["format"] in ("parquet", "safetensors", "msgpack"):
         raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
-    out = sys.stdout.buffer
+    out, size = sys.stdout.buffer, 0
     with server.stream("/export", wish) as response:
         for piece in response.iter_bytes():
-            out.write(piece)
+            size += out.write(piece)
         out.flush()
+    if not size:
+        say("no row matches")

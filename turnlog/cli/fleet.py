@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import Json, Token, Url, UsageError, printed_as_json, server_options
 from turnlog.errors import TurnlogError
@@ -146,8 +147,8 @@ def _print_gate(what: str, state: Mapping[str, Any]) -> None:
     left = state["lease_left_s"]
     lease = f", opens by itself in {duration(left)}" if state["paused"] and left is not None else ""
     line(f"{what}: {'paused' if state['paused'] else 'open'}{lease}", "bold")
-    aborted = f", {state['count']} generations aborted" if "count" in state else ""
-    line(f"{state['held']} turns held in this process, {state['in_flight']} in flight{aborted}")
+    aborted = f", {amount(state['count'], 'generation')} aborted" if "count" in state else ""
+    line(f"{amount(state['held'], 'turn')} held in this process, {state['in_flight']} in flight{aborted}")
     told = state.get("engines")
     if told:
         columns = [

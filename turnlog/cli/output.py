@@ -119,8 +119,8 @@ def shown(value: object) -> str:
 
 
 def machine(value: Any) -> None:
-    """One JSON document on a line, for programs."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
+    """One JSON document on a line, for programs: in ASCII, which every encoding of the output has."""
+    sys.stdout.write(json.dumps(value, separators=(",", ":")) + "\n")
     sys.stdout.flush()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import printed_as_json, server_options
 
@@ -25,7 +26,7 @@ def move(ctx: typer.Context) -> None:
         if after is None:
             break
     if not printed_as_json(ctx, {"moved": moved, "lost": lost, "bytes": size}):
-        typer.echo(f"moved {moved} chunks, {size} bytes; {lost} are lost or damaged, and stay where they are")
+        typer.echo(f"moved {amount(moved, 'chunk')}, {size} bytes; {lost} are lost or damaged, and stay where they are")
 
 
 @payloads_app.command()

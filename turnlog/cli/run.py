@@ -12,10 +12,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from turnlog.errors import TurnlogError
+from turnlog.errors import TurnlogError, Unauthorized
 from turnlog.server_code import put_on_path
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+TOKEN_HINT = "set TURNLOG_TOKEN, or give --token"
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -49,7 +51,7 @@ class Commands(TyperGroup):
                 say(line)
             raise typer.Exit(error.code) from None
         except TurnlogError as error:
-            say(str(error))
+            say(f"{error}; {TOKEN_HINT}" if isinstance(error, Unauthorized) else str(error))
             raise typer.Exit(1) from None
         except BrokenPipeError:
             _drop_output()
@@ -126,6 +128,11 @@ def server_options(command: Callable[..., None]) -> Callable[..., None]:
     common = [one for one in inspect.signature(override, eval_str=True).parameters.values() if one.name != "ctx"]
     run.__signature__ = own.replace(parameters=[*own.parameters.values(), *common])  # type: ignore[attr-defined]
     return run
+
+
+def say_if_none(records: Sequence[object], noun: str) -> None:
+    if not records:
+        say(f"no {noun} matches")
 
 
 def printed_as_json(ctx: typer.Context, value: object) -> bool:

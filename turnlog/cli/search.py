@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say
+from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
 
 PAGE = 100
 """The largest page that the server gives."""
@@ -67,6 +67,7 @@ def search(
     if printed_as_json(ctx, found):
         return
     _print_hits(found["hits"])
+    say_if_none(found["hits"], "message")
     if not found["is_current"]:
         say("the index does not have the newest turns yet")
     if found["next_cursor"] is not None:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say
+from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
@@ -86,6 +86,7 @@ def sessions(
     if printed_as_json(ctx, found):
         return
     _print_sessions(found["sessions"])
+    say_if_none(found["sessions"], "session")
     if found["next_cursor"] is not None:
         of = "" if metadata else f" of {found['total']}"
         say(f"{len(found['sessions'])}{of}; more with --all, or --cursor {found['next_cursor']}")
@@ -174,6 +175,7 @@ def _print_groups(found: dict[str, Any]) -> None:
         Column("note", lambda one: "all rewards are equal" if one["zero_variance"] else None),
     ]
     table(columns, found["groups"])
+    say_if_none(found["groups"], "group")
     if found["next_cursor"] is not None:
         say(f"more with --cursor {found['next_cursor']}")
 

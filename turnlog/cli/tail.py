@@ -53,9 +53,13 @@ def tail(
         raise UsageError("--type, --group and --limit are for the events of all sessions")
     else:
         path, place = f"/sessions/{quote(session, safe='')}/events", EventsPlace(_number(after), follow)
+    is_empty = True
     for event in _followed(server, path, place) if follow else server.lines(path, place):
         if for_machine or session is not None or is_event(event):
+            is_empty = False
             _print(event, for_machine)
+    if is_empty:
+        say("no event matches")
     if isinstance(place, AllEventsPlace) and not for_machine and place.position is not None:
         say(f"go on with --after {place.position}")
 

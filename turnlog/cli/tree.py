@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import printed_as_json
 
@@ -45,7 +46,8 @@ def _print(found: Mapping[str, Any]) -> None:
 
     turns, branches = found["turns"], found["branches"]
     main = "" if found["main_branch"] is None else f", main branch {found['main_branch']}"
-    line(f"session {found['session_id']}: {len(turns)} turns, {len(branches)} branches{main}", "bold")
+    counts = f"{amount(len(turns), 'turn')}, {amount(len(branches), 'branch', 'branches')}"
+    line(f"session {found['session_id']}: {counts}{main}", "bold")
     if not turns:
         return
     columns = [

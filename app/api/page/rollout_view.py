@@ -10,8 +10,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from app.api.page.conversation import ShownMessage, unknown_branch
+from app.api.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.domain.branches import newest_of, place_of
+from app.domain.history import Message, canonical_hash, decode_message
 from app.domain.session import Session
 from app.domain.turns import Turn
 from app.export.rows import as_messages
@@ -38,7 +39,10 @@ STRIP = 96
 
 
 class Mark(NamedTuple):
-    """A turn in the list. Two rollouts whose `mark` is equal have the same messages up to and with this turn."""
+    """A turn in the list. Two rollouts whose `mark` is equal have the same messages up to and with this turn.
+
+    Ids of calls do not count: many engines make them at random.
+    """
 
     turn: int
     mark: str
@@ -108,12 +112,25 @@ class Rollouts:
         part = chain[start : start + limit]
         steps: list[Step] = []
         if part:
-            numbers = [turn.number for turn in part]
-            frames = await self._database.read(
-                lambda connection: reads.load_frames(connection, session_id, numbers), session_id=session_id
-            )
-            steps = await asyncio.to_thread(_steps, part, frames)
-        return _view(session, chain, start, steps)
+            steps = await asyncio.to_thread(_steps, part, await self._frames(session_id, part))
+        return _view(session, chain, await self._marks(session, chain[:MAX_TURNS]), start, steps)
+
+    async def _marks(self, session: Session, chain: Sequence[Turn]) -> list[Mark]:
+        running = hashlib.blake2b(digest_size=6)
+        marks: list[Mark] = []
+        for at in range(0, len(chain), TURNS_PER_READ):
+            part = chain[at : at + TURNS_PER_READ]
+            frames = await self._frames(session.session_id, part, facts=False)
+            for turn, hashes in zip(part, await asyncio.to_thread(_hashes, session, part, frames), strict=True):
+                running.update("".join(hashes).encode())
+                marks.append(Mark(turn.number, running.hexdigest(), turn.output_tokens, turn.finish_reason))
+        return marks
+
+    async def _frames(self, session_id: str, part: Sequence[Turn], *, facts: bool = True) -> Frames:
+        numbers = [turn.number for turn in part]
+        return await self._database.read(
+            lambda connection: reads.load_frames(connection, session_id, numbers, facts=facts), session_id=session_id
+        )
 
 
 def _chain(session: Session, branch: int | None) -> list[Turn]:
@@ -127,7 +144,9 @@ def _chain(session: Session, branch: int | None) -> list[Turn]:
         raise unknown_branch(session, branch) from None
 
 
-def _view(session: Session, chain: Sequence[Turn], start: int, steps: Sequence[Step]) -> RolloutView:
+def _view(
+    session: Session, chain: Sequence[Turn], marks: Sequence[Mark], start: int, steps: Sequence[Step]
+) -> RolloutView:
     reward = session.reward
     return RolloutView(
         session_id=session.session_id,
@@ -142,7 +161,7 @@ def _view(session: Session, chain: Sequence[Turn], start: int, steps: Sequence[S
         output_tokens=sum(turn.output_tokens for turn in chain),
         branch=chain[-1].branch if chain else None,
         branches=_branches(session),
-        marks=_marks(chain[:MAX_TURNS]),
+        marks=marks,
         start=start,
         steps=steps,
     )
@@ -160,14 +179,33 @@ def _branches(session: Session) -> list[RolloutBranch]:
     return found
 
 
-def _marks(chain: Sequence[Turn]) -> list[Mark]:
-    running = hashlib.blake2b(digest_size=6)
-    found: list[Mark] = []
-    for turn in chain:
-        for one in turn.message_hashes:
-            running.update(one.encode())
-        found.append(Mark(turn.number, running.hexdigest(), turn.output_tokens, turn.finish_reason))
-    return found
+def _hashes(session: Session, turns: Sequence[Turn], frames: Frames) -> list[list[str]]:
+    """The hashes of each turn's messages, its calls without their ids; as committed where its content is not there."""
+    return [_hashes_of(session, turn, frames.get(turn.number, (None, None))[1]) for turn in turns]
+
+
+def _hashes_of(session: Session, turn: Turn, frame: bytes | None) -> list[str]:
+    try:
+        messages = as_messages(turn.protocol, codec.unpack_messages(frame))
+    except CorruptContent:
+        return list(turn.message_hashes)
+    return [
+        canonical_hash(_without_ids(decode_message(message, "a stored message")), session.config.matcher)
+        if b'"tool_call' in message
+        else committed
+        for message, committed in zip(messages, turn.message_hashes, strict=True)
+    ]
+
+
+def _without_ids(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return {
+        name: [{**call, "id": None} if isinstance(call, Mapping) else call for call in calls]
+        if name == "tool_calls" and isinstance(calls, list)
+        else value
+        for name, value in message.items()
+        if name != "tool_call_id"
+    }
 
 
 def _steps(turns: Sequence[Turn], frames: Frames) -> list[Step]:

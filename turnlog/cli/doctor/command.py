@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, Level
 from turnlog.cli.run import DEFAULT_URL, Json, Token, Url, globals_of, wants_json
 
@@ -42,7 +43,8 @@ def doctor(
     else:
         from turnlog.cli.output import line
 
-        line(f"{counts[Level.OK]} ok, {counts[Level.WARNING]} warnings, {counts[Level.PROBLEM]} problems", "bold")
+        warnings, problems = amount(counts[Level.WARNING], "warning"), amount(counts[Level.PROBLEM], "problem")
+        line(f"{counts[Level.OK]} ok, {warnings}, {problems}", "bold")
     if counts[Level.PROBLEM]:
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from turnlog.cli.remote import connected
 from turnlog.errors import TurnlogError
@@ -46,7 +47,7 @@ def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding,
     if alive.get("status") != "ok":
         yield problem("server", f"{server.base_url} is not Turnlog's", "free the port, or choose another: --port")
         return ()
-    yield ok("server", f"{server.base_url} answers, {alive.get('in_flight', 0)} turns in flight")
+    yield ok("server", f"{server.base_url} answers, {amount(alive.get('in_flight', 0), 'turn')} in flight")
     yield from _pool(alive)
     try:
         server.call("GET", "/ready")

@@ -1,4 +1,4 @@
-/** The same request as the page makes it, for a shell and for Python. */
+/** A request as the page makes it, or as an engine was sent it, for a shell and for Python. */
 
 import { needsAuthorization, url } from "./api.js";
 import { queryOf } from "./route.js";
@@ -7,32 +7,34 @@ import { replaceOdd } from "./visible.js";
 /** @import {Parameters} from "./route.js" */
 
 /**
- * A request: with a body it is a POST of JSON, unless it names another method.
- * @typedef {{path: string, parameters?: Parameters, body?: unknown, method?: "PUT"}} Command
+ * A request: with a body it is a POST of JSON, unless it names another method. `engine` is the base URL of an engine
+ * that is asked in place of this server, whose token it must not see.
+ * @typedef {{path: string, parameters?: Parameters, body?: unknown, method?: "PUT", engine?: string}} Command
  */
 
 /** @param {Command} command @returns {string} for a POSIX shell; a body is a here-document */
-export function curl({ path, parameters, body, method }) {
+export function curl({ path, parameters, body, method, engine }) {
   const parts = [method ? `curl -sS -X ${method}` : "curl -sS"];
-  if (needsAuthorization()) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
-  parts.push(quoted(url(path, parameters)));
+  if (!engine && needsAuthorization()) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
+  parts.push(quoted(engine ? engine + path : url(path, parameters)));
   if (body === undefined) return parts.join(" ");
   parts.push("-H 'content-type: application/json' --data-binary @-");
   return `${parts.join(" ")} <<'TURNLOG'\n${escaped(JSON.stringify(body), 4)}\nTURNLOG\n`;
 }
 
 /** @param {Command} command @returns {string} for Python with httpx, which the client needs anyway */
-export function python({ path, parameters, body, method }) {
+export function python({ path, parameters, body, method, engine }) {
   const query = Object.fromEntries(new URLSearchParams(queryOf(parameters)));
-  const given = [literal(url(path), 1)];
+  const given = [literal(engine ? engine + path : url(path), 1)];
+  const isAuthorized = !engine && needsAuthorization();
   if (Object.keys(query).length) given.push(`params=${literal(query, 1)}`);
-  if (needsAuthorization()) {
+  if (isAuthorized) {
     given.push(`headers={"Authorization": "Bearer " + os.environ["TURNLOG_ADMIN_TOKEN"]}`);
   }
   if (body !== undefined) given.push(`json=${literal(body, 1)}`);
   given.push("timeout=600");
   return [
-    needsAuthorization() && "import os\n",
+    isAuthorized && "import os\n",
     "import httpx\n",
     `response = httpx.${method?.toLowerCase() ?? (body === undefined ? "get" : "post")}(\n    ${given.join(",\n    ")},\n)`,
     "response.raise_for_status()",

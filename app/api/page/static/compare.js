@@ -113,7 +113,12 @@ function byIndex({ messages }) {
 /** @param {Entry|undefined} one @param {Entry|undefined} other @returns {boolean} */
 function isSame(one, other) {
   if (!one || !other) return false;
-  return one.turn === other.turn || JSON.stringify(one.message) === JSON.stringify(other.message);
+  return one.turn === other.turn || withoutIds(one.message) === withoutIds(other.message);
+}
+
+/** @param {unknown} message @returns {string} many engines make the ids of calls at random: they are no difference */
+function withoutIds(message) {
+  return JSON.stringify(message, (name, value) => (name === "id" || name === "tool_call_id" ? undefined : value));
 }
 
 /** @param {Transcript} one @param {Transcript} other @param {number|null} index @returns {number} equal characters there */

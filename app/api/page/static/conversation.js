@@ -151,7 +151,6 @@ export class Conversation {
    */
   constructor(closed, sessionId, onPick) {
     this.path = `/ui/api/sessions/${encodeURIComponent(sessionId)}/conversation`;
-    this.chatPath = `/sessions/${encodeURIComponent(sessionId)}/v1/chat/completions`;
     this.onPick = onPick;
     this.requests = new LatestRequest(closed);
     /** @type {Map<string, HTMLElement>} the messages that are shown; a message does not change */
@@ -159,12 +158,13 @@ export class Conversation {
     this.shown = SHOWN;
     /** @type {Transcript|null} */
     this.transcript = null;
+    this.engine = "";
     this.list = h("ol", { class: "conversation" });
     this.notes = h("div");
     this.turnField = h("input", { type: "number", min: "1", "aria-label": "turn", class: "short" });
     this.turnField.addEventListener("change", () => this.onPick(Number(this.turnField.value) || null));
     this.newest = button("newest", () => this.onPick(null));
-    this.copy = h("fieldset", { class: "plain", "aria-label": "Copy" }, copyButtons(() => this.#request(), "request"));
+    this.copy = h("fieldset", { class: "plain", "aria-label": "Copy" }, copyButtons(() => this.#request(), "request to the engine"));
     this.element = panel(
       "conversation-title",
       "Conversation",
@@ -208,6 +208,7 @@ export class Conversation {
     const { messages, omitted, params } = transcript;
     const turn = session.turns.find((one) => one.turn === transcript.turn);
     this.transcript = transcript;
+    this.engine = turn?.engine ?? "";
     this.turnField.max = String(Math.max(...session.turns.map((one) => one.turn)));
     if (document.activeElement !== this.turnField) this.turnField.value = String(transcript.turn);
     this.newest.setAttribute("aria-pressed", String(picked === null));
@@ -254,11 +255,14 @@ export class Conversation {
     });
   }
 
-  /** @returns {import("./commands.js").Command} the request whose reply the shown turn is */
+  /**
+   * The request whose reply the shown turn is, for the engine that gave it: the session itself would take it as a retry.
+   * @returns {import("./commands.js").Command}
+   */
   #request() {
     const { messages: entries = [], params = null, tools = null } = this.transcript ?? {};
     const messages = entries.map((entry) => entry.message);
     if (entries.at(-1)?.sampled) messages.pop();
-    return { path: this.chatPath, body: { ...params, messages, ...(tools && { tools }) } };
+    return { path: "/v1/chat/completions", engine: this.engine, body: { ...params, messages, ...(tools && { tools }) } };
   }
 }

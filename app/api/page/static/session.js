@@ -272,6 +272,8 @@ function facts({ session_id, note, tags, config, fork, turns, tree, affinity, re
   const engine = affinity?.engine ?? newest?.engine;
   const adapter = config.adapter ?? newest?.adapter;
   const discarded = turns.length - live.length;
+  const sampled = live.reduce((sum, turn) => sum + turn.output_tokens, 0);
+  const suffix = live.reduce((sum, turn) => sum + turn.suffix_tokens, 0);
   return [
     fact(
       "Turns",
@@ -297,7 +299,7 @@ function facts({ session_id, note, tags, config, fork, turns, tree, affinity, re
     fact("Engine", engine ? named(engine) : "none", affinity?.control && [" by ", named(affinity.control)]),
     adapter != null && fact("Adapter", named(adapter)),
     fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
-    fact("Tokens", newest ? count(newest.prompt_tokens + newest.output_tokens) : "–"),
+    fact("Tokens", count(sampled + suffix), h("span", { class: "note" }, ` of live turns, each once; ${count(sampled)} sampled`)),
     note && fact("Note", textBlock(note)),
     tags.length > 0 && fact("Tags", tags.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))])),
     checkpoints.length > 0 && fact("In checkpoints", inCheckpoints(session_id, checkpoints)),
