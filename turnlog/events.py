@@ -163,6 +163,13 @@ class SessionNoted(_Event):
     erased: NotRequired[bool]
 
 
+class RolloutJoined(_Event):
+    """A parent that the session's line names was created after it: its rollout's root is now `root`."""
+
+    type: Literal["RolloutJoined"]
+    root: str
+
+
 class AffinityBound(_Event):
     type: Literal["AffinityBound"]
     engine: str
@@ -210,6 +217,7 @@ Event = (
     | BlobsTombstoned
     | RewardAssigned
     | SessionNoted
+    | RolloutJoined
     | AffinityBound
     | AffinityReleased
     | SessionClosed

@@ -31,6 +31,7 @@ EventType = Literal[
     "BlobsTombstoned",
     "RewardAssigned",
     "SessionNoted",
+    "RolloutJoined",
     "AffinityBound",
     "AffinityReleased",
     "SessionClosed",

@@ -393,6 +393,12 @@ class SessionNoted(Event, frozen=True):
     erased: bool = False
 
 
+class RolloutJoined(Event, frozen=True):
+    """A parent that the session's line names was created after it: its rollout's root is now `root`."""
+
+    root: str
+
+
 class AffinityBound(Event, frozen=True):
     """From now on the session's turns go to the engine with this base URL, which has its prefix cached.
 
@@ -457,6 +463,7 @@ TYPES: dict[str, type[Event]] = {
         BlobsTombstoned,
         RewardAssigned,
         SessionNoted,
+        RolloutJoined,
         AffinityBound,
         AffinityReleased,
         SessionClosed,
@@ -477,8 +484,17 @@ VERSIONS: dict[str, int] = {
     "SessionClosed": 3,
 }
 
-EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionNoted", "SessionClosed", "SessionRestored")
-"""Events after which a session's export rows may differ from before."""
+EXPORTED = (
+    "TurnCommitted",
+    "RewardAssigned",
+    "SessionNoted",
+    "RolloutJoined",
+    "SessionClosed",
+    "SessionRestored",
+    "SessionErased",
+)
+"""Events after which a session's export rows may differ from before. `BlobsTombstoned` is none: it frees what a
+follower has."""
 
 
 class Recorded(msgspec.Struct, frozen=True, gc=False):

@@ -19,6 +19,7 @@ from app.domain.events import (
     ReplyUndelivered,
     RewardAssigned,
     RolledBack,
+    RolloutJoined,
     SessionClosed,
     SessionCreated,
     SessionErased,
@@ -84,7 +85,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case ReplyUndelivered() | ReplyRedelivered():
             given = isinstance(event, ReplyRedelivered)
             return {"deliveries": {**session.deliveries, event.turn: given}}
-        case RolledBack():
+        case RolledBack() | RolloutJoined():
             return {}
         case BlobsTombstoned():
             return _tombstoned(session, set(event.turns))

@@ -48,6 +48,7 @@ from app.store.log_sessions import (
     Create,
     Existing,
     FreeReplay,
+    JoinRollout,
     Note,
     ShareReward,
 )
@@ -123,8 +124,15 @@ class Sessions:
         created = fold(new.session_id, outcome.events)
         assert created is not None
         self._cache.put(created)
+        await asyncio.gather(*map(self._tell_adopted, outcome.adopted))
         if new.config.parent is not None:
             await self._join_rollout(new.session_id)
+
+    async def _tell_adopted(self, session_id: str) -> None:
+        """Write into a session's log that its root is there now. One that was erased has no rows that change."""
+        outcome = await self._archives.submit(JoinRollout(session_id, self._clock()))
+        if isinstance(outcome, Appended):
+            self._appended(session_id, outcome)
 
     async def require_room(self, *session_ids: str) -> None:
         """Raises StoreFull if one of these sessions is new and the database is larger than its limit."""

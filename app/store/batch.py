@@ -38,7 +38,7 @@ from app.domain.events import Event
 from app.store import pins, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx
-from app.store.log import Operation, append_all, refused, tombstone
+from app.store.log import Appended, Operation, append_all, refused, tombstone
 from app.store.log_sessions import Create
 from app.store.log_turns import Claim, Commit, Pinned
 from app.store.rollouts import note_adopted
@@ -111,9 +111,15 @@ class _Batch:
         tx.insert(sql.insert_session, [create.head_row() for _, create in creates])
         noted = {create.group_id for _, create in creates if create.group_id is not None}
         tx.insert(_insert_note, [{"group_id": group_id} for group_id in sorted(noted)])
-        tx.run(_note_adopted, {"sids": [create.session_id for _, create in creates]})
+        created = {"sids": [create.session_id for _, create in creates]}
+        adopted = [(row[0], row[1]) for row in tx.all(_adopted, created)]
+        if adopted:
+            tx.run(_note_adopted, created)
         tx.insert(sql.insert_blob, [row for _, create in creates for row in create.blob_rows()])
         self._append([(place, create.session_id, 1, create.at, [create.event]) for place, create in creates])
+        for place, create in creates:
+            own = tuple(session_id for root_id, session_id in adopted if root_id == create.session_id)
+            self._outcomes[place] = Appended(self._outcomes[place].events, own)
         reach("in_create")
 
     def _claim(self, claims: list[tuple[int, Claim]]) -> None:
@@ -257,3 +263,8 @@ _advance_heads = (
 _pinned_upto = pins.upto_of_each(any_(bindparam("sids", type_=ARRAY(String))))
 _insert_note = insert(group_changes)
 _note_adopted = note_adopted(any_(bindparam("sids", type_=ARRAY(String))))
+_adopted = (
+    select(sessions.c.root_id, sessions.c.session_id)
+    .where(sessions.c.root_id == any_(bindparam("sids", type_=ARRAY(String))), sessions.c.root_id.is_not(None))
+    .order_by(sessions.c.session_id)
+)

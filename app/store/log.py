@@ -56,9 +56,10 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Appended(msgspec.Struct, frozen=True):
-    """The events were written, with these positions."""
+    """The events were written, with these positions. `adopted` are the sessions that have a new root since."""
 
     events: tuple[Recorded, ...]
+    adopted: tuple[str, ...] = ()
 
 
 class StoredBlob(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from app.domain import notes
 from app.domain.events import (
     BlobsTombstoned,
     RewardAssigned,
+    RolloutJoined,
     SessionClosed,
     SessionCreated,
     SessionErased,
@@ -63,13 +64,13 @@ class Create(BaseOperation, frozen=True):
         if root is not None and root[1] != "open":
             return Refused(root[1])
         tx.insert(sql.insert_session, [{**self.head_row(), "root_id": root_id}])
-        rollouts.adopt(tx, self.session_id, root_id)
+        adopted = rollouts.adopt(tx, self.session_id, root_id)
         rollouts.note(tx, self.group_id)
         rollouts.note(tx, None, root_id)
         tx.insert(sql.insert_blob, self.blob_rows())
         appended = append(tx, self.session_id, 1, self.at, [self.event])
         reach("in_create")
-        return appended
+        return Appended(appended.events, adopted)
 
     @property
     def parent(self) -> str | None:
@@ -177,6 +178,23 @@ class ShareReward(BaseOperation, frozen=True):
         rollouts.note(tx, group_id, root_id)
         event = RewardAssigned(root_reward.reward, root_reward.components, of_root=True)
         return append(tx, self.session_id, version, self.at, [event])
+
+
+class JoinRollout(BaseOperation, frozen=True):
+    """Write into the session's log that its rollout has another root: its rows differ from before.
+
+    Run after the root, or a session between, was created, in one transaction per session.
+    """
+
+    session_id: str
+    at: float
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
+        if row is None:
+            return refused(tx, self.session_id)
+        version, _, root_id = row
+        return append(tx, self.session_id, version, self.at, [RolloutJoined(root_id)])
 
 
 def _value(event: RewardAssigned) -> tuple[float, dict[str, float]]:

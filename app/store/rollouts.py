@@ -98,6 +98,7 @@ _note = insert(group_changes)
 _root_of = select(sessions.c.root_id).where(sessions.c.session_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
 _adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(root_id=bindparam("top"))
+_adopted = select(sessions.c.session_id).where(sessions.c.root_id == bindparam("sid")).order_by(sessions.c.session_id)
 
 
 def note_adopted(session_ids: ColumnElement[Any]) -> Any:
@@ -130,11 +131,17 @@ def root_for(tx: Tx, parent: str) -> str:
     return root_of(tx, parent) or parent
 
 
-def adopt(tx: Tx, session_id: str, root_id: str | None) -> None:
-    """Make a new session, whose root is `root_id`, part of the lines that named it before it was there."""
-    tx.run(_note_adopted, {"sid": session_id})
-    if root_id is not None:
-        tx.run(_adopt, {"sid": session_id, "top": root_id})
+def adopt(tx: Tx, session_id: str, root_id: str | None) -> tuple[str, ...]:
+    """Make a new session, whose root is `root_id`, part of the lines that named it before it was there.
+
+    Returns the sessions of these lines; `JoinRollout` has to tell each of them.
+    """
+    adopted = tuple(row[0] for row in tx.all(_adopted, {"sid": session_id}))
+    if adopted:
+        tx.run(_note_adopted, {"sid": session_id})
+        if root_id is not None:
+            tx.run(_adopt, {"sid": session_id, "top": root_id})
+    return adopted
 
 
 # What the logs say.
