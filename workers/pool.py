@@ -84,12 +84,15 @@ class Pool:
         memory_bytes: int,
         max_waiting: int = MAX_WAITING,
         function: str = "workers.job:run",
+        patience_s: float = START_S,
     ) -> None:
         """A job may take `deadline_s` seconds and, besides program and content, `memory_bytes` of address space.
 
-        `function` is the `package.module:name` that workers run: (job, body) memoryviews in, bytes or Rejected out.
+        `function` is the `package.module:name` that workers run: (job, body) memoryviews in, bytes or Rejected out. A
+        job waits `patience_s` while no worker is ready; with 0 it ends as soon as the last one has.
         """
         self._size = size
+        self._patience_s = patience_s
         self._settings = WorkerSettings(function, deadline_s, memory_bytes)
         self._max_waiting = max_waiting
         self._keepers: list[asyncio.Task[None]] = []
@@ -178,13 +181,15 @@ class Pool:
         """Wait in order; a retried job has waited already and is next."""
         if self._stopped:
             raise Stopped("the worker pool stopped")
+        if not self._patience_s and not self._has_ready:
+            raise NoWorker("no worker is ready")
         waiter: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if is_retry else self._waiting.append)(waiter)
         try:
-            while not (await asyncio.wait({waiter}, timeout=START_S))[0]:
-                if not any(child.is_ready and child.usable for child in self._children):
+            while not (await asyncio.wait({waiter}, timeout=self._patience_s or None))[0]:
+                if not self._has_ready:
                     self._waiting.remove(waiter)
-                    raise NoWorker(f"no worker was ready for {START_S:g} s")
+                    raise NoWorker(f"no worker was ready for {self._patience_s:g} s")
             return waiter.result()
         except asyncio.CancelledError:
             if not waiter.done():
@@ -192,6 +197,10 @@ class Pool:
             elif waiter.exception() is None:
                 self._on_idle(waiter.result())
             raise
+
+    @property
+    def _has_ready(self) -> bool:
+        return any(child.is_ready and child.usable for child in self._children)
 
     def _on_idle(self, child: WorkerProcess) -> None:
         while self._waiting:
@@ -220,6 +229,11 @@ class Pool:
             self._children.discard(child)
             if child in self._idle:
                 self._idle.remove(child)
+            if not self._patience_s and not self._has_ready:
+                for waiter in self._waiting:
+                    if not waiter.done():
+                        waiter.set_exception(NoWorker("the last worker that was ready has ended"))
+                self._waiting.clear()
             if child.had_job or time.monotonic() - started > BACKOFF_S[1]:
                 wait_s = 0.0
             log.warning("worker %d %s; the next one starts in %.2f s", child.pid, how, wait_s)

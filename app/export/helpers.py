@@ -75,6 +75,7 @@ class Helpers:
                 deadline_s=self._deadline_s,
                 memory_bytes=self._memory_bytes,
                 function="app.export.worker:run",
+                patience_s=0,
             )
             self._pool.start()
         pool = self._pool

@@ -53,6 +53,23 @@ class current_tx(_Expression):
     postgresql = "(pg_current_xact_id()::text::bigint)"
 
 
+class tx_not_before(FunctionElement[Any]):
+    """The id of the running transaction, or the given one if that is higher; 0 on SQLite."""
+
+    inherit_cache = True
+    type = BigInteger()
+
+
+@compiles(tx_not_before)
+def _no_tx(element: tx_not_before, compiler: Any, **options: Any) -> str:
+    return current_tx.sqlite
+
+
+@compiles(tx_not_before, "postgresql")
+def _tx_not_before(element: tx_not_before, compiler: Any, **options: Any) -> str:
+    return f"GREATEST({current_tx.postgresql}, {compiler.process(element.clauses, **options)})"
+
+
 class oldest_tx(_Expression):
     """The oldest transaction that may still commit; all events with a lower id are complete and in order."""
 

@@ -102,6 +102,8 @@ def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) 
                 "version": VERSIONS[name],
                 "at": at,
                 "data": upcast.encode(event),
+                "of_session": session_id,
+                "last_seq": seq - 1,
             }
             if positions is not None:
                 row["position"] = next(positions)

@@ -18,7 +18,7 @@ from sqlalchemy import (
     update,
 )
 
-from app.store.dialect import now, up_since
+from app.store.dialect import now, tx_not_before, up_since
 from app.store.schema import (
     archived_sessions,
     blobs,
@@ -56,7 +56,13 @@ def _fenced(table: Table) -> ColumnElement[bool]:
     return of_session(table) & (table.c.fence == bindparam("fenced"))
 
 
-insert_event = insert(events)
+_last = events.alias("last")
+_tx_of_last = select(_last.c.tx).where(
+    _last.c.session_id == bindparam("of_session"), _last.c.seq == bindparam("last_seq")
+)
+insert_event = insert(events).values(tx=tx_not_before(_tx_of_last.scalar_subquery()))
+"""A transaction that began earlier, with other sessions, may write to a session later: its events stand behind those
+that the session has all the same. None of them is passed by a reader, which stays below all that still run."""
 insert_session = insert(sessions)
 insert_open_turn = insert(open_turns)
 insert_turn = insert(turns)

@@ -143,6 +143,21 @@ async def test_a_late_commit_is_not_skipped(postgres_store: Store) -> None:
     assert [name for name, _ in early + later] == ["slow", "fast"]
 
 
+async def test_events_of_a_session_are_in_order_where_an_older_transaction_wrote_last(postgres_store: Store) -> None:
+    """Its transaction began with another session, before those that wrote the events in between."""
+    store = postgres_store
+    for name in ("other", "s"):
+        await store.create(name)
+    async with connected(store.database.url) as connection, connection.begin():
+        await connection.run_sync(lambda c: reward("other", 0.0).apply(AlchemyTx(c)))
+        for value in (1.0, 2.0):
+            await store.submit(reward("s", value))
+        for value in (3.0, 4.0):
+            await connection.run_sync(lambda c, value=value: reward("s", value).apply(AlchemyTx(c)))
+    query = select(events.c.seq).where(events.c.session_id == "s").order_by(events.c.tx, events.c.position)
+    assert await store.database.read(lambda c: list(c.execute(query).scalars())) == [1, 2, 3, 4, 5]
+
+
 async def test_a_tailing_reader_misses_nothing_of_concurrent_writers(postgres_url: str) -> None:
     """Two processes' writers and one reader that follows the horizon while they write."""
     databases = [Database(postgres_url) for _ in range(3)]

@@ -20,7 +20,7 @@ from helpers.pools import LOOPS, MIB, Gate, all_at_work, children, gone, running
 
 from workers.channel import Reason
 from workers.child import ALARM_MARGIN_S
-from workers.pool import Crashed
+from workers.pool import Crashed, NoWorker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
@@ -125,6 +125,22 @@ async def test_one_job_that_crashes_harms_no_other() -> None:
         )
     assert done == bodies
     assert isinstance(crash, Crashed)
+
+
+async def test_jobs_of_a_pool_without_patience_end_with_its_last_child(tmp_path: Path) -> None:
+    """An export makes its rows itself then, and does not wait for the next child."""
+    gate = Gate(tmp_path / "gate")
+    async with running(1, patience_s=0) as pool:
+        while not pool.counters().alive:
+            await asyncio.sleep(0.01)
+        jobs = [asyncio.create_task(pool.run(job, b"")) for job in (gate.job, b"echo")]
+        await gate.reached()
+        (child,) = children()
+        os.kill(child, signal.SIGKILL)
+        assert [type(ended) for ended in await asyncio.gather(*jobs, return_exceptions=True)] == [NoWorker] * 2
+        with pytest.raises(NoWorker):
+            await pool.run(b"echo", b"")
+    gate.close()
 
 
 async def test_the_pool_is_whole_again_after_all_of_it_was_killed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from workers.channel import START_S
 from workers.pool import Pool
 
 MIB = 1 << 20
@@ -30,9 +31,17 @@ async def running(
     memory_bytes: int = 512 * MIB,
     max_waiting: int = 100,
     function: str = "helpers.pool_jobs:act",
+    patience_s: float = START_S,
 ) -> AsyncIterator[Pool]:
     """A pool that runs `helpers.pool_jobs`; stopped without grace, and none of its children stays."""
-    pool = Pool(size, deadline_s=deadline_s, memory_bytes=memory_bytes, max_waiting=max_waiting, function=function)
+    pool = Pool(
+        size,
+        deadline_s=deadline_s,
+        memory_bytes=memory_bytes,
+        max_waiting=max_waiting,
+        function=function,
+        patience_s=patience_s,
+    )
     before = children()
     pool.start()
     try:
