@@ -97,6 +97,7 @@ class TurnCommitted(_Event):
     agent_id: NotRequired[str | None]
     echo: NotRequired[int | None]
     calls_hash: NotRequired[str | None]
+    bare_hash: NotRequired[str | None]
     logprobs_of: NotRequired[Literal["raw", "scaled", "processed", "logits"] | None]
 
 

@@ -30,8 +30,8 @@ def without_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part for part in content if not (isinstance(part, Mapping) and part.get("type") in _PARTS)]
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-        if not all(isinstance(text, str) for text in texts):
+        texts = [text for part in parts if isinstance(part, Mapping) and isinstance(text := part.get("text"), str)]
+        if len(texts) < len(parts):
             return message if len(parts) == len(content) else {**message, "content": parts}
         bare = _behind_reasoning("".join(texts))
     elif isinstance(content, str):

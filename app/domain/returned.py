@@ -42,14 +42,15 @@ class StoredReplies:
 
     def spelled_as(self, request: ReturnedMessages, before: str, place: int) -> str:
         """The hash of the one reply to the messages before `place`, whose running hash is `before`, that message
-        `place` is but for leading reasoning; else the message's own.
+        `place` is but for leading reasoning; else the message's own without it: also a reply that a client carries into
+        another conversation may come back in several spellings.
 
         Of several, one that the request proves to hold, one that was continued as the request goes on, or the agent's
         own must tell which it is.
         """
         own = request.own_hash(place)
         replies = list(self._index.with_input(before))
-        if not replies or any(turn.message_hashes[-1] == own for turn in replies):
+        if any(turn.message_hashes[-1] == own for turn in replies):
             return own
         bare = request.bare_hash(place) or own
         alike = self._live(turn for turn in replies if bare in (turn.message_hashes[-1], turn.bare_hash))
@@ -60,7 +61,7 @@ class StoredReplies:
         ):
             alike = [turn for turn in alike if turn in told] or alike
         hashes = {turn.message_hashes[-1] for turn in alike}
-        return hashes.pop() if len(hashes) == 1 else own
+        return hashes.pop() if len(hashes) == 1 else bare
 
     def left_out(self, request: ReturnedMessages, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
         """The place at which the request leaves out an empty reply, and that reply's turn; None if it does not.

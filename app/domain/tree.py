@@ -62,10 +62,12 @@ class _Newest:
     def __contains__(self, key: str | int | None) -> bool:
         return key in self._newest
 
+    def __bool__(self) -> bool:
+        return bool(self._newest)
+
 
 class TreeIndex:
-    """Finds turns by what their histories are. Grows with each commit; never shrinks. `has_bare_replies`: the reply of
-    one has a `bare_hash`."""
+    """Finds turns by what their histories are. Grows with each commit; never shrinks."""
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[int, Turn] = {}
@@ -75,11 +77,11 @@ class TreeIndex:
         self._by_history = _Newest()
         self._by_input = _Newest()
         self._by_reply = _Newest()
+        self._by_bare_reply = _Newest()
         self._by_calls = _Newest()
         self._by_body = _Newest()
         self._by_spelling: dict[str, Turn] = {}
         self._counts: list[int] = []
-        self.has_bare_replies = False
         for turn in turns:
             self.add(turn)
 
@@ -103,7 +105,8 @@ class TreeIndex:
         self._by_reply.add(hashes[-1], number)
         if turn.calls_hash is not None:
             self._by_calls.add(turn.calls_hash, number)
-        self.has_bare_replies |= turn.bare_hash is not None
+        if turn.bare_hash is not None:
+            self._by_bare_reply.add(turn.bare_hash, number)
         count = turn.message_count - 1
         self._by_spelling[turn.client_hash] = turn
         if not self._counts or count > self._counts[-1]:
@@ -171,8 +174,14 @@ class TreeIndex:
         return self._by_history.all(history)
 
     def sampled(self, message_hash: str) -> Iterator[int]:
-        """The turns whose reply has this canonical hash, the newest first."""
-        return self._by_reply.all(message_hash)
+        """The turns whose reply has this canonical hash, the newest first; then those whose `bare_hash` it is."""
+        yield from self._by_reply.all(message_hash)
+        yield from self._by_bare_reply.all(message_hash)
+
+    @property
+    def has_bare_replies(self) -> bool:
+        """Has any reply reasoning in its text?"""
+        return bool(self._by_bare_reply)
 
     def with_calls(self, calls_hash: str) -> Iterator[Turn]:
         """The turns whose reply has this hash without its calls' arguments, the newest first."""

@@ -1,4 +1,5 @@
-"""A session of long requests, which are known by their bytes, becomes the tree that one of short requests does."""
+"""A session of long requests, which are known by their bytes, becomes the tree that one of short requests does, also
+where the client spells replies otherwise."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ STEPS = 25
 
 History = list[tuple[str, str]]
 """Roles and texts."""
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+"""Before every other reply."""
 
 
 class Wire(NamedTuple):
@@ -51,6 +55,14 @@ def spoken(protocol: str, history: History, marks: int) -> dict[str, Any]:
     return {"messages": messages}
 
 
+def respelled(chance: random.Random, history: History) -> History:
+    """As a client sends it that strips the reasoning of some replies, and spaces that of others otherwise."""
+    ways = (THOUGHT, "", "<think>\n\nhm\n</think>", "hm</think>\n")
+    return [
+        (role, text.replace(THOUGHT, chance.choice(ways)) if role == "assistant" else text) for role, text in history
+    ]
+
+
 def next_request(chance: random.Random, histories: Sequence[History], step: int) -> History:
     """One that goes on, or back, repeats, or forks one of the last histories."""
     history = list(histories[-1] if chance.random() < 0.5 else chance.choice(histories[-4:]))
@@ -61,18 +73,19 @@ def next_request(chance: random.Random, histories: Sequence[History], step: int)
     return history
 
 
-def play(stand: Stand, protocol: str, seed: int, first: str) -> tuple[list[Any], str]:
+def play(stand: Stand, protocol: str, seed: int, first: str, *, respells: bool = False) -> tuple[list[Any], str]:
     """The session's tree, and its rows' messages, after some requests; `first` is the first message."""
-    chance, wire = random.Random(seed), WIRES[protocol]
+    chance, spelling, wire = random.Random(seed), random.Random(seed), WIRES[protocol]
     talk = stand.talk(history="tree")
     histories: list[History] = [[("user", first)]]
     for step in range(STEPS):
         history = next_request(chance, histories, step)
         front = {"metadata": {"step": f"{step * chance.randint(0, 1)}"}} if chance.random() < 0.5 else {}
         system = chance.choice(["be brief"] * 6 + ["be long"])
-        body = {**front, **spoken(protocol, history, chance.randint(0, 2)), wire.system: system, **wire.needed}
+        sent = respelled(spelling, history) if respells else history
+        body = {**front, **spoken(protocol, sent, chance.randint(0, 2)), wire.system: system, **wire.needed}
         body |= {"temperature": 0.5} if chance.random() < 0.3 else {}
-        said = json.dumps({**body, "sim": {"text": f"r {step}"}}, ensure_ascii=False).encode()
+        said = json.dumps({**body, "sim": {"text": f"{THOUGHT * (step % 2)}r {step}"}}, ensure_ascii=False).encode()
         reply = stand.http.post(talk.path + wire.path, content=said, headers={"content-type": "application/json"})
         assert reply.status_code == 200, reply.text
         found = reply.json()
@@ -92,3 +105,5 @@ def test_long_requests_make_the_tree_of_short_ones(sglang: SimulatorProcess, tmp
             short, long = (play(stand, protocol, seed, first) for first in ("lorem", LONG))
             assert len({parent for _, parent, *_ in short[0]}) > 5
             assert long == short, seed
+            for first in ("lorem", LONG):
+                assert play(stand, protocol, seed, first, respells=True)[0] == short[0], seed

@@ -23,6 +23,7 @@ Message = dict[str, Any]
 
 A, B, C = user("a"), user("b"), user("c")
 HI = assistant("Hi")
+ONE, TWO = assistant("<think>1</think>Hi"), assistant("<think>2</think>Hi")
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL = {"role": "tool", "tool_call_id": "c1", "content": "22"}
 
@@ -108,11 +109,15 @@ def test_other_matchers_compare_all_of_the_text(matcher: Matcher, reply: Message
         book.plan([A, returned, B])
 
 
-def test_a_message_that_was_not_sampled_here_keeps_its_spelling() -> None:
+def test_a_reply_that_is_carried_elsewhere_may_be_respelled_there() -> None:
     book = Book(history="tree")
-    book.turn([A], assistant("<think>hm</think>Hi"))
-    assert book.plan([B, HI, C]) == Plan(0, 0)
-    assert book.incoming([B, HI, C]).whole_hash != book.incoming([B, assistant("<think>hm</think>Hi"), C]).whole_hash
+    book.turn([A], ONE)
+    for spelling in (ONE, HI, TWO):
+        assert book.plan([B, spelling, C]) == Plan(0, 0), "it was sampled behind another message"
+    assert book.turn([B, HI, C], assistant("on")).branch_cause == "compaction"
+    assert book.session.turn(2).carries == 1
+    for spelling in (ONE, HI, TWO):
+        assert book.plan([B, spelling, C, assistant("on"), A]) == Plan(2, 4)
 
 
 def siblings(*replies: tuple[Message, str | None]) -> Book:
@@ -120,9 +125,6 @@ def siblings(*replies: tuple[Message, str | None]) -> Book:
     for reply, agent_id in replies:
         book.turn([A], reply, agent_id=agent_id)
     return book
-
-
-ONE, TWO = assistant("<think>1</think>Hi"), assistant("<think>2</think>Hi")
 
 
 def test_an_exact_spelling_wins() -> None:
