@@ -1,4 +1,7 @@
-"""Runs the demo: `python -m ops.demo`. Exit code 0 if every acknowledged turn survived, else 1."""
+"""Runs the demo: six agents, a kill -9, a checked export. Exit code 0 if every acknowledged turn survived, else 1.
+
+On a terminal it then leaves the server and its page open until Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from ops.demo.agent import Agent
 from ops.demo.check import Findings, Row, check
 from ops.server import ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
+from turnlog.cli.serve import upgrade
 
 LATENCY_MS = 700
 """Duration of a generation: long enough that the kill happens during several generations."""
@@ -137,17 +141,38 @@ def print_findings(found: Findings, rows: Sequence[Row], generations: int, befor
     print(f"  export         {len(rows)} rows of {sessions} sessions: {tokens} tokens, {sampled} of them sampled")
 
 
-async def run(folder: Path, story: Story) -> bool:
-    """Run the whole demo; True if no acknowledged turn is missing and none was generated twice."""
+async def run(folder: Path, story: Story, *, stays: bool) -> bool:
+    """Run the whole demo; True if no acknowledged turn is missing and none was generated twice.
+
+    `stays`: the server runs on until Ctrl-C.
+    """
     with SimulatorProcess("--seed", "7", "--latency-ms", str(LATENCY_MS)) as simulator:
         server = ServerProcess(folder, upstreams=[simulator.base_url])
-        with server:
+        # Not by `alembic upgrade head`: its configuration is in the checkout alone.
+        await asyncio.to_thread(upgrade, server.environment["TURNLOG_DATABASE_URL"])
+        try:
+            server.start()
             story.log(f"engine simulator at {simulator.base_url}, Turnlog at {server.base_url}, a new SQLite file")
             async with (
                 httpx.AsyncClient(base_url=server.base_url, trust_env=False, timeout=30) as service,
                 httpx.AsyncClient(base_url=simulator.base_url, trust_env=False) as engine,
             ):
-                return await _run_agents(server, service, engine, story)
+                has_survived = await _run_agents(server, service, engine, story)
+            if stays:
+                await _until_interrupted(f"{server.base_url}/ui")
+            return has_survived
+        finally:
+            server.stop()
+
+
+async def _until_interrupted(page: str) -> None:
+    print(f"\nLook at the sessions: {page}    (Ctrl-C ends the demo)", flush=True)
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()  # else the end that was asked for would be told as an interruption
 
 
 async def _run_agents(
@@ -183,21 +208,24 @@ async def _run_agents(
     return not found.problems
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.demo", description=__doc__)
+def main(given: Sequence[str] | None = None, prog: str = "python -m ops.demo") -> int:
+    """Run the command line `given`, by default the process's own. `prog` is the program's name in its help."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--folder", type=Path, help="keep database and server log here (default: a temporary folder)")
-    given: Path | None = parser.parse_args().folder
-    folder = given or Path(tempfile.mkdtemp(prefix="turnlog-demo-"))
+    parser.add_argument("--once", action="store_true", help="end after the check, also on a terminal")
+    arguments = parser.parse_args(given)
+    stays = not arguments.once and sys.stdin.isatty() and sys.stdout.isatty()
+    folder: Path = arguments.folder or Path(tempfile.mkdtemp(prefix="turnlog-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
     print("Turnlog: six agents, one engine, one kill -9\n")
     try:
-        has_survived = asyncio.run(run(folder.resolve(), Story(time.monotonic())))
+        has_survived = asyncio.run(run(folder.resolve(), Story(time.monotonic()), stays=stays))
     except KeyboardInterrupt:
         return 130
     except FAILURES as error:
         print(f"The demo could not be finished: {type(error).__name__}: {error}", file=sys.stderr)
         has_survived = False
-    if given is None and has_survived:
+    if arguments.folder is None and has_survived:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         print(f"Database and server log: {folder}")

@@ -1,4 +1,4 @@
-"""Runs one simulated engine on one port: ``python -m ops.simulator``."""
+"""Runs one simulated engine on one port."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import logging
 import socket
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import uvicorn
@@ -46,8 +48,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ops.simulator", description=__doc__)
+def _arguments(given: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port; the address is printed on stdout")
     parser.add_argument("--dialect", choices=("sglang", "vllm"), default="sglang")
@@ -79,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--keep-requests", type=int, default=256, help="requests kept for /sim/requests")
     parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
@@ -116,12 +118,17 @@ async def _serve(arguments: argparse.Namespace) -> None:
     await AnnouncedServer(settings).serve(sockets=[listener])
 
 
-def main() -> None:
-    arguments = _arguments()
+def main(given: Sequence[str] | None = None, prog: str = "python -m ops.simulator") -> int:
+    """Run the command line `given`, by default the process's own. `prog` is the program's name in its help."""
+    arguments = _arguments(given, prog)
     uvicorn_loop = uvicorn.Config(app="", loop="uvloop").get_loop_factory()
-    with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
-        runner.run(_serve(arguments))
+    try:
+        with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+            runner.run(_serve(arguments))
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,20 +1,58 @@
-"""The README's first command, as far as it runs here: the story it tells must end well."""
+"""The README's first command, as far as it runs here: the story it tells must end well, and can be looked at."""
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from ops.server import ROOT
 
 pytestmark = pytest.mark.long
 
+DEMO = [sys.executable, "-m", "ops.demo"]
+PATIENCE_S = 120
+
 
 def test_the_demo_ends_well() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ops.demo"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        DEMO, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def _printed(terminal: int) -> Iterator[str]:
+    """The lines of a terminal; ends with the last process that has it."""
+    with open(terminal, "rb", closefd=False) as lines:
+        try:
+            yield from (line.decode() for line in lines)
+        except OSError:
+            return
+
+
+@pytest.mark.parametrize("arguments", [(), ("--once",)], ids=["stays", "once"])
+def test_on_a_terminal_it_leaves_a_filled_page_open(arguments: tuple[str, ...]) -> None:
+    ours, theirs = pty.openpty()
+    demo = subprocess.Popen([*DEMO, *arguments], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    watched, said = [], []
+    try:
+        for line in _printed(ours):
+            said.append(line)
+            if page := re.search(r"(http://\S+)/ui ", line):
+                watched = httpx.get(f"{page[1]}/ui/api/sessions", trust_env=False).json()["sessions"]
+                demo.send_signal(signal.SIGINT)
+        assert demo.wait(PATIENCE_S) == 0, said
+    finally:
+        demo.kill()
+        os.close(ours)
+    assert len(watched) == (0 if arguments else 6)
+    assert "Traceback" not in "".join(said)

@@ -98,6 +98,8 @@ def test_it_serves_beside_packages_of_the_same_names(
             stand.close()
             server.stop()
     installed.turnlog("verify", **database)
+    assert "acknowledged turns are stored" in installed.turnlog("demo", "--once")
+    assert "--latency-ms" in installed.turnlog("simulator", "--help")
     report = done(installed.bin / "turnlog", "doctor", "--json", cwd=installed.empty, code=1, **database)
     assert "without pyarrow format=parquet is 400" in report.stdout
     installed.pip("uninstall", "-y", "turnlog")
@@ -123,7 +125,7 @@ with Turnlog({stand.server.base_url!r}) as turnlog:
     assert talk.id in alone.turnlog("show", talk.id, "--url", stand.server.base_url)
     forked = json.loads(alone.turnlog("fork", talk.id, "--turn", "1", "--json", "--url", stand.server.base_url))
     assert len(forked["sessions"]) == 1
-    for command in (("serve",), ("migrate",), ("verify",), ("doctor",), ("bench", "--help")):
+    for command in (("serve",), ("migrate",), ("verify",), ("doctor",), ("bench", "--help"), ("demo",)):
         [line] = alone.turnlog(*command, code=1).splitlines()
         assert line.startswith(f"turnlog: turnlog {command[0]} needs the extra turnlog[server]; missing: ")
         assert "sqlalchemy" in line

@@ -1,7 +1,8 @@
-"""`turnlog serve`, `migrate` and `bench`."""
+"""`turnlog serve` and `migrate`, and what is run with its own options: `simulator`, `demo`, `bench`."""
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import os
 import sys
@@ -48,7 +49,7 @@ def serve(
     found = _listening(host, port)
     if migrate:
         _require_unserved(settings.database_url)
-        _upgrade(settings.database_url)
+        upgrade(settings.database_url)
     _greet(settings, found.host, found.port)
     options = ServeOptions(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
     for one in found.sockets:
@@ -69,7 +70,7 @@ def migrate(
 
     with _refusals():
         url = settings_for(database_url).database_url
-    _upgrade(url, revision)
+    upgrade(url, revision)
     from app.store.revision import revision_head
 
     reached = revision_head() if revision == "head" else revision
@@ -83,13 +84,28 @@ def migrate(
 
 def bench(ctx: typer.Context) -> None:
     """Run a benchmark; --help lists them."""
+    _pass_on(ctx, "ops.bench.__main__", "bench")
+
+
+def simulator(ctx: typer.Context) -> None:
+    """Run a simulated engine, which stands in for SGLang or vLLM; --help lists its options."""
+    _pass_on(ctx, "ops.simulator.__main__", "demo")
+
+
+def demo(ctx: typer.Context) -> None:
+    """Run six agents, kill the server in the middle, check the export; on a terminal, leave the page open."""
+    _pass_on(ctx, "ops.demo.__main__", "demo")
+
+
+def _pass_on(ctx: typer.Context, module: str, extra: str) -> None:
+    """Run the module's `main` with the command's arguments. Raises Failure if the extra's packages are missing."""
     try:
-        from ops.bench.__main__ import main
+        main = importlib.import_module(module).main
     except ModuleNotFoundError as error:
         from app.extras import install
 
-        raise Failure(f"the benchmarks need {error.name}: {install('bench')}") from None
-    raise typer.Exit(main(ctx.args, "turnlog bench"))
+        raise Failure(f"{ctx.command_path} needs {error.name}: {install(extra)}") from None
+    raise typer.Exit(main(ctx.args, ctx.command_path))
 
 
 def _settings() -> Settings:
@@ -131,7 +147,7 @@ def _listening(host: str, port: int) -> Listening:
         raise Failure(str(error)) from None
 
 
-def _upgrade(url: str, revision: str = "head") -> None:
+def upgrade(url: str, revision: str = "head") -> None:
     """Run the migrations that were installed with the code. Raises Failure."""
     from alembic import command
     from alembic.config import Config
