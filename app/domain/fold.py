@@ -217,6 +217,9 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
         committed_at=recorded.at,
         echo=event.echo,
         calls_hash=event.calls_hash,
+        given_ids=event.given_ids,
+        odd_ids=event.odd_ids,
+        odd_arguments=event.odd_arguments,
     )
     changes: dict[str, Any] = {
         "turns": session.turns.added(turn),

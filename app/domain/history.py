@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from app.domain import bounds
+from app.domain import bounds, calls
 from app.domain.events import Matcher
 from app.domain.known_body import HistoryPrefix
+from app.domain.returned_calls import ReturnedCalls
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
@@ -171,6 +172,7 @@ class Incoming:
         *,
         trusts_ids: bool = False,
         prefix: HistoryPrefix | None = None,
+        agent_id: str | None = None,
     ) -> None:
         self.raws = raws
         self._trusts_ids = trusts_ids and matcher == "tolerant"
@@ -184,6 +186,10 @@ class Incoming:
         self._repeated: Turn | None = None
         self._running: dict[int, str] = {}
         self._prefix = prefix
+        self._agent_id = agent_id
+        self._respelled: dict[int, bytes] = {}
+        self._returned: ReturnedCalls | None = None
+        self._checked = 0
 
     def __len__(self) -> int:
         return len(self.raws)
@@ -199,11 +205,14 @@ class Incoming:
         message_hash = self._hashes.get(index)
         if message_hash is None:
             try:
-                message_hash = canonical_hash(self.message(index), self.matcher)
+                message_hash = self._hash_of(self.message(index))
             except (TypeError, UnicodeEncodeError) as error:
                 raise InvalidRequest(f"messages[{index}] has a field of an unexpected type") from error
             self._hashes[index] = message_hash
         return message_hash
+
+    def _hash_of(self, message: Message) -> str:
+        return canonical_hash(message, self.matcher)
 
     def spelling(self, count: int) -> str:
         """A hash of the first `count` messages' bytes. Ask for increasing counts: it is computed incrementally."""
@@ -230,8 +239,13 @@ class Incoming:
         return len(self.raws) >= sent and self.spelling(sent) == turn.client_hash
 
     def new(self, plan: Plan) -> list[bytes]:
-        """The raw messages that are not in the stored history."""
-        return [bytes(raw) for raw in self.raws[plan.base_messages :]]
+        """The raw messages that are not in the stored history, with the engine's ids of calls."""
+        raws = self.raws[plan.base_messages :]
+        if self._returned is None:
+            return [bytes(raw) for raw in raws]
+        for place in range(plan.base_messages, self._checked):
+            self._respell(self._returned, place)
+        return [self._respelled.get(place) or bytes(raw) for place, raw in enumerate(raws, plan.base_messages)]
 
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Where the request joins the session. Raises as `match` in a linear session."""
@@ -317,17 +331,67 @@ class Incoming:
     def check(self, index: TreeIndex) -> None:
         """Compute the running hashes. Raises InvalidRequest for an invalid message.
 
-        Messages that an earlier request had with the same bytes were checked then.
+        Messages that an earlier request had with the same bytes were checked then. It may be called again, when the
+        index has more turns.
         """
+        self._forget()
         turn = self._repeated = self._known_turn(index, self._prefix) if self._prefix else index.repeated(self)
-        start = 0 if turn is None else turn.message_count - 1
+        start = self._checked = 0 if turn is None else turn.message_count - 1
         at = NOTHING if turn is None else index.input_hash(turn.number) or NOTHING
         self._running[start] = at
+        returned = self._returned = self._returned_calls(index) if index.odd_calls else None
+        if returned is not None and turn is not None:
+            self._hashes.update(enumerate(index.message_hashes(turn)[:start]))
         for place in range(start, len(self.raws)):
+            if returned is not None:
+                self._recognise(returned, at, place)
             if self._trusts_ids:
                 self._hashes[place] = self._sampled(index, at, place)
             at = self._running[place + 1] = running_hash(at, self.canonical(place))
         self.spelling(len(self.raws))
+
+    def _forget(self) -> None:
+        self._hashes.clear()
+        self._running.clear()
+        for place in self._respelled:
+            self._messages.pop(place, None)
+        self._respelled.clear()
+
+    def _returned_calls(self, index: TreeIndex) -> ReturnedCalls:
+        return ReturnedCalls(
+            index, self._hash_of, self._proven, self._agent_id, ignores_arguments=self.matcher == "tolerant"
+        )
+
+    def _recognise(self, returned: ReturnedCalls, before: str, place: int) -> None:
+        """Identify message `place` if it is a reply with calls that its client spells otherwise, and give calls and
+        results the engine's ids."""
+        message = self.message(place)
+        turn = None
+        if calls.ids_of(message):
+            turn = returned.sampled_by(message, before, self.canonical(place), self._results(place + 1))
+        if self._respell(returned, place):
+            self._hashes.pop(place, None)
+        if turn is not None:
+            self._hashes[place] = turn.message_hashes[-1]
+
+    def _respell(self, returned: ReturnedCalls, place: int) -> bool:
+        """Does message `place` get other ids so?"""
+        ids = calls.ids_of(self.message(place))
+        own = {at: own_id for at, call_id in enumerate(ids) if (own_id := returned.own_id(call_id)) != call_id}
+        if not own:
+            return False
+        raw = self._respelled[place] = calls.with_ids(self.raws[place], own)
+        self._messages[place] = decode_message(raw, f"messages[{place}]")
+        return True
+
+    def _results(self, start: int) -> list[Message]:
+        """The tools' messages from `start` on, up to any other."""
+        results = []
+        for place in range(start, len(self.raws)):
+            if self.message(place)["role"] != "tool":
+                break
+            results.append(self.message(place))
+        return results
 
     def _known_turn(self, index: TreeIndex, prefix: HistoryPrefix) -> Turn | None:
         """The newest turn of a known body's history whose request begins the messages, canonically."""
@@ -339,11 +403,11 @@ class Incoming:
 
 
 def _calls_hash(message: Message) -> str | None:
-    """A hash of an assistant's text and its calls' ids and names; None without a call, or where one has no id."""
-    _, text, calls, _ = _tolerant(message)
-    if message["role"] != "assistant" or not calls or not all(isinstance(call[0], str) for call in calls):
+    """A hash of an assistant's text and its calls' ids and names; None without a call."""
+    _, text, made, _ = _tolerant(message)
+    if message["role"] != "assistant" or not made:
         return None
-    return digest(msgspec.json.encode([text, [call[:2] for call in calls]]))
+    return digest(msgspec.json.encode([text, [call[:2] for call in made]]))
 
 
 def is_beginning(part: Message, whole: Message) -> bool:

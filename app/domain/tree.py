@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from app.domain.calls import OddCalls
 from app.domain.events import BranchCause
 from app.domain.session import Session
 from app.domain.turns import Turn, Turns
@@ -77,6 +78,7 @@ class TreeIndex:
         self._by_calls = _Newest()
         self._by_body = _Newest()
         self._by_spelling: dict[str, Turn] = {}
+        self.odd_calls = OddCalls()
         self._counts: list[int] = []
         for turn in turns:
             self.add(turn)
@@ -101,6 +103,8 @@ class TreeIndex:
         self._by_reply.add(hashes[-1], number)
         if turn.calls_hash is not None:
             self._by_calls.add(turn.calls_hash, number)
+        if turn.has_odd_calls:
+            self.odd_calls.add(number, turn.given_ids)
         count = turn.message_count - 1
         self._by_spelling[turn.client_hash] = turn
         if not self._counts or count > self._counts[-1]:
@@ -136,6 +140,13 @@ class TreeIndex:
 
     def prefixes(self, turn: Turn) -> list[str]:
         """The running hashes of the turn's history: item n is that of its first n messages."""
+        found = [NOTHING]
+        for message_hash in self.message_hashes(turn):
+            found.append(running_hash(found[-1], message_hash))
+        return found
+
+    def message_hashes(self, turn: Turn) -> list[str]:
+        """The canonical hashes of the turn's history."""
         chain = [turn]
         while (parent := self._turns.get(chain[-1].history_parent)) is not None:
             chain.append(parent)
@@ -143,10 +154,7 @@ class TreeIndex:
         for member in reversed(chain):
             del hashes[member.base_messages :]
             hashes += member.message_hashes
-        found = [NOTHING]
-        for message_hash in hashes:
-            found.append(running_hash(found[-1], message_hash))
-        return found
+        return hashes
 
     def repeated(self, request: SpelledRequest) -> Turn | None:
         """The newest of the longest earlier requests with whose bytes this one begins."""

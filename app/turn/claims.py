@@ -139,6 +139,9 @@ class Claims:
                         tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
             known = len(entry.session.turns)
             entry = require_open(await self._cache.refresh(session_id), session_id)
+            if entry.index.odd_calls:
+                await self._cache.read_odd_calls(entry)
+                context.history.check(entry.index)
             if entry.session.is_tree and len(entry.session.turns) > known:
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")

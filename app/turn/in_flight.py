@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.events import History
+from app.domain.events import GivenIds, History
 from app.errors import ClientGone, IdempotencyMismatch
 from app.turn.live import LiveStream
 from app.upstream.headers import Headers
@@ -73,6 +73,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     `turn` is None for an engine's own error, which commits nothing. `replayed`: another request's turn, stored or, if
     `joined`, still in flight. `is_aborted`: an engine ended the generation early. `rolled_back`: how many live turns
     this one superseded when it committed. `echo`: what the request's parser kept for the rendering of the reply.
+    `given_ids` as in `TurnCommitted`.
     """
 
     status: int
@@ -84,6 +85,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     is_aborted: bool = False
     rolled_back: int = 0
     echo: bytes | None = None
+    given_ids: GivenIds | None = None
 
 
 class InFlightTurn:

@@ -123,6 +123,7 @@ class Turns:
             request = with_pinned(request, entry.session.config)
             adapter = adapter_of(entry.session, request, services.fleet.fleet)
             while True:
+                await cache.read_odd_calls(entry)
                 read = lambda: self._read(request, entry, sender)  # noqa: B023, E731
                 history, template, identity = await self.large_bodies.run(large, read)
                 flights = self._in_flight.get(session_id, [])
@@ -209,6 +210,7 @@ class Turns:
                 proven,
                 trusts_ids=request.has_object_arguments,
                 prefix=request.prefix,
+                agent_id=sender.agent_id,
             )
         else:
             history = IncomingPrompt(request)
@@ -257,7 +259,8 @@ class Turns:
         waiter.grow(len(body))
         superseded = session.superseded_by(number)
         parts = shown([body], request.params, mode)
-        return TurnReply(status, headers, parts, turn=number, replayed=True, rolled_back=superseded)
+        given = session.turn(number).given_ids
+        return TurnReply(status, headers, parts, turn=number, replayed=True, rolled_back=superseded, given_ids=given)
 
     # gate and claim
 
@@ -369,6 +372,7 @@ class Turns:
             turn=claimed.opened.turn,
             is_aborted=result.finish_reason == "abort",
             rolled_back=len(claimed.plan.discarded),
+            given_ids=generated.given_ids,
         )
 
 
