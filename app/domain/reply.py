@@ -18,9 +18,9 @@ class ValidatedReply(msgspec.Struct, frozen=True):
     `result` is the validated content of the reply of `engine`, which was asked at `requested_at` (seconds since the
     epoch) with weight version `dispatched`, if known. `weight_versions` are the spans of the output tokens,
     `message_hash` is the canonical hash of the message, `calls_hash` as in `TurnCommitted`, `calls` are the message's.
-    `sent_ids`: the prompt was sent as ids. `trimmed`: how many of the parent's last tokens it leaves out. `parts`: which
-    engine generated which output tokens, if there were several. `logprobs_of` as in `TurnCommitted`. `text` makes that
-    of all tokens, if the reply was validated here and has a long prompt.
+    `sent_ids`: the prompt was sent as ids. `trimmed`: how many of the parent's last tokens it leaves out. `parts`:
+    which engine generated which output tokens, if there were several. `logprobs_of` as in `TurnCommitted`. `text` makes
+    that of all tokens, if the reply was validated here and has a long prompt.
     """
 
     result: WorkerResult

@@ -7,7 +7,7 @@ the client proves to hold, a call's result or the agent decides, or nothing does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from app.domain.calls import Message, answer_key, ids_of
@@ -91,11 +91,7 @@ class ReturnedCalls:
     def _is_answered(self, turn: Turn, ids: Sequence[Any], results: Sequence[Message]) -> bool:
         """Has an earlier request continued the turn with these results?"""
         own = self._pairs(ids, turn)
-        hashes = tuple(
-            self._hash_of({**result, key: own.get(result.get(key), result.get(key))})
-            for result in results
-            for key in [answer_key(result)]
-        )
+        hashes = tuple(self._hash_of(_answering(result, own)) for result in results)
         children = self._index.siblings(turn.number)
         return bool(hashes) and any(child.message_hashes[: len(hashes)] == hashes for child in children)
 
@@ -107,3 +103,10 @@ class ReturnedCalls:
             return {}
         own = [call.id for call in spelling.calls]
         return {ids[place]: own_id for own_id, place in zip(own, places, strict=True) if isinstance(ids[place], str)}
+
+
+def _answering(result: Message, own: Mapping[str, Any]) -> Message:
+    """A tool's message with the engine's id of the call that it answers."""
+    key = answer_key(result)
+    answered = result.get(key)
+    return {**result, key: own[answered]} if isinstance(answered, str) and answered in own else result

@@ -318,3 +318,75 @@ def test_ids_are_the_stored_ones_with_a_tokenizer(tito: Stand) -> None:
         require_one_line(talk, 2)
         assert [turn["cause"] for turn in talk.tree()["turns"]] == ["start", None]
         assert [event.get("sent_ids") for event in talk.committed()] == [True, True]
+
+
+def test_a_reply_that_is_carried_into_another_conversation_is_known_there(stand: Stand) -> None:
+    """After a compaction, and the engine is sent its own ids."""
+    for protocol in SPOKEN:
+        talk = stand.talk(protocol, history="tree")
+        talk.messages = [user("Go")]
+        given = ids_of(protocol, ask(talk, calling('{"cmd": "echo', ids=[""])))
+        [made] = talk.messages[1:]
+        made = with_arguments(protocol, [made], "{}")
+        talk.messages = [user("So far: a summary"), *made, *results(protocol, given)]
+        ask(talk, PLAIN)
+        assert [(turn["parent"], turn["cause"], turn["carries"]) for turn in talk.tree()["turns"]] == [
+            (0, "start", None),
+            (0, "compaction", 1),
+        ]
+        [call, result] = [message for message in engine_messages(stand, talk) if message["role"] != "user"]
+        assert (call["tool_calls"][0]["id"], result["tool_call_id"]) == ("", "")
+
+
+def test_claude_code_trims_the_arguments_of_a_call_whose_id_it_was_given(stand: Stand) -> None:
+    talk = stand.talk("messages")
+    talk.messages = [user("Go")]
+    given = ids_of("messages", ask(talk, calling('{"cmd": "x  "}', ids=["functions.Bash:0"])))
+    talk.messages = with_arguments("messages", talk.messages, '{"cmd": "x"}')
+    talk.messages += results("messages", given)
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_langchain_puts_calls_that_it_cannot_read_behind_the_others(stand: Stand, history: str) -> None:
+    talk = stand.talk(history=history)
+    talk.messages = [user("Go")]
+    given = ids_of("chat", ask(talk, calling('{"cmd": "echo', "{}")))
+    talk.messages[-1]["tool_calls"].reverse()
+    talk.messages += results("chat", given)
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)
+
+
+@pytest.mark.parametrize("ids", ODD_IDS)
+def test_a_live_stream_has_the_ids_of_the_whole_reply(vllm_stand: Stand, ids: str) -> None:
+    if ids == "a number":
+        pytest.skip("no stream has one: its chunks are read with ids that are text")
+    talk = vllm_stand.talk(stream_mode="live")
+    sim = calling("{}", "{}", ids=ODD_IDS[ids][0])
+    response = talk.chat([user("Go")], tools=tools("chat"), sim=sim, stream=True)
+    assert response.headers["x-turnlog-stream-mode"] == "live"
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    pieces = [call for chunk in chunks for one in chunk["choices"] for call in one["delta"].get("tool_calls") or ()]
+    given = [piece["id"] for piece in pieces if "id" in piece]
+    assert len(set(given)) == 2
+    assert all(given)
+    made = [{"id": i, "type": "function", "function": {"name": "Bash", "arguments": "{}"}} for i in given]
+    talk.messages = [user("Go"), {"role": "assistant", "content": None, "tool_calls": made}, *results("chat", given)]
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)
+    sent = engine_messages(vllm_stand, talk)
+    assert [one.get("tool_call_id") for one in sent if one["role"] == "tool"] == ODD_IDS[ids][0]
+
+
+def test_a_fork_goes_on_with_the_ids_that_its_source_gave(stand: Stand) -> None:
+    talk = stand.talk("messages")
+    talk.messages = [user("Go")]
+    given = ids_of("messages", ask(talk, calling('{"cmd": "echo', ids=[""])))
+    forked = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()
+    [name] = forked["sessions"] if "sessions" in forked else [forked["session_id"]]
+    other = stand.known(name if isinstance(name, str) else name["session_id"], "messages")
+    other.messages = [*talk.messages, *results("messages", given)]
+    ask(other, PLAIN)
+    require_one_line(other, 2)

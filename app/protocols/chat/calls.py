@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -34,7 +33,7 @@ class LiveIds:
         self._places: set[int] = set()
         self._ids: set[str] = set()
 
-    def of(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    def of(self, call: dict[str, Any]) -> dict[str, Any]:
         """A piece of a call; its first has an id."""
         place, call_id = call["index"], call.get("id")
         if place in self._places:
