@@ -99,6 +99,9 @@ class TurnCommitted(_Event):
     calls_hash: NotRequired[str | None]
     bare_hash: NotRequired[str | None]
     logprobs_of: NotRequired[Literal["raw", "scaled", "processed", "logits"] | None]
+    given_ids: NotRequired[list[Any] | None]
+    odd_ids: NotRequired[bool]
+    odd_arguments: NotRequired[bool]
 
 
 class TurnRejected(_Event):

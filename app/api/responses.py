@@ -100,7 +100,7 @@ async def _session_of(request: Request) -> str:
 async def _response(app: Services, session_id: str, response_id: str) -> Response:
     entry, turn, proof, echo = await _stored(app, session_id, response_id)
     _, _, body = await transcript.stored_reply(app.database, entry.session, turn.number, ())
-    reply = CommittedReply(body, proof, echo)
+    reply = CommittedReply(body, proof, echo, turn.given_ids)
     return Response(await rendered(len(body), lambda: PROTOCOL.reply(reply)), media_type=JSON)
 
 

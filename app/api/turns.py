@@ -197,7 +197,7 @@ class _TurnRequest:
     async def _rendered(self, session_id: str, reply: TurnReply) -> Sequence[bytes | memoryview]:
         """The reply's body in the client's protocol, in parts."""
         protocol = self._protocol
-        if protocol.is_native:
+        if protocol.is_native and reply.given_ids is None:
             return reply.parts
         if reply.turn is None:
             return [protocol.error(self._engine_error(reply))]
@@ -276,7 +276,9 @@ def _large_size(body: bytes) -> int:
 async def _render(reply: TurnReply, render: Callable[[CommittedReply], bytes], proof: str) -> bytes:
     """The committed reply in its protocol."""
     size = sum(map(len, reply.parts))
-    return await rendered(size, lambda: render(CommittedReply(b"".join(reply.parts), proof, reply.echo)))
+    return await rendered(
+        size, lambda: render(CommittedReply(b"".join(reply.parts), proof, reply.echo, reply.given_ids))
+    )
 
 
 def _turn_headers(reply: TurnReply, protocol: WireProtocol) -> Headers:

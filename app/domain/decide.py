@@ -10,11 +10,13 @@ from typing import Literal
 import msgspec
 
 from app.domain import retention
+from app.domain.calls import has_odd_arguments, has_odd_ids
 from app.domain.events import (
     AffinityBound,
     AffinityReleased,
     BlobRef,
     Event,
+    GivenIds,
     History,
     Recorded,
     RewardAssigned,
@@ -115,6 +117,8 @@ def commit_turn(
     reply: ValidatedReply,
     *,
     blobs: TurnBlobs,
+    given_ids: GivenIds | None = None,
+    odd_arguments: bool = False,
     binding: AffinityBound | AffinityReleased | None = None,
     timing: Timing | None = None,
     left_out: tuple[str, ...] = (),
@@ -122,7 +126,8 @@ def commit_turn(
     uses: retention.ChunkUses | None = None,
     pinned_upto: int = 0,
 ) -> list[Event]:
-    """The events that commit the turn. `binding` is a new binding to its engine.
+    """The events that commit the turn. `given_ids` as in `TurnCommitted`; `odd_arguments`: a new message's are so.
+    `binding` is a new binding to its engine.
 
     A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window, but for what
     checkpoints pin (`pinned_upto`). They hold for
@@ -130,6 +135,13 @@ def commit_turn(
     again.
     """
     committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing, left_out)
+    if reply.calls or odd_arguments:
+        committed = msgspec.structs.replace(
+            committed,
+            given_ids=given_ids,
+            odd_ids=has_odd_ids(reply.calls),
+            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
+        )
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
     if session.every_payload or reply.payloads:

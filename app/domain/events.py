@@ -155,6 +155,17 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class GivenIds(msgspec.Struct, frozen=True, array_like=True):
+    """The ids that a client was given in place of the engine's, for the calls at these places of a reply: each is the
+    prefix and the place."""
+
+    prefix: str
+    places: tuple[int, ...]
+
+    def by_place(self) -> dict[int, str]:
+        return {place: f"{self.prefix}_{place}" for place in self.places}
+
+
 class Timing(msgspec.Struct, frozen=True, array_like=True):
     """Time that a turn spent in each stage before its commit, in microseconds of a monotonic clock.
 
@@ -254,7 +265,9 @@ class TurnCommitted(Event, frozen=True):
     reasoning, without that.
 
     Since version 7: `logprobs_of`, None where it is not known or the parts differ; `left_out`, what of the request the
-    engine was not sent (`app.domain.left_out`).
+    engine was not sent (`app.domain.left_out`). `given_ids` where the client was given other ids of calls than the
+    engine's. `odd_ids`: a client may return another id of one of the reply's calls. `odd_arguments`: those of a call,
+    in the reply or the new messages, are no JSON object.
     """
 
     turn: int
@@ -301,6 +314,9 @@ class TurnCommitted(Event, frozen=True):
     bare_hash: str | None = None
     logprobs_of: LogprobsOf | None = None
     left_out: tuple[str, ...] = ()
+    given_ids: GivenIds | None = None
+    odd_ids: bool = False
+    odd_arguments: bool = False
 
 
 class TurnRejected(Event, frozen=True):

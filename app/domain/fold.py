@@ -220,6 +220,9 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
         calls_hash=event.calls_hash,
         bare_hash=event.bare_hash,
         left_out=event.left_out,
+        given_ids=event.given_ids,
+        odd_ids=event.odd_ids,
+        odd_arguments=event.odd_arguments,
     )
     changes: dict[str, Any] = {
         "turns": session.turns.added(turn),

@@ -15,11 +15,13 @@ from typing import Any
 
 import msgspec
 
-from app.domain import bounds
+from app.domain import bounds, calls
+from app.domain.calls import OddCalls
 from app.domain.events import Matcher
 from app.domain.known_body import HistoryPrefix
 from app.domain.reasoning import without_reasoning
 from app.domain.returned import StoredReplies
+from app.domain.returned_calls import ReturnedCalls
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
@@ -191,6 +193,11 @@ class Incoming:
         self._repeated: Turn | None = None
         self._running: dict[int, str] = {}
         self._prefix = prefix
+        self._agent_id: str | None = None
+        self._odd_calls: OddCalls | None = None
+        self._respelled: dict[int, bytes] = {}
+        self._returned: ReturnedCalls | None = None
+        self._checked = 0
 
     def __len__(self) -> int:
         return len(self.raws)
@@ -225,7 +232,7 @@ class Incoming:
         message_hash = self._hashes.get(index)
         if message_hash is None:
             try:
-                message_hash = canonical_hash(self.message(index), self.matcher)
+                message_hash = self._hash_of(self.message(index))
             except (TypeError, UnicodeEncodeError) as error:
                 raise InvalidRequest(f"messages[{index}] has a field of an unexpected type") from error
             self._hashes[index] = message_hash
@@ -238,6 +245,17 @@ class Incoming:
     def bare_hash(self, index: int) -> str | None:
         """The canonical hash of an assistant's message without its leading reasoning; None if it has none."""
         return _bare_hash(self.message(index), self.matcher)
+
+    def _hash_of(self, message: Message) -> str:
+        return canonical_hash(message, self.matcher)
+
+    def _is_reply(self, message: Message, turn: Turn) -> bool:
+        """Is the message the turn's reply, but for leading reasoning?"""
+        own = self._hash_of(message)
+        if own == turn.message_hashes[-1]:
+            return True
+        bare = _bare_hash(message, self.matcher) or own
+        return self.matcher == "tolerant" and bare in (turn.message_hashes[-1], turn.bare_hash)
 
     def spelling(self, count: int) -> str:
         """A hash of the first `count` messages' bytes. Ask for increasing counts: it is computed incrementally."""
@@ -266,8 +284,13 @@ class Incoming:
         return len(self.raws) >= sent and self.spelling(sent) == turn.client_hash
 
     def new(self, plan: Plan) -> list[bytes]:
-        """The raw messages that are not in the stored history."""
-        return [bytes(raw) for raw in self.raws[plan.base_messages :]]
+        """The raw messages that are not in the stored history, with the engine's ids of calls."""
+        raws = self.raws[plan.base_messages :]
+        if self._returned is None:
+            return [bytes(raw) for raw in raws]
+        for place in range(plan.base_messages, self._checked):
+            self._respell(self._returned, place)
+        return [self._respelled.get(place) or bytes(raw) for place, raw in enumerate(raws, plan.base_messages)]
 
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Where the request joins the session. Raises as `match` in a linear session."""
@@ -280,7 +303,7 @@ class Incoming:
         """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
         whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
-        whole.check(index)
+        whole.check(index, odd_calls=self._odd_calls)
         for history in whole._histories(index):
             found = list(index.ending_with(history))
             if found:
@@ -353,16 +376,24 @@ class Incoming:
             here = [turn for turn in here if turn.number in self._proven]
         return here[0].message_hashes[-1] if len(here) == 1 else own
 
-    def check(self, index: TreeIndex, session: Session | None = None, agent_id: str | None = None) -> None:
+    def check(
+        self,
+        index: TreeIndex,
+        session: Session | None = None,
+        agent_id: str | None = None,
+        odd_calls: OddCalls | None = None,
+    ) -> None:
         """Compute the running hashes. Raises InvalidRequest for an invalid message.
 
         Messages that an earlier request had with the same bytes were checked then. A stored reply that the client
         returns in another spelling is told here, and one that it left out is put back.
         """
         self._index = index
+        self._odd_calls = index.odd_calls if odd_calls is None else odd_calls
         self._repeated = self._known_turn(index, self._prefix) if self._prefix else index.repeated(self)
         if self._repeated is not None and self._repeated.agent_id != agent_id and index.has_bare_replies:
             self._repeated = None  # The agent may mean others of its own by the same bytes.
+        self._agent_id = agent_id
         replies = StoredReplies(index, session, agent_id, self._proven)
         self._compare(replies)
         while (left_out := self._missing(replies)) is not None:
@@ -376,9 +407,13 @@ class Incoming:
         start = self._start
         at = NOTHING if self._repeated is None else self._index.input_hash(self._repeated.number) or NOTHING
         self._running, self._stored = {start: at}, {}
+        self._checked, self._returned = start, self._returned_calls()
         for place in range(start, len(self.raws)):
+            turn = self._left_out.get(place)
+            if turn is None and self._returned is not None:
+                turn = self._recognised(self._returned, at, place)
             stored = own = self.own_hash(place)
-            if (turn := self._left_out.get(place)) is not None:
+            if turn is not None:
                 stored = turn.message_hashes[-1]
             elif self.matcher == "tolerant" and self.role(place) == "assistant":
                 stored = self._sampled(self._index, at, place) if self._trusts_ids else own
@@ -394,9 +429,54 @@ class Incoming:
         """Put an empty message where the client left out the reply of `turn`."""
         self.raws = [*self.raws[:place], LEFT_OUT, *self.raws[place:]]
         self._left_out[place] = turn
-        self._messages, self._hashes, self._spellings = {}, {}, {}
+        self._messages, self._hashes, self._spellings, self._respelled = {}, {}, {}, {}
         self._spelled, self._hasher = 0, hashlib.sha256()
         self.__dict__.pop("_known_hashes", None)
+
+    def _returned_calls(self) -> ReturnedCalls | None:
+        """None where no call of the session is odd."""
+        assert self._index is not None
+        if not self._odd_calls:
+            return None
+        return ReturnedCalls(
+            self._index,
+            self._odd_calls,
+            self._hash_of,
+            self._is_reply,
+            self._proven,
+            self._agent_id,
+            ignores_arguments=self.matcher == "tolerant",
+        )
+
+    def _recognised(self, returned: ReturnedCalls, before: str, place: int) -> Turn | None:
+        """The turn whose reply message `place` is, if its calls are known by their ids alone. Calls and results get the
+        engine's ids."""
+        message = self.message(place)
+        turn = None
+        if calls.ids_of(message):
+            turn = returned.sampled_by(message, before, self.own_hash(place), self._results(place + 1))
+        if self._respell(returned, place):
+            self._hashes.pop(place, None)
+        return turn
+
+    def _respell(self, returned: ReturnedCalls, place: int) -> bool:
+        """Does message `place` get other ids so?"""
+        ids = calls.ids_of(self.message(place))
+        own = {at: own_id for at, call_id in enumerate(ids) if (own_id := returned.own_id(call_id)) != call_id}
+        if not own:
+            return False
+        raw = self._respelled[place] = calls.with_ids(self.raws[place], own)
+        self._messages[place] = decode_message(raw, f"messages[{place}]")
+        return True
+
+    def _results(self, start: int) -> list[Message]:
+        """The tools' messages from `start` on, up to any other."""
+        results = []
+        for place in range(start, len(self.raws)):
+            if self.message(place)["role"] != "tool":
+                break
+            results.append(self.message(place))
+        return results
 
     def _known_turn(self, index: TreeIndex, prefix: HistoryPrefix) -> Turn | None:
         """The newest turn of a known body's history whose request begins the messages, canonically."""
@@ -408,11 +488,11 @@ class Incoming:
 
 
 def _calls_hash(message: Message) -> str | None:
-    """A hash of an assistant's text and its calls' ids and names; None without a call, or where one has no id."""
-    _, text, calls, _ = _tolerant(without_reasoning(message))
-    if message["role"] != "assistant" or not calls or not all(isinstance(call[0], str) for call in calls):
+    """A hash of an assistant's text, less leading reasoning, and its calls' ids and names; None without a call."""
+    _, text, made, _ = _tolerant(without_reasoning(message))
+    if message["role"] != "assistant" or not made:
         return None
-    return digest(msgspec.json.encode([text, [call[:2] for call in calls]]))
+    return digest(msgspec.json.encode([text, [call[:2] for call in made]]))
 
 
 def _bare_hash(message: Message, matcher: Matcher) -> str | None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from app.domain.calls import OddCalls
 from app.domain.events import BranchCause
 from app.domain.session import Session
 from app.domain.turns import Turn, Turns
@@ -81,6 +82,7 @@ class TreeIndex:
         self._by_calls = _Newest()
         self._by_body = _Newest()
         self._by_spelling: dict[str, Turn] = {}
+        self.odd_calls = OddCalls()
         self._counts: list[int] = []
         for turn in turns:
             self.add(turn)
@@ -107,6 +109,8 @@ class TreeIndex:
             self._by_calls.add(turn.calls_hash, number)
         if turn.bare_hash is not None:
             self._by_bare_reply.add(turn.bare_hash, number)
+        if turn.has_odd_calls:
+            self.odd_calls.add(number, turn.given_ids)
         count = turn.message_count - 1
         self._by_spelling[turn.client_hash] = turn
         if not self._counts or count > self._counts[-1]:

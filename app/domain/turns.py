@@ -7,7 +7,7 @@ from itertools import islice
 
 import msgspec
 
-from app.domain.events import BranchCause, EngineShape, shape_of
+from app.domain.events import BranchCause, EngineShape, GivenIds, shape_of
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -47,6 +47,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     calls_hash: str | None = None
     bare_hash: str | None = None
     left_out: tuple[str, ...] = ()
+    given_ids: GivenIds | None = None
+    odd_ids: bool = False
+    odd_arguments: bool = False
 
     @property
     def shape(self) -> EngineShape:
@@ -69,6 +72,11 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
             and self.body_hash == other.body_hash != ""
             and (self.history_parent, self.agent_id) == (other.history_parent, other.agent_id)
         )
+
+    @property
+    def has_odd_calls(self) -> bool:
+        """May a client return a call of its reply otherwise than the engine spelled it?"""
+        return self.odd_ids or self.odd_arguments or self.given_ids is not None
 
     @property
     def input_hashes(self) -> tuple[str, ...]:

@@ -12,18 +12,19 @@ from typing import Any, Protocol
 import msgspec
 
 from app.domain.continued_body import ContinuedBody
-from app.domain.events import History
+from app.domain.events import GivenIds, History
 from app.domain.request import ChatRequest, CompletionRequest
 from app.protocols.errors import ErrorFields
 
 
 class CommittedReply(msgspec.Struct, frozen=True):
     """A committed turn as a client gets it. `body` is the engine's JSON reply, `echo` what the request's parser kept of
-    the request for its reply, `proof` names the turn (`app.domain.proofs`)."""
+    the request for its reply, `proof` names the turn (`app.domain.proofs`), `given_ids` as in `TurnCommitted`."""
 
     body: bytes
     proof: str
     echo: bytes | None = None
+    given_ids: GivenIds | None = None
 
 
 class StoredTurn(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from app.domain.calls import sampled_calls
 from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.known_body import BodyLayout, KnownBodies, KnownBody
@@ -247,6 +248,23 @@ class SessionCache:
         live.tokens.add(made, is_tree=session.is_tree)
         self._account(session.session_id, live)
         return bytes(made.upto(turn) or b"")
+
+    async def read_odd_calls(self, live: CacheEntry) -> None:
+        """Read the calls that clients may return otherwise, of turns that the index does not know them of.
+
+        Raises SessionUnreadable.
+        """
+        odd, session_id = live.index.odd_calls, live.session.session_id
+        if not odd.unread:
+            return
+        numbers = list(odd.unread)
+        frames = await self._frames(session_id, numbers, {}, facts=False)
+        try:
+            messages = await _off_loop(len(numbers), lambda: reads.unpack_messages(frames, numbers))
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+        for number in numbers:
+            odd.learn(number, sampled_calls(messages[number].message))
 
     async def _frames(
         self, session_id: str, numbers: Sequence[int], known: reads.Frames, *, facts: bool = True, wire: bool = True

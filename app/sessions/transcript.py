@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from app.domain import split
+from app.domain.calls import sendable
 from app.domain.events import TurnCommitted, UnknownEvent, shape_of
 from app.domain.request import join_object
 from app.domain.session import Session
@@ -181,12 +182,14 @@ async def _request(
     """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
     blobs = await _blobs(database, session, event.turn, numbers)
-    messages = [*(history if event.base_messages else []), *wire.messages]
+    messages = sent = [*(history if event.base_messages else []), *wire.messages]
     ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
     params = blobs[event.params]
     if shape_of(event.protocol) == "chat":
         tools = None if event.tools is None else blobs[event.tools]
-        body = chat_body(params, tools, messages, wire.rid, wire.own, ids, wire.ids_field or "input_ids")
+        if any(turn.odd_arguments for turn in session.turns):
+            sent = [sendable(raw) for raw in messages]
+        body = chat_body(params, tools, sent, wire.rid, wire.own, ids, wire.ids_field or "input_ids")
     else:
         text = "".join(msgspec.json.decode(part, type=str) for part in messages)
         body = [*completion_body(params, text, ids, wire.rid, wire.own)]

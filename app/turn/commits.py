@@ -55,6 +55,9 @@ class Commits:
                 raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
             raise refusal(session_id, outcome.status)
         services.claims.appended(session_id, outcome)
+        odd, turn = claimed.entry.index.odd_calls, claimed.opened.turn
+        if turn in odd:
+            odd.learn(turn, generated.reply.calls)
         prompt = generated.prompt
         tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)
         messages = b",".join((*generated.new, result.message))
@@ -129,6 +132,8 @@ class Commits:
             context.history,
             generated.reply,
             blobs=blobs,
+            given_ids=generated.given_ids,
+            odd_arguments=generated.odd_arguments,
             binding=services.placement.binding(claimed.session, generated.choice, generated.reply.engine),
             timing=context.stages.timing(),
             left_out=generated.left_out,

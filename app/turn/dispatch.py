@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from app.crash_points import reach
-from app.domain.events import OnAbort
+from app.domain.events import GivenIds, OnAbort
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, value_of
 from app.errors import ClaimLost
@@ -29,18 +29,21 @@ from app.upstream.streams import STREAM, Push, ReplyStream
 
 
 class PreparedTurn(msgspec.Struct, frozen=True):
-    """What is sent for a turn: `messages` are all of them, `new` those that are not stored yet, `left_out` what of the
-    request is not sent (`app.domain.left_out`)."""
+    """What is sent for a turn: `messages` are all of them, as engines take them. `new` are those that are not stored
+    yet, as they will be; `odd_arguments`: one of these has a call whose arguments are no JSON object. `left_out`: what
+    of the request is not sent (`app.domain.left_out`)."""
 
     request: EngineRequest
     messages: Sequence[bytes | memoryview]
     new: Sequence[bytes]
     prompt: PromptIds | None
     left_out: tuple[str, ...]
+    odd_arguments: bool = False
 
 
 class GeneratedTurn(msgspec.Struct, frozen=True):
-    """A validated reply with its body and headers, and what was sent for it, and was not, as in `PreparedTurn`."""
+    """A validated reply with its body and headers, and what was sent for it: `new`, `odd_arguments` and `left_out` as
+    in `PreparedTurn`, `given_ids` as in `TurnCommitted`."""
 
     reply: ValidatedReply
     body: Body
@@ -51,6 +54,8 @@ class GeneratedTurn(msgspec.Struct, frozen=True):
     options: EngineRequestOptions
     choice: EngineChoice
     left_out: tuple[str, ...]
+    odd_arguments: bool = False
+    given_ids: GivenIds | None = None
 
 
 class EngineRefusal(msgspec.Struct, frozen=True):

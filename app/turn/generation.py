@@ -14,10 +14,13 @@ from collections.abc import Awaitable, Sequence
 import msgspec
 
 from app.crash_points import reach
-from app.domain import decide
+from app.domain import calls, decide
+from app.domain.events import GivenIds
 from app.domain.history import Incoming
 from app.domain.left_out import bounded
 from app.domain.reply import ValidatedReply
+from app.domain.request import ChatRequest
+from app.domain.split import ITEMS
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.engines import Answer, EngineChoice
 from app.sessions.cache import id_text
@@ -70,21 +73,31 @@ class Generation:
         finally:
             if self._dispatch.staged is not None:
                 await self._dispatch.staged.settled()
-        if isinstance(outcome, GeneratedTurn):
-            await self._require_no_drift(outcome)
-        return outcome
+        if not isinstance(outcome, GeneratedTurn):
+            return outcome
+        await self._require_no_drift(outcome)
+        given = await self._services.large_bodies.run(self._context.large, lambda: self._given_ids(outcome.reply))
+        return msgspec.structs.replace(outcome, given_ids=given) if given is not None else outcome
+
+    def _given_ids(self, reply: ValidatedReply) -> GivenIds | None:
+        request, opened = self._context.request, self._claimed.opened
+        if not reply.calls or not isinstance(request, ChatRequest):
+            return None
+        proof = self._services.proofs.of(self._context.session_id, opened.turn)
+        return calls.given_ids(reply.calls, opened.protocol, proof, request.messages)
 
     async def _prepared(self) -> PreparedTurn:
         context, services = self._context, self._services
         request, new = await services.large_bodies.run(context.large, self._request)
-        messages = [*await self._stored_messages(), *new]
+        sent = new if request.shape != "chat" else [calls.sendable(raw) for raw in new]
+        messages = [*await self._stored_messages(), *sent]
         with context.flight.cancellable():
             prompt = await self._prompt(request)
             left_out = bounded((*context.request.left_out, *await self._silent()))
         dialect = services.engines.dialect
         self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect, prompt)
         self._dispatch.left_out = left_out
-        return PreparedTurn(request, messages, new, prompt, left_out)
+        return PreparedTurn(request, messages, new, prompt, left_out, odd_arguments=sent != new)
 
     async def _placed(self) -> EngineChoice:
         """The engines to try, once the gates are open."""
@@ -184,7 +197,11 @@ class Generation:
         claimed = self._claimed
         if claimed.plan.base_messages == 0 or self._context.request.shape != "chat":
             return []
-        return [await self._services.cache.messages(claimed.entry, claimed.plan.parent)]
+        stored = await self._services.cache.messages(claimed.entry, claimed.plan.parent)
+        chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.odd_calls else ()
+        if not any(turn.odd_arguments for turn in chain):
+            return [stored]
+        return [calls.sendable(bytes(raw)) for raw in ITEMS.decode(b"[" + stored + b"]")]
 
     async def _prompt(self, request: EngineRequest) -> PromptIds | None:
         """The token ids to send, if any: the client's own, or those of a chat if there is a tokenizer."""
@@ -413,7 +430,16 @@ def _whole(
     """The turn, if this part is all of it."""
     reply = part.answer.reply
     return GeneratedTurn(
-        part.reply, reply.body, reply.headers, turn.request, turn.new, prompt, options, choice, turn.left_out
+        part.reply,
+        reply.body,
+        reply.headers,
+        turn.request,
+        turn.new,
+        prompt,
+        options,
+        choice,
+        turn.left_out,
+        odd_arguments=turn.odd_arguments,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.events import History
+from app.domain.events import GivenIds, History
 from app.errors import ClientGone, IdempotencyMismatch
 from app.turn.live import LiveStream
 from app.upstream.headers import Headers
@@ -74,6 +74,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     `joined`, still in flight. `is_aborted`: an engine ended the generation early. `rolled_back`: how many live turns
     this one superseded when it committed. `echo`: what the request's parser kept for the rendering of the reply.
     `left_out`: what of the request the engine was not sent (`app.domain.left_out`).
+    `given_ids` as in `TurnCommitted`.
     """
 
     status: int
@@ -86,6 +87,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     rolled_back: int = 0
     echo: bytes | None = None
     left_out: tuple[str, ...] = ()
+    given_ids: GivenIds | None = None
 
 
 class InFlightTurn:

@@ -128,6 +128,7 @@ class Turns:
                 request = with_pinned(request, entry.session.config)
                 adapter = adapter_of(entry.session, request, services.fleet.fleet)
                 while True:
+                    await cache.read_odd_calls(entry)
                     read = partial(self._read, request, entry, sender)
                     history, template, identity = await self.large_bodies.run(large, read)
                     flights = self._in_flight.get(session_id, [])
@@ -273,6 +274,7 @@ class Turns:
             replayed=True,
             rolled_back=session.superseded_by(number),
             left_out=session.turn(number).left_out,
+            given_ids=session.turn(number).given_ids,
         )
 
     # gate and claim
@@ -386,6 +388,7 @@ class Turns:
             is_aborted=result.finish_reason == "abort",
             rolled_back=len(claimed.plan.discarded),
             left_out=generated.left_out,
+            given_ids=generated.given_ids,
         )
 
 

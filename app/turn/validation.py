@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from app.domain import decide
+from app.domain.calls import sampled_calls
 from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan, shape_of
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
@@ -89,6 +90,7 @@ class ReplyValidator:
             message_hash=message_hash,
             calls_hash=calls_hash,
             bare_hash=bare_hash,
+            calls=sampled_calls(result.message) if isinstance(history, Incoming) else (),
             weight_versions=_versions(result, answer.dispatched),
             payloads=_payload_refs(claimed.fence, result),
             trimmed=0 if prompt is None else prompt.trimmed,

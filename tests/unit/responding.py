@@ -10,6 +10,7 @@ from typing import Any
 from helpers.replies import sglang, vllm
 from openai.types.responses import Response
 
+from app.domain.calls import given_ids, sampled_calls
 from app.domain.history import canonical_hash
 from app.protocols.base import CommittedReply
 from app.protocols.responses import PROTOCOL
@@ -84,7 +85,9 @@ def request(**fields: Any) -> bytes:
 
 
 def committed(reply: Json, turn: int = 1, **fields: Any) -> CommittedReply:
-    return CommittedReply(json.dumps(reply).encode(), proof(turn), PROTOCOL.parse(request(**fields)).echo)
+    calls = sampled_calls(json.dumps(reply["choices"][0]["message"]).encode())
+    given = given_ids(calls, "responses", proof(turn), [])
+    return CommittedReply(json.dumps(reply).encode(), proof(turn), PROTOCOL.parse(request(**fields)).echo, given)
 
 
 def parsed(items: list[Json], **fields: Any) -> list[Json]:

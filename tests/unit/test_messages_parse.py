@@ -138,9 +138,6 @@ CONVERSATIONS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("a field of that name", None, [assistant(use("1", INVALID_JSON=1)), USER], [
         said(None, tool_calls=[call("1", '{"INVALID_JSON":1}')]), USER
     ]),
-    ("a call without an id", None, [assistant(use(f"toolu_{PROOF}_0")), USER], [
-        said(None, tool_calls=[call(None, "{}")]), USER
-    ]),
 ]  # fmt: skip
 
 

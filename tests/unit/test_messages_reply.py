@@ -18,6 +18,8 @@ from anthropic.types import Message
 from helpers.amounts import cases
 from helpers.replies import CHATS, DEEP, Text, body_of
 
+from app.domain.calls import given_ids, sampled_calls, with_given_ids
+from app.domain.events import GivenIds
 from app.domain.history import canonical_hash, decode_message
 from app.errors import RequestTooLarge, SessionBusy, SessionNotFound, ThreadUnsupported, Unauthorized
 from app.protocols.base import CommittedReply
@@ -92,7 +94,12 @@ REPLIES = [generated(seed) for seed in range(GENERATED)]
 
 def committed(body: bytes, **asked: Any) -> CommittedReply:
     request = MESSAGES.parse(json.dumps({**ASKED, "messages": [USER], **asked}).encode())
-    return CommittedReply(body, PROOF, request.echo)
+    return CommittedReply(body, PROOF, request.echo, given_to_client(body))
+
+
+def given_to_client(body: bytes) -> GivenIds | None:
+    message = json.dumps(json.loads(body)["choices"][0]["message"]).encode()
+    return given_ids(sampled_calls(message), "messages", PROOF, [])
 
 
 def client(content: bytes, kind: str) -> anthropic.Anthropic:
@@ -192,7 +199,8 @@ def returned(messages: list[Message], tmp_path_factory: pytest.TempPathFactory) 
 def test_what_a_client_sends_back_is_the_stored_reply(returned: dict[str, list[Any]], kind: str) -> None:
     """The next request's chat begins with this request's and its reply: else the session would fork."""
     for body, content in zip(REPLIES, returned[kind], strict=True):
-        stored = json.dumps(json.loads(body)["choices"][0]["message"]).encode()
+        message = with_given_ids(json.loads(body)["choices"][0]["message"], given_to_client(body))
+        stored = json.dumps(message).encode()
         results = [
             {"type": "tool_result", "tool_use_id": block["id"]} for block in content if block["type"] == "tool_use"
         ]

@@ -15,6 +15,7 @@ from openai.types.responses import Response
 from openai.types.responses.response_item_list import ResponseItemList
 from responding import CLIENTS, TOOLS, Json, committed, engine_reply, hashes, parsed, proof, request
 
+from app.domain.calls import with_given_ids
 from app.errors import InvalidRequest, PreviousResponseNotFound
 from app.protocols.base import CommittedReply, StoredTurn
 from app.protocols.errors import ErrorFields
@@ -161,9 +162,10 @@ def test_a_call_without_an_id_or_a_name_comes_back_as_it_was(fault: str) -> None
     if fault == "id":
         for call in message["tool_calls"]:
             del call["id"]
-    items = json.loads(PROTOCOL.reply(committed(reply)))["output"]
+    whole = committed(reply)
+    items = json.loads(PROTOCOL.reply(whole))["output"]
     assert all(item["call_id"] for item in items)
-    assert hashes(parsed([*HISTORY, *items]))[-1:] == hashes([message])
+    assert hashes(parsed([*HISTORY, *items]))[-1:] == hashes([with_given_ids(message, whole.given_ids)])
 
 
 @pytest.mark.parametrize(

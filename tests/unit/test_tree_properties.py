@@ -211,7 +211,7 @@ def found_by(index: TreeIndex) -> dict[str, Any]:
     slots = ("_newest", "_older")
     return {
         name: [getattr(held, slot) for slot in slots] if hasattr(held, "_newest") else held
-        for name, held in vars(index).items()
+        for name, held in {**vars(index), "odd_calls": vars(index.odd_calls)}.items()
     }
 
 

@@ -11,6 +11,7 @@ from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest, CompletionRequest
 from app.protocols.base import CommittedReply, LiveRenderer, StoredTurn
+from app.protocols.chat.calls import with_given_ids
 from app.protocols.chat.events import DONE, as_stream
 from app.protocols.chat.live import LiveChat
 from app.protocols.chat.parse import parse_chat
@@ -38,10 +39,10 @@ class Chat:
         return request
 
     def reply(self, reply: CommittedReply) -> bytes:
-        return reply.body
+        return with_given_ids(reply)
 
     def events(self, reply: CommittedReply) -> bytes:
-        return as_stream(reply.body)
+        return as_stream(with_given_ids(reply))
 
     def live(self, begun: CommittedReply) -> LiveRenderer:
         return LiveChat(begun)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from app.protocols.base import CommittedReply
+from app.protocols.chat.calls import LiveIds
 from app.protocols.chat.events import call_pieces, chunks_of, fields_of, parts_of, repeated_fields
 from app.protocols.errors import ErrorFields, openai_error
 from app.protocols.sse import event
@@ -17,6 +18,7 @@ class LiveChat:
     def __init__(self, begun: CommittedReply) -> None:
         self._repeated = repeated_fields(fields_of(begun.body))
         self._sent: set[str] = set()
+        self._ids = LiveIds(begun.proof)
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         texts = {name: text for name, text in delta.items() if name != "tool_calls"}
@@ -25,7 +27,7 @@ class LiveChat:
             self._sent.add("role")
         self._sent.update(texts)
         deltas = [texts] if texts else []
-        for call in delta.get("tool_calls", ()):
+        for call in map(self._ids.of, delta.get("tool_calls", ())):
             deltas += [{"tool_calls": [{**piece, "index": call["index"]}]} for piece in call_pieces(call)]
         return b"".join(map(self._chunk, deltas))
 

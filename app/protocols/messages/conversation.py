@@ -6,7 +6,6 @@ would fork. So a message's translation depends on its neighbours only up to the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,9 +22,6 @@ from workers.depth import MAX_DEPTH, too_deep
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code puts a header into a block of the system text; it may change with every request."""
-
-_NO_ID = re.compile(r"toolu_\d{1,9}_[0-9a-f]{24}_\d+")
-"""Our own name of a call to which the engine gave none."""
 
 _CALL = 2
 """Of the ranks of what a reply holds, in the order of its generation: reasoning, text, calls."""
@@ -248,5 +244,4 @@ def _tool_message(block: Block, where: str) -> dict[str, Any]:
 def _call(block: Block, where: str) -> dict[str, Any]:
     call_id, name = required(block.id, f"{where}.id"), required(block.name, f"{where}.name")
     arguments = as_arguments(object_text(block.input, f"{where}.input"))
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return call if _NO_ID.fullmatch(call_id) else {"id": call_id, **call}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

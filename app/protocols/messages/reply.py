@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain.calls import with_given_ids
 from app.protocols.base import CommittedReply
 from app.protocols.engine_reply import Counts, ReplyFields, read_reply, reasoning_of
 from app.protocols.messages.arguments import as_input
@@ -38,7 +39,7 @@ def as_message(reply: CommittedReply) -> dict[str, Any]:
     """The message, whose tool inputs are raw JSON."""
     found = read_reply(reply.body)
     echo = Echo(found.model) if reply.echo is None else _ECHO.decode(reply.echo)
-    content = content_of(found.message, reply.proof)
+    content = content_of(with_given_ids(found.message, reply.given_ids), reply.proof)
     reason, matched = _stop(found, echo, any(block["type"] == "tool_use" for block in content))
     return {
         "id": f"msg_{reply.proof}",
@@ -59,18 +60,16 @@ def content_of(message: Mapping[str, Any], proof: str) -> list[Block]:
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": f"tl_{proof}"})
     if text := message.get("content"):
         blocks.append({"type": "text", "text": text})
-    calls = message.get("tool_calls") or []
-    return blocks + [_tool_use(call, f"toolu_{proof}_{number}") for number, call in enumerate(calls)]
+    return blocks + [_tool_use(call) for call in message.get("tool_calls") or []]
 
 
-def _tool_use(call: dict[str, Any], own_id: str) -> Block:
-    """`own_id` is for a call to which the engine gave none; the request's parser knows it again."""
+def _tool_use(call: dict[str, Any]) -> Block:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
-    name, call_id = function.get("name"), call.get("id")
+    name = function.get("name")
     return {
         "type": "tool_use",
-        "id": call_id if isinstance(call_id, str) else own_id,
+        "id": call.get("id"),
         "name": name if isinstance(name, str) else "",
         "input": as_input(function.get("arguments")),
     }

@@ -12,21 +12,11 @@ MAX_LENGTH = 256
 """Characters of a text in which a proof is looked for: ours are far shorter."""
 
 _ITEM = re.compile(r"(rs|msg|fc|ctc)_\d{1,9}_[0-9a-f]{24}(?:_(\d{1,4})(r?))?")
-_OWN_CALL = re.compile(r"call_\d{1,9}_[0-9a-f]{24}_\d+")
 
 
 def call_id(prefix: str, proof: str, index: int, is_raw: bool = False) -> str:
     """`is_raw`: the input of a custom tool's call is the sampled arguments as they are, since they hold no `input`."""
     return f"{prefix}{proof}_{index}{'r' if is_raw else ''}"
-
-
-def own_call(proof: str, index: int) -> str:
-    """Our own name of a call to which the engine gave none."""
-    return f"call_{proof}_{index}"
-
-
-def is_own_call(given: str) -> bool:
-    return _OWN_CALL.fullmatch(given) is not None
 
 
 def is_raw(item_id: str, given: str) -> bool:

@@ -143,9 +143,8 @@ class Conversation:
             message["reasoning_content"] = found
 
     def _call(self, called: str, called_id: Any, arguments: str, path: str, proof: str | None) -> None:
-        call = {"type": "function", "function": {"name": called, "arguments": arguments}}
         given = name(called_id, f"{path}.call_id")
-        call = call if ids.is_own_call(given) else {"id": given, **call}
+        call = {"id": given, "type": "function", "function": {"name": called, "arguments": arguments}}
         self._assistant(_CALL, proof).setdefault("tool_calls", []).append(call)
 
     def add_function_call(self, item: Item, path: str, proof: str | None) -> None:

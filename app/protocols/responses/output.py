@@ -47,7 +47,7 @@ def call_item(call: Mapping[str, Any], proof: str, index: int, named: Mapping[st
     function = function if isinstance(function, dict) else {}
     flat, arguments = _text(function.get("name")), _arguments(function.get("arguments"))
     spelled = named.get(flat) or Named(flat)
-    called = _text(call.get("id")) or ids.own_call(proof, index)
+    called = _text(call.get("id")) or f"call_{proof}_{index}"
     item: Item = {"call_id": called, "name": spelled.name}
     if spelled.namespace is not None:
         item["namespace"] = spelled.namespace

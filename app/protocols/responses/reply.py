@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain.calls import with_given_ids
 from app.protocols.base import CommittedReply
 from app.protocols.engine_reply import Counts, read_reply
 from app.protocols.responses import ids
@@ -19,7 +20,8 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) -> dict[str, Any]:
     """The Response object; JSON without raw parts. `message` is what there is of one that is still generated."""
     found, echo = read_reply(reply.body), read_echo(reply.echo)
-    output = output_items(found.message if message is None else message, reply.proof, echo.named, echo.encrypted)
+    given = with_given_ids(found.message, reply.given_ids) if message is None else message
+    output = output_items(given, reply.proof, echo.named, echo.encrypted)
     reason = _INCOMPLETE.get(found.finish_reason or "")
     if reason is not None:
         output[-1]["status"] = "incomplete"

@@ -1,0 +1,392 @@
+"""Calls that come back otherwise than the engine sampled them: by their ids, and by arguments that are no object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from integration.places import Places
+from integration.stand import SPOKEN, Message, Stand, Talk, error_of, standing, user
+
+PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
+HISTORIES = ("linear", "tree")
+
+BAD_ARGUMENTS = ('{"cmd": "echo', "[1]", "null", '{"cmd": "a\tb"}', "", '{"a": NaN}', '{"a": "\\ud800"}')
+SENT = {'{"cmd": "a\tb"}': '{"cmd":"a\\tb"}', '{"a": NaN}': '{"a":null}'}
+"""What an engine is sent where that is not `{}`."""
+
+
+def tools(protocol: str) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+    return [
+        {
+            "chat": {"type": "function", "function": {"name": "Bash", "parameters": schema}},
+            "messages": {"name": "Bash", "input_schema": schema},
+            "responses": {"type": "function", "name": "Bash", "parameters": schema},
+        }[protocol]
+    ]
+
+
+def calling(*arguments: str, ids: list[str | int | None] | None = None) -> dict[str, Any]:
+    calls = [{"name": "Bash", "arguments": text} for text in arguments]
+    return {"calls": calls, "call_ids": ids or [], "reasoning": False, "text": ""}
+
+
+def called(protocol: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a reply as the protocol has them."""
+    if protocol == "chat":
+        return list(reply["choices"][0]["message"].get("tool_calls") or ())
+    blocks = reply["content"] if protocol == "messages" else reply["output"]
+    return [block for block in blocks if block["type"] in ("tool_use", "function_call")]
+
+
+ID = {"chat": "id", "messages": "id", "responses": "call_id"}
+
+
+def ids_of(protocol: str, reply: Mapping[str, Any]) -> list[Any]:
+    return [call[ID[protocol]] for call in called(protocol, reply)]
+
+
+def results(protocol: str, ids: list[Any], texts: list[str] | None = None) -> list[Message]:
+    pairs = list(zip(ids, texts or [f"Result {number}" for number in range(len(ids))], strict=True))
+    if protocol == "chat":
+        return [{"role": "tool", "tool_call_id": call_id, "content": text} for call_id, text in pairs]
+    if protocol == "responses":
+        return [{"type": "function_call_output", "call_id": call_id, "output": text} for call_id, text in pairs]
+    blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": text} for call_id, text in pairs]
+    return [{"role": "user", "content": blocks}]
+
+
+def with_arguments(protocol: str, history: list[Message], text: str) -> list[Message]:
+    """The history with these arguments in every call: what harnesses put in place of those that they cannot read."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") == "tool_use":
+            return {**value, "input": json.loads(text)}
+        return {key: text if key == "arguments" else changed(item) for key, item in value.items()}
+
+    found: list[Message] = changed(history)
+    return found
+
+
+def ask(talk: Talk, sim: dict[str, Any], **headers: str) -> dict[str, Any]:
+    response = talk.chat(talk.messages, tools=tools(talk.protocol), sim=sim, headers=headers)
+    assert response.status_code == 200, response.text
+    reply: dict[str, Any] = response.json()
+    talk.messages = [*talk.messages, *talk.spoken.added(reply)]
+    return reply
+
+
+def engine_messages(stand: Stand, talk: Talk) -> list[Message]:
+    """Those of the session's newest request."""
+    found: list[Message] = stand.engine_requests(talk.id)[-1]["body"]["messages"]
+    return found
+
+
+def require_one_line(talk: Talk, turns: int) -> None:
+    """Each turn continues the one before it, `drift` where the engine's prompt is another than the stored tokens."""
+    tree = talk.tree()["turns"]
+    assert [(turn["turn"], turn["parent"]) for turn in tree] == [(number, number - 1) for number in range(1, turns + 1)]
+    assert {turn["cause"] for turn in tree} <= {"start", None, "drift"}
+
+
+@pytest.mark.parametrize("returned", ["as it was", "{}", "INVALID_JSON"])
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("protocol", SPOKEN)
+def test_arguments_that_are_no_object_end_no_session(stand: Stand, protocol: str, history: str, returned: str) -> None:
+    for arguments in BAD_ARGUMENTS:
+        talk = stand.talk(protocol, history=history)
+        talk.messages = [user("Go")]
+        first = ask(talk, calling(arguments))
+        if returned != "as it was":
+            other = "{}" if returned == "{}" else json.dumps({"INVALID_JSON": arguments})
+            talk.messages = with_arguments(protocol, talk.messages, other)
+        talk.messages += results(protocol, ids_of(protocol, first))
+        ask(talk, PLAIN)
+        talk.messages.append(user("And?"))
+        ask(talk, PLAIN)
+        require_one_line(talk, 3)
+        [record, *_] = records = talk.state()["records"]
+        [generated] = record["response"]["choices"][0]["message"]["tool_calls"]
+        assert generated["function"]["arguments"] == arguments
+        for sent in (engine_messages(stand, talk), records[-1]["request"]["messages"]):
+            [call] = sent[1]["tool_calls"]
+            assert call["function"]["arguments"] == SENT.get(arguments, "{}")
+        assert all(turn["cause"] != "drift" for turn in talk.tree()["turns"][2:])
+
+
+@pytest.fixture(scope="module")
+def mortal(places: Places) -> Iterator[Stand]:
+    """A stand whose server a test kills."""
+    with standing(places.new("mortal"), "--seed", "21") as made:
+        yield made
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("protocol", SPOKEN)
+def test_both_kinds_are_known_after_a_kill(mortal: Stand, protocol: str, history: str) -> None:
+    talk = mortal.talk(protocol, history=history)
+    talk.messages = [user("Go")]
+    first = ask(talk, calling('{"cmd": "echo', "{}", ids=["", ""]))
+    mortal.server.kill()
+    mortal.server.start()
+    talk.messages = with_arguments(protocol, talk.messages, "{}")
+    talk.messages += results(protocol, ids_of(protocol, first))
+    second = ask(talk, calling("[1]", ids=[None]))
+    talk.messages += results(protocol, ids_of(protocol, second))
+    mortal.server.kill()
+    mortal.server.start()
+    ask(talk, PLAIN)
+    require_one_line(talk, 3)
+    sent = engine_messages(mortal, talk)
+    assert [message.get("tool_call_id") for message in sent if message["role"] == "tool"] == ["", "", None]
+    assert [[call.get("id") for call in message["tool_calls"]] for message in sent if "tool_calls" in message] == [
+        ["", ""],
+        [None],
+    ]
+
+
+ODD_IDS: dict[str, list[list[str | int | None]]] = {
+    "empty": [["", ""], [""]],
+    "null": [[None, None], [None]],
+    "a number": [[7, 8], [7]],
+    "repeated in a reply": [["a", "a"], ["b"]],
+    "repeated in a later reply": [["call_0", "call_1"], ["call_0"]],
+    "Kimi's": [["functions.Bash:0", "functions.Bash:1"], ["functions.Bash:0"]],
+}
+
+
+def seen_ids(talk: Talk, replies: list[dict[str, Any]]) -> list[list[Any]]:
+    return [ids_of(talk.protocol, reply) for reply in replies]
+
+
+@pytest.mark.parametrize("ids", ODD_IDS)
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("protocol", SPOKEN)
+def test_a_client_gets_ids_that_it_can_use_and_the_engine_its_own(
+    stand: Stand, protocol: str, history: str, ids: str
+) -> None:
+    talk, given = stand.talk(protocol, history=history), ODD_IDS[ids]
+    talk.messages = [user("Go")]
+    replies = []
+    for row in given:
+        replies.append(ask(talk, calling(*["{}"] * len(row), ids=row)))
+        talk.messages += results(protocol, ids_of(protocol, replies[-1]))
+    ask(talk, PLAIN)
+    require_one_line(talk, 3)
+    assert len(talk.rows()) == 1
+    found = [call_id for reply in replies for call_id in ids_of(protocol, reply)]
+    assert all(isinstance(call_id, str) and call_id for call_id in found)
+    if protocol == "chat":
+        assert all(len(set(ids_of("chat", reply))) == len(ids_of("chat", reply)) for reply in replies)
+        kept = ids in ("Kimi's", "repeated in a later reply")
+        assert not kept or [ids_of("chat", reply) for reply in replies] == given
+    else:
+        assert len(set(found)) == len(found)
+        assert all(set(call_id) <= ALPHABET for call_id in found)
+    sent = engine_messages(stand, talk)
+    assert [[call.get("id") for call in one["tool_calls"]] for one in sent if "tool_calls" in one] == given
+    answered = [message.get("tool_call_id") for message in sent if message["role"] == "tool"]
+    assert answered == [call_id for row in given for call_id in row]
+
+
+ALPHABET = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_litellm_spells_ids_with_underscores(stand: Stand, history: str) -> None:
+    talk = stand.talk(history=history)
+    talk.messages = [user("Go")]
+    for number in range(3):
+        ask(talk, calling("{}", ids=[f"functions.Bash:{number}"]))
+        [call] = talk.messages[-1]["tool_calls"]
+        assert call["id"] == f"functions.Bash:{number}"
+        call["id"] = f"functions_Bash_{number}"
+        talk.messages += results("chat", [f"functions_Bash_{number}"])
+    ask(talk, PLAIN)
+    require_one_line(talk, 4)
+    assert len(talk.rows()) == 1
+    sent = engine_messages(stand, talk)
+    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [
+        f"functions.Bash:{number}" for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("protocol", SPOKEN)
+def test_a_reply_that_is_given_again_has_the_same_ids(mortal: Stand, protocol: str, stream: bool) -> None:
+    talk, key = mortal.talk(protocol, history="tree"), {"idempotency-key": "k"}
+    fields = {"tools": tools(protocol), "sim": calling("{}", "{}", ids=["", "functions.Bash:0"]), "stream": stream}
+    first = talk.chat([user("Go")], headers=key, **fields)
+    mortal.server.kill()
+    mortal.server.start()
+    again = talk.chat([user("Go")], headers=key, **fields)
+    assert again.headers["x-turnlog-replayed"] == "true"
+    assert again.content == first.content
+    prefix = "toolu_" if protocol == "messages" else "call_"
+    assert prefix.encode() in first.content
+
+
+@pytest.mark.parametrize("second", SPOKEN)
+@pytest.mark.parametrize("first", SPOKEN)
+def test_ids_are_known_in_every_protocol(stand: Stand, first: str, second: str) -> None:
+    """A session goes on in another protocol, whose client holds what the first one was given."""
+    talk = stand.talk(first, history="tree")
+    talk.messages = [user("Go")]
+    given = ids_of(first, ask(talk, calling("{}", "[1]", ids=["", "functions.Bash:0"])))
+    other = stand.known(talk.id, second)
+    named = {"name": "Bash", "arguments": "{}"}
+    other.messages = {
+        "chat": [
+            {"role": "assistant", "tool_calls": [{"id": i, "type": "function", "function": named} for i in given]}
+        ],
+        "messages": [
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": i, "name": "Bash", "input": {}} for i in given],
+            }
+        ]
+        if second == "messages"
+        else [],
+        "responses": [{"type": "function_call", "call_id": i, **named} for i in given],
+    }[second]
+    other.messages = [user("Go"), *other.messages, *results(second, given)]
+    ask(other, PLAIN)
+    require_one_line(talk, 2)
+    sent = engine_messages(stand, talk)
+    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == ["", "functions.Bash:0"]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_what_matches_several_replies_alike_joins_none_of_them(stand: Stand, history: str) -> None:
+    """Two replies to one input differ only in arguments that the client does not return."""
+    talk = stand.talk(history=history)
+    sims = [calling(text, ids=["functions.Bash:0"]) for text in ('{"cmd": "one', '{"cmd": "two')]
+    for sim in sims:
+        assert talk.chat([user("Go")], tools=tools("chat"), sim=sim).status_code == 200
+    call = {"id": "functions.Bash:0", "type": "function", "function": {"name": "Bash", "arguments": "{}"}}
+    body = [user("Go"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    body += results("chat", ["functions.Bash:0"])
+    response = talk.chat(body, tools=tools("chat"), sim=PLAIN)
+    if history == "linear":
+        assert error_of(response) == (400, "history_mismatch")
+    else:
+        assert talk.committed()[-1]["parent"] == 0
+
+
+def test_the_agent_or_a_result_tells_which_reply_is_meant(stand: Stand) -> None:
+    talk = stand.talk(history="tree")
+    path = "/v1/chat/completions"
+    by_agent = {name: {"x-turnlog-session-id": talk.id, "x-turnlog-agent-id": name} for name in ("a", "b")}
+
+    def turn(messages: list[Message], sim: dict[str, Any], agent: str) -> None:
+        body = talk.body(messages, tools=tools("chat"), sim=sim)
+        response = stand.http.post(path, json=body, headers=by_agent[agent])
+        assert response.status_code == 200, response.text
+
+    for agent, text in (("a", "one"), ("b", "two")):
+        turn([user("Go")], calling('{"cmd": "' + text, ids=["functions.Bash:0"]), agent)
+    call = {"id": "functions.Bash:0", "type": "function", "function": {"name": "Bash", "arguments": "{}"}}
+    begun = [user("Go"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for agent in ("a", "b"):
+        turn([*begun, *results("chat", ["functions.Bash:0"], [agent])], PLAIN, agent)
+    assert [event["parent"] for event in talk.committed()] == [0, 0, 1, 2]
+    turn(
+        [*begun, *results("chat", ["functions.Bash:0"], ["b"]), {"role": "assistant", "content": "Done."}, user("On")],
+        PLAIN,
+        "a",
+    )
+    assert talk.committed()[-1]["parent"] == 4
+
+
+def test_ids_are_the_stored_ones_with_a_tokenizer(tito: Stand) -> None:
+    """Nothing drifts: the prompt is made of the sampled ids, whatever the client spells."""
+    for protocol in SPOKEN:
+        talk = tito.talk(protocol, history="tree")
+        talk.messages = [user("Go")]
+        first = ask(talk, calling('{"cmd": "echo', ids=["functions.Bash:0"]))
+        talk.messages = with_arguments(protocol, talk.messages, "{}")
+        talk.messages += results(protocol, ids_of(protocol, first))
+        ask(talk, PLAIN)
+        require_one_line(talk, 2)
+        assert [turn["cause"] for turn in talk.tree()["turns"]] == ["start", None]
+        assert [event.get("sent_ids") for event in talk.committed()] == [True, True]
+
+
+def test_a_reply_that_is_carried_into_another_conversation_is_known_there(stand: Stand) -> None:
+    """After a compaction, and the engine is sent its own ids."""
+    for protocol in SPOKEN:
+        talk = stand.talk(protocol, history="tree")
+        talk.messages = [user("Go")]
+        given = ids_of(protocol, ask(talk, calling('{"cmd": "echo', ids=[""])))
+        [made] = talk.messages[1:]
+        made = with_arguments(protocol, [made], "{}")
+        talk.messages = [user("So far: a summary"), *made, *results(protocol, given)]
+        ask(talk, PLAIN)
+        assert [(turn["parent"], turn["cause"], turn["carries"]) for turn in talk.tree()["turns"]] == [
+            (0, "start", None),
+            (0, "compaction", 1),
+        ]
+        [call, result] = [message for message in engine_messages(stand, talk) if message["role"] != "user"]
+        assert (call["tool_calls"][0]["id"], result["tool_call_id"]) == ("", "")
+
+
+def test_claude_code_trims_the_arguments_of_a_call_whose_id_it_was_given(stand: Stand) -> None:
+    talk = stand.talk("messages")
+    talk.messages = [user("Go")]
+    given = ids_of("messages", ask(talk, calling('{"cmd": "x  "}', ids=["functions.Bash:0"])))
+    talk.messages = with_arguments("messages", talk.messages, '{"cmd": "x"}')
+    talk.messages += results("messages", given)
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_langchain_puts_calls_that_it_cannot_read_behind_the_others(stand: Stand, history: str) -> None:
+    talk = stand.talk(history=history)
+    talk.messages = [user("Go")]
+    given = ids_of("chat", ask(talk, calling('{"cmd": "echo', "{}")))
+    talk.messages[-1]["tool_calls"].reverse()
+    talk.messages += results("chat", given)
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)
+
+
+@pytest.mark.parametrize("ids", ODD_IDS)
+def test_a_live_stream_has_the_ids_of_the_whole_reply(vllm_stand: Stand, ids: str) -> None:
+    if ids == "a number":
+        pytest.skip("no stream has one: its chunks are read with ids that are text")
+    talk = vllm_stand.talk(stream_mode="live")
+    sim = calling("{}", "{}", ids=ODD_IDS[ids][0])
+    response = talk.chat([user("Go")], tools=tools("chat"), sim=sim, stream=True)
+    assert response.headers["x-turnlog-stream-mode"] == "live"
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    pieces = [call for chunk in chunks for one in chunk["choices"] for call in one["delta"].get("tool_calls") or ()]
+    given = [piece["id"] for piece in pieces if "id" in piece]
+    assert len(set(given)) == 2
+    assert all(given)
+    made = [{"id": i, "type": "function", "function": {"name": "Bash", "arguments": "{}"}} for i in given]
+    talk.messages = [user("Go"), {"role": "assistant", "content": None, "tool_calls": made}, *results("chat", given)]
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)
+    sent = engine_messages(vllm_stand, talk)
+    assert [one.get("tool_call_id") for one in sent if one["role"] == "tool"] == ODD_IDS[ids][0]
+
+
+def test_a_fork_goes_on_with_the_ids_that_its_source_gave(stand: Stand) -> None:
+    talk = stand.talk("messages")
+    talk.messages = [user("Go")]
+    given = ids_of("messages", ask(talk, calling('{"cmd": "echo', ids=[""])))
+    forked = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()
+    [name] = forked["sessions"] if "sessions" in forked else [forked["session_id"]]
+    other = stand.known(name if isinstance(name, str) else name["session_id"], "messages")
+    other.messages = [*talk.messages, *results("messages", given)]
+    ask(other, PLAIN)
+    require_one_line(other, 2)
