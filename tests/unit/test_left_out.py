@@ -68,7 +68,7 @@ def names(request: ChatRequest) -> list[str]:
     return [tool["function"]["name"] for tool in json.loads(bytes(request.tools or b"[]"))]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS.keys() - {"completions"})
+@pytest.mark.parametrize("protocol", sorted(PROTOCOLS.keys() - {"completions"}))
 def test_a_servers_tools_that_are_only_offered_are_left_out_and_told(protocol: str) -> None:
     servers = SERVERS[protocol]
     request = parsed(protocol, tools=[LOOK[protocol], *servers], tool_choice=AUTO[protocol])
@@ -81,7 +81,7 @@ def test_a_servers_tools_that_are_only_offered_are_left_out_and_told(protocol: s
     assert not {"tool_choice", "parallel_tool_calls"} & set(alone.params)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS.keys() - {"completions"})
+@pytest.mark.parametrize("protocol", sorted(PROTOCOLS.keys() - {"completions"}))
 def test_a_choice_that_forces_one_is_refused(protocol: str) -> None:
     for choice in FORCED[protocol]:
         for others in ([], [LOOK[protocol]]):
