@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection, text
 
+from app.export.containers.writer import refuse
 from app.export.formats import CONTAINERS, DEFAULT
 from app.export.row import Fields
 from workers import codec
@@ -34,7 +35,7 @@ def ideal_cpu_s(connection: Connection, format: str, shape: str) -> float:
     """
     turns = connection.execute(_TURNS, {"first": "", "last": "~"})
     size, cpu = 0, 0.0
-    with contextlib.closing(CONTAINERS[format](_COLUMNS)) as writer:
+    with contextlib.closing(CONTAINERS[format](_COLUMNS, refuse)) as writer:
         for session in _sessions((row[0], row[1], row[2]) for row in turns):
             began = time.thread_time()
             size += sum(map(len, writer.write([_fields(session, shape == DEFAULT)])))

@@ -11,11 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from integration.places import Place
 from integration.stand import Api, Talk, user
 
 from ops.server import ServerProcess
-from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
@@ -27,25 +25,12 @@ OF_THE_MOMENT = ("cursor", "as_of_seq", "rollout_rows", "rollout_weight")
 """Fields that other events, or other sessions of the rollout, may change. The last two follow from the rows."""
 
 
-@pytest.fixture(params=[("sqlite", 1), ("postgresql", 2)], ids=["sqlite", "postgresql"])
-def servers(
-    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Api]]:
-    """API processes on one store: one on SQLite, two on PostgreSQL."""
-    store, processes = request.param
-    postgres = request.getfixturevalue("postgres") if store == "postgresql" else None
-    place = Place(tmp_path_factory.mktemp("mirrored"), postgres)
-    with place.database() as url:
-        made = [
-            ServerProcess(place.folder, database_url=url, upstreams=[engine.base_url]).start() for _ in range(processes)
-        ]
-        clients = [Api(server.base_url) for server in made]
-        try:
-            yield clients
-        finally:
-            for client, server in zip(clients, made, strict=True):
-                client.http.close()
-                server.stop()
+@pytest.fixture
+def clients(servers: list[ServerProcess]) -> Iterator[list[Api]]:
+    made = [Api(server.base_url) for server in servers]
+    yield made
+    for client in made:
+        client.http.close()
 
 
 class Mirror:
@@ -71,18 +56,18 @@ class Mirror:
         self._cursor = response.headers["x-turnlog-next-cursor"]
 
 
-def test_a_mirror_of_an_export_is_what_a_fresh_one_gives(servers: list[Api]) -> None:
-    mirror = Mirror(servers)
+def test_a_mirror_of_an_export_is_what_a_fresh_one_gives(clients: list[Api]) -> None:
+    mirror = Mirror(clients)
     done: Counter[str] = Counter()
     with ThreadPoolExecutor(CLIENTS) as threads:
-        clients = [threads.submit(live, servers, seed, done) for seed in range(CLIENTS)]
-        while not all(client.done() for client in clients):
+        running = [threads.submit(live, clients, seed, done) for seed in range(CLIENTS)]
+        while not all(one.done() for one in running):
             mirror.follow()
-        for client in clients:
-            client.result()
+        for one in running:
+            one.result()
     mirror.follow()
     fresh: dict[str, list[Row]] = {}
-    for row in servers[0].rows():
+    for row in clients[0].rows():
         fresh.setdefault(row["session_id"], []).append(row)
     mirrored = {session_id: rows for session_id, rows in mirror.rows.items() if rows}
     differing = [

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-from integration.places import Place
 from integration.stand import until
 
 from fault.agents import PATIENCE_S, Agents
@@ -18,7 +16,6 @@ from fault.histories import Author, State, fitting
 from fault.table import Tally
 from fault.verified import verified
 from ops.server import ServerProcess
-from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
@@ -52,25 +49,6 @@ def export(http: httpx.Client, **query: str) -> Exported:
         lines = response.read().splitlines()
     head = response.headers
     return Exported(asked, begun, lines, head["x-turnlog-cursor"], head["x-turnlog-next-cursor"])
-
-
-@pytest.fixture(params=[("sqlite", 1), ("postgresql", 2)], ids=["sqlite", "postgresql"])
-def servers(
-    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[ServerProcess]]:
-    """API processes on one store: one on SQLite, two on PostgreSQL."""
-    store, processes = request.param
-    postgres = request.getfixturevalue("postgres") if store == "postgresql" else None
-    place = Place(tmp_path_factory.mktemp("exporting"), postgres)
-    with place.database() as url:
-        made = [
-            ServerProcess(place.folder, database_url=url, upstreams=[engine.base_url]).start() for _ in range(processes)
-        ]
-        try:
-            yield made
-        finally:
-            for server in made:
-                server.stop()
 
 
 class Reader:

@@ -301,3 +301,29 @@ def test_a_rollout_is_closed_for_being_idle_only_as_a_whole(sglang: SimulatorPro
         last = max(event["at"] for event in one.events() if event["type"] == "TurnCommitted")
         assert all(talk.events()[-1]["at"] >= last + IDLE_S for talk in (root, one))
         assert problems(stand) == []
+
+
+def test_a_follower_hears_of_an_erasure_and_of_a_parent_that_is_created_later(stand: Stand) -> None:
+    group, between, root = (uuid.uuid4().hex for _ in range(3))
+    gone, child = stand.talk(group_id=group), stand.talk(parent_session_id=between)
+    for talk in (gone, child):
+        talk.say("Hello")
+        assert stand.http.delete(talk.path).status_code == 204
+
+    def news(cursor: str) -> tuple[list[dict[str, Any]], str]:
+        reply = stand.http.get("/export", params={"explain": "true", **({"cursor": cursor} if cursor else {})})
+        found = [json.loads(line) for line in reply.content.splitlines()]
+        return [row for row in found if row["session_id"] in (gone.id, child.id)], reply.headers[
+            "x-turnlog-next-cursor"
+        ]
+
+    _, cursor = news("")
+    assert stand.http.delete(gone.path, params={"erase": "true"}).status_code == 204
+    [row], cursor = news(cursor)
+    assert (row["session_id"], row["excluded"]) == (gone.id, "erased")
+    for session_id, parent, rollout, group_id in ((between, root, root, None), (root, None, root, group)):
+        stand.talk(session_id=session_id, parent_session_id=parent, group_id=None if parent else group)
+        [row], cursor = news(cursor)
+        assert (row["session_id"], row["rollout_id"], row["group_id"]) == (child.id, rollout, group_id)
+        assert child.types()[-1] == "RolloutJoined"
+    assert news(cursor)[0] == []
