@@ -86,6 +86,12 @@ def test_an_output_that_cannot_hold_every_character_ends_no_command(
     assert json.loads(output.read())["config"]["group_id"] == group
 
 
+def test_a_value_that_an_option_does_not_take_is_told_in_our_words() -> None:
+    told = run("sessions", "--state", "odd", code=2).stderr
+    assert "'odd' is not one of 'open'" in told
+    assert "Value error" not in told
+
+
 def test_what_matches_nothing_says_so(cli: Stand) -> None:
     nobody = uuid.uuid4().hex
     for command, noun in (("sessions", "session"), ("export", "row"), ("tail", "event")):

@@ -169,6 +169,8 @@ def test_the_composition_waits_for_what_it_needs_and_wants_its_secrets() -> None
     for service in ("api", "migrate"):
         environment = services[service]["environment"]
         assert set(environment) <= SETTINGS
+        # The composition's own folder is where a relative path begins; every setting of the file reaches the server.
+        assert (DEPLOY / services[service]["env_file"]).resolve() == ROOT / "turnlog.env"
         assert environment["TURNLOG_ADMIN_TOKEN"].startswith("${TURNLOG_ADMIN_TOKEN:?")
         assert "${POSTGRES_PASSWORD:?" in environment["TURNLOG_DATABASE_URL"]
         run_command([re.sub(r"\$\{.*:-(\d+)\}", r"\1", word) for word in services[service]["command"]])

@@ -53,6 +53,9 @@ class Commands(TyperGroup):
         except TurnlogError as error:
             say(f"{error}; {TOKEN_HINT}" if isinstance(error, Unauthorized) else str(error))
             raise typer.Exit(1) from None
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
         except BrokenPipeError:
             _drop_output()
             raise typer.Exit(1) from None
