@@ -62,7 +62,7 @@ def require_messages(raw: bytes) -> None:
 
 
 def is_too_much(text: bytes) -> bool:
-    """Would this JSON, found inside a string, take long to decode?"""
+    """Has a JSON text more values than one message or field may have?"""
     return scan.may_exceed(text, FEW) and scan.extent(text, MAX_VALUES).weight > MAX_VALUES
 
 

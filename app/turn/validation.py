@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
-from app.domain import decide
+from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
 from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan, shape_of
 from app.domain.history import Incoming
@@ -82,6 +82,8 @@ class ReplyValidator:
         result, text = await self._run_job(work, answer, sum(map(len, new)), known)
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
+        if len(result.message) >= self._settings.max_request_bytes or bounds.is_too_much(result.message):
+            raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
         message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
         return ValidatedReply(
             result,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fault.table import Tally
+from helpers.answering import Answer, Answering
+from helpers.replies import sglang as sglang_reply
 
 from integration.places import Places
 from integration.stand import FIRST_TURN, Stand, error_of, serving, until, user
@@ -13,6 +18,7 @@ from integration.tito import checked
 from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 
+MIB = 1 << 20
 STATUSES = {"status_500": 500, "status_503": 503, "status_429": 429, "status_400": 400}
 MALFORMED = {
     "redirect": "answered with a redirect (307)",
@@ -198,3 +204,39 @@ def test_without_a_living_engine_a_turn_is_refused(places: Places) -> None:
         assert error_of(talk.chat([user("x")])) == (503, "no_upstream")
         assert talk.types() == ["SessionCreated"]
         assert stand.http.get("/ready").status_code == 503
+
+
+def many_calls(count: int) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "run", "arguments": '{"command":"ls"}'}}
+    return {"content": None, "tool_calls": [{"id": f"call_{number}", **call} for number in range(count)]}
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (many_calls(2_000), 200),
+        (many_calls(20_000), 502),
+        ({"content": "x" * (MIB // 2)}, 200),
+        ({"content": "x" * MIB}, 502),
+        ({"content": "[," * (MIB // 4)}, 200),
+    ],
+    ids=["calls", "too many calls", "text", "too long a text", "text that looks like values"],
+)
+def test_what_could_not_be_sent_back_is_not_committed(tmp_path: Path, message: dict[str, Any], status: int) -> None:
+    reply = sglang_reply()
+    reply["choices"][0]["message"] |= message
+    body = json.dumps(reply).encode()
+    environment = {"TURNLOG_MAX_REQUEST_BYTES": str(64 * MIB if "tool_calls" in message else MIB)}
+    with (
+        Answering(lambda asked: Answer(body)) as engine,
+        serving(tmp_path, engine.base_url, environment=environment) as stand,
+    ):
+        talk = stand.talk()
+        response = talk.chat([user("Hello")])
+        assert response.status_code == status, response.text[:200]
+        if status == 502:
+            assert error_of(response) == (502, "upstream_invalid")
+            assert talk.types()[-1] == "TurnRejected"
+        else:
+            talk.messages = [user("Hello"), response.json()["choices"][0]["message"]]
+            talk.say("More")
