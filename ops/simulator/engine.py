@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.tokenizer = Tokenizer()
-        self.template = Template(self.tokenizer)
+        self.template = Template(self.tokenizer, mends_arguments=config.dialect == "vllm")
         self.policy = Policy(config, self.tokenizer)
         self.writer = ReplyWriter(config, self.tokenizer, Payloads(config.seed))
         self.runs = Runs()
@@ -264,6 +264,8 @@ class Engine:
 
     def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
         raw = request.prompt_ids(self.config.dialect) if self.config.token_in else b""
+        if self.config.dialect == "sglang" and not raw:
+            sglang.check_history(conversation)
         prompt = self._ids_of(raw) if raw else self.template.prompt(conversation)
         self._check_start(request, prompt)
         return prompt

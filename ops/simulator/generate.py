@@ -29,9 +29,9 @@ _CUT_TRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of the reply; ``arguments`` is JSON text."""
+    """A tool call of the reply; ``arguments`` is JSON text, unless a request ordered another."""
 
-    id: str
+    id: str | int | None
     name: str
     arguments: str
 
@@ -114,6 +114,10 @@ class Policy:
         calls: tuple[Call, ...] = ()
         if isinstance(request, ChatRequest) and not continuing:
             calls = self._calls(conversation, request, sim, rng)
+            calls = (
+                *(replace(call, id=given) for call, given in zip(calls, sim.call_ids, strict=False)),
+                *calls[len(sim.call_ids) :],
+            )
         return self._compose(sim, calls, rng, _limit(request), continuing, key.hex())
 
     def within(self, draft: Draft, request: Request) -> Draft:

@@ -5,6 +5,7 @@ Each event has the share of text, ids and logprobs that is new, as in SGLang 0.5
 
 from __future__ import annotations
 
+import re
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +17,8 @@ from ops.simulator.generation import DONE, EVENT_STREAM, Generation, ReplyWriter
 from ops.simulator.sglang import finish_of
 from ops.simulator.wire import BadRequest, ChatRequest, Reply, Sim, json_reply
 
+# The arguments are taken as the model wrote them, whether they are JSON or not.
+_CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": (.*)\}', re.DOTALL)
 CHUNK = 8
 """Tokens in an event of a request that does not say it."""
 
@@ -108,8 +111,9 @@ def parse_function_call(body: bytes) -> Reply:
         called, end, _ = one.partition("</tool_call>")
         if not end:
             return json_reply({"normal_text": text, "calls": []})
-        # The arguments as the model wrote them: their JSON is not written anew.
-        call = msgspec.json.decode(called, type=dict[str, Raw])
-        name, arguments = msgspec.json.decode(call["name"], type=str), bytes(call["arguments"]).decode()
-        calls.append({"tool_index": number, "name": name, "parameters": arguments})
+        written = _CALL.fullmatch(called.strip())
+        if written is None:
+            return json_reply({"normal_text": text, "calls": []})
+        name, arguments = written.groups()
+        calls.append({"tool_index": number, "name": msgspec.json.decode(name, type=str), "parameters": arguments})
     return json_reply({"normal_text": content.removesuffix("\n"), "calls": calls})

@@ -11,6 +11,7 @@ from ops.simulator.generation import (
     event,
     message_json,
 )
+from ops.simulator.template import Conversation
 from ops.simulator.wire import BadRequest, ChatRequest, Reply, Request, json_reply
 
 _NOT_STREAMED = ("return_prompt_token_ids", "return_token_ids", "return_meta_info")
@@ -40,6 +41,13 @@ def check(request: ChatRequest) -> None:
         for name in _NOT_STREAMED:
             if getattr(request, name):
                 raise BadRequest(f"{name} is not supported with streaming; set stream=false.")
+
+
+def check_history(conversation: Conversation) -> None:
+    """Refuse what SGLang cannot give to a chat template. Raises :class:`BadRequest`."""
+    for number, message in enumerate(conversation.messages):
+        if not message.calls_objects:
+            raise BadRequest(f"messages[{number}]: the arguments of a tool call must be a JSON object.")
 
 
 def check_start(request: Request, prompt_tokens: int) -> None:

@@ -36,11 +36,13 @@ TOOLS_OUTRO = (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A message: its role, its text in separately encoded pieces, and a digest."""
+    """A message: its role, its text in separately encoded pieces, a digest, and whether the arguments of each of its
+    calls are a JSON object."""
 
     role: str
     pieces: tuple[str, ...]
     digest: bytes
+    calls_objects: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +90,25 @@ def _plain(content: str | list[dict[str, Any]] | None) -> str:
     return "".join(str(part.get("text", "")) for part in content)
 
 
-def _sent_call(call: SentToolCall) -> tuple[str, str]:
+def _calls_object(call: SentToolCall) -> bool:
     arguments = call.function.arguments
+    try:
+        return isinstance(arguments, dict) or isinstance(msgspec.json.decode(arguments), dict)
+    except msgspec.DecodeError:
+        return False
+
+
+def _sent_call(call: SentToolCall, mended: bool) -> tuple[str, str]:
+    arguments = call.function.arguments if _calls_object(call) or not mended else "{}"
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return call.function.name, arguments
 
 
-def _pieces(message: SentMessage) -> tuple[str, ...]:
+def _pieces(message: SentMessage, mended: bool) -> tuple[str, ...]:
     content = _plain(message.content)
     if message.role == "assistant":
-        calls = [_sent_call(call) for call in message.tool_calls or ()]
+        calls = [_sent_call(call, mended) for call in message.tool_calls or ()]
         text = assistant_text(content, message.reasoning_content, calls)
         return (GENERATION_PROMPT, text, _TURN_END) if text else (GENERATION_PROMPT, _TURN_END)
     if message.role == "tool":
@@ -108,10 +118,14 @@ def _pieces(message: SentMessage) -> tuple[str, ...]:
 
 
 class Template:
-    """Renders conversations to prompts, and caches every rendered message."""
+    """Renders conversations to prompts, and caches every rendered message.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    With ``mends_arguments``, as in vLLM, a call whose arguments are no JSON object is rendered with ``{}``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, mends_arguments: bool = False) -> None:
         self.tokenizer = tokenizer
+        self._mends_arguments = mends_arguments
         self._rendered: Lru[bytes, Rendered] = Lru(64 * 2**20)
         self._toolboxes: Lru[bytes, Toolbox] = Lru(8 * 2**20)
         self._decode = msgspec.json.Decoder(SentMessage).decode
@@ -186,12 +200,12 @@ class Template:
         message = self._decode(raw)
         if message.role not in _ROLES:
             raise BadRequest(f"unknown role {message.role[:40]!r}")
-        pieces = _pieces(message)
+        pieces = _pieces(message, self._mends_arguments)
         digest = hashlib.blake2b(digest_size=16)
         for piece in (message.role, *pieces):
             digest.update(piece.encode("utf-8", "surrogatepass") + b"\0")
         role = "system" if message.role == "developer" else message.role
-        rendered = Rendered(role, pieces, digest.digest())
+        rendered = Rendered(role, pieces, digest.digest(), all(map(_calls_object, message.tool_calls or ())))
         return self._rendered.put(raw, rendered, 200 + 3 * len(raw))
 
     def _toolbox(self, raw: bytes) -> Toolbox:

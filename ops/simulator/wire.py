@@ -38,7 +38,7 @@ class SentToolCall(Struct):
     """A tool call in a message of the history."""
 
     function: CalledFunction
-    id: str | None = None
+    id: str | int | None = None
 
 
 class SentMessage(Struct):
@@ -82,8 +82,10 @@ class Sim(Struct, forbid_unknown_fields=True):
 
     ``abort_at`` is the number of tokens after which an abort cuts the generation, instead of the number that its time
     determines. The second number is for the generation that continues after the first abort, and so on. ``calls`` are
-    the tool calls of the reply, whatever tools the request offers. ``chunk_tokens`` is the number of tokens in each
-    chunk of vLLM's stream of a plain text.
+    the tool calls of the reply, whatever tools the request offers; their arguments may be any text. ``call_ids`` are
+    the ids of the reply's calls in order; a call without one gets a drawn id. ``text`` may hold reasoning between its
+    tags, which stays in the content, or be empty. ``chunk_tokens`` is the number of tokens in each chunk of vLLM's
+    stream of a plain text.
     """
 
     completion_tokens: int | None = None
@@ -100,6 +102,7 @@ class Sim(Struct, forbid_unknown_fields=True):
     fault: str | FaultOrder | None = None
     abort_at: list[int] | None = None
     calls: list[CalledFunction] | None = None
+    call_ids: list[str | int | None] = []
     chunk_tokens: int | None = None
 
 
