@@ -1,4 +1,4 @@
-"""The table of what a session kept of a harness's work."""
+"""The tables of what sessions kept of a harness's work."""
 
 from __future__ import annotations
 
@@ -27,6 +27,28 @@ class Kept:
     causes: str
 
 
+@dataclass(frozen=True)
+class Odd:
+    """Of the sessions of one harness before one kind of odd engine: committed turns, the engine's generations, what it
+    refused, rows and those of them that begin with drift, in capture mode and with a tokenizer; turns in the loss of no
+    row or of several; forks, refusals and rollbacks that the harness did not mean, and forks that it did, `why`."""
+
+    harness: str
+    mode: str
+    sessions: int = 0
+    turns: int = 0
+    generations: int = 0
+    engine_refused: int = 0
+    rows: int = 0
+    drift: int = 0
+    tokenizer_drift: int = 0
+    lost: int = 0
+    doubled: int = 0
+    false: int = 0
+    meant: int = 0
+    why: str = ""
+
+
 class KeptTable(Table):
     title, key, left = "what sessions kept", "kept", (0, 1, 9)
     headings = (
@@ -45,10 +67,20 @@ class KeptTable(Table):
         return sorted(self._lines)
 
 
-def tell(request: pytest.FixtureRequest, kept: Kept) -> None:
+class OddTable(KeptTable):
+    title, key, left = "harnesses before odd engines", "odd", (0, 1, 13)
+    headings = (
+        *("harness", "the engine gives", "sessions", "turns", "generations", "refused", "rows", "drift"),
+        *("with a tokenizer", "lost", "doubled", "false", "meant", "why"),
+    )
+
+
+def tell(request: pytest.FixtureRequest, kept: Kept | Odd) -> None:
     """Have the table show this line, whether the test passes or not."""
-    request.node.user_properties.append((KeptTable.key, list(asdict(kept).values())))
+    key = KeptTable.key if isinstance(kept, Kept) else OddTable.key
+    request.node.user_properties.append((key, list(asdict(kept).values())))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(KeptTable(), "kept-table")
+    config.pluginmanager.register(OddTable(), "odd-table")

@@ -1,0 +1,168 @@
+"""Harnesses before engines that give what no harness asked for: no branch of a session is a false one.
+
+Each harness does its tasks in a linear session and in a tree, before an engine that renders messages and one that is
+sent ids. The table at the end of the run says what the sessions kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from helpers.kept import Odd, tell
+from integration.stand import Stand, Talk, standing
+
+from e2e.harnesses import HARNESSES, TASKS, Harness
+from e2e.test_lost_turns import outcomes
+from ops.simulator import tokenizer_files
+
+pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+ENGINE = ("--seed", "5", "--reasoning", "0.3")
+
+
+class Mode(NamedTuple):
+    """The engine's reply to each task: calls of the harness's tool with these `arguments` (None: good ones) and ids,
+    or a text."""
+
+    arguments: Sequence[str | None] = ()
+    call_ids: Sequence[str | int | None] = ()
+    text: str | None = None
+
+    def sim(self, harness: Harness) -> Mapping[str, Any]:
+        calls = [
+            {"name": harness.tool, "arguments": harness.arguments if text is None else text} for text in self.arguments
+        ]
+        return {"call_ids": self.call_ids, "text": self.text} | ({"calls": calls} if calls else {})
+
+
+THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
+MODES: Mapping[str, Mode] = {
+    "arguments: cut": Mode(['{"city": "Os']),
+    "arguments: a list": Mode(["[1]"]),
+    "arguments: null": Mode(["null"]),
+    "arguments: empty": Mode([""]),
+    "arguments: a raw tab": Mode(['{"city": "Os\tlo"}']),
+    "arguments: two cut": Mode(['{"city": "Os', '{"city": "Ber']),
+    "arguments: one of two cut": Mode([None, '{"city": "Ber'], text="I look."),
+    "ids: empty": Mode([None], [""]),
+    "ids: two empty": Mode([None, None], ["", ""]),
+    "ids: a number": Mode([None], [7]),
+    "ids: null": Mode([None], [None]),
+    "ids: repeated in a reply": Mode([None, None], ["call_1", "call_1"]),
+    "ids: repeated in each turn": Mode([None, None], ["functions.weather:0", "functions.weather:1"]),
+    "ids: outside the alphabet": Mode([None], ["weather/é 1"]),
+    "reasoning: in content": Mode(text=f"{THOUGHT}Hi"),
+    "reasoning: before a call": Mode([None], text=f"{THOUGHT}I look."),
+    "reasoning: alone before a call": Mode([None], text=THOUGHT),
+    "reasoning: a closing tag only": Mode(text="It may rain.\n</think>\n\nHi"),
+    "an empty reply": Mode(text=""),
+}
+
+
+class Own(NamedTuple):
+    """What a harness does of its own accord: it stops with an error of this name, or its branches have these causes."""
+
+    why: str
+    stops: str = ""
+    causes: Sequence[str] = ()
+
+
+OWN: Mapping[tuple[str, str], Own] = {}
+SETTINGS: Sequence[Mapping[str, str]] = ({"history": "linear"}, {"history": "tree"})
+
+
+@pytest.fixture(scope="module")
+def stands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Stand]]:
+    """A server in capture mode and one with a tokenizer, each with its engine."""
+    tokenizer = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.write(tokenizer)
+    environment = {"TURNLOG_TOKENIZER": str(tokenizer)}
+    with (
+        standing(tmp_path_factory.mktemp("capture"), *ENGINE) as capture,
+        standing(tmp_path_factory.mktemp("tito"), *ENGINE, environment=environment) as tito,
+    ):
+        yield capture, tito
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in HARNESSES for mode in MODES])
+def test_no_branch_is_false(request: pytest.FixtureRequest, stands: Sequence[Stand], name: str, mode: str) -> None:
+    harness, own = HARNESSES[name], OWN.get((name, mode)) or OWN.get((name, "")) or Own("")
+    kept, stops = Odd(name, mode, why=own.why), set[str]()
+    for stand in stands:
+        for setting in SETTINGS:
+            session = {**setting, **(harness.session if setting["history"] == "linear" else {})}
+            talk = stand.talk(**session)
+            stop, seen = played(stand, talk, harness, MODES[mode], own)
+            stops.add(stop)
+            kept = added(kept, seen if stand is stands[0] else replace(seen, tokenizer_drift=seen.drift, drift=0))
+    tell(request, kept)
+    assert stops == {own.stops}
+    assert (kept.false, kept.engine_refused) == (0, 0)
+    assert (kept.lost, kept.doubled) == (0, 0), "each turn is in one row's loss"
+    assert kept.generations == kept.turns
+    assert kept.tokenizer_drift == 0
+
+
+def played(stand: Stand, talk: Talk, harness: Harness, mode: Mode, own: Own) -> tuple[str, Odd]:
+    """The name of the error with which the harness stopped, if any, and what its session kept."""
+    stand.sim.post("/sim/reset").raise_for_status()
+    odd = mode.sim(harness)
+    for when, sim, count in (*((task, odd, 1) for task in TASKS), ("", harness.ends, 1000)):
+        stand.sim.post("/sim/replies", json={"when": when, "sim": sim, "count": count}).raise_for_status()
+    before, stop = outcomes(stand), ""
+    try:
+        harness.run(f"{stand.base_url}{talk.path}/v1")
+    except Exception as error:  # noqa: BLE001
+        stop = type(error).__name__
+    return stop, audited(stand, talk, own, before)
+
+
+def audited(stand: Stand, talk: Talk, own: Own, before: Mapping[str, float]) -> Odd:
+    """What the engine, the counters, the log and the export say of a session."""
+    stats, rows = stand.stats(), talk.rows()
+    owners = Counter(
+        span["turn"]
+        for row in rows
+        for span in row["turns"]
+        if any(row["loss_mask"][span["output_start"] : span["end"]])
+    )
+    after = outcomes(stand)
+    refused = {
+        outcome: count - before[outcome]
+        for outcome, count in after.items()
+        if outcome not in ("committed", "replayed", "joined")
+    }
+    causes = Counter(cause_of(row) for row in rows)
+    drift = causes.pop("drift", 0)
+    meant = sum(causes[cause] for cause in own.causes)
+    forks = sum(causes.values()) - meant - causes["start"]
+    turns = [event["turn"] for event in talk.committed()]
+    return Odd(
+        harness="",
+        mode="",
+        sessions=1,
+        turns=len(turns),
+        generations=stats["finished"],
+        engine_refused=stats["refused"],
+        rows=len(rows),
+        drift=drift,
+        lost=sum(owners[turn] == 0 for turn in turns),
+        doubled=sum(count > 1 for count in owners.values()),
+        false=forks + int(sum(refused.values())) + talk.types().count("RolledBack"),
+        meant=meant,
+    )
+
+
+def cause_of(row: Mapping[str, Any]) -> str:
+    """Why a row's branch or segment began."""
+    cause: str = row["branch_cause"] or row["segment_cause"] or "start"
+    return cause
+
+
+def added(kept: Odd, seen: Odd) -> Odd:
+    counted = [name for name, value in vars(kept).items() if isinstance(value, int)]
+    return replace(kept, **{name: getattr(kept, name) + getattr(seen, name) for name in counted})
