@@ -95,12 +95,8 @@ def _codex(place: Place, task: str, more: Mapping[str, str], *command: str) -> s
 
 
 def _qwen(place: Place, task: str, more: Mapping[str, str]) -> subprocess.Popen[str]:
-    environment = {
-        "OPENAI_BASE_URL": f"{place.base_url}/v1",
-        "OPENAI_API_KEY": place.token,
-        "OPENAI_MODEL": "simulator",
-    }
-    return place.run("qwen", ("--auth-type", "openai", "--yolo", task), {**environment, **more})
+    environment = {**_openai(place), "OPENAI_MODEL": "simulator", **more}
+    return place.run("qwen", ("--auth-type", "openai", "--yolo", task), environment)
 
 
 def _python(name: str, module: str) -> Start:
@@ -109,11 +105,7 @@ def _python(name: str, module: str) -> Start:
     def start(place: Place, task: str, more: Mapping[str, str]) -> subprocess.Popen[str]:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-        environment = {
-            **_anthropic(place),
-            **_openai(place),
-            **more,
-        }
+        environment = {**_anthropic(place), **_openai(place), **more}
         return place.run(sys.executable, (str(Path(__file__).with_name("python_agents.py")), name, task), environment)
 
     return start
