@@ -98,7 +98,7 @@ def test_no_branch_is_false(request: pytest.FixtureRequest, stands: Sequence[Sta
             talk = stand.talk(**session)
             stop, seen = played(stand, talk, harness, MODES[mode], own)
             stops.add(stop)
-            kept = added(kept, seen if stand is stands[0] else replace(seen, tokenizer_drift=seen.drift, drift=0))
+            kept = kept.and_also(seen if stand is stands[0] else replace(seen, tokenizer_drift=seen.drift, drift=0))
     tell(request, kept)
     assert stops == {own.stops}
     assert (kept.false, kept.engine_refused) == (0, 0)
@@ -161,8 +161,3 @@ def cause_of(row: Mapping[str, Any]) -> str:
     """Why a row's branch or segment began."""
     cause: str = row["branch_cause"] or row["segment_cause"] or "start"
     return cause
-
-
-def added(kept: Odd, seen: Odd) -> Odd:
-    counted = [name for name, value in vars(kept).items() if isinstance(value, int)]
-    return replace(kept, **{name: getattr(kept, name) + getattr(seen, name) for name in counted})

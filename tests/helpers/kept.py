@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -48,6 +48,13 @@ class Odd:
     meant: int = 0
     why: str = ""
 
+    def and_also(self, other: Odd) -> Odd:
+        """The sums, and both reasons."""
+        counted = [name for name, value in vars(self).items() if isinstance(value, int)]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counted}
+        reasons = dict.fromkeys(why for why in (*self.why.split("; "), *other.why.split("; ")) if why)
+        return replace(self, **sums, why="; ".join(reasons))
+
 
 class KeptTable(Table):
     title, key, left = "what sessions kept", "kept", (0, 1, 9)
@@ -67,12 +74,26 @@ class KeptTable(Table):
         return sorted(self._lines)
 
 
-class OddTable(KeptTable):
+class OddTable(Table):
+    """A line a harness and kind of mode: what stands before the colon."""
+
     title, key, left = "harnesses before odd engines", "odd", (0, 1, 13)
     headings = (
         *("harness", "the engine gives", "sessions", "turns", "generations", "refused", "rows", "drift"),
         *("with a tokenizer", "lost", "doubled", "false", "meant", "why"),
     )
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, str], Odd] = {}
+
+    def add(self, report: pytest.TestReport, value: Any) -> None:
+        seen = Odd(*value)
+        seen = replace(seen, mode=seen.mode.partition(":")[0])
+        key = seen.harness, seen.mode
+        self._lines[key] = self._lines[key].and_also(seen) if key in self._lines else seen
+
+    def cells(self) -> list[tuple[str, ...]]:
+        return sorted(tuple(map(str, asdict(line).values())) for line in self._lines.values())
 
 
 def tell(request: pytest.FixtureRequest, kept: Kept | Odd) -> None:
