@@ -189,7 +189,8 @@ def smolagents(base_url: str) -> None:
 
 def mini_swe_agent(base_url: str) -> None:
     """One task of several steps: each of its runs begins a conversation."""
-    os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}
+    os.environ |= {**quiet, "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}
     agents, models = installed("minisweagent.agents.default"), installed("minisweagent.models.litellm_model")
     environments = installed("minisweagent.environments.local")
     with tempfile.TemporaryDirectory() as folder:
@@ -225,5 +226,6 @@ HARNESSES: Mapping[str, Harness] = {
         tool="bash",
         arguments={"command": "echo Rain"},
         ends={"calls": [{"name": "bash", "arguments": {"command": "echo Rain"}}]},
+        session={"on_divergence": "segment"},
     ),
 }

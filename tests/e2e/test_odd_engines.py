@@ -71,7 +71,9 @@ class Own(NamedTuple):
     causes: Sequence[str] = ()
 
 
-OWN: Mapping[tuple[str, str], Own] = {}
+PROSE = Own("tells its calls and their results as prose", causes=["root", "divergence", "fork"])
+NO_CALL = Own("leaves out a reply without a valid call, and tells an error", causes=["fork", "root", "divergence"])
+OWN: Mapping[tuple[str, str], Own] = {("smolagents", mode): PROSE for mode in MODES}
 SETTINGS: Sequence[Mapping[str, str]] = ({"history": "linear"}, {"history": "tree"})
 
 
@@ -90,7 +92,7 @@ def stands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Stand]
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in HARNESSES for mode in MODES])
 def test_no_branch_is_false(request: pytest.FixtureRequest, stands: Sequence[Stand], name: str, mode: str) -> None:
-    harness, own = HARNESSES[name], OWN.get((name, mode)) or OWN.get((name, "")) or Own("")
+    harness, own = HARNESSES[name], OWN.get((name, mode), Own(""))
     kept, stops = Odd(name, mode, why=own.why), set[str]()
     for stand in stands:
         for setting in SETTINGS:
@@ -103,7 +105,7 @@ def test_no_branch_is_false(request: pytest.FixtureRequest, stands: Sequence[Sta
     assert stops == {own.stops}
     assert (kept.false, kept.engine_refused) == (0, 0)
     assert (kept.lost, kept.doubled) == (0, 0), "each turn is in one row's loss"
-    assert kept.generations == kept.turns
+    assert kept.engine_calls == kept.turns
     assert kept.tokenizer_drift == 0
 
 
@@ -123,7 +125,7 @@ def played(stand: Stand, talk: Talk, harness: Harness, mode: Mode, own: Own) -> 
 
 def audited(stand: Stand, talk: Talk, own: Own, before: Mapping[str, float]) -> Odd:
     """What the engine, the counters, the log and the export say of a session."""
-    stats, rows = stand.stats(), talk.rows()
+    rows = talk.rows()
     owners = Counter(
         span["turn"]
         for row in rows
@@ -146,8 +148,8 @@ def audited(stand: Stand, talk: Talk, own: Own, before: Mapping[str, float]) -> 
         mode="",
         sessions=1,
         turns=len(turns),
-        generations=stats["finished"],
-        engine_refused=stats["refused"],
+        engine_calls=talk.generations(),
+        engine_refused=stand.stats()["refused"],
         rows=len(rows),
         drift=drift,
         lost=sum(owners[turn] == 0 for turn in turns),

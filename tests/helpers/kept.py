@@ -29,15 +29,15 @@ class Kept:
 
 @dataclass(frozen=True)
 class Odd:
-    """Of the sessions of one harness before one kind of odd engine: committed turns, the engine's generations, what it
-    refused, rows and those of them that begin with drift, in capture mode and with a tokenizer; turns in the loss of no
+    """Of the sessions of one harness before one kind of odd engine: committed turns, requests to the engine, what it
+    refused of them, rows and those of them that begin with drift, in capture mode and with a tokenizer; turns in the loss of no
     row or of several; forks, refusals and rollbacks that the harness did not mean, and forks that it did, `why`."""
 
     harness: str
     mode: str
     sessions: int = 0
     turns: int = 0
-    generations: int = 0
+    engine_calls: int = 0
     engine_refused: int = 0
     rows: int = 0
     drift: int = 0
@@ -79,7 +79,7 @@ class OddTable(Table):
 
     title, key, left = "harnesses before odd engines", "odd", (0, 1, 13)
     headings = (
-        *("harness", "the engine gives", "sessions", "turns", "generations", "refused", "rows", "drift"),
+        *("harness", "the engine gives", "sessions", "turns", "engine calls", "refused", "rows", "drift"),
         *("with a tokenizer", "lost", "doubled", "false", "meant", "why"),
     )
 
@@ -87,6 +87,8 @@ class OddTable(Table):
         self._lines: dict[tuple[str, str], Odd] = {}
 
     def add(self, report: pytest.TestReport, value: Any) -> None:
+        if report.when != "call":
+            return
         seen = Odd(*value)
         seen = replace(seen, mode=seen.mode.partition(":")[0])
         key = seen.harness, seen.mode
