@@ -44,14 +44,13 @@ class Harness:
     """`run(base_url)` does the tasks, where `base_url` is a session's, with `/v1`.
 
     `tool` and `arguments` are a good call of its own tool, `ends` is how the engine answers what it is not told to
-    answer in another way, `session` is what a linear session is created with.
+    answer in another way.
     """
 
     run: Callable[[str], None]
     tool: str = "weather"
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"city": "Oslo"})
     ends: Mapping[str, Any] = field(default_factory=lambda: {"tool_calls": False})
-    session: Mapping[str, str] = field(default_factory=dict)
 
 
 def loop(complete: Callable[[list[Any]], Any]) -> None:
@@ -219,13 +218,11 @@ HARNESSES: Mapping[str, Harness] = {
     "smolagents": Harness(
         smolagents,
         ends={"calls": [{"name": "final_answer", "arguments": {"answer": "Rain"}}]},
-        session={"on_divergence": "segment"},
     ),
     "mini-swe-agent": Harness(
         mini_swe_agent,
         tool="bash",
         arguments={"command": "echo Rain"},
         ends={"calls": [{"name": "bash", "arguments": {"command": "echo Rain"}}]},
-        session={"on_divergence": "segment"},
     ),
 }

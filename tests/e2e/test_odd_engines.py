@@ -26,17 +26,22 @@ ENGINE = ("--seed", "5", "--reasoning", "0.3")
 
 class Mode(NamedTuple):
     """The engine's reply to each task: calls of the harness's tool with these `arguments` (None: good ones) and ids,
-    or a text."""
+    where `#` stands for the task's number; or a text."""
 
     arguments: Sequence[str | None] = ()
     call_ids: Sequence[str | int | None] = ()
     text: str | None = None
 
-    def sim(self, harness: Harness) -> Mapping[str, Any]:
+    @property
+    def calls_well(self) -> bool:
+        return bool(self.arguments) and all(text is None for text in self.arguments)
+
+    def sim(self, harness: Harness, task: int) -> Mapping[str, Any]:
         calls = [
             {"name": harness.tool, "arguments": harness.arguments if text is None else text} for text in self.arguments
         ]
-        return {"call_ids": self.call_ids, "text": self.text} | ({"calls": calls} if calls else {})
+        ids = [given.replace("#", str(task)) if isinstance(given, str) else given for given in self.call_ids]
+        return {"call_ids": ids, "text": self.text} | ({"calls": calls} if calls else {})
 
 
 THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
@@ -52,9 +57,9 @@ MODES: Mapping[str, Mode] = {
     "ids: two empty": Mode([None, None], ["", ""]),
     "ids: a number": Mode([None], [7]),
     "ids: null": Mode([None], [None]),
-    "ids: repeated in a reply": Mode([None, None], ["call_1", "call_1"]),
+    "ids: repeated in a reply": Mode([None, None], ["call_#", "call_#"]),
     "ids: repeated in each turn": Mode([None, None], ["functions.weather:0", "functions.weather:1"]),
-    "ids: outside the alphabet": Mode([None], ["weather/é 1"]),
+    "ids: outside the alphabet": Mode([None], ["weather/é #"]),
     "reasoning: in content": Mode(text=f"{THOUGHT}Hi"),
     "reasoning: before a call": Mode([None], text=f"{THOUGHT}I look."),
     "reasoning: alone before a call": Mode([None], text=THOUGHT),
@@ -64,16 +69,29 @@ MODES: Mapping[str, Mode] = {
 
 
 class Own(NamedTuple):
-    """What a harness does of its own accord: it stops with an error of this name, or its branches have these causes."""
+    """What a harness does of its own accord: it stops with an error of this name, or begins branches and segments with
+    these causes; its linear sessions take what diverges as a segment."""
 
     why: str
     stops: str = ""
     causes: Sequence[str] = ()
 
 
-PROSE = Own("tells its calls and their results as prose", causes=["root", "divergence", "fork"])
-NO_CALL = Own("leaves out a reply without a valid call, and tells an error", causes=["fork", "root", "divergence"])
-OWN: Mapping[tuple[str, str], Own] = {("smolagents", mode): PROSE for mode in MODES}
+DIVERGES = ("root", "fork", "divergence")
+PROSE = Own("tells its calls and their results as prose", causes=DIVERGES)
+NO_CALL = Own("leaves out a reply without a valid call and tells an error instead", causes=DIVERGES)
+NO_OBJECT = Own("its message cannot hold arguments that are no object", stops="ValidationError")
+OWN: Mapping[tuple[str, str], Own] = {
+    **{("smolagents", mode): PROSE for mode in MODES},
+    **{("mini-swe-agent", mode): NO_CALL for mode, given in MODES.items() if not given.calls_well},
+    ("langchain-openai", "arguments: a list"): NO_OBJECT,
+    ("langchain-openai, Responses", "arguments: a list"): NO_OBJECT,
+    ("langchain-openai, Responses", "arguments: null"): NO_OBJECT,
+    ("langgraph", "arguments: a list"): NO_OBJECT,
+    ("openai-agents", "ids: repeated in each turn"): Own(
+        "sends the last of the calls and results that have one id, and leaves out the others", causes=DIVERGES
+    ),
+}
 SETTINGS: Sequence[Mapping[str, str]] = ({"history": "linear"}, {"history": "tree"})
 
 
@@ -96,14 +114,15 @@ def test_no_branch_is_false(request: pytest.FixtureRequest, stands: Sequence[Sta
     kept, stops = Odd(name, mode, why=own.why), set[str]()
     for stand in stands:
         for setting in SETTINGS:
-            session = {**setting, **(harness.session if setting["history"] == "linear" else {})}
-            talk = stand.talk(**session)
+            segments = {"on_divergence": "segment"} if own.causes and setting["history"] == "linear" else {}
+            talk = stand.talk(**setting, **segments)
             stop, seen = played(stand, talk, harness, MODES[mode], own)
             stops.add(stop)
             kept = kept.and_also(seen if stand is stands[0] else replace(seen, tokenizer_drift=seen.drift, drift=0))
     tell(request, kept)
     assert stops == {own.stops}
     assert (kept.false, kept.engine_refused) == (0, 0)
+    assert (kept.meant > 0) == bool(own.causes), "the reason still holds"
     assert (kept.lost, kept.doubled) == (0, 0), "each turn is in one row's loss"
     assert kept.engine_calls == kept.turns
     assert kept.tokenizer_drift == 0
@@ -112,8 +131,8 @@ def test_no_branch_is_false(request: pytest.FixtureRequest, stands: Sequence[Sta
 def played(stand: Stand, talk: Talk, harness: Harness, mode: Mode, own: Own) -> tuple[str, Odd]:
     """The name of the error with which the harness stopped, if any, and what its session kept."""
     stand.sim.post("/sim/reset").raise_for_status()
-    odd = mode.sim(harness)
-    for when, sim, count in (*((task, odd, 1) for task in TASKS), ("", harness.ends, 1000)):
+    odd = [(task, mode.sim(harness, number), 1) for number, task in enumerate(TASKS)]
+    for when, sim, count in (*odd, ("", harness.ends, 1000)):
         stand.sim.post("/sim/replies", json={"when": when, "sim": sim, "count": count}).raise_for_status()
     before, stop = outcomes(stand), ""
     try:
