@@ -77,7 +77,7 @@ class Own(NamedTuple):
     causes: Sequence[str] = ()
 
 
-DIVERGES = ("root", "fork", "divergence")
+DIVERGES = ("root", "fork", "compaction", "divergence")
 PROSE = Own("tells its calls and their results as prose", causes=DIVERGES)
 NO_CALL = Own("leaves out a reply without a valid call and tells an error instead", causes=DIVERGES)
 NO_OBJECT = Own("its message cannot hold arguments that are no object", stops="ValidationError")

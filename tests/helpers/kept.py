@@ -29,9 +29,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Odd:
-    """Of the sessions of one harness before one kind of odd engine: committed turns, requests to the engine, what it
-    refused of them, rows and those of them that begin with drift, in capture mode and with a tokenizer; turns in the loss of no
-    row or of several; forks, refusals and rollbacks that the harness did not mean, and forks that it did, `why`."""
+    """Of the sessions of one harness before one kind of odd engine: committed turns; requests to the engine, and those
+    that it refused; rows, and those that begin with drift, in capture mode and with a tokenizer; turns in no row's
+    loss, and in several's; forks, refusals and rollbacks that the harness did not mean, and forks that it did, `why`."""
 
     harness: str
     mode: str
