@@ -19,7 +19,7 @@ import httpx
 import pytest
 from integration.stand import WEATHER, Message, user
 
-from e2e.test_harnesses import installed
+from e2e.harnesses import installed
 
 KEY = "unused"
 CITIES = ("Oslo", "Bergen", "Tromsø")

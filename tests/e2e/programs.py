@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 RUN_S = 120
-KEY = "unused"
 
 Call = dict[str, str]
 
@@ -31,6 +30,7 @@ class Place:
 
     base_url: str
     folder: Path
+    token: str = "unused"
 
     def run(self, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a program in an environment of its own."""
@@ -71,12 +71,13 @@ class Program:
 def _anthropic(place: Place) -> Mapping[str, str]:
     return {
         "ANTHROPIC_BASE_URL": place.base_url,
-        "ANTHROPIC_AUTH_TOKEN": KEY,
+        "ANTHROPIC_AUTH_TOKEN": place.token,
         "ANTHROPIC_MODEL": "simulator",
-        "CLAUDE_CODE_SUBAGENT_MODEL": "simulator",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "IS_SANDBOX": "1",
     }
+
+
+def _openai(place: Place) -> Mapping[str, str]:
+    return {"OPENAI_BASE_URL": f"{place.base_url}/v1", "OPENAI_API_KEY": place.token}
 
 
 def _claude(place: Place, task: str, more: Mapping[str, str], *flags: str) -> subprocess.Popen[str]:
@@ -86,17 +87,16 @@ def _claude(place: Place, task: str, more: Mapping[str, str], *flags: str) -> su
 
 def _codex(place: Place, task: str, more: Mapping[str, str], *command: str) -> subprocess.Popen[str]:
     provider = {"name": "x", "base_url": f"{place.base_url}/v1", "wire_api": "responses", "env_key": "KEY"}
-    settings = {"model_provider": "x", "web_search": "disabled"}
-    settings |= {f"model_providers.x.{name}": value for name, value in provider.items()}
+    settings = {"model_provider": "x", **{f"model_providers.x.{name}": value for name, value in provider.items()}}
     settings = {name: json.dumps(value) for name, value in settings.items()} | {**more}
     options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
     flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "simulator")
-    return place.run("codex", ("exec", *command, *flags, *options, task), {"KEY": KEY})
+    return place.run("codex", ("exec", *command, *flags, *options, task), {"KEY": place.token})
 
 
 def _qwen(place: Place, task: str, more: Mapping[str, str]) -> subprocess.Popen[str]:
-    environment = {"OPENAI_BASE_URL": f"{place.base_url}/v1", "OPENAI_API_KEY": KEY, "OPENAI_MODEL": "simulator"}
-    return place.run("qwen", ("--auth-type", "openai", "--yolo", task), {**environment, **more})
+    environment = {**_openai(place), "OPENAI_MODEL": "simulator", **more}
+    return place.run("qwen", ("--auth-type", "openai", "--yolo", task), environment)
 
 
 def _python(name: str, module: str) -> Start:
@@ -105,12 +105,7 @@ def _python(name: str, module: str) -> Start:
     def start(place: Place, task: str, more: Mapping[str, str]) -> subprocess.Popen[str]:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-        environment = {
-            **_anthropic(place),
-            "OPENAI_BASE_URL": f"{place.base_url}/v1",
-            "OPENAI_API_KEY": KEY,
-            **more,
-        }
+        environment = {**_anthropic(place), **_openai(place), **more}
         return place.run(sys.executable, (str(Path(__file__).with_name("python_agents.py")), name, task), environment)
 
     return start
@@ -118,21 +113,10 @@ def _python(name: str, module: str) -> Start:
 
 def _opencode(package: str) -> Start:
     def start(place: Place, task: str, more: Mapping[str, str]) -> subprocess.Popen[str]:
-        models = {"simulator": {"limit": {"context": 200_000, "output": 4_096}}}
-        provider = {"npm": package, "options": {"baseURL": f"{place.base_url}/v1", "apiKey": KEY}, "models": models}
-        config = {
-            "provider": {"turnlog": provider},
-            "model": "turnlog/simulator",
-            "small_model": "turnlog/simulator",
-            "permission": {"*": "allow"},
-            "share": "disabled",
-        }
-        environment = {
-            "OPENCODE_CONFIG_CONTENT": json.dumps(config),
-            "OPENCODE_DISABLE_AUTOUPDATE": "1",
-            "OPENCODE_DISABLE_MODELS_FETCH": "1",
-            **more,
-        }
+        options = {"baseURL": f"{place.base_url}/v1", "apiKey": place.token}
+        provider = {"npm": package, "options": options, "models": {"simulator": {}}}
+        config = {"provider": {"turnlog": provider}, "model": "turnlog/simulator"}
+        environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), **more}
         return place.run("opencode", ("run", "--format", "json", task), environment)
 
     return start
@@ -154,11 +138,13 @@ def _helper(task: str) -> Call:
     return call("helper", input=task)
 
 
+# Beside their first turns Claude Code and OpenCode ask for a title.
 PROGRAMS: Mapping[str, Program] = {
     "Claude Code": Program(
         _claude,
         _described("Bash"),
         _general("Agent"),
+        causes=["root"],
         goes_on=lambda place, task, more: _claude(place, task, more, "--continue"),
     ),
     "claude-agent-sdk": Program(_python("claude-agent-sdk", "claude_agent_sdk"), _described("Bash"), _general("Agent")),
@@ -168,7 +154,6 @@ PROGRAMS: Mapping[str, Program] = {
         lambda task: call("multi_agent_v1__spawn_agent", message=task),
         goes_on=lambda place, task, more: _codex(place, task, more, "resume", "--last"),
     ),
-    # Beside its first turn OpenCode asks for a title.
     "OpenCode, Messages": Program(_opencode("@ai-sdk/anthropic"), _described("bash"), causes=["root"]),
     "OpenCode, Responses": Program(_opencode("@ai-sdk/openai"), _described("bash"), causes=["root"]),
     # It may ask once more what of the task is worth remembering.

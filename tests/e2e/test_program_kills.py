@@ -72,7 +72,11 @@ def test_kills_cost_generations_and_nothing_else(
         not_there, several = owned(run.talk, run.talk.rows())
         lost, doubled = lost + not_there, doubled + several
     interrupted = sum(kind == "TurnAbandoned" for run in runs for kind in run.talk.types())
-    forks = sum(branch["cause"] != "start" for run in runs for branch in run.talk.tree()["branches"])
+    forks = sum(
+        branch["cause"] not in ("start", *PROGRAMS[program].causes)
+        for run in runs
+        for branch in run.talk.tree()["branches"]
+    )
     Kills.tell(request, program, kills, len(runs), finished, turns, generations, interrupted, lost, doubled, forks)
     assert (finished, lost, doubled, forks) == (len(runs), 0, 0, 0)
     assert generations - turns <= interrupted, "beyond the generations that died with the server none is doubled"

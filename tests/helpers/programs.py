@@ -36,6 +36,14 @@ class Programs(_Lines):
     )
 
 
+class Bare(_Lines):
+    title, key, left = "agent programs that are told a base URL, a token and a model", "bare-program", (0, 1, 8)
+    headings = (
+        *("program", "task", "kills", "exit", "acknowledged", "turns", "generations", "in flight at a kill"),
+        *("branches", "rows", "sampled", "in the loss", "not in it", "doubled"),
+    )
+
+
 class Kills(_Lines):
     title, key = "kills under agent programs", "program-kills"
     headings = (
@@ -46,4 +54,5 @@ class Kills(_Lines):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Programs(), "program-table")
+    config.pluginmanager.register(Bare(), "bare-program-table")
     config.pluginmanager.register(Kills(), "program-kill-table")

@@ -9,12 +9,14 @@ from types import TracebackType
 
 
 class CuttingRelay:
-    """Passes bytes on to `port`; each reply ends after the next of `cuts` bytes, and then none do."""
+    """Passes bytes on to `port`; each reply ends after the next of `cuts` bytes, and then none do. `passed` is what a
+    client was sent on each connection."""
 
     def __init__(self, port: int, *cuts: int) -> None:
         self._port = port
         self._cuts = list(cuts)
         self.made = 0
+        self.passed: list[bytearray] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._accept)
@@ -43,10 +45,13 @@ class CuttingRelay:
 
     def _downwards(self, client: socket.socket) -> None:
         left = self._cuts.pop(0) if self._cuts else None
+        passed = bytearray()
+        self.passed.append(passed)
         with socket.create_connection(("127.0.0.1", self._port)) as server:
             threading.Thread(target=self._upwards, args=(client, server), daemon=True).start()
             while data := server.recv(1 << 16):
                 client.sendall(data[:left])
+                passed += data[:left]
                 if left is not None and (left := left - len(data)) <= 0:
                     return
 

@@ -1,0 +1,184 @@
+"""Harnesses before engines that give what no harness asked for: no branch of a session is a false one.
+
+Each harness does its tasks in a linear session and in a tree, before an engine that renders messages and one that is
+sent ids. The table at the end of the run says what the sessions kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from helpers.kept import Odd, tell
+from integration.stand import Stand, Talk, standing
+
+from e2e.harnesses import HARNESSES, TASKS, Harness
+from e2e.test_lost_turns import outcomes
+from ops.simulator import tokenizer_files
+
+pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+ENGINE = ("--seed", "5", "--reasoning", "0.3")
+
+
+class Mode(NamedTuple):
+    """The engine's reply to each task: calls of the harness's tool with these `arguments` (None: good ones) and ids,
+    where `#` stands for the task's number; or a text."""
+
+    arguments: Sequence[str | None] = ()
+    call_ids: Sequence[str | int | None] = ()
+    text: str | None = None
+
+    @property
+    def calls_well(self) -> bool:
+        return bool(self.arguments) and all(text is None for text in self.arguments)
+
+    def sim(self, harness: Harness, task: int) -> Mapping[str, Any]:
+        calls = [
+            {"name": harness.tool, "arguments": harness.arguments if text is None else text} for text in self.arguments
+        ]
+        ids = [given.replace("#", str(task)) if isinstance(given, str) else given for given in self.call_ids]
+        return {"call_ids": ids, "text": self.text} | ({"calls": calls} if calls else {})
+
+
+THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
+MODES: Mapping[str, Mode] = {
+    "arguments: cut": Mode(['{"city": "Os']),
+    "arguments: a list": Mode(["[1]"]),
+    "arguments: null": Mode(["null"]),
+    "arguments: empty": Mode([""]),
+    "arguments: a raw tab": Mode(['{"city": "Os\tlo"}']),
+    "arguments: two cut": Mode(['{"city": "Os', '{"city": "Ber']),
+    "arguments: one of two cut": Mode([None, '{"city": "Ber'], text="I look."),
+    "ids: empty": Mode([None], [""]),
+    "ids: two empty": Mode([None, None], ["", ""]),
+    "ids: a number": Mode([None], [7]),
+    "ids: null": Mode([None], [None]),
+    "ids: repeated in a reply": Mode([None, None], ["call_#", "call_#"]),
+    "ids: repeated in each turn": Mode([None, None], ["functions.weather:0", "functions.weather:1"]),
+    "ids: outside the alphabet": Mode([None], ["weather/é #"]),
+    "reasoning: in content": Mode(text=f"{THOUGHT}Hi"),
+    "reasoning: before a call": Mode([None], text=f"{THOUGHT}I look."),
+    "reasoning: alone before a call": Mode([None], text=THOUGHT),
+    "reasoning: a closing tag only": Mode(text="It may rain.\n</think>\n\nHi"),
+    "an empty reply": Mode(text=""),
+}
+
+
+class Own(NamedTuple):
+    """What a harness does of its own accord: it stops with an error of this name, or begins branches and segments with
+    these causes; its linear sessions take what diverges as a segment."""
+
+    why: str
+    stops: str = ""
+    causes: Sequence[str] = ()
+
+
+DIVERGES = ("root", "fork", "compaction", "divergence")
+PROSE = Own("tells its calls and their results as prose", causes=DIVERGES)
+NO_CALL = Own("leaves out a reply without a valid call and tells an error instead", causes=DIVERGES)
+NO_OBJECT = Own("its message cannot hold arguments that are no object", stops="ValidationError")
+OWN: Mapping[tuple[str, str], Own] = {
+    **{("smolagents", mode): PROSE for mode in MODES},
+    **{("mini-swe-agent", mode): NO_CALL for mode, given in MODES.items() if not given.calls_well},
+    ("langchain-openai", "arguments: a list"): NO_OBJECT,
+    ("langchain-openai, Responses", "arguments: a list"): NO_OBJECT,
+    ("langchain-openai, Responses", "arguments: null"): NO_OBJECT,
+    ("langgraph", "arguments: a list"): NO_OBJECT,
+    ("openai-agents", "ids: repeated in each turn"): Own(
+        "sends the last of the calls and results that have one id, and leaves out the others", causes=DIVERGES
+    ),
+}
+SETTINGS: Sequence[Mapping[str, str]] = ({"history": "linear"}, {"history": "tree"})
+
+
+@pytest.fixture(scope="module")
+def stands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Stand]]:
+    """A server in capture mode and one with a tokenizer, each with its engine."""
+    tokenizer = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.write(tokenizer)
+    environment = {"TURNLOG_TOKENIZER": str(tokenizer)}
+    with (
+        standing(tmp_path_factory.mktemp("capture"), *ENGINE) as capture,
+        standing(tmp_path_factory.mktemp("tito"), *ENGINE, environment=environment) as tito,
+    ):
+        yield capture, tito
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in HARNESSES for mode in MODES])
+def test_no_branch_is_false(request: pytest.FixtureRequest, stands: Sequence[Stand], name: str, mode: str) -> None:
+    harness, own = HARNESSES[name], OWN.get((name, mode), Own(""))
+    kept, stops = Odd(name, mode, why=own.why), set[str]()
+    for stand in stands:
+        for setting in SETTINGS:
+            segments = {"on_divergence": "segment"} if own.causes and setting["history"] == "linear" else {}
+            talk = stand.talk(**setting, **segments)
+            stop, seen = played(stand, talk, harness, MODES[mode], own)
+            stops.add(stop)
+            kept = kept.and_also(seen if stand is stands[0] else replace(seen, tokenizer_drift=seen.drift, drift=0))
+    tell(request, kept)
+    assert stops == {own.stops}
+    assert (kept.false, kept.engine_refused) == (0, 0)
+    assert (kept.meant > 0) == bool(own.causes), "the reason still holds"
+    assert (kept.lost, kept.doubled) == (0, 0), "each turn is in one row's loss"
+    assert kept.engine_calls == kept.turns
+    assert kept.tokenizer_drift == 0
+
+
+def played(stand: Stand, talk: Talk, harness: Harness, mode: Mode, own: Own) -> tuple[str, Odd]:
+    """The name of the error with which the harness stopped, if any, and what its session kept."""
+    stand.sim.post("/sim/reset").raise_for_status()
+    odd = [(task, mode.sim(harness, number), 1) for number, task in enumerate(TASKS)]
+    for when, sim, count in (*odd, ("", harness.ends, 1000)):
+        stand.sim.post("/sim/replies", json={"when": when, "sim": sim, "count": count}).raise_for_status()
+    before, stop = outcomes(stand), ""
+    try:
+        harness.run(f"{stand.base_url}{talk.path}/v1")
+    except Exception as error:  # noqa: BLE001
+        stop = type(error).__name__
+    return stop, audited(stand, talk, own, before)
+
+
+def audited(stand: Stand, talk: Talk, own: Own, before: Mapping[str, float]) -> Odd:
+    """What the engine, the counters, the log and the export say of a session."""
+    rows = talk.rows()
+    owners = Counter(
+        span["turn"]
+        for row in rows
+        for span in row["turns"]
+        if any(row["loss_mask"][span["output_start"] : span["end"]])
+    )
+    after = outcomes(stand)
+    refused = {
+        outcome: count - before[outcome]
+        for outcome, count in after.items()
+        if outcome not in ("committed", "replayed", "joined")
+    }
+    causes = Counter(cause_of(row) for row in rows)
+    drift = causes.pop("drift", 0)
+    meant = sum(causes[cause] for cause in own.causes)
+    forks = sum(causes.values()) - meant - causes["start"]
+    turns = [event["turn"] for event in talk.committed()]
+    return Odd(
+        harness="",
+        mode="",
+        sessions=1,
+        turns=len(turns),
+        engine_calls=talk.generations(),
+        engine_refused=stand.stats()["refused"],
+        rows=len(rows),
+        drift=drift,
+        lost=sum(owners[turn] == 0 for turn in turns),
+        doubled=sum(count > 1 for count in owners.values()),
+        false=forks + int(sum(refused.values())) + talk.types().count("RolledBack"),
+        meant=meant,
+    )
+
+
+def cause_of(row: Mapping[str, Any]) -> str:
+    """Why a row's branch or segment began."""
+    cause: str = row["branch_cause"] or row["segment_cause"] or "start"
+    return cause
