@@ -390,15 +390,13 @@ class Incoming:
         """
         self._index = index
         self._odd_calls = index.odd_calls if odd_calls is None else odd_calls
-        self._repeated = self._known_turn(index, self._prefix) if self._prefix else index.repeated(self)
-        if self._repeated is not None and self._repeated.agent_id != agent_id and index.has_bare_replies:
-            self._repeated = None  # The agent may mean others of its own by the same bytes.
         self._agent_id = agent_id
+        self._repeated = self._known_beginning(index, agent_id)
         replies = StoredReplies(index, session, agent_id, self._proven)
         self._compare(replies)
         while (left_out := self._missing(replies)) is not None:
             self._put_back(*left_out)
-            self._repeated = index.repeated(self)
+            self._repeated = self._known_beginning(index, agent_id)
             self._compare(replies)
         self.spelling(len(self.raws))
 
@@ -413,14 +411,23 @@ class Incoming:
             if turn is None and self._returned is not None:
                 turn = self._recognised(self._returned, at, place)
             stored = own = self.own_hash(place)
+            after = running_hash(at, own)
             if turn is not None:
                 stored = turn.message_hashes[-1]
-            elif self.matcher == "tolerant" and self.role(place) == "assistant":
+            elif self._is_unknown_reply(place, after):
                 stored = self._sampled(self._index, at, place) if self._trusts_ids else own
                 stored = replies.spelled_as(self, at, place) if stored == own else stored
             if stored != own:
                 self._stored[place] = stored
-            at = self._running[place + 1] = running_hash(at, stored)
+                after = running_hash(at, stored)
+            at = self._running[place + 1] = after
+
+    def _is_unknown_reply(self, place: int, history: str) -> bool:
+        """May message `place` be a stored reply, but in no stored spelling? `history` is the running hash with it."""
+        assert self._index is not None
+        if self.matcher != "tolerant" or self.role(place) != "assistant":
+            return False
+        return not self._index.has_ending(history)
 
     def _missing(self, replies: StoredReplies) -> tuple[int, Turn] | None:
         return replies.left_out(self, self._running, self._start) if self.matcher == "tolerant" else None
@@ -477,6 +484,13 @@ class Incoming:
                 break
             results.append(self.message(place))
         return results
+
+    def _known_beginning(self, index: TreeIndex, agent_id: str | None) -> Turn | None:
+        """The turn whose request begins the messages with the same bytes. Another agent may mean other replies by them,
+        where replies have reasoning in their texts."""
+        prefix = None if self._left_out else self._prefix
+        turn = self._known_turn(index, prefix) if prefix else index.repeated(self)
+        return None if turn and turn.agent_id != agent_id and index.has_bare_replies else turn
 
     def _known_turn(self, index: TreeIndex, prefix: HistoryPrefix) -> Turn | None:
         """The newest turn of a known body's history whose request begins the messages, canonically."""

@@ -41,18 +41,15 @@ class StoredReplies:
         self._proven = proven
 
     def spelled_as(self, request: ReturnedMessages, before: str, place: int) -> str:
-        """The hash of the one reply to the messages before `place`, whose running hash is `before`, that message
-        `place` is but for leading reasoning; else the message's own without it: also a reply that a client carries into
-        another conversation may come back in several spellings.
+        """Message `place` is no reply's exact spelling: the hash of the one reply to the messages before it, whose
+        running hash is `before`, that it is but for leading reasoning; else its own without that, as a reply that
+        a client carries into another conversation may come back in several spellings.
 
         Of several, one that the request proves to hold, one that was continued as the request goes on, or the agent's
         own must tell which it is.
         """
-        own = request.own_hash(place)
-        replies = list(self._index.with_input(before))
-        if any(turn.message_hashes[-1] == own for turn in replies):
-            return own
-        bare = request.bare_hash(place) or own
+        bare = request.bare_hash(place) or request.own_hash(place)
+        replies = self._index.with_input(before)
         alike = self._live(turn for turn in replies if bare in (turn.message_hashes[-1], turn.bare_hash))
         for told in (
             [turn for turn in alike if turn.number in self._proven],
@@ -69,22 +66,23 @@ class StoredReplies:
         The request goes on behind the turn's whole input, and continues no deeper turn. `running[n]` is the running
         hash of its first n messages, `start` the smallest n.
         """
-        index, count = self._index, len(request)
-        if any(index.with_input(running[count])) or any(index.ending_with(running[count])):
+        index, whole = self._index, running[len(request)]
+        if index.has_input(whole) or index.has_ending(whole):
             return None
-        for place in range(count - 1, start - 1, -1):
-            replies = [turn for turn in index.with_input(running[place]) if turn.agent_id == self._agent_id]
-            if replies and request.role(place) != "assistant":
-                turn = self._empty_of(self._live(replies), request, place)
+        for place in range(len(request) - 1, start - 1, -1):
+            before = running[place]
+            if index.has_input(before) and request.role(place) != "assistant":
+                turn = self._empty_of(before, request, place)
                 if turn is not None:
                     return place, turn
-            if any(index.ending_with(running[place])):
+            if index.has_ending(before):
                 return None
         return None
 
-    def _empty_of(self, replies: Sequence[Turn], request: ReturnedMessages, place: int) -> Turn | None:
+    def _empty_of(self, before: str, request: ReturnedMessages, place: int) -> Turn | None:
         """The turn of the empty reply before the request's message `place`: one that was continued as the request goes
-        on, else the newest reply if nothing continues it and it is empty."""
+        on, else the newest reply that nothing continues, if it is empty, else one whose child the request repeats."""
+        replies = self._live(turn for turn in self._index.with_input(before) if turn.agent_id == self._agent_id)
         newest = next((turn for turn in replies if not self._has_child(turn)), None)
         empty = [turn for turn in replies if EMPTY_REPLY in (turn.message_hashes[-1], turn.bare_hash)]
         for told in (

@@ -177,6 +177,14 @@ class TreeIndex:
         """The turns whose whole history has this running hash, the newest first."""
         return self._by_history.all(history)
 
+    def has_ending(self, history: str) -> bool:
+        """Is this the running hash of a turn's whole history?"""
+        return history in self._by_history
+
+    def has_input(self, input_hash: str) -> bool:
+        """Is this the running hash of a turn's request?"""
+        return input_hash in self._by_input
+
     def sampled(self, message_hash: str) -> Iterator[int]:
         """The turns whose reply has this canonical hash, the newest first; then those whose `bare_hash` it is."""
         yield from self._by_reply.all(message_hash)

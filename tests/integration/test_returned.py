@@ -160,7 +160,7 @@ def test_of_several_replies_with_one_text_the_agents_own_is_meant(either: Stand)
     assert [(event["parent"], event.get("branch_cause")) for event in talk.committed()][2:] == [
         (1, None),
         (2, None),
-        (0, "agent"),
+        (0, "compaction"),
     ]
 
 
