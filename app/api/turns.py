@@ -263,8 +263,11 @@ def _large_size(body: bytes) -> int:
 async def _render(reply: TurnReply, render: Callable[[CommittedReply], bytes], proof: str) -> bytes:
     """The committed reply in its protocol."""
     size = sum(map(len, reply.parts))
-    whole = lambda: CommittedReply(b"".join(reply.parts), proof, reply.echo, reply.given_ids)  # noqa: E731
-    return await rendered(size, lambda: render(whole()))
+
+    def work() -> bytes:
+        return render(CommittedReply(b"".join(reply.parts), proof, reply.echo, reply.given_ids))
+
+    return await rendered(size, work)
 
 
 def _turn_headers(reply: TurnReply, protocol: WireProtocol) -> Headers:

@@ -175,7 +175,7 @@ class Incoming:
         agent_id: str | None = None,
     ) -> None:
         self.raws = raws
-        self._trusts_ids = trusts_ids and matcher == "tolerant"
+        self.trusts_ids = trusts_ids and matcher == "tolerant"
         self._proven = proven
         self.matcher: Matcher = matcher
         self._messages: dict[int, Message] = {}
@@ -345,7 +345,7 @@ class Incoming:
         for place in range(start, len(self.raws)):
             if returned is not None:
                 self._recognise(returned, at, place)
-            if self._trusts_ids:
+            if self.trusts_ids:
                 self._hashes[place] = self._sampled(index, at, place)
             at = self._running[place + 1] = running_hash(at, self.canonical(place))
         self.spelling(len(self.raws))

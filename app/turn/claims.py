@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -12,7 +13,7 @@ from app.crash_points import reach
 from app.domain import decide
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.fold import fold
-from app.domain.history import Plan
+from app.domain.history import Incoming, Plan
 from app.domain.rids import rid_of
 from app.domain.session import Session
 from app.errors import (
@@ -139,9 +140,11 @@ class Claims:
                         tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
             known = len(entry.session.turns)
             entry = require_open(await self._cache.refresh(session_id), session_id)
-            if entry.index.odd_calls:
+            if isinstance(context.history, Incoming) and (entry.index.odd_calls or context.history.trusts_ids):
+                # Its calls may be those of a turn that this process has only now heard of.
                 await self._cache.read_odd_calls(entry)
-                context.history.check(entry.index)
+                check = functools.partial(context.history.check, entry.index)
+                await asyncio.to_thread(check) if context.large else check()
             if entry.session.is_tree and len(entry.session.turns) > known:
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
