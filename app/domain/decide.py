@@ -68,6 +68,7 @@ class TurnBlobs(msgspec.Struct, frozen=True):
     tools: int | None = None
     new: tuple[BlobRef, ...] = ()
     echo: int | None = None
+    images: tuple[int, ...] = ()
 
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
@@ -205,6 +206,7 @@ def _committed(
         carries=branch.carries,
         agent_id=opened.agent_id,
         echo=blobs.echo,
+        images=blobs.images,
         calls_hash=reply.calls_hash,
         logprobs_of=reply.logprobs_of,
     )

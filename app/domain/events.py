@@ -82,7 +82,7 @@ class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     """A per-session blob stored once: `number` within the session, `size` in raw bytes, hash of the raw bytes."""
 
     number: int
-    kind: Literal["metadata", "params", "tools", "echo"]
+    kind: Literal["metadata", "params", "tools", "echo", "image"]
     size: int
     hash: str
 
@@ -253,6 +253,8 @@ class TurnCommitted(Event, frozen=True):
     a reply that calls tools, without its calls' arguments.
 
     Since version 7: `logprobs_of`, None where it is not known or the parts differ.
+
+    Since version 8: `images` are the blobs of the images that the new messages hold, each once.
     """
 
     turn: int
@@ -297,6 +299,7 @@ class TurnCommitted(Event, frozen=True):
     echo: int | None = None
     calls_hash: str | None = None
     logprobs_of: LogprobsOf | None = None
+    images: tuple[int, ...] = ()
 
 
 class TurnRejected(Event, frozen=True):
@@ -465,7 +468,7 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(TYPES, 1),
     "SessionCreated": 6,
     "TurnOpened": 4,
-    "TurnCommitted": 7,
+    "TurnCommitted": 8,
     "TurnRejected": 2,
     "TurnAbandoned": 2,
     "BlobsTombstoned": 2,

@@ -52,6 +52,7 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("TurnCommitted", 4): _only_added,
     ("TurnCommitted", 5): _only_added,
     ("TurnCommitted", 6): _only_added,
+    ("TurnCommitted", 7): _only_added,
     ("TurnRejected", 1): _only_added,
     ("TurnAbandoned", 1): _only_added,
     ("BlobsTombstoned", 1): _only_added,

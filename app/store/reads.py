@@ -36,7 +36,7 @@ from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-12"
+SNAPSHOT_FORMAT = "session-13"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 

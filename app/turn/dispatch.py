@@ -29,22 +29,25 @@ from app.upstream.streams import STREAM, Push, ReplyStream
 
 
 class PreparedTurn(msgspec.Struct, frozen=True):
-    """What is sent for a turn: `messages` are all of them, `new` those that are not stored yet."""
+    """What is sent for a turn: `messages` are all of them, `new` those that are not stored yet, and `stored` these as
+    the store keeps them: with references to their images."""
 
     request: EngineRequest
     messages: Sequence[bytes | memoryview]
     new: Sequence[bytes]
+    stored: Sequence[bytes]
     prompt: PromptIds | None
 
 
 class GeneratedTurn(msgspec.Struct, frozen=True):
-    """A validated reply with its body and headers, and what was sent for it. `new` are the messages not stored yet."""
+    """A validated reply with its body and headers, and what was sent for it; `new` and `stored` as in PreparedTurn."""
 
     reply: ValidatedReply
     body: Body
     headers: Headers
     request: EngineRequest
     new: Sequence[bytes]
+    stored: Sequence[bytes]
     prompt: PromptIds | None
     options: EngineRequestOptions
     choice: EngineChoice

@@ -17,6 +17,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.history import Incoming
+from app.domain.images import Image, take_out
 from app.domain.reply import ValidatedReply
 from app.domain.rids import RID_CHARACTERS, RID_MARK
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
@@ -77,13 +78,13 @@ class Generation:
 
     async def _prepared(self) -> PreparedTurn:
         context, services = self._context, self._services
-        request, new = await services.large_bodies.run(context.large, self._request)
+        request, new, stored = await services.large_bodies.run(context.large, self._request)
         messages = [*await self._stored_messages(), *new]
         with context.flight.cancellable():
             prompt = await self._prompt(request)
         dialect = services.engines.dialect
         self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect, prompt)
-        return PreparedTurn(request, messages, new, prompt)
+        return PreparedTurn(request, messages, new, stored, prompt)
 
     async def _placed(self) -> EngineChoice:
         """The engines to try, once the gates are open."""
@@ -100,7 +101,7 @@ class Generation:
             answer, is_cut = await self._answer(self._dispatch.ask(choice, body))
             if not is_cut and self._dispatch.has_ended:
                 answer = await self._dispatch.as_chat(answer, turn.request, body.prompt)
-        part = await self._validate(answer, turn.new, body.options, body.prompt, is_cut=is_cut)
+        part = await self._validate(answer, turn.stored, body.options, body.prompt, is_cut=is_cut)
         if isinstance(part, EngineRefusal):
             return part
         generated = _whole(turn, part, body.options, body.prompt, choice)
@@ -160,7 +161,7 @@ class Generation:
     ) -> Continuation:
         """The generations that an earlier turn has left. Raises as `ReplyValidator.validate`."""
         first, *rest = answers
-        validated = await self._validate_body(first, turn.new, options, turn.prompt)
+        validated = await self._validate_body(first, turn.stored, options, turn.prompt)
         part = GeneratedPart(first, validated, is_cut=True)
         ids = turn.prompt.text if turn.prompt is not None else await self._reported_ids(validated)
         continuation = Continuation(self._context.request, self._services.settings, ids, options, part)
@@ -171,13 +172,25 @@ class Generation:
 
     # prompt
 
-    def _request(self) -> tuple[EngineRequest, list[bytes]]:
-        """The request without its messages, and the messages that are not stored yet."""
+    def _request(self) -> tuple[EngineRequest, list[bytes], list[bytes]]:
+        """The request without its messages, the messages that are not stored yet, and these as they will be stored.
+
+        Raises InvalidRequest.
+        """
         context, claimed, services = self._context, self._claimed, self._services
         request = engine_request(
             claimed.session, context.request, services.settings, context.adapter, services.engines.dialect
         )
-        return request, context.history.new(claimed.plan)
+        new = context.history.new(claimed.plan)
+        if request.shape != "chat":
+            return request, new, new
+        stored: list[bytes] = []
+        images: list[Image] = []
+        for message in new:
+            kept, taken = take_out(message)
+            stored.append(kept)
+            images += taken
+        return request.with_images(claimed.session, images), new, stored
 
     async def _stored_messages(self) -> list[bytes | memoryview]:
         claimed = self._claimed
@@ -222,7 +235,7 @@ class Generation:
     ) -> GeneratedPart:
         """An aborted part that is returned. Raises as `Dispatch.as_chat`, `ReplyValidator.validate`."""
         answer = await self._dispatch.as_chat(part.answer, turn.request, prompt)
-        return GeneratedPart(answer, await self._validate_body(answer, turn.new, options, prompt), part.is_cut)
+        return GeneratedPart(answer, await self._validate_body(answer, turn.stored, options, prompt), part.is_cut)
 
     async def _validate_body(
         self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
@@ -293,7 +306,7 @@ class Generation:
             return generated
         answer = await self._dispatch.as_chat(await continuation.join(), turn.request, generated.prompt)
         self._context.waiter.grow(len(answer.reply.body))
-        validated = await self._validate_body(answer, generated.new, generated.options, generated.prompt)
+        validated = await self._validate_body(answer, generated.stored, generated.options, generated.prompt)
         reply = msgspec.structs.replace(validated, parts=continuation.parts(), weight_versions=continuation.versions())
         body, headers = answer.reply.body, answer.reply.headers
         return msgspec.structs.replace(generated, reply=reply, body=body, headers=headers, choice=choice)
@@ -399,7 +412,9 @@ def _whole(
 ) -> GeneratedTurn:
     """The turn, if this part is all of it."""
     reply = part.answer.reply
-    return GeneratedTurn(part.reply, reply.body, reply.headers, turn.request, turn.new, prompt, options, choice)
+    return GeneratedTurn(
+        part.reply, reply.body, reply.headers, turn.request, turn.new, turn.stored, prompt, options, choice
+    )
 
 
 _REPLY_ID = re.compile(rb'"id"\s*:\s*"(?:chatcmpl-|cmpl-)?(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))

@@ -56,6 +56,7 @@ COLUMNS: Columns = {
     "replay_urls": "json",
     "note": "text",
     "tags": "[text]",
+    "images": "json",
 }
 
 
@@ -108,6 +109,7 @@ def fields(row: Row) -> Fields:
         **({} if row.links is None else {"replay_urls": row.links}),
         "note": session.note,
         "tags": list(session.tags),
+        **({} if row.images is None else {"images": row.images}),
     }
 
 
