@@ -98,6 +98,7 @@ class TurnCommitted(_Event):
     echo: NotRequired[int | None]
     calls_hash: NotRequired[str | None]
     logprobs_of: NotRequired[Literal["raw", "scaled", "processed", "logits"] | None]
+    images: NotRequired[list[int]]
 
 
 class TurnRejected(_Event):

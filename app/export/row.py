@@ -78,7 +78,8 @@ class Row(msgspec.Struct, frozen=True):
     and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
     `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
     `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs. `images` are
-    those of `messages`, in their order; None where the export asks for none.
+    those of `messages`, in their order; None where the export asks for none; `stored_images` counts those that its
+    turns brought inline.
     """
 
     session: Session
@@ -97,6 +98,7 @@ class Row(msgspec.Struct, frozen=True):
     sampling: Sequence[TurnSampling] = ()
     links: Mapping[str, Links | None] | None = None
     images: Sequence[RowImage] | None = None
+    stored_images: int = 0
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

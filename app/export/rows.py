@@ -144,6 +144,7 @@ class SessionRows:
             rollout_rows=self._rollout_rows,
             sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),
             links=dict(self._links(sample, segment.row.turns)) if payloads == "urls" else None,
+            stored_images=self._stored_images(sample),
             images=None if self._shown == "none" else Lazy(lambda: list(self._images(sample))),
         )
 
@@ -214,6 +215,13 @@ class SessionRows:
                         turn=turn.number,
                     )
                 place += 1
+
+    def _stored_images(self, sample: Sample) -> int:
+        """Without reading a message."""
+        if not self.session.images:
+            return 0
+        chain = self.session.message_chain(sample.turns[-1].turn)
+        return sum(len(self._known.events[turn.number].images) for turn in chain)
 
     def _image(self, sha256: str) -> bytes:
         """Raises CorruptContent."""

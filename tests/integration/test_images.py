@@ -187,3 +187,41 @@ def test_with_a_tokenizer_a_turn_with_images_is_captured(tito: Stand) -> None:
     assert ["input_ids" in body for body in requests] == [True, False, False]
     assert [turn.get("sent_ids", False) for turn in talk.committed()] == [True, False, False]
     assert talk.rows()[-1]["images"][0]["sha256"] == sha256(PNG)
+
+
+@pytest.mark.parametrize("shape", ["slime", "verl", "areal", "skyrl", "trl", "prime-rl", "tinker", "atropos"])
+def test_shapes_have_the_images_or_say_that_they_leave_them_out(stand: Stand, shape: str) -> None:
+    talk = stand.talk(group_id=f"images-{shape}")
+    talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0}).status_code == 200
+    assert stand.http.delete(talk.path).status_code == 204
+    [row] = stand.rows(group_id=f"images-{shape}", shape=shape, images="inline")
+    item = {"bytes": base64.b64encode(PNG).decode(), "path": None}
+    match shape:
+        case "verl":
+            assert row["multi_modal_data"] == {"images": [item]}
+        case "trl":
+            assert row["images"] == [item]
+        case "slime":
+            assert row["metadata"]["turnlog"]["images_left_out"] == 1
+        case "atropos":
+            assert row["images_left_out"] == [1]
+        case _:
+            assert row["images_left_out"] == 1
+
+
+def test_documents_have_the_images_inline(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
+    [row] = talk.rows(format="messages", images="inline")
+    assert images_in(row["messages"]) == [url_of(PNG)]
+    [row] = talk.rows(format="messages")
+    assert row["messages"][0]["content"][1]["sha256"] == sha256(PNG)
+    [row] = talk.rows(format="atif")
+    source = next(
+        part["source"]
+        for step in row["steps"]
+        for part in step["message"]
+        if isinstance(part, dict) and part["type"] == "image"
+    )
+    assert source == {"media_type": "image/png", "path": f"sha256:{sha256(PNG)}"}
