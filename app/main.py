@@ -25,6 +25,7 @@ from app.api import (
     exports,
     forks,
     groups,
+    images,
     models,
     notes,
     payloads,
@@ -281,6 +282,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(notes.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
+    app.include_router(images.router)
     app.include_router(events.router)
     app.include_router(responses.router)
     app.include_router(models.router)

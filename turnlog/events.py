@@ -102,6 +102,7 @@ class TurnCommitted(_Event):
     given_ids: NotRequired[list[Any] | None]
     odd_ids: NotRequired[bool]
     odd_arguments: NotRequired[bool]
+    images: NotRequired[list[int]]
 
 
 class TurnRejected(_Event):

@@ -104,6 +104,7 @@ class SearchFilters(TypedDict, total=False):
 
 
 class RowFilters(TypedDict, total=False):
+    images: Annotated[Literal["inline", "hash", "none"], "Images: their bytes too, only by their hash, or not at all."]
     max_staleness: Annotated[int, "At most this many weight versions behind."]
     weight_version: Annotated[int, "The current weight version; default: the newest."]
     max_seq_len: Annotated[int, "Cut rows to at most this many tokens."]

@@ -77,11 +77,25 @@ class PayloadRows(TypedDict):
     shape: list[int]
 
 
+class RowImage(TypedDict):
+    """An image of message `message`. One sent inline has its hash, type, `size` in bytes and, with `images=inline`, its
+    base64; one sent by `url` is `not_stored`."""
+
+    sha256: str | None
+    media_type: str | None
+    size: int | None
+    bytes: str | None
+    url: str | None
+    not_stored: bool
+    message: int
+    turn: int
+
+
 class Row(TypedDict):
     """A training row of T tokens in the shape `turnlog`.
 
-    `tokens`, `loss_mask`, `sampled_mask`, `logprobs` and `weight_versions` have T entries each. The last seven fields
-    are there only with `replay`.
+    `tokens`, `loss_mask`, `sampled_mask`, `logprobs` and `weight_versions` have T entries each. `images` is
+    not there with `images=none`, the fields after it are there only with `replay`.
     """
 
     session_id: str
@@ -124,6 +138,7 @@ class Row(TypedDict):
     sampling: list[TurnSampling]
     note: str | None
     tags: list[str]
+    images: NotRequired[list[RowImage]]
     routed_experts: NotRequired[str | None]
     row_start: NotRequired[int | None]
     rows: NotRequired[int]

@@ -70,6 +70,7 @@ class TurnBlobs(msgspec.Struct, frozen=True):
     tools: int | None = None
     new: tuple[BlobRef, ...] = ()
     echo: int | None = None
+    images: tuple[int, ...] = ()
 
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
@@ -219,6 +220,7 @@ def _committed(
         carries=branch.carries,
         agent_id=opened.agent_id,
         echo=blobs.echo,
+        images=blobs.images,
         calls_hash=reply.calls_hash,
         bare_hash=reply.bare_hash,
         logprobs_of=reply.logprobs_of,

@@ -82,7 +82,7 @@ class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     """A per-session blob stored once: `number` within the session, `size` in raw bytes, hash of the raw bytes."""
 
     number: int
-    kind: Literal["metadata", "params", "tools", "echo"]
+    kind: Literal["metadata", "params", "tools", "echo", "image"]
     size: int
     hash: str
 
@@ -267,7 +267,8 @@ class TurnCommitted(Event, frozen=True):
     Since version 7: `logprobs_of`, None where it is not known or the parts differ; `left_out`, what of the request the
     engine was not sent (`app.domain.left_out`). `given_ids` where the client was given other ids of calls than the
     engine's. `odd_ids`: a client may return another id of one of the reply's calls. `odd_arguments`: those of a call,
-    in the reply or the new messages, are no JSON object.
+    in the reply or the new messages, are no JSON object. `images` are the blobs of the images that the new messages
+    hold, each once.
     """
 
     turn: int
@@ -317,6 +318,7 @@ class TurnCommitted(Event, frozen=True):
     given_ids: GivenIds | None = None
     odd_ids: bool = False
     odd_arguments: bool = False
+    images: tuple[int, ...] = ()
 
 
 class TurnRejected(Event, frozen=True):

@@ -231,7 +231,11 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
         "branches": max(session.branches, branch + 1),
     }
     if event.new_blobs:
-        changes["blobs"] = (*session.blobs, *event.new_blobs)[-RECENT_BLOBS:]
+        shared = tuple(ref for ref in event.new_blobs if ref.kind != "image")
+        changes["blobs"] = (*session.blobs, *shared)[-RECENT_BLOBS:]
+        if len(shared) < len(event.new_blobs):
+            new = {ref.hash: ref.number for ref in event.new_blobs if ref.kind == "image"}
+            changes["images"] = {**session.images, **new}
         changes["blob_count"] = session.blob_count + len(event.new_blobs)
     if event.payloads:
         live = tuple(_payload(session, event.parent, ref) for ref in event.payloads)

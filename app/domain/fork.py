@@ -153,6 +153,7 @@ class _Copies:
             params=self._blob(event.params, new),
             tools=None if event.tools is None else self._blob(event.tools, new),
             echo=None if event.echo is None else self._blob(event.echo, new),
+            images=tuple(self._blob(number, new) for number in event.images),
             new_blobs=tuple(new),
             retry_key=None,
             body_hash="",

@@ -18,6 +18,7 @@ import msgspec
 from app.domain import bounds, calls
 from app.domain.calls import OddCalls
 from app.domain.events import Matcher
+from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
 from app.domain.reasoning import without_reasoning
 from app.domain.returned import StoredReplies
@@ -104,8 +105,14 @@ def _content(content: Any) -> Any:
     if isinstance(content, list):
         if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
             return "".join(part["text"] for part in content).strip()
-        return [_plain(part) for part in content]
+        return [_part(part) for part in content]
     return _plain(content)
+
+
+def _part(part: Any) -> Any:
+    """Inline images are equal by their bytes and media type, however they are encoded."""
+    image = image_of(part)
+    return _plain(part) if image is None else ["image", image.media_type, image.sha256]
 
 
 def _call(call: Any) -> list[Any]:

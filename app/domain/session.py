@@ -81,7 +81,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
     `is_reclaimed`: it was closed because it was idle. `aside` are the turns that a restore has set aside, and
     `aside_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields. `note`
-    and `tags` are what a person wrote on it.
+    and `tags` are what a person wrote on it. `images` are the blobs of its images by their SHA-256; `blobs` has none
+    of them.
     """
 
     session_id: str
@@ -112,6 +113,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     aside_payloads: dict[int, tuple[Payload, ...]] = {}
     note: str | None = None
     tags: tuple[str, ...] = ()
+    images: dict[str, int] = {}
 
     @property
     def context_turns(self) -> int:

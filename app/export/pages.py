@@ -97,8 +97,8 @@ class _Known(msgspec.Struct, frozen=True):
 class ExportPages:
     """The pages up to `high`. `grouped`: a row contains a whole group; `advantages`: each session needs one.
 
-    A group stands at the position of its last session, even if that session was erased since. `turn_bytes`: the stored
-    bytes of a turn, on average, in what was read last.
+    `images`: read the images too. A group stands at the position of its last session, even if that session was erased
+    since. `turn_bytes`: the stored bytes of a turn, on average, in what was read last.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class ExportPages:
         advantages: bool,
         replay: bool | Literal["urls"],
         url_s: int,
+        images: bool,
         branches: Branches | Picker,
         part_bytes: int = PART_BYTES,
     ) -> None:
@@ -119,6 +120,7 @@ class ExportPages:
         self._grouped = grouped
         self._advantages = advantages
         self._replay = bool(replay)
+        self._images = images
         self._url_s = url_s if replay == "urls" else None
         self._rollout_rows = RolloutRows(database, high, branches)
         self._groups: OrderedDict[str, _Group] = OrderedDict()
@@ -143,6 +145,7 @@ class ExportPages:
             advantages=query.advantage is not None,
             replay=query.replay,
             url_s=query.url_s,
+            images=query.images == "inline",
             branches=branches,
             part_bytes=part_bytes,
         )
@@ -208,15 +211,15 @@ class ExportPages:
         every = sorted({member for place in part for member in place.members})
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            found = bulk.read_sessions(connection, every, self._high, replay=self._replay)
+            found = bulk.read_sessions(connection, every, self._high, replay=self._replay, images=self._images)
             return found, self._rollout_rows.members(connection, found)
 
         def around_damage(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            found = bulk.read_each(connection, every, self._high, replay=self._replay)
+            found = bulk.read_each(connection, every, self._high, replay=self._replay, images=self._images)
             return found, self._rollout_rows.members_around_damage(connection, found)
 
         found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
-        found = await fetch_archived(self._database, found, self._high, replay=self._replay)
+        found = await fetch_archived(self._database, found, self._high, replay=self._replay, images=self._images)
         if self._url_s is None:
             await fetch_packed(self._database, found.values())
         else:

@@ -56,6 +56,8 @@ Replay = Annotated[
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]}),
 ]
 
+Images = Literal["inline", "hash", "none"]
+
 MAX_URL_S = 7 * 86400
 """S3 signs for no longer."""
 
@@ -84,6 +86,11 @@ class RowQuery(BaseModel):
     )
     shape: str = Field(default="turnlog", description="What a row holds: Turnlog's own, or a trainer's.")
     max_seq_len: Size = Field(default=None, description="Cut rows to at most so many tokens.")
+    images: Images = Field(
+        default="hash",
+        description="The images of a row's messages: their bytes too (`inline`), only by their hash, or not at all "
+        "(`none`). In messages an image is a reference; with `inline` it is a data URL.",
+    )
     truncate: Truncate = Field(
         default="turn", description="Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output."
     )

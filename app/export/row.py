@@ -53,6 +53,23 @@ class Source(msgspec.Struct, frozen=True):
     turnlog_version: str
 
 
+class RowImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image of message `message`, counted from 0, which turn `turn` brought.
+
+    One that was sent inline has its SHA-256, media type, `size` in bytes and, where the export asks for them, the
+    bytes. One that was sent as a `url` is `not_stored`.
+    """
+
+    sha256: str | None
+    media_type: str | None
+    size: int | None
+    bytes: bytes | None
+    url: str | None
+    not_stored: bool
+    message: int
+    turn: int
+
+
 class Row(msgspec.Struct, frozen=True):
     """One segment. `messages` is the conversation at its end, raw, as sent and answered; `turns` are the sample's.
 
@@ -60,7 +77,9 @@ class Row(msgspec.Struct, frozen=True):
     are tombstoned. `is_last`: no later segment of the session is live. `advantage` is set if the export asks for one
     and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
     `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
-    `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs.
+    `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs. `images` are
+    those of `messages`, in their order; None where the export asks for none; `stored_images` counts those that its
+    turns brought inline.
     """
 
     session: Session
@@ -78,6 +97,8 @@ class Row(msgspec.Struct, frozen=True):
     rollout_rows: int = 1
     sampling: Sequence[TurnSampling] = ()
     links: Mapping[str, Links | None] | None = None
+    images: Sequence[RowImage] | None = None
+    stored_images: int = 0
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from app.domain import images
 from app.domain.branches import Branches, Loss, Picker, branch_rows
 from app.domain.events import ChunkRef, ReplayKind, TurnCommitted, UnknownEvent, shape_of
 from app.domain.fold import fold
@@ -19,7 +20,7 @@ from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Payload, Session
 from app.export.links import Links, links
-from app.export.row import Routing, Row, Source, TurnContent
+from app.export.row import Routing, Row, RowImage, Source, TurnContent
 from app.export.sampling import TurnSampling, sampling_of
 from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
@@ -107,10 +108,12 @@ class SessionRows:
         *,
         branches: Branches | Picker = "kept",
         loss: Loss = "once",
+        images: Literal["inline", "hash", "none"] = "none",
     ) -> None:
         self._stored = stored
         self._known = found
         self._release = release
+        self._shown = images
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
         self.session = found.session
@@ -141,6 +144,8 @@ class SessionRows:
             rollout_rows=self._rollout_rows,
             sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),
             links=dict(self._links(sample, segment.row.turns)) if payloads == "urls" else None,
+            stored_images=self._stored_images(sample),
+            images=None if self._shown == "none" else Lazy(lambda: list(self._images(sample))),
         )
 
     def _tokens(self, number: int) -> TurnTokens:
@@ -186,7 +191,43 @@ class SessionRows:
         return [message for turn in chain for message in self._messages(turn.number)]
 
     def _messages(self, number: int) -> list[bytes]:
-        return as_messages(self._known.events[number].protocol, self._said(number))
+        messages = as_messages(self._known.events[number].protocol, self._said(number))
+        if self._shown != "inline" or not self._known.events[number].images:
+            return messages
+        data = {sha256: self._image(sha256) for sha256 in images.hashes(messages)}
+        return [images.put_back(message, data) for message in messages]
+
+    def _images(self, sample: Sample) -> Iterator[RowImage]:
+        """The images of the messages at the end of a segment. Raises CorruptContent."""
+        place = 0
+        for turn in self.session.message_chain(sample.turns[-1].turn):
+            for message in as_messages(turn.protocol, self._said(turn.number)):
+                for image in images.shown(message):
+                    data = None if image.sha256 is None or self._shown != "inline" else self._image(image.sha256)
+                    yield RowImage(
+                        sha256=image.sha256,
+                        media_type=image.media_type,
+                        size=image.size,
+                        bytes=data,
+                        url=image.url,
+                        not_stored=image.sha256 is None,
+                        message=place,
+                        turn=turn.number,
+                    )
+                place += 1
+
+    def _stored_images(self, sample: Sample) -> int:
+        """Without reading a message."""
+        if not self.session.images:
+            return 0
+        chain = self.session.message_chain(sample.turns[-1].turn)
+        return sum(len(self._known.events[turn.number].images) for turn in chain)
+
+    def _image(self, sha256: str) -> bytes:
+        """Raises CorruptContent."""
+        if sha256 not in self.session.images:
+            raise CorruptContent(f"image {sha256} is not in the log")
+        return self._blob(self.session.images[sha256])
 
     def _source(self, sample: Sample) -> Source:
         events = [self._known.events[span.turn] for span in sample.turns]

@@ -20,6 +20,7 @@ from app.domain.known_body import BodyLayout, KnownBodies, KnownBody
 from app.domain.session import Session, encode_session
 from app.domain.turns import Turn
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
+from app.sessions import images
 from app.sessions.cache_entry import CacheEntry as CacheEntry
 from app.sessions.cache_entry import StoredContent
 from app.sessions.eviction import Eviction
@@ -213,7 +214,8 @@ class SessionCache:
         made = PrefixBuffer()
         for member in chain:
             said = saids[member.number]
-            made.extend(member.history_parent, member.number, b",".join((*said.messages, said.message)))
+            messages = await images.put_back(self.database, live.session, said.messages)
+            made.extend(member.history_parent, member.number, b",".join((*messages, said.message)))
         live.messages.add(made, is_tree=live.session.is_tree)
         self._account(session_id, live)
         return made.upto(turn) or b""

@@ -15,6 +15,7 @@ from app.domain.session import Session
 from app.domain.turns import Turn
 from app.errors import SessionUnreadable
 from app.fleet.engines import PATHS
+from app.sessions import images
 from app.sessions import replay_payloads as replay
 from app.store import reads
 from app.store.ports import Database
@@ -182,7 +183,8 @@ async def _request(
     """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
     blobs = await _blobs(database, session, event.turn, numbers)
-    messages = sent = [*(history if event.base_messages else []), *wire.messages]
+    new = await images.put_back(database, session, wire.messages)
+    messages = sent = [*(history if event.base_messages else []), *new]
     ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
     params = blobs[event.params]
     if shape_of(event.protocol) == "chat":

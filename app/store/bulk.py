@@ -80,26 +80,28 @@ def heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, Expor
 
 
 def read_sessions(
-    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
+    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
 ) -> dict[str, StoredSession]:
-    """An erased session has only its status. `replay`: read the live chunks too."""
+    """An erased session has only its status. `replay`: read the live chunks too, `images`: the images."""
     found: dict[str, StoredSession] = {}
     for part in _parts(session_ids):
-        found |= _read_part(connection, part, upto, replay=replay)
+        found |= _read_part(connection, part, upto, replay=replay, images=images)
     return found
 
 
 def read_each(
-    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
+    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
 ) -> dict[str, StoredSession]:
     """As `read_sessions`, but a damaged page affects only the sessions on it."""
-    found, lost = split(connection, session_ids, partial(_read_part, upto=upto, replay=replay))
+    found, lost = split(connection, session_ids, partial(_read_part, upto=upto, replay=replay, images=images))
     for session_id, why in lost.items():
-        found[session_id] = _read_damaged(connection, session_id, upto, why, replay=replay)
+        found[session_id] = _read_damaged(connection, session_id, upto, why, replay=replay, images=images)
     return found
 
 
-def _read_damaged(connection: Connection, session_id: str, upto: Position, why: str, *, replay: bool) -> StoredSession:
+def _read_damaged(
+    connection: Connection, session_id: str, upto: Position, why: str, *, replay: bool, images: bool = False
+) -> StoredSession:
     """A session that cannot be read whole. If only its head is lost, it is complete, since its log says the same."""
     stored = StoredSession(session_id, "", None, [], {}, {}, {})
     try:
@@ -109,7 +111,7 @@ def _read_damaged(connection: Connection, session_id: str, upto: Position, why: 
     else:
         return msgspec.structs.replace(heads.get(session_id, stored), damage=why)
     try:
-        attempt(connection, lambda again: read_content(again, {session_id: stored}, upto, replay=replay))
+        attempt(connection, lambda again: read_content(again, {session_id: stored}, upto, replay=replay, images=images))
     except PageDamaged as error:
         return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, packed={}, damage=str(error))
     return msgspec.structs.replace(stored, status=_status(session_id, stored.events))
@@ -133,13 +135,13 @@ def _is_erased(log: Sequence[EventRow]) -> bool:
 
 
 def _read_part(
-    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
+    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
 ) -> dict[str, StoredSession]:
     found = _stored_heads(connection, session_ids)
     live = {
         session_id: stored for session_id, stored in found.items() if stored.status != "erased" and stored.place is None
     }
-    read_content(connection, live, upto, replay=replay)
+    read_content(connection, live, upto, replay=replay, images=images)
     return found
 
 
@@ -160,7 +162,9 @@ _log = select(events.c.session_id, events.c.seq, events.c.at, events.c.type, eve
 )
 
 
-def read_content(connection: Connection, found: Mapping[str, StoredSession], upto: Position, *, replay: bool) -> None:
+def read_content(
+    connection: Connection, found: Mapping[str, StoredSession], upto: Position, *, replay: bool, images: bool = False
+) -> None:
     """Read log and content of sessions that have not been erased."""
     live = list(found)
     log = _log.where(events.c.session_id.in_(live), at_or_before(upto))
@@ -173,6 +177,8 @@ def read_content(connection: Connection, found: Mapping[str, StoredSession], upt
         if session_id in found:
             found[session_id].frames[turn] = (facts, wire)
     shared = select(blobs.c.session_id, blobs.c.number, blobs.c.data).where(blobs.c.session_id.in_(live))
+    if not images:
+        shared = shared.where(blobs.c.kind != "image")
     for session_id, number, data in connection.execute(shared).all():
         if session_id in found:
             found[session_id].blobs[number] = data

@@ -30,26 +30,28 @@ from app.upstream.streams import STREAM, Push, ReplyStream
 
 class PreparedTurn(msgspec.Struct, frozen=True):
     """What is sent for a turn: `messages` are all of them, as engines take them. `new` are those that are not stored
-    yet, as they will be; `odd_arguments`: one of these has a call whose arguments are no JSON object. `left_out`: what
-    of the request is not sent (`app.domain.left_out`)."""
+    yet, `stored` these as the store keeps them: with references to their images. `odd_arguments`: one of these has a
+    call whose arguments are no JSON object. `left_out`: what of the request is not sent (`app.domain.left_out`)."""
 
     request: EngineRequest
     messages: Sequence[bytes | memoryview]
     new: Sequence[bytes]
+    stored: Sequence[bytes]
     prompt: PromptIds | None
     left_out: tuple[str, ...]
     odd_arguments: bool = False
 
 
 class GeneratedTurn(msgspec.Struct, frozen=True):
-    """A validated reply with its body and headers, and what was sent for it: `new`, `odd_arguments` and `left_out` as
-    in `PreparedTurn`, `given_ids` as in `TurnCommitted`."""
+    """A validated reply with its body and headers, and what was sent for it: `new`, `stored`, `odd_arguments` and
+    `left_out` as in `PreparedTurn`, `given_ids` as in `TurnCommitted`."""
 
     reply: ValidatedReply
     body: Body
     headers: Headers
     request: EngineRequest
     new: Sequence[bytes]
+    stored: Sequence[bytes]
     prompt: PromptIds | None
     options: EngineRequestOptions
     choice: EngineChoice

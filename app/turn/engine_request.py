@@ -11,6 +11,7 @@ import msgspec
 from app.domain.decide import TurnBlobs
 from app.domain.events import BlobRef, EngineShape
 from app.domain.fleet import Fleet
+from app.domain.images import Image
 from app.domain.request import ChatRequest, join_object, value_of
 from app.domain.rids import engine_session_of
 from app.domain.session import Session
@@ -63,12 +64,12 @@ class EngineRequestOptions(msgspec.Struct, frozen=True):
 
 
 class SharedBlob(msgspec.Struct, frozen=True):
-    """Parameters, tools or an echo, which a session stores once however many turns repeat them.
+    """Parameters, tools, an echo or an image, which a session stores once however many turns repeat them.
 
     `frame` is the compressed content; None where the session was seen to have it already.
     """
 
-    kind: Literal["params", "tools", "echo"]
+    kind: Literal["params", "tools", "echo", "image"]
     raw: bytes
     hash: str
     frame: bytes | None
@@ -76,7 +77,7 @@ class SharedBlob(msgspec.Struct, frozen=True):
 
 class EngineRequest(msgspec.Struct, frozen=True):
     """A turn's request without its messages: `params` is a JSON object, `tools` raw JSON; `shared` are both for the
-    store, with the request's echo."""
+    store, with the request's echo and images."""
 
     shape: EngineShape
     params: bytes
@@ -86,18 +87,32 @@ class EngineRequest(msgspec.Struct, frozen=True):
     def blobs(self, session: Session) -> tuple[TurnBlobs, list[StoredBlob]]:
         """Their numbers in the session, and the rows that it does not have yet."""
         numbers: dict[str, int] = {}
+        images: list[int] = []
         refs: list[BlobRef] = []
         rows: list[StoredBlob] = []
         known = {(ref.kind, ref.hash): ref.number for ref in session.blobs}
         for one in self.shared:
-            number = known.get((one.kind, one.hash))
+            number = session.images.get(one.hash) if one.kind == "image" else known.get((one.kind, one.hash))
             if number is None:
                 number = session.blob_count + len(refs)
                 refs.append(BlobRef(number, one.kind, len(one.raw), one.hash))
                 frame = codec.compress(one.raw) if one.frame is None else one.frame
                 rows.append(StoredBlob(number, one.kind, len(one.raw), one.hash, frame))
-            numbers[one.kind] = number
-        return TurnBlobs(numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo")), rows
+            if one.kind == "image":
+                images.append(number)
+            else:
+                numbers[one.kind] = number
+        shared = numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo"), tuple(images)
+        return TurnBlobs(*shared), rows
+
+    def with_images(self, session: Session, images: Sequence[Image]) -> EngineRequest:
+        """The request with the images of its new messages, each once."""
+        distinct = {image.sha256: image.data for image in images}
+        shared = (
+            SharedBlob("image", data, sha256, None if sha256 in session.images else codec.compress(data))
+            for sha256, data in distinct.items()
+        )
+        return msgspec.structs.replace(self, shared=(*self.shared, *shared)) if images else self
 
     def body(
         self,

@@ -17,6 +17,7 @@ from app.crash_points import reach
 from app.domain import calls, decide
 from app.domain.events import GivenIds
 from app.domain.history import Incoming
+from app.domain.images import Image, take_out
 from app.domain.left_out import bounded
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest
@@ -88,7 +89,7 @@ class Generation:
 
     async def _prepared(self) -> PreparedTurn:
         context, services = self._context, self._services
-        request, new = await services.large_bodies.run(context.large, self._request)
+        request, new, stored = await services.large_bodies.run(context.large, self._request)
         sent = new if request.shape != "chat" else [calls.sendable(raw) for raw in new]
         messages = [*await self._stored_messages(), *sent]
         with context.flight.cancellable():
@@ -97,7 +98,7 @@ class Generation:
         dialect = services.engines.dialect
         self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect, prompt)
         self._dispatch.left_out = left_out
-        return PreparedTurn(request, messages, new, prompt, left_out, odd_arguments=sent != new)
+        return PreparedTurn(request, messages, new, stored, prompt, left_out, odd_arguments=sent != new)
 
     async def _placed(self) -> EngineChoice:
         """The engines to try, once the gates are open."""
@@ -114,7 +115,7 @@ class Generation:
             answer, is_cut = await self._answer(self._dispatch.ask(choice, body))
             if not is_cut and self._dispatch.has_ended:
                 answer = await self._dispatch.as_chat(answer, turn.request, body.prompt)
-        part = await self._validate(answer, turn.new, body.options, body.prompt, is_cut=is_cut)
+        part = await self._validate(answer, turn.stored, body.options, body.prompt, is_cut=is_cut)
         if isinstance(part, EngineRefusal):
             return part
         generated = _whole(turn, part, body.options, body.prompt, choice)
@@ -174,7 +175,7 @@ class Generation:
     ) -> Continuation:
         """The generations that an earlier turn has left. Raises as `ReplyValidator.validate`."""
         first, *rest = answers
-        validated = await self._validate_body(first, turn.new, options, turn.prompt)
+        validated = await self._validate_body(first, turn.stored, options, turn.prompt)
         part = GeneratedPart(first, validated, is_cut=True)
         ids = turn.prompt.text if turn.prompt is not None else await self._reported_ids(validated)
         continuation = Continuation(self._context.request, self._services.settings, ids, options, part)
@@ -185,13 +186,25 @@ class Generation:
 
     # prompt
 
-    def _request(self) -> tuple[EngineRequest, list[bytes]]:
-        """The request without its messages, and the messages that are not stored yet."""
+    def _request(self) -> tuple[EngineRequest, list[bytes], list[bytes]]:
+        """The request without its messages, the messages that are not stored yet, and these as they will be stored.
+
+        Raises InvalidRequest.
+        """
         context, claimed, services = self._context, self._claimed, self._services
         request = engine_request(
             claimed.session, context.request, services.settings, context.adapter, services.engines.dialect
         )
-        return request, context.history.new(claimed.plan)
+        new = context.history.new(claimed.plan)
+        if request.shape != "chat":
+            return request, new, new
+        stored: list[bytes] = []
+        images: list[Image] = []
+        for message in new:
+            kept, taken = take_out(message)
+            stored.append(kept)
+            images += taken
+        return request.with_images(claimed.session, images), new, stored
 
     async def _stored_messages(self) -> list[bytes | memoryview]:
         claimed = self._claimed
@@ -252,7 +265,7 @@ class Generation:
     ) -> GeneratedPart:
         """An aborted part that is returned. Raises as `Dispatch.as_chat`, `ReplyValidator.validate`."""
         answer = await self._dispatch.as_chat(part.answer, turn.request, prompt)
-        return GeneratedPart(answer, await self._validate_body(answer, turn.new, options, prompt), part.is_cut)
+        return GeneratedPart(answer, await self._validate_body(answer, turn.stored, options, prompt), part.is_cut)
 
     async def _validate_body(
         self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
@@ -323,7 +336,7 @@ class Generation:
             return generated
         answer = await self._dispatch.as_chat(await continuation.join(), turn.request, generated.prompt)
         self._context.waiter.grow(len(answer.reply.body))
-        validated = await self._validate_body(answer, generated.new, generated.options, generated.prompt)
+        validated = await self._validate_body(answer, generated.stored, generated.options, generated.prompt)
         reply = msgspec.structs.replace(validated, parts=continuation.parts(), weight_versions=continuation.versions())
         body, headers = answer.reply.body, answer.reply.headers
         return msgspec.structs.replace(generated, reply=reply, body=body, headers=headers, choice=choice)
@@ -435,6 +448,7 @@ def _whole(
         reply.headers,
         turn.request,
         turn.new,
+        turn.stored,
         prompt,
         options,
         choice,

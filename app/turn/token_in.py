@@ -22,6 +22,7 @@ import msgspec
 
 from app.domain import decide
 from app.domain.history import Incoming
+from app.domain.images import holds_images
 from app.domain.left_out import SILENT_MESSAGE, left_out_at
 from app.domain.request import ChatRequest, TokenIds, value_of
 from app.domain.session import Session
@@ -85,6 +86,8 @@ class TokenIn:
         """The template inputs of a chat's prompt; None if it is not rendered here. Raises InvalidRequest."""
         if self.prompts is None or request.ids is not None or not isinstance(request, ChatRequest):
             return None
+        if holds_images(request.messages):
+            return None  # engines that get ids ignore images: this one renders the prompt
         template = _template(request.params, request.tools)
         self.prompts.check_arguments(template_arguments(request.params))
         for name, accepted in _BUILT_HERE.items():

@@ -263,7 +263,7 @@ class SessionCheck:
             if number in stored and stored[number][2] is None:
                 self._blob(ref, *stored[number][1::2])
         for turn in self._committed():
-            needed = {turn.params} | ({turn.tools} - {None})
+            needed = {turn.params, *turn.images} | ({turn.tools, turn.echo} - {None})
             self._expect(needed <= refs.keys(), f"turn {turn.turn} names blobs {needed}, which the log does not have")
 
     def _blob(self, ref: BlobRef, kind: str, data: bytes | None) -> None:

@@ -50,6 +50,7 @@ def test_a_group_of_two() -> None:
             [{"turn": 1, **UNKNOWN, "temperature": 0.7}, {"turn": 2, **UNKNOWN}],
             [{"turn": 1, **UNKNOWN, "temperature": 0.5}],
         ],
+        "images_left_out": [0, 0],
     }
     assert set(found) == set(atropos.COLUMNS)
 

@@ -12,7 +12,7 @@ import numpy as np
 from app.domain.patterns import MAX_FLOAT32
 from app.export.columns import Columns
 from app.export.row import Fields, Row, Unfit
-from app.export.shapes import identity
+from app.export.shapes import identity, images
 
 COLUMNS: Columns = {
     "input_ids": "[[int64]]",
@@ -26,6 +26,7 @@ COLUMNS: Columns = {
     **identity.COLUMNS,
     **identity.ROLLOUT,
     **identity.SAMPLING,
+    **images.LEFT_OUT,
 }
 
 
@@ -53,4 +54,5 @@ def fields(row: Row) -> Fields:
         **identity.fields(row),
         **identity.rollout(row),
         **identity.sampling(row),
+        **images.left_out(row),
     }

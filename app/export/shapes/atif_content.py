@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from app.domain.images import REFERENCE
 from app.export.row import Value
 from workers.codec import describe
 
@@ -33,7 +34,7 @@ AUDIO = {
 
 
 class _Url(msgspec.Struct, frozen=True):
-    url: str
+    url: str = ""
 
 
 class _Audio(msgspec.Struct, frozen=True):
@@ -45,6 +46,8 @@ class _Part(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     image_url: _Url | None = None
+    sha256: str | None = None
+    media_type: str | None = None
     input_audio: _Audio | None = None
 
 
@@ -75,6 +78,8 @@ def _part(raw: msgspec.Raw) -> dict[str, Value] | None:
         return None
     if part.type == "text" and part.text is not None:
         return {"type": "text", "text": part.text}
+    if part.type == REFERENCE and part.media_type in IMAGES.values():
+        return _media("image", part.media_type, f"sha256:{part.sha256}")
     if part.type == "image_url" and part.image_url is not None:
         url = part.image_url.url
         return _media("image", _image_type(url), url)

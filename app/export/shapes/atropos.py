@@ -37,6 +37,7 @@ COLUMNS: Columns = {
     "rollout_weights": "[float64]",
     "rollout_advantages": "[float64]",
     **identity.SAMPLING,
+    "images_left_out": "[int64]",
 }
 
 
@@ -72,6 +73,7 @@ def group_fields(rows: Sequence[Row]) -> Fields:
         "rollout_weights": np.array([row.rollout_weight for row in rows]),
         "rollout_advantages": np.array([row.advantage for row in rows]) if has_advantages else None,
         "sampling": [identity.sampling(row)["sampling"] for row in rows],
+        "images_left_out": [row.stored_images for row in rows],
     }
 
 

@@ -19,7 +19,7 @@ from app.export import jsontext
 from app.export.columns import Columns
 from app.export.containers.safetensors import Spool, TensorFile
 from app.export.row import Fields, Row, Value
-from app.export.shapes import identity, routing, slime
+from app.export.shapes import identity, images, routing, slime
 from app.sessions.tree_nodes import NodeTree
 from workers.codec import describe
 
@@ -107,7 +107,13 @@ def _sample(
 ) -> Fields:
     """The driver merges `metadata` into its own sample's, so ours is one key of it; `leaf` is what its pickers read."""
     sample = row.sample
-    ours = {**identity.fields(row), **missing, **identity.rollout(row), **identity.sampling(row)}
+    ours = {
+        **identity.fields(row),
+        **missing,
+        **identity.rollout(row),
+        **identity.sampling(row),
+        **images.left_out(row),
+    }
     return {
         "response": response,
         "response_length": sample.response_length,

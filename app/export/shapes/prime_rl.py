@@ -12,7 +12,7 @@ import numpy as np
 
 from app.export.columns import Columns
 from app.export.row import Fields, Row, Value
-from app.export.shapes import identity, routing
+from app.export.shapes import identity, images, routing
 from app.export.shapes.temperature import temperatures
 from workers.codec import describe
 
@@ -34,6 +34,7 @@ COLUMNS: Columns = {
     **identity.COLUMNS,
     **identity.ROLLOUT,
     **identity.SAMPLING,
+    **images.LEFT_OUT,
 }
 
 
@@ -68,6 +69,7 @@ def fields(row: Row) -> Fields:
         **identity.fields(row),
         **identity.rollout(row),
         **identity.sampling(row),
+        **images.left_out(row),
     }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from app.domain.samples import Array
 from app.export.columns import Columns
 from app.export.row import Fields, Row, Unfit
-from app.export.shapes import identity, routing
+from app.export.shapes import identity, images, routing
 from app.export.shapes.slime import rollout_number, weight_versions
 
 COLUMNS: Columns = {
@@ -30,6 +30,7 @@ COLUMNS: Columns = {
     **identity.COLUMNS,
     **identity.ROLLOUT,
     **identity.SAMPLING,
+    **images.LEFT_OUT,
 }
 
 STOP_REASONS = {"truncated": "length", "aborted": "abort"}
@@ -64,6 +65,7 @@ def fields(row: Row) -> Fields:
         **identity.fields(row),
         **identity.rollout(row),
         **identity.sampling(row),
+        **images.left_out(row),
     }
 
 

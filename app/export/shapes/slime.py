@@ -15,7 +15,7 @@ import numpy as np
 from app.domain.samples import Sample
 from app.export.columns import Columns
 from app.export.row import Fields, Row, Value
-from app.export.shapes import identity, routing
+from app.export.shapes import identity, images, routing
 
 COLUMNS: Columns = {
     "group_index": "int64",
@@ -92,5 +92,6 @@ def metadata(row: Row, beside: Fields) -> Fields:
         **beside,
         **identity.rollout(row),
         **identity.sampling(row),
+        **images.left_out(row),
     }
     return {**own, "turnlog": {name: value for name, value in ours.items() if value is not None}}

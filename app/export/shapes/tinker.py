@@ -11,7 +11,7 @@ import numpy as np
 
 from app.export.columns import Columns
 from app.export.row import Fields, Row, Unfit
-from app.export.shapes import identity
+from app.export.shapes import identity, images
 
 COLUMNS: Columns = {
     "model_input": "[int32]",
@@ -23,6 +23,7 @@ COLUMNS: Columns = {
     **identity.COLUMNS,
     **identity.ROLLOUT,
     **identity.SAMPLING,
+    **images.LEFT_OUT,
 }
 
 
@@ -46,4 +47,5 @@ def fields(row: Row) -> Fields:
         **identity.fields(row),
         **identity.rollout(row),
         **identity.sampling(row),
+        **images.left_out(row),
     }

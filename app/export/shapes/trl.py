@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from app.export.columns import Columns
 from app.export.row import Fields, Row
-from app.export.shapes import identity
+from app.export.shapes import identity, images
 
 COLUMNS: Columns = {
     "prompt_ids": "[int32]",
@@ -20,6 +20,7 @@ COLUMNS: Columns = {
     **identity.COLUMNS,
     **identity.ROLLOUT,
     **identity.SAMPLING,
+    "images": "json",
 }
 
 
@@ -40,4 +41,5 @@ def fields(row: Row) -> Fields:
         **identity.fields(row),
         **identity.rollout(row),
         **identity.sampling(row),
+        **({} if (shown := images.of(row)) is None else {"images": shown}),
     }

@@ -58,6 +58,7 @@ COLUMNS: Columns = {
     "replay_urls": "json",
     "note": "text",
     "tags": "[text]",
+    "images": "json",
 }
 
 
@@ -110,6 +111,7 @@ def fields(row: Row) -> Fields:
         **({} if row.links is None else {"replay_urls": row.links}),
         "note": session.note,
         "tags": list(session.tags),
+        **({} if row.images is None else {"images": row.images}),
     }
 
 

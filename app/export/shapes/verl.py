@@ -10,7 +10,7 @@ import numpy as np
 
 from app.export.columns import Columns
 from app.export.row import Fields, Row
-from app.export.shapes import identity, routing
+from app.export.shapes import identity, images, routing
 from app.export.shapes.slime import weight_versions
 
 COLUMNS: Columns = {
@@ -24,6 +24,7 @@ COLUMNS: Columns = {
     "num_turns": "int64",
     "metrics": "json",
     "extra_fields": "json",
+    "multi_modal_data": "json",
 }
 
 
@@ -56,4 +57,5 @@ def fields(row: Row) -> Fields:
             **identity.rollout(row),
             **identity.sampling(row),
         },
+        **({} if (shown := images.of(row)) is None else {"multi_modal_data": {"images": shown}}),
     }

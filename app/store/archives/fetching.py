@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 async def fetch_archived(
-    database: Database, found: Mapping[str, StoredSession], upto: Position, *, replay: bool
+    database: Database, found: Mapping[str, StoredSession], upto: Position, *, replay: bool, images: bool = False
 ) -> dict[str, StoredSession]:
     """The sessions with all of what is archived of them. `upto` is for those that turn out to be in the database.
 
@@ -35,11 +35,11 @@ async def fetch_archived(
         for place in sorted({place for place in archived.values() if place}):
             ids = [one for one, at in archived.items() if at == place]
             parts = {one: msgspec.structs.replace(whole[one], place=None) for one in ids}
-            read = partial(bulk.read_content, found=parts, upto=END, replay=replay)
+            read = partial(bulk.read_content, found=parts, upto=END, replay=replay, images=images)
             try:
                 await opened_archives(database).read(place, read)
             except CorruptContent as error:
-                parts = await _read_again(database, ids, place, str(error), upto, replay=replay)
+                parts = await _read_again(database, ids, place, str(error), upto, replay=replay, images=images)
             whole |= parts
     return whole
 
@@ -49,10 +49,17 @@ def _is_to_fetch(stored: StoredSession) -> bool:
 
 
 async def _read_again(
-    database: Database, session_ids: Sequence[str], place: Place, why: str, upto: Position, *, replay: bool
+    database: Database,
+    session_ids: Sequence[str],
+    place: Place,
+    why: str,
+    upto: Position,
+    *,
+    replay: bool,
+    images: bool = False,
 ) -> dict[str, StoredSession]:
     """Sessions that are not in the archive where they were found: they have moved, or the archive is damaged."""
-    read = partial(bulk.read_sessions, session_ids=session_ids, upto=upto, replay=replay)
+    read = partial(bulk.read_sessions, session_ids=session_ids, upto=upto, replay=replay, images=images)
     found = await database.read(read, one_moment=True)
     return {
         one: msgspec.structs.replace(stored, damage=why) if stored.place == place else stored

@@ -15,6 +15,7 @@ const SHOWN = 100;
 export class Comparison {
   /** @param {AbortSignal} closed @param {string} sessionId @param {() => void} onEnd */
   constructor(closed, sessionId, onEnd) {
+    this.sessionId = sessionId;
     this.path = `/ui/api/sessions/${encodeURIComponent(sessionId)}/conversation`;
     this.requests = new LatestRequest(closed);
     this.notes = h("p", { class: "note" });
@@ -62,13 +63,13 @@ export class Comparison {
     );
     replace(
       this.sides,
-      found.map((transcript, at) => side(branches[at] ?? 0, transcript, from)),
+      found.map((transcript, at) => side(branches[at] ?? 0, transcript, from, this.sessionId)),
     );
   }
 }
 
-/** @param {number} branch @param {Transcript} transcript @param {number|null} from */
-function side(branch, { messages, turn }, from) {
+/** @param {number} branch @param {Transcript} transcript @param {number|null} from @param {string} sessionId */
+function side(branch, { messages, turn }, from, sessionId) {
   const rest = from === null ? [] : messages.filter((entry) => entry.index >= from);
   return h(
     "section",
@@ -77,16 +78,16 @@ function side(branch, { messages, turn }, from) {
     h(
       "ol",
       { class: "conversation" },
-      rest.slice(0, SHOWN).map((entry) => marked(entry, from)),
+      rest.slice(0, SHOWN).map((entry) => marked(entry, from, sessionId)),
     ),
     from !== null && !rest.length && h("p", { class: "note" }, badge("ends here", "warn")),
     rest.length > SHOWN && h("p", { class: "note" }, `${count(rest.length - SHOWN)} more`),
   );
 }
 
-/** @param {Entry} entry @param {number|null} from */
-function marked(entry, from) {
-  const element = messageElement(entry);
+/** @param {Entry} entry @param {number|null} from @param {string} sessionId */
+function marked(entry, from, sessionId) {
+  const element = messageElement(entry, sessionId);
   if (entry.index === from) {
     element.classList.add("differs");
     element.prepend(badge("first difference", "warn"));

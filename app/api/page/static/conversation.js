@@ -52,11 +52,23 @@ function describedUrl(url) {
   return `${head.slice("data:".length, 100) || "data"}, ${bytes(size)}`;
 }
 
-/** @param {unknown} part of a message's content @returns {HTMLElement} */
-function contentPart(part) {
+/** Types that a browser shows without running anything. */
+const RASTER = new Set(["image/png", "image/jpeg", "image/gif", "image/webp"]);
+
+/** @param {Record<string, unknown>} fields of a stored image @param {string} sessionId @returns {HTMLElement} */
+function storedImage({ sha256, media_type, size }, sessionId) {
+  const src = `/sessions/${encodeURIComponent(sessionId)}/images/${sha256}`;
+  const what = `${media_type || "image"}, ${bytes(Number(size))}`;
+  if (RASTER.has(String(media_type))) return h("img", { class: "stored", src, loading: "lazy", alt: what });
+  return h("p", { class: "placeholder" }, "image: ", named(what));
+}
+
+/** @param {unknown} part of a message's content @param {string} sessionId @returns {HTMLElement} */
+function contentPart(part, sessionId) {
   const fields = objectOf(part);
   if (!fields) return textBlock(textOf(part));
   if (fields.type === "text" && typeof fields.text === "string") return textBlock(fields.text);
+  if (fields.type === "turnlog_image") return storedImage(fields, sessionId);
   const url = objectOf(fields.image_url)?.url ?? fields.image_url;
   if (typeof url === "string") {
     return h(
@@ -71,10 +83,10 @@ function contentPart(part) {
   return folded(summary, textBlock(textOf(part), "code"), "placeholder");
 }
 
-/** @param {unknown} content @returns {HTMLElement[]} */
-function contentOf(content) {
+/** @param {unknown} content @param {string} sessionId @returns {HTMLElement[]} */
+function contentOf(content, sessionId) {
   if (content === null || content === undefined || content === "") return [];
-  if (Array.isArray(content)) return content.map(contentPart);
+  if (Array.isArray(content)) return content.map((part) => contentPart(part, sessionId));
   return [textBlock(textOf(content))];
 }
 
@@ -113,8 +125,8 @@ function otherFields(chatMessage) {
   return folded(named(names), textBlock(textOf(Object.fromEntries(others)), "code"), "others");
 }
 
-/** @param {Entry} entry @returns {HTMLElement} */
-export function messageElement(entry) {
+/** @param {Entry} entry @param {string} sessionId @returns {HTMLElement} */
+export function messageElement(entry, sessionId) {
   const { index, turn } = entry;
   if (entry.error !== undefined)
     return h("li", { class: "said" }, message("error", `message ${index}, turn ${turn}`, h("p", null, entry.error)));
@@ -134,7 +146,7 @@ export function messageElement(entry) {
       h("span", { class: "note" }, `message ${index}`, turn ? `, turn ${turn}` : ""),
     ),
     reasoningOf(fields),
-    contentOf(fields.content),
+    contentOf(fields.content, sessionId),
     fields.refusal != null && h("div", { class: "refuses" }, "refuses: ", textBlock(textOf(fields.refusal))),
     Array.isArray(fields.tool_calls) && fields.tool_calls.map(toolCall),
     fields.function_call != null && toolCall({ function: fields.function_call }),
@@ -150,6 +162,7 @@ export class Conversation {
    * @param {(turn: number|null) => void} onPick null: the newest live turn
    */
   constructor(closed, sessionId, onPick) {
+    this.sessionId = sessionId;
     this.path = `/ui/api/sessions/${encodeURIComponent(sessionId)}/conversation`;
     this.onPick = onPick;
     this.requests = new LatestRequest(closed);
@@ -212,7 +225,8 @@ export class Conversation {
     this.turnField.max = String(Math.max(...session.turns.map((one) => one.turn)));
     if (document.activeElement !== this.turnField) this.turnField.value = String(transcript.turn);
     this.newest.setAttribute("aria-pressed", String(picked === null));
-    const isWhole = omitted === 0 && params !== null && messages.every((one) => one.error === undefined);
+    const hasImages = messages.some((one) => JSON.stringify(one.message).includes('"turnlog_image"'));
+    const isWhole = omitted === 0 && params !== null && messages.every((one) => one.error === undefined) && !hasImages;
     this.copy.disabled = !isWhole || turn?.protocol !== "chat";
     this.#render(transcript, turn);
   }
@@ -239,7 +253,7 @@ export class Conversation {
     const shown = new Map();
     for (const entry of messages.slice(begin)) {
       const key = `${entry.index} ${entry.turn} ${entry.sampled}`;
-      shown.set(key, this.known.get(key) ?? messageElement(entry));
+      shown.set(key, this.known.get(key) ?? messageElement(entry, this.sessionId));
     }
     this.known = shown;
     this.#place([...shown.values()]);

@@ -57,7 +57,7 @@ export function turnCell(column, index, step, isDifferent) {
     ),
     probabilityStrip(step),
     step.error && h("p", { class: "note" }, named(step.error)),
-    h("ol", { class: "conversation" }, step.messages.map((entry) => messageElement(entry))),
+    h("ol", { class: "conversation" }, step.messages.map((entry) => messageElement(entry, column.sessionId))),
   ];
 }
 
