@@ -18,7 +18,7 @@ LIMIT = 4 << 20
 TEXT = b'{"messages": []}' * 1000
 BOMB = bytes(256 << 20)
 PACKED: dict[str, Callable[[bytes], bytes]] = {
-    "gzip": gzip.compress,
+    "gzip": lambda data: gzip.compress(data, mtime=0),
     "deflate": zlib.compress,
     "zstd": zstandard.ZstdCompressor().compress,
     "ZSTD ": zstandard.ZstdCompressor(write_content_size=False).compress,
@@ -70,9 +70,9 @@ async def test_a_bomb_is_refused_by_what_it_unpacks_to(encoding: str) -> None:
     [
         (["gzip"], TEXT, InvalidRequest),
         (["zstd"], TEXT, InvalidRequest),
-        (["gzip"], gzip.compress(TEXT)[:-1], InvalidRequest),
+        (["gzip"], gzip.compress(TEXT, mtime=0)[:-1], InvalidRequest),
         (["zstd"], PACKED["zstd"](TEXT)[:-1], InvalidRequest),
-        (["gzip"], gzip.compress(TEXT) + b"x", InvalidRequest),
+        (["gzip"], gzip.compress(TEXT, mtime=0) + b"x", InvalidRequest),
         (["gzip"], b"", InvalidRequest),
         (["br"], TEXT, UnsupportedEncoding),
         (["gzip, zstd"], TEXT, UnsupportedEncoding),

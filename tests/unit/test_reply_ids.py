@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.domain.rids import rid_of
-from app.errors import UpstreamInvalid
-from app.turn.generation import _require_own_rid
+from app.fleet.member import Member
 from app.upstream.body import Body
 
 OWN, OTHER = rid_of("s", 2), rid_of("s", 3)
@@ -17,15 +16,14 @@ def body(text: str) -> Body:
 
 
 @pytest.mark.parametrize("reply", ['{"id":"%s","object":1}', '{"object":"chat.completion", "id" : "%s"}'])
-def test_the_reply_to_another_of_our_requests_is_refused(reply: str) -> None:
-    _require_own_rid(body(reply % OWN), OWN)
-    with pytest.raises(UpstreamInvalid):
-        _require_own_rid(body(reply % OTHER), OWN)
+def test_a_reply_names_the_request_that_it_answers(reply: str) -> None:
+    assert Member("http://a").rid_in(body(reply % OWN)) == OWN
+    assert Member("http://a").rid_in(body(reply % OTHER)) == OTHER
 
 
 @pytest.mark.parametrize("reply", ['{"id":"chatcmpl-1"}', '{"id":"0123456789abcdef0123456789abcdef"}', "{}", ""])
 def test_an_id_that_is_none_of_ours_says_nothing(reply: str) -> None:
-    _require_own_rid(body(reply), OWN)
+    assert Member("http://a").rid_in(body(reply)) is None
 
 
 def test_no_rid_is_another_ones_beginning() -> None:
