@@ -33,8 +33,9 @@ class Mode(NamedTuple):
     text: str | None = None
 
     @property
-    def calls_well(self) -> bool:
-        return bool(self.arguments) and all(text is None for text in self.arguments)
+    def is_no_call(self) -> bool:
+        """It says something, but calls no tool that can be called."""
+        return any(text is not None for text in self.arguments) or (not self.arguments and self.text != "")
 
     def sim(self, harness: Harness, task: int) -> Mapping[str, Any]:
         calls = [
@@ -83,7 +84,7 @@ NO_CALL = Own("leaves out a reply without a valid call and tells an error instea
 NO_OBJECT = Own("its message cannot hold arguments that are no object", stops="ValidationError")
 OWN: Mapping[tuple[str, str], Own] = {
     **{("smolagents", mode): PROSE for mode in MODES},
-    **{("mini-swe-agent", mode): NO_CALL for mode, given in MODES.items() if not given.calls_well},
+    **{("mini-swe-agent", mode): NO_CALL for mode, given in MODES.items() if given.is_no_call},
     ("langchain-openai", "arguments: a list"): NO_OBJECT,
     ("langchain-openai, Responses", "arguments: a list"): NO_OBJECT,
     ("langchain-openai, Responses", "arguments: null"): NO_OBJECT,

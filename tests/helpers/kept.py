@@ -31,8 +31,7 @@ class Kept:
 class Odd:
     """Of the sessions of one harness before one kind of odd engine: committed turns; requests to the engine, and those
     that it refused; rows, and those that begin with drift, in capture mode and with a tokenizer; turns in no row's
-    loss, and in several's; forks, refusals and rollbacks that the harness did not mean, and forks that it did, `why`.
-    """
+    loss, or in several's; forks, refusals and rollbacks that it did not mean, and those that it did, `why`."""
 
     harness: str
     mode: str
