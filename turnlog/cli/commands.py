@@ -63,10 +63,10 @@ for _panel, _name, _function in (
     _calls_server = _panel in (OBSERVE, MAKE, ORDER)
     _made = app.command(_name, rich_help_panel=_panel, cls=None if _calls_server else ServerCommand)
     _made(server_options(_function) if _calls_server else _function)
-for _name, _function in (("simulator", serving.simulator), ("demo", serving.demo), ("bench", serving.bench)):
+for _name, _passing in (("simulator", serving.simulator), ("demo", serving.demo), ("bench", serving.bench)):
     app.command(
         _name, cls=ServerCommand, rich_help_panel=RUN, add_help_option=False, context_settings=serving.PASSED_ON
-    )(_function)
+    )(_passing)
 app.add_typer(fleet.engines_app, name="engines", rich_help_panel=ORDER)
 app.add_typer(checkpoints.checkpoint_app, name="checkpoint", rich_help_panel=ORDER)
 app.add_typer(archives.archive_app, name="archive", rich_help_panel=KEEP)
