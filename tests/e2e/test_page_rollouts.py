@@ -91,6 +91,18 @@ def test_two_are_shown_as_a_diff(watched: Watched, ids: list[str]) -> None:
     read(watched, len(ids))
 
 
+def test_branches_differ_where_more_than_the_ids_of_calls_does(watch: Watch, page_stand: PageStand) -> None:
+    talk = page_stand.stand.talk(history="tree")
+    calls = {**AT_ONCE, "text": "I look.", "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    for result in ("sunny", "rain"):
+        talk.messages = []
+        (call,) = talk.say("One", sim=calls).json()["choices"][0]["message"]["tool_calls"]
+        talk.add({"role": "tool", "tool_call_id": call["id"], "content": result}, sim=AT_ONCE)
+    page = watch(page_stand.stand.server.base_url).open(f"#/session/{talk.id}?branch=0&against=1")
+    page.get_by_text("Their first difference is message 2; the messages before it are equal.").wait_for()
+    assert page.locator(".said.differs .text").all_inner_texts() == ["sunny", "rain"]
+
+
 def test_from_a_selection_in_the_list(watched: Watched, ids: list[str]) -> None:
     page = watched.open("#/?q=retail-")
     for one in ids[1:3]:

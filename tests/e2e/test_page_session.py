@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from integration.stand import CHAT, WEATHER, Stand, Talk, engine_requests, standing, until, user
+from integration.stand import WEATHER, Stand, Talk, standing, until, user
 
 from e2e.page import PageStand, Watched, barriers, require_chromium
 
@@ -239,33 +235,6 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     assert page.locator("main :is(img, script, b)").count() == 0
 
 
-@pytest.mark.parametrize(("language", "runner"), [("curl", ("bash", "-c")), ("Python", (sys.executable, "-c"))])
-def test_the_copied_request_goes_to_the_engine_and_leaves_the_session_alone(
-    stand: Stand, watch: Watch, tmp_path: Path, language: str, runner: tuple[str, ...]
-) -> None:
-    talk = stand.talk()
-    touched = tmp_path / "touched"
-    talk.say(f"it's {UNSEEN} $(touch {touched}) `touch {touched}`\nTURNLOG\n", sim=NOW, temperature=0.5)
-    watched = watch(stand.server.base_url)
-    page = watched.page
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    watched.open(_at(talk))
-    page.locator(".said").last.wait_for()
-    page.get_by_role("button", name=f"Copy request to the engine as {language}").click()
-    page.get_by_text("Copied").first.wait_for()
-    command = page.evaluate("navigator.clipboard.readText()")
-    assert "\u202e" not in command
-    before = talk.events()
-    ran = subprocess.run([*runner, command], capture_output=True, text=True, timeout=30, check=True)
-    assert json.loads(ran.stdout)["choices"][0]["message"]["role"] == "assistant"
-    (sent,) = (one["body"] for one in stand.engine_requests(talk.id))
-    again = engine_requests(stand.sim, CHAT, None)[-1]["body"]
-    assert talk.events() == before
-    assert again["messages"] == sent["messages"]
-    assert again["temperature"] == 0.5
-    assert not touched.exists()
-
-
 def test_many_turns_are_paged(stand: Stand, watch: Watch) -> None:
     talk = stand.talk()
     for number in range(104):
@@ -359,19 +328,6 @@ def test_the_tree_stands_beside_the_conversation(stand: Stand, watch: Watch) -> 
     page.get_by_role("link", name="Tokens").click()
     page.locator(".tokens .tok").first.wait_for()
     assert page.evaluate("location.hash").startswith(f"{_at(talk)}/tokens?branch=0")
-
-
-def test_two_attempts_differ_where_more_than_the_ids_of_calls_does(stand: Stand, watch: Watch) -> None:
-    talk = stand.talk(history="tree")
-    calls = {**NOW, "text": "I look.", "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
-    for result in ("sunny", "rain"):
-        talk.messages = []
-        (call,) = talk.say("One", sim=calls).json()["choices"][0]["message"]["tool_calls"]
-        talk.add({"role": "tool", "tool_call_id": call["id"], "content": result}, sim=NOW)
-    watched = watch(stand.server.base_url)
-    page = watched.open(_at(talk, branch=0, against=1))
-    page.get_by_text("Their first difference is message 2; the messages before it are equal.").wait_for()
-    assert _texts(watched, ".said.differs .text") == ["sunny", "rain"]
 
 
 CONTRAST = """() => {

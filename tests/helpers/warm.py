@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
@@ -166,6 +167,8 @@ class Forker:
             os.dup2(given, number)
         for sent in files:
             os.close(sent)
+        # A stream remembers of its file whether one can seek in it.
+        sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
