@@ -70,9 +70,9 @@ async def test_a_bomb_is_refused_by_what_it_unpacks_to(encoding: str) -> None:
     [
         (["gzip"], TEXT, InvalidRequest),
         (["zstd"], TEXT, InvalidRequest),
-        (["gzip"], gzip.compress(TEXT)[:-1], InvalidRequest),
+        (["gzip"], gzip.compress(TEXT, mtime=0)[:-1], InvalidRequest),
         (["zstd"], PACKED["zstd"](TEXT)[:-1], InvalidRequest),
-        (["gzip"], gzip.compress(TEXT) + b"x", InvalidRequest),
+        (["gzip"], gzip.compress(TEXT, mtime=0) + b"x", InvalidRequest),
         (["gzip"], b"", InvalidRequest),
         (["br"], TEXT, UnsupportedEncoding),
         (["gzip, zstd"], TEXT, UnsupportedEncoding),
