@@ -222,7 +222,9 @@ class Turnlog(FastAPI):
             bound_connections(receive, self._connection_limit, self._settings.max_request_bytes)
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._requests(without_prefix(with_single_slashes(scope)), receive, send)
+            if "//" in scope["path"]:
+                scope = with_single_slashes(scope)
+            await self._requests(without_prefix(scope), receive, send)
         else:
             await super().__call__(scope, receive, send)
 

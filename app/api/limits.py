@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, Self
 
 from starlette.types import Receive, Scope
@@ -244,10 +244,13 @@ async def read_body(receive: Receive, headers: Headers, limit: int, reservation:
     `limit` is that of the bytes received and of the bytes unpacked. Raises RequestTooLarge, Overloaded, BodyGivenUp,
     RequestTimeout, UnsupportedEncoding, InvalidRequest (compressed data that cannot be unpacked).
     """
+    encodings: list[str] = []
     for name, value in headers:
+        if name == "content-encoding" and value.strip():
+            encodings.append(value)
         if name == "content-length" and value.isdigit() and int(value) > limit:
             raise RequestTooLarge(f"the body has {value} bytes; the limit is {limit}")
-    unpack = _decoder(headers)
+    unpack = _decoder(encodings) if encodings else None
     try:
         async with asyncio.timeout(min(IDLE_S, BODY_S)) as timeout:
             reservation.begin(lambda: _expire(timeout))
@@ -263,10 +266,10 @@ async def read_body(receive: Receive, headers: Headers, limit: int, reservation:
         reservation.arrived()
 
 
-def _decoder(headers: Headers) -> Decoder | None:
+def _decoder(encodings: Sequence[str]) -> Decoder | None:
     """What unpacks the body. Raises UnsupportedEncoding."""
     try:
-        return decoder(",".join(value for name, value in headers if name == "content-encoding" and value.strip()))
+        return decoder(",".join(encodings))
     except Undecodable as error:
         raise UnsupportedEncoding("the body's content-encoding must be gzip, deflate or zstd") from error
 

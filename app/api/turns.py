@@ -293,7 +293,8 @@ def _turn_headers(reply: TurnReply, protocol: WireProtocol) -> Headers:
         headers.append(("x-turnlog-replayed", "true"))
     if reply.rolled_back:
         headers.append((ROLLED_BACK, str(reply.rolled_back)))
-    headers += left_out_header(reply.left_out)
+    if reply.left_out:
+        headers += left_out_header(reply.left_out)
     return headers
 
 

@@ -194,10 +194,12 @@ class Incoming:
         self._stored: dict[int, str] = {}
         self._left_out: dict[int, Turn] = {}
         self._index: TreeIndex | None = None
+        self._session: Session | None = None
         self._spelled = 0
         self._hasher: Hasher = hashlib.sha256()
         self._spellings: dict[int, str] = {}
         self._repeated: Turn | None = None
+        self._start = 0  # How many messages an earlier request, `_repeated`'s, had with the same bytes.
         self._running: dict[int, str] = {}
         self._prefix = prefix
         self._agent_id: str | None = None
@@ -220,12 +222,7 @@ class Incoming:
         """The canonical hash of message `index`, or that of the stored reply that it is in another spelling."""
         if index < self._start:
             return self._known_hashes[index]
-        return self._stored.get(index) or self.own_hash(index)
-
-    @property
-    def _start(self) -> int:
-        """How many messages an earlier request had with the same bytes."""
-        return 0 if self._repeated is None else self._repeated.message_count - 1
+        return self._stored.get(index) or self._hashes.get(index) or self.own_hash(index)
 
     @functools.cached_property
     def _known_hashes(self) -> list[str]:
@@ -239,7 +236,7 @@ class Incoming:
         message_hash = self._hashes.get(index)
         if message_hash is None:
             try:
-                message_hash = self._hash_of(self.message(index))
+                message_hash = canonical_hash(self.message(index), self.matcher)
             except (TypeError, UnicodeEncodeError) as error:
                 raise InvalidRequest(f"messages[{index}] has a field of an unexpected type") from error
             self._hashes[index] = message_hash
@@ -395,24 +392,28 @@ class Incoming:
         Messages that an earlier request had with the same bytes were checked then. A stored reply that the client
         returns in another spelling is told here, and one that it left out is put back.
         """
-        self._index = index
+        self._index, self._session, self._agent_id = index, session, agent_id
         self._odd_calls = index.odd_calls if odd_calls is None else odd_calls
-        self._agent_id = agent_id
-        self._repeated = self._known_beginning(index, agent_id)
-        replies = StoredReplies(index, session, agent_id, self._proven)
-        self._compare(replies)
-        while (left_out := self._missing(replies)) is not None:
+        self._compare(index)
+        while self.matcher == "tolerant" and index.has_empty_replies:
+            left_out = self._replies.left_out(self, self._running, self._start)
+            if left_out is None:
+                break
             self._put_back(*left_out)
-            self._repeated = self._known_beginning(index, agent_id)
-            self._compare(replies)
+            self._compare(index)
         self.spelling(len(self.raws))
 
-    def _compare(self, replies: StoredReplies) -> None:
-        assert self._index is not None
-        start = self._start
-        at = NOTHING if self._repeated is None else self._index.input_hash(self._repeated.number) or NOTHING
+    def _compare(self, index: TreeIndex) -> None:
+        prefix = None if self._left_out else self._prefix
+        repeated = self._known_turn(index, prefix) if prefix else index.repeated(self)
+        if repeated is not None and repeated.agent_id != self._agent_id:
+            # Another agent may mean other replies by the same bytes.
+            repeated = None if index.has_bare_replies or self._odd_calls else repeated
+        self._repeated = repeated
+        start = self._start = 0 if repeated is None else repeated.message_count - 1
+        at = NOTHING if repeated is None else index.input_hash(repeated.number) or NOTHING
         self._running, self._stored = {start: at}, {}
-        self._checked, self._returned = start, self._returned_calls()
+        self._checked, self._returned = start, self._returned_calls() if self._odd_calls else None
         for place in range(start, len(self.raws)):
             turn = self._left_out.get(place)
             if turn is None and self._returned is not None:
@@ -421,23 +422,22 @@ class Incoming:
             after = running_hash(at, own)
             if turn is not None:
                 stored = turn.message_hashes[-1]
-            elif self._is_unknown_reply(place, after):
-                stored = self._sampled(self._index, at, place) if self._trusts_ids else own
-                stored = replies.spelled_as(self, at, place) if stored == own else stored
+            elif (
+                self.matcher == "tolerant"
+                and self._messages[place]["role"] == "assistant"
+                and not index.has_ending(after)
+            ):
+                stored = self._sampled(index, at, place) if self._trusts_ids else own
+                stored = self._replies.spelled_as(self, at, place) if stored == own else stored
             if stored != own:
                 self._stored[place] = stored
                 after = running_hash(at, stored)
             at = self._running[place + 1] = after
 
-    def _is_unknown_reply(self, place: int, history: str) -> bool:
-        """May message `place` be a stored reply, but in no stored spelling? `history` is the running hash with it."""
+    @functools.cached_property
+    def _replies(self) -> StoredReplies:
         assert self._index is not None
-        if self.matcher != "tolerant" or self.role(place) != "assistant":
-            return False
-        return not self._index.has_ending(history)
-
-    def _missing(self, replies: StoredReplies) -> tuple[int, Turn] | None:
-        return replies.left_out(self, self._running, self._start) if self.matcher == "tolerant" else None
+        return StoredReplies(self._index, self._session, self._agent_id, self._proven)
 
     def _put_back(self, place: int, turn: Turn) -> None:
         """Put an empty message where the client left out the reply of `turn`."""
@@ -447,11 +447,9 @@ class Incoming:
         self._spelled, self._hasher = 0, hashlib.sha256()
         self.__dict__.pop("_known_hashes", None)
 
-    def _returned_calls(self) -> ReturnedCalls | None:
-        """None where no call of the session is odd."""
+    def _returned_calls(self) -> ReturnedCalls:
         assert self._index is not None
-        if not self._odd_calls:
-            return None
+        assert self._odd_calls is not None
         return ReturnedCalls(
             self._index,
             self._odd_calls,
@@ -492,13 +490,6 @@ class Incoming:
             results.append(self.message(place))
         return results
 
-    def _known_beginning(self, index: TreeIndex, agent_id: str | None) -> Turn | None:
-        """The turn whose request begins the messages with the same bytes. Another agent may mean other replies by them,
-        where replies have reasoning in their texts."""
-        prefix = None if self._left_out else self._prefix
-        turn = self._known_turn(index, prefix) if prefix else index.repeated(self)
-        return None if turn and turn.agent_id != agent_id and index.has_bare_replies else turn
-
     def _known_turn(self, index: TreeIndex, prefix: HistoryPrefix) -> Turn | None:
         """The newest turn of a known body's history whose request begins the messages, canonically."""
         turn = index.turn(prefix.turn)
@@ -510,9 +501,9 @@ class Incoming:
 
 def _calls_hash(message: Message) -> str | None:
     """A hash of an assistant's text, less leading reasoning, and its calls' ids and names; None without a call."""
-    _, text, made, _ = _tolerant(without_reasoning(message))
-    if message["role"] != "assistant" or not made:
+    if message["role"] != "assistant" or not message.get("tool_calls"):
         return None
+    _, text, made, _ = _tolerant(without_reasoning(message))
     return digest(msgspec.json.encode([text, [call[:2] for call in made]]))
 
 

@@ -3,16 +3,38 @@ wins; what differs is looked at among the replies to the same messages alone."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from app.domain.session import Session
-from app.domain.tree import TreeIndex
+from app.domain.tree import EMPTY_REPLY, TreeIndex
 from app.domain.turns import Turn
 
-EMPTY_REPLY = hashlib.sha256(b'["assistant","",[],null]').hexdigest()[:32]
-"""The canonical hash (`tolerant`) of a reply with neither text nor calls."""
+
+def meant_of(
+    alike: list[Turn],
+    index: TreeIndex,
+    agent_id: str | None,
+    proven: Container[int],
+    is_continued: Callable[[Turn], bool],
+) -> Turn | None:
+    """The turn whose reply is meant, of those whose reply it may be; None if that cannot be told.
+
+    As long as they have several replies, each test leaves the turns that pass it, if any does. `is_continued`: the
+    request goes on as one that continued the turn did; but agents get equal results, so that of an agent that has one
+    of the turns, and has not continued it, this is meant.
+    """
+    own = [turn for turn in alike if turn.agent_id == agent_id]
+    for is_meant in (
+        lambda turn: turn.number in proven,
+        lambda turn: len(own) == 1 and turn is own[0] and not index.has_children(turn.number),
+        is_continued,
+        lambda turn: turn in own,
+    ):
+        if len({turn.message_hashes[-1] for turn in alike}) > 1:
+            alike = [turn for turn in alike if is_meant(turn)] or alike
+    return alike[0] if len({turn.message_hashes[-1] for turn in alike}) == 1 else None
 
 
 class ReturnedMessages(Protocol):
@@ -45,20 +67,18 @@ class StoredReplies:
         running hash is `before`, that it is but for leading reasoning; else its own without that, as a reply that
         a client carries into another conversation may come back in several spellings.
 
-        Of several, one that the request proves to hold, one that was continued as the request goes on, or the agent's
-        own must tell which it is.
+        Of several, `meant_of` tells which it is.
         """
         bare = request.bare_hash(place) or request.own_hash(place)
         replies = self._index.with_input(before)
-        alike = self._live(turn for turn in replies if bare in (turn.message_hashes[-1], turn.bare_hash))
-        for told in (
-            [turn for turn in alike if turn.number in self._proven],
-            [turn for turn in alike if self._is_continued(turn, request, place + 1)],
-            [turn for turn in alike if turn.agent_id == self._agent_id],
-        ):
-            alike = [turn for turn in alike if turn in told] or alike
-        hashes = {turn.message_hashes[-1] for turn in alike}
-        return hashes.pop() if len(hashes) == 1 else bare
+        turn = meant_of(
+            self._live(turn for turn in replies if bare in (turn.message_hashes[-1], turn.bare_hash)),
+            self._index,
+            self._agent_id,
+            self._proven,
+            lambda turn: self._is_continued(turn, request, place + 1),
+        )
+        return bare if turn is None else turn.message_hashes[-1]
 
     def left_out(self, request: ReturnedMessages, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
         """The place at which the request leaves out an empty reply, and that reply's turn; None if it does not.
@@ -111,11 +131,11 @@ class StoredReplies:
         return self._index.has_children(turn.number) if self._linear is None else turn is not self._linear.leaf
 
     def _live(self, turns: Iterable[Turn]) -> list[Turn]:
-        turns = list(turns)
-        if not turns or self._linear is None:
-            return turns
-        path = set(self._linear.path)
-        return [turn for turn in turns if turn.number in path]
+        return [turn for turn in turns if self._linear is None or turn.number in self._path]
+
+    @functools.cached_property
+    def _path(self) -> frozenset[int]:
+        return frozenset(() if self._linear is None else self._linear.path)
 
 
 def _has_at(request: ReturnedMessages, place: int, hashes: Sequence[str]) -> bool:

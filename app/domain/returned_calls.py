@@ -2,7 +2,7 @@
 
 An exact spelling wins. Else a call is known by its id in any spelling, and where its stored arguments are no object by
 id and name alone: clients send other arguments in their place. Where several replies to one input match only so, what
-the client proves to hold, a call's result or the agent decides, or nothing does.
+the client proves to hold, a call's result or the agent decides, or nothing does (`returned.meant_of`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from app.domain.calls import Message, OddCalls, answer_key, ids_of
+from app.domain.returned import meant_of
 from app.domain.tree import TreeIndex
 from app.domain.turns import Turn
 
@@ -64,7 +65,13 @@ class ReturnedCalls:
         if not alike and not any(self._index.sampled(own_hash)):
             carried = (self._index.turn(number) for number in self._odd.carried(ids))
             alike = self._alike(message, (turn for turn in carried if turn is not None))
-        turn = self._decided(alike, ids, results)
+        turn = meant_of(
+            alike,
+            self._index,
+            self._agent_id,
+            self._proven,
+            lambda turn: self._is_answered(turn, ids, results),
+        )
         if turn is not None:
             self._own |= self._pairs(ids, turn)
         return turn
@@ -78,18 +85,6 @@ class ReturnedCalls:
             if mended and self._is_reply(mended, turn):
                 alike.append(turn)
         return alike
-
-    def _decided(self, alike: list[Turn], ids: Sequence[Any], results: Sequence[Message]) -> Turn | None:
-        """The one that is meant; None if that cannot be told."""
-        tests: tuple[Callable[[Turn], bool], ...] = (
-            lambda turn: turn.number in self._proven,
-            lambda turn: self._is_answered(turn, ids, results),
-            lambda turn: turn.agent_id == self._agent_id,
-        )
-        for is_meant in tests:
-            if len({turn.message_hashes[-1] for turn in alike}) > 1:
-                alike = [turn for turn in alike if is_meant(turn)] or alike
-        return alike[0] if len({turn.message_hashes[-1] for turn in alike}) == 1 else None
 
     def _is_answered(self, turn: Turn, ids: Sequence[Any], results: Sequence[Message]) -> bool:
         """Has an earlier request continued the turn with these results?"""

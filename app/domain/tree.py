@@ -21,6 +21,9 @@ from app.domain.turns import Turn, Turns
 NOTHING = ""
 """The running hash of an empty history."""
 
+EMPTY_REPLY = hashlib.sha256(b'["assistant","",[],null]').hexdigest()[:32]
+"""The canonical hash (`tolerant`) of a reply with neither text nor calls."""
+
 RECENT_COUNTS = 8
 """Lengths of earlier requests at which a request's bytes are compared first, the longest before the others: a new one
 is usually a few messages longer than the one that it continues."""
@@ -83,6 +86,7 @@ class TreeIndex:
         self._by_body = _Newest()
         self._by_spelling: dict[str, Turn] = {}
         self.odd_calls = OddCalls()
+        self.has_empty_replies = False
         self._counts: list[int] = []
         for turn in turns:
             self.add(turn)
@@ -109,6 +113,8 @@ class TreeIndex:
             self._by_calls.add(turn.calls_hash, number)
         if turn.bare_hash is not None:
             self._by_bare_reply.add(turn.bare_hash, number)
+        if EMPTY_REPLY in (hashes[-1], turn.bare_hash):
+            self.has_empty_replies = True
         if turn.has_odd_calls:
             self.odd_calls.add(number, turn.given_ids)
         count = turn.message_count - 1

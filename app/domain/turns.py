@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -132,6 +132,10 @@ class Turns:
     def newest(self) -> Turn | None:
         """The turn committed last."""
         return self._turns[self._count - 1] if self._count else None
+
+    def committed_after(self, seq: int) -> Iterator[Turn]:
+        """The turns whose commits are later events than `seq`, the newest first."""
+        return takewhile(lambda turn: turn.seq > seq, reversed(self))
 
     def added(self, turn: Turn) -> Turns:
         """These turns and a new one. Raises ValueError if its number is taken."""

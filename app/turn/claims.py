@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from itertools import islice
 from typing import Literal, Protocol
 
 from app.crash_points import reach
@@ -112,7 +111,7 @@ class Claims:
 
     async def take(self, entry: CacheEntry, context: TurnContext, *, is_alone: bool = False) -> ClaimedTurn | None:
         """Claim the session at a version that the request fits; None if its turn is already committed, or the request
-        must be read again with turns that another process has committed.
+        must be read again: another process has committed turns, or a restore has set some aside or given some back.
 
         `is_alone`: no other turn is in flight in this process.
         """
@@ -138,13 +137,13 @@ class Claims:
                 if left is not None:
                     await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
                     tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
-            known = len(entry.session.turns)
+            before = entry.session
             entry = require_open(await self._cache.refresh(session_id), session_id)
-            turns = entry.session.turns
-            newer = islice(reversed(turns), len(turns) - known)
-            if any(turn.incarnation != self.incarnation for turn in newer):
+            newer = list(entry.session.turns.committed_after(before.version))
+            is_restored = len(entry.session.turns) != len(before.turns) + len(newer)
+            if is_restored or any(turn.incarnation != self.incarnation for turn in newer):
                 return None  # How the request was read depends on the turns that were known then.
-            if entry.session.is_tree and len(turns) > known:
+            if entry.session.is_tree and newer:
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True

@@ -56,7 +56,7 @@ class Commits:
             raise refusal(session_id, outcome.status)
         services.claims.appended(session_id, outcome)
         odd, turn = claimed.entry.index.odd_calls, claimed.opened.turn
-        if turn in odd:
+        if (generated.reply.calls or generated.odd_arguments) and turn in odd:
             odd.learn(turn, generated.reply.calls)
         prompt = generated.prompt
         tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)

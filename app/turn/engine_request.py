@@ -112,7 +112,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
             SharedBlob("image", data, sha256, None if sha256 in session.images else codec.compress(data))
             for sha256, data in distinct.items()
         )
-        return msgspec.structs.replace(self, shared=(*self.shared, *shared)) if images else self
+        return msgspec.structs.replace(self, shared=(*self.shared, *shared))
 
     def body(
         self,

@@ -30,6 +30,7 @@ from app.turn.continuation import Continuation, GeneratedPart, can_continue
 from app.turn.dispatch import Dispatch, EngineRefusal, GeneratedTurn, PreparedTurn
 from app.turn.engine_body import EngineBody, TakesNoIds
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request
+from app.turn.large_bodies import INLINE_BYTES
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import TurnStage
@@ -77,27 +78,28 @@ class Generation:
         if not isinstance(outcome, GeneratedTurn):
             return outcome
         await self._require_no_drift(outcome)
+        if not outcome.reply.calls:
+            return outcome
         given = await self._services.large_bodies.run(self._context.large, lambda: self._given_ids(outcome.reply))
-        return msgspec.structs.replace(outcome, given_ids=given) if given is not None else outcome
+        return msgspec.structs.replace(outcome, given_ids=given)
 
     def _given_ids(self, reply: ValidatedReply) -> GivenIds | None:
         request, opened = self._context.request, self._claimed.opened
-        if not reply.calls or not isinstance(request, ChatRequest):
+        if not isinstance(request, ChatRequest):
             return None
         proof = self._services.proofs.of(self._context.session_id, opened.turn)
         return calls.given_ids(reply.calls, opened.protocol, proof, request.messages)
 
     async def _prepared(self) -> PreparedTurn:
         context, services = self._context, self._services
-        request, new, stored = await services.large_bodies.run(context.large, self._request)
-        sent = new if request.shape != "chat" else [calls.sendable(raw) for raw in new]
+        request, new, sent, stored = await services.large_bodies.run(context.large, self._request)
         messages = [*await self._stored_messages(), *sent]
         with context.flight.cancellable():
             prompt = await self._prompt(request)
-            left_out = bounded((*context.request.left_out, *await self._silent()))
+            left_out = (*context.request.left_out, *(() if context.template is None else await self._silent()))
         dialect = services.engines.dialect
         self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect, prompt)
-        self._dispatch.left_out = left_out
+        self._dispatch.left_out = left_out = bounded(left_out) if left_out else ()
         return PreparedTurn(request, messages, new, stored, prompt, left_out, odd_arguments=sent != new)
 
     async def _placed(self) -> EngineChoice:
@@ -186,8 +188,9 @@ class Generation:
 
     # prompt
 
-    def _request(self) -> tuple[EngineRequest, list[bytes], list[bytes]]:
-        """The request without its messages, the messages that are not stored yet, and these as they will be stored.
+    def _request(self) -> tuple[EngineRequest, list[bytes], list[bytes], list[bytes]]:
+        """The request without its messages, the messages that are not stored yet, these as engines take them, and as
+        they will be stored.
 
         Raises InvalidRequest.
         """
@@ -197,14 +200,16 @@ class Generation:
         )
         new = context.history.new(claimed.plan)
         if request.shape != "chat":
-            return request, new, new
+            return request, new, new, new
         stored: list[bytes] = []
         images: list[Image] = []
         for message in new:
             kept, taken = take_out(message)
             stored.append(kept)
             images += taken
-        return request.with_images(claimed.session, images), new, stored
+        if images:
+            request = request.with_images(claimed.session, images)
+        return request, new, [calls.sendable(message) for message in new], stored
 
     async def _stored_messages(self) -> list[bytes | memoryview]:
         claimed = self._claimed
@@ -214,7 +219,8 @@ class Generation:
         chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.odd_calls else ()
         if not any(turn.odd_arguments for turn in chain):
             return [stored]
-        return [calls.sendable(bytes(raw)) for raw in ITEMS.decode(b"[" + stored + b"]")]
+        large = len(stored) if len(stored) > INLINE_BYTES else 0
+        return await self._services.large_bodies.run(large, lambda: _sendable(stored))
 
     async def _prompt(self, request: EngineRequest) -> PromptIds | None:
         """The token ids to send, if any: the client's own, or those of a chat if there is a tokenizer."""
@@ -227,10 +233,10 @@ class Generation:
 
     async def _silent(self) -> Sequence[str]:
         """The new messages that the template renders as nothing, for `left_out`."""
-        context = self._context
-        if context.template is None or not isinstance(context.history, Incoming):
+        history = self._context.history
+        if not isinstance(history, Incoming):
             return ()
-        return await self._services.token_in.silent(context.history, self._claimed.plan.base_messages)
+        return await self._services.token_in.silent(history, self._claimed.plan.base_messages)
 
     # validation
 
@@ -431,6 +437,11 @@ class Generation:
             return suffix
         stored = await self._services.cache.tokens(claimed.entry, parent.number)
         return b",".join(filter(None, (stored, suffix)))
+
+
+def _sendable(messages: bytes | memoryview) -> list[bytes | memoryview]:
+    """Stored messages, joined by commas, as every engine takes them."""
+    return [calls.sendable(bytes(raw)) for raw in ITEMS.decode(b"[" + messages + b"]")]
 
 
 def _whole(

@@ -82,7 +82,8 @@ class ReplyValidator:
         result, text = await self._run_job(work, answer, sum(map(len, new)), known)
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
-        if len(result.message) >= self._settings.max_request_bytes or bounds.is_too_much(result.message):
+        size = len(result.message)
+        if size >= self._settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
         message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
         return ValidatedReply(
@@ -92,7 +93,7 @@ class ReplyValidator:
             message_hash=message_hash,
             calls_hash=calls_hash,
             bare_hash=bare_hash,
-            calls=sampled_calls(result.message) if isinstance(history, Incoming) else (),
+            calls=() if calls_hash is None else sampled_calls(result.message),
             weight_versions=_versions(result, answer.dispatched),
             payloads=_payload_refs(claimed.fence, result),
             trimmed=0 if prompt is None else prompt.trimmed,

@@ -115,11 +115,21 @@ def key_set_aside(here: Talk, there: Talk) -> httpx.Response:
     return here.chat([*there.messages, user("Other")], headers=key)
 
 
+def taken_back(here: Talk, there: Talk) -> httpx.Response:
+    """This process knows more turns than there are since the store was taken back."""
+    name = _checkpoint(there)
+    assert here.chat([*there.messages, user("More")]).status_code == 200
+    _restore(there, name)
+    return here.chat([*there.messages, user("Other")])
+
+
 Case = Callable[[Talk, Talk], httpx.Response]
 
 NEGATIVES: dict[Case, str] = {
     **dict.fromkeys((previous_response, item_reference, read_response, read_input_items), "responses"),
-    **dict.fromkeys((continued, rolled_back, forked, rewarded, reopened, given_back, key_set_aside), "chat"),
+    **dict.fromkeys(
+        (continued, rolled_back, forked, rewarded, reopened, given_back, key_set_aside, taken_back), "chat"
+    ),
 }
 
 

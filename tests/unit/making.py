@@ -10,6 +10,7 @@ import msgspec
 from helpers.log import float64, int32
 from helpers.replies import known_as
 
+from app.domain.calls import sampled_calls
 from app.domain.decide import TurnBlobs, commit_turn, open_turn, token_parent
 from app.domain.events import (
     Event,
@@ -173,6 +174,7 @@ class Book:
             message_hash,
             calls_hash=calls_hash,
             bare_hash=bare_hash,
+            calls=sampled_calls(bytes(raw(reply))),
             finish_reason=finish_reason,
             weight_versions=tuple(VersionSpan(*span) for span in versions),
             payloads=payloads(fence),
@@ -192,6 +194,8 @@ class Book:
         )
         self.add(*events)
         [committed] = (event for event in events if isinstance(event, TurnCommitted))
+        if committed.turn in self.index.odd_calls:
+            self.index.odd_calls.learn(committed.turn, answer.calls)
         self.made[committed.turn] = Made(
             prompt=list(prompt),
             output=list(output),

@@ -15,8 +15,7 @@ from app.domain.events import History, Matcher
 from app.domain.fold import fold
 from app.domain.history import Plan, canonical_hash
 from app.domain.reasoning import REASONING_TAGS, without_reasoning
-from app.domain.returned import EMPTY_REPLY
-from app.domain.tree import TreeIndex
+from app.domain.tree import EMPTY_REPLY, TreeIndex
 from app.errors import HistoryMismatch
 
 Message = dict[str, Any]

@@ -17,7 +17,8 @@ _KNOWN, _KNOWN_BYTES = 32, 256 << 10
 
 _CARRIED = (None, "function", "custom")
 
-_ORIGINAL = b'"original"'
+ORIGINAL = b'"original"'
+"""In every body that has such a detail."""
 
 
 class _Tool(msgspec.Struct):
@@ -31,14 +32,12 @@ Tools = msgspec.Raw | None
 Places = tuple[str, ...]
 
 
-def offered_tools(raw: Tools, params: dict[str, msgspec.Raw]) -> tuple[Tools, Places]:
+def offered_tools(raw: msgspec.Raw, params: dict[str, msgspec.Raw]) -> tuple[Tools, Places]:
     """The tools that an engine can be sent, and what is left out. Where none are left, `params` lose the choice too.
 
     Raises Unsupported where the choice forces a tool that is left out. Tools that are no list of objects are the
     engine's to refuse.
     """
-    if raw is None:
-        return None, ()
     text = bytes(raw)
     tools, left_out = _remembered(text) if len(text) <= _KNOWN_BYTES else _carried(text)
     if not left_out:
@@ -70,20 +69,16 @@ def _carried(text: bytes) -> tuple[bytes, Places]:
 _remembered = functools.lru_cache(_KNOWN)(_carried)
 
 
-def with_known_details(
-    body: bytes, messages: Sequence[msgspec.Raw], known: int = 0, known_bytes: int = 0
-) -> tuple[Sequence[msgspec.Raw], Places]:
+def with_known_details(messages: Sequence[msgspec.Raw], known: int) -> tuple[Sequence[msgspec.Raw], Places]:
     """The messages with `detail: "auto"` for images that have `original`, which no engine knows, and their places.
 
-    The first `known` messages, within the first `known_bytes` of the body, have none. Raises InvalidRequest.
+    The first `known` messages have none. Raises InvalidRequest.
     """
-    if body.find(_ORIGINAL, known_bytes) < 0:
-        return messages, ()
     changed: dict[int, msgspec.Raw] = {}
     left_out: list[str] = []
     for index in range(known, len(messages)):
         raw = messages[index]
-        if _ORIGINAL in bytes(raw):
+        if ORIGINAL in bytes(raw):
             message = value_of(raw, f"messages[{index}]")
             places = [f"messages[{index}].content[{part}]" for part in _replace_details(message)]
             if places:

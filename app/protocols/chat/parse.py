@@ -15,7 +15,7 @@ from app.protocols.body import (
     stream_mode,
     token_ids,
 )
-from app.protocols.chat.left_out import offered_tools, with_known_details
+from app.protocols.chat.left_out import ORIGINAL, Places, offered_tools, with_known_details
 
 
 def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
@@ -36,9 +36,13 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     params.pop("tools", None)
     if tools is not None and bytes(tools) == b"null":
         tools = None
-    tools, left_out = offered_tools(tools, params)
+    left_out: Places = ()
+    details: Places = ()
+    if tools is not None:
+        tools, left_out = offered_tools(tools, params)
     known, known_bytes = (0, 0) if continued is None else (continued.prefix.messages, continued.prefix.end)
-    messages, details = with_known_details(body, messages, known, known_bytes)
+    if body.find(ORIGINAL, known_bytes) >= 0:
+        messages, details = with_known_details(messages, known)
     body_hash = hash_request(body, b"", layout)
     if details:
         layout = None  # Its messages are not the body's: the next body is read as a whole.
