@@ -26,6 +26,12 @@ SHOWN = "aU+202Eb NULc ESC[31md U+200BeU+E0041"
 
 LONG = "n" * 5000
 
+DOT = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+"""A picture of one pixel."""
+
 Watch = Callable[..., Watched]
 
 
@@ -372,6 +378,16 @@ def test_two_attempts_differ_where_more_than_the_ids_of_calls_does(stand: Stand,
     page = watched.open(_at(talk, branch=0, against=1))
     page.get_by_text("Their first difference is message 2; the messages before it are equal.").wait_for()
     assert _texts(watched, ".said.differs .text") == ["sunny", "rain"]
+
+
+def test_a_stored_image_is_shown_in_its_own_size(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk()
+    talk.add({"role": "user", "content": [{"type": "image_url", "image_url": {"url": DOT}}]}, sim={"tool_calls": False})
+    page = watch(stand.server.base_url).open(_at(talk))
+    image = page.locator("img.stored")
+    image.wait_for()
+    page.wait_for_function("document.querySelector('img.stored').naturalWidth")
+    assert image.evaluate("image => [image.clientWidth, image.clientHeight]") == [1, 1]
 
 
 CONTRAST = """() => {
