@@ -202,7 +202,7 @@ def _errors(error: type[AppError] = AppError) -> Iterator[type[AppError]]:
 def _bounds(schema: Schema) -> str:
     low = schema.get("minimum", schema.get("exclusiveMinimum"))
     high = schema.get("maximum")
-    if low is not None and high is not None and high < 2**53:
+    if low is not None and high is not None and (isinstance(high, float) or high < 2**53):
         return f" {low} to {high}"
     if low is not None:
         return f" from {low}"

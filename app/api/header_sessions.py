@@ -268,7 +268,7 @@ def session_of_request(
             expected = ", ".join(harness.session for harness in HARNESSES)
             raise InvalidRequest(
                 f"no session: send one of the headers {expected}, nvext.session_control or its own token "
-                "(with TURNLOG_WITHOUT_SESSION=record it would get one of its own)"
+                "(TURNLOG_WITHOUT_SESSION=record gives a turn one of its own)"
             )
         session_id = _made_up(headers)
     main = given[harness.session] if harness is not None else session_id

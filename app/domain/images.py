@@ -21,6 +21,7 @@ REFERENCE = "turnlog_image"
 # A JSON text can hold these only as a whole string: within a text its quotation marks are escaped.
 _REFERENCE_MARK = b'"turnlog_image"'
 _IMAGE_MARK = b'"image_url"'
+_ESCAPED_LETTER = b"\\u00"
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -73,7 +74,8 @@ def take_out(message: bytes) -> tuple[bytes, list[Image]]:
 
     Raises InvalidRequest for a content part of the reference's type.
     """
-    if _IMAGE_MARK not in message and _REFERENCE_MARK not in message:
+    # A client may spell the marks with escapes; what is stored spells a reference without.
+    if not any(mark in message for mark in (_IMAGE_MARK, _REFERENCE_MARK, _ESCAPED_LETTER)):
         return message, []
     images: list[Image] = []
 

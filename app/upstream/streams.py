@@ -68,7 +68,7 @@ class _Called(msgspec.Struct):
 
 class _CallDelta(msgspec.Struct):
     index: int
-    id: str | None = None
+    id: Any = None
     function: _Called | None = None
 
 

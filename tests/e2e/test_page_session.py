@@ -22,6 +22,12 @@ SHOWN = "aU+202Eb NULc ESC[31md U+200BeU+E0041"
 
 LONG = "n" * 5000
 
+DOT = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+"""A picture of one pixel."""
+
 Watch = Callable[..., Watched]
 
 
@@ -328,6 +334,16 @@ def test_the_tree_stands_beside_the_conversation(stand: Stand, watch: Watch) -> 
     page.get_by_role("link", name="Tokens").click()
     page.locator(".tokens .tok").first.wait_for()
     assert page.evaluate("location.hash").startswith(f"{_at(talk)}/tokens?branch=0")
+
+
+def test_a_stored_image_is_shown_in_its_own_size(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk()
+    talk.add({"role": "user", "content": [{"type": "image_url", "image_url": {"url": DOT}}]}, sim={"tool_calls": False})
+    page = watch(stand.server.base_url).open(_at(talk))
+    image = page.locator("img.stored")
+    image.wait_for()
+    page.wait_for_function("document.querySelector('img.stored').naturalWidth")
+    assert image.evaluate("image => [image.clientWidth, image.clientHeight]") == [1, 1]
 
 
 CONTRAST = """() => {

@@ -361,8 +361,6 @@ def test_langchain_puts_calls_that_it_cannot_read_behind_the_others(stand: Stand
 
 @pytest.mark.parametrize("ids", ODD_IDS)
 def test_a_live_stream_has_the_ids_of_the_whole_reply(vllm_stand: Stand, ids: str) -> None:
-    if ids == "a number":
-        pytest.skip("no stream has one: its chunks are read with ids that are text")
     talk = vllm_stand.talk(stream_mode="live")
     sim = calling("{}", "{}", ids=ODD_IDS[ids][0])
     response = talk.chat([user("Go")], tools=tools("chat"), sim=sim, stream=True)

@@ -149,9 +149,12 @@ def test_an_image_by_url_stays_one(stand: Stand) -> None:
 
 @pytest.mark.parametrize("kind", ["turnlog_image", "turnlog\\u005fimage"])
 @pytest.mark.parametrize("beside", [[], [image("chat", PNG)]])
-def test_no_client_can_write_a_reference(stand: Stand, kind: str, beside: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("url", [{}, {"image_url": None}])
+def test_no_client_can_write_a_reference(
+    stand: Stand, kind: str, beside: list[dict[str, Any]], url: dict[str, None]
+) -> None:
     talk = stand.talk()
-    forged = {"type": "KIND", "sha256": sha256(PNG), "media_type": "image/png", "size": 1, "image_url": None}
+    forged = {"type": "KIND", "sha256": sha256(PNG), "media_type": "image/png", "size": 1, **url}
     body = json.dumps(talk.body([asks("chat", "x", *beside, forged)], sim=PLAIN)).replace("KIND", kind)
     response = stand.http.post(talk.chat_path, content=body)
     assert error_of(response) == (400, "invalid_request")

@@ -39,7 +39,7 @@ class LiveIds:
         if place in self._places:
             return call
         self._places.add(place)
-        if not call_id or call_id in self._ids:
+        if not isinstance(call_id, str) or not call_id or call_id in self._ids:
             return {**call, "id": f"{self._prefix}_{place}"}
         self._ids.add(call_id)
         return call

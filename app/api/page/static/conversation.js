@@ -1,6 +1,6 @@
 /** The messages up to a turn: roles, reasoning, tool calls and their results, as they are stored. */
 
-import { get } from "./api.js";
+import { get, url } from "./api.js";
 import { copyButtons } from "./copy.js";
 import { badge, button, failure, folded, h, message, panel, replace } from "./dom.js";
 import { bytes, count } from "./format.js";
@@ -57,7 +57,7 @@ const RASTER = new Set(["image/png", "image/jpeg", "image/gif", "image/webp"]);
 
 /** @param {Record<string, unknown>} fields of a stored image @param {string} sessionId @returns {HTMLElement} */
 function storedImage({ sha256, media_type, size }, sessionId) {
-  const src = `/sessions/${encodeURIComponent(sessionId)}/images/${sha256}`;
+  const src = url(`/sessions/${encodeURIComponent(sessionId)}/images/${encodeURIComponent(String(sha256))}`);
   const what = `${media_type || "image"}, ${bytes(Number(size))}`;
   if (RASTER.has(String(media_type))) return h("img", { class: "stored", src, loading: "lazy", alt: what });
   return h("p", { class: "placeholder" }, "image: ", named(what));
