@@ -247,12 +247,11 @@ def test_shapes_have_the_images_or_say_that_they_leave_them_out(stand: Stand, sh
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0}).status_code == 200
     assert stand.http.delete(talk.path).status_code == 204
     [row] = stand.rows(group_id=f"images-{shape}", shape=shape, images="inline")
-    item = {"bytes": base64.b64encode(PNG).decode(), "path": None}
     match shape:
         case "verl":
-            assert row["multi_modal_data"] == {"images": [item]}
+            assert row["multi_modal_data"] == {"images": [url_of(PNG)]}
         case "trl":
-            assert row["images"] == [item]
+            assert row["images"] == [url_of(PNG)]
         case "slime":
             assert row["metadata"]["turnlog"]["images_left_out"] == 1
         case "atropos":
