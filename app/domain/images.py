@@ -60,6 +60,11 @@ def image_of(part: Any) -> Image | None:
     return Image(named, data, hashlib.sha256(data).hexdigest())
 
 
+def data_url(media_type: str, data: bytes) -> str:
+    """An image inline, as base64."""
+    return f"data:{media_type};base64,{pybase64.b64encode(data).decode()}"
+
+
 def _url_of(part: Any) -> str | None:
     """The URL of an image part, which is a text or the field of an object."""
     if not isinstance(part, Mapping) or part.get("type") != "image_url":
@@ -114,7 +119,7 @@ def put_back(message: bytes, data: Mapping[str, bytes]) -> bytes:
         part = msgspec.json.decode(raw)
         if not _is_reference(part):
             return raw
-        url = f"data:{part['media_type']};base64,{pybase64.b64encode(data[part['sha256']]).decode()}"
+        url = data_url(part["media_type"], data[part["sha256"]])
         fields: dict[str, Any] = {**_FIELDS.decode(raw), "type": "image_url"}
         for name in ("sha256", "media_type", "size"):
             del fields[name]

@@ -38,8 +38,8 @@ time most of a read is the cost of its statements."""
 FIRST_TURN_BYTES = 64 << 10
 """What a turn is taken to have before the first is read."""
 
-REPLAY_SESSIONS = 2
-"""Sessions read together with replay payloads, which are larger than all else."""
+LARGE_SESSIONS = 2
+"""Sessions read together with replay payloads or images, which are larger than all else."""
 
 GROUPS_KEPT = 256
 """Groups kept in memory during an export: a group's sessions usually end close together."""
@@ -303,7 +303,7 @@ class ExportPages:
             turns, sessions = turns + place.turns, sessions + len(place.members)
             if part and (
                 turns * (self.turn_bytes or FIRST_TURN_BYTES) > self._part_bytes
-                or (self._replay and sessions > REPLAY_SESSIONS)
+                or ((self._replay or self._images) and sessions > LARGE_SESSIONS)
             ):
                 yield part
                 part, turns, sessions = [], place.turns, len(place.members)
@@ -319,9 +319,10 @@ class ExportPages:
 
 
 def stored_bytes(stored: StoredSession) -> int:
-    """Bytes of a session's log and frames."""
+    """Bytes of a session's log, frames and blobs."""
     frames = (frame for both in stored.frames.values() for frame in both if frame is not None)
-    return sum(len(row.data or b"") for row in stored.events) + sum(map(len, frames))
+    shared = (blob or b"" for blob in stored.blobs.values())
+    return sum(len(row.data or b"") for row in stored.events) + sum(map(len, frames)) + sum(map(len, shared))
 
 
 def _in_order(places: Sequence[Position]) -> bool:

@@ -77,7 +77,7 @@ class Commits:
             entry = claimed.entry
             while True:
                 await self._read_pins(entry)
-                outcome = await self._submit(self._commit_of(context, claimed, generated, chunks, entry))
+                outcome = await self._submit(context, self._commit_of(context, claimed, generated, chunks, entry))
                 assert not isinstance(outcome, Stale)
                 if not isinstance(outcome, Pinned):
                     return outcome
@@ -92,7 +92,7 @@ class Commits:
                 now = msgspec.structs.replace(claimed, session=session)
                 commit = self._commit_of(context, now, generated, chunks, entry)
                 decided_at = Decided(session.version, session.last_event_at, len(session.turns))
-                outcome = await self._submit(msgspec.structs.replace(commit, decided_at=decided_at))
+                outcome = await self._submit(context, msgspec.structs.replace(commit, decided_at=decided_at))
                 if isinstance(outcome, Pinned):
                     entry.pinned_upto = outcome.upto
                 elif not isinstance(outcome, Stale):
@@ -107,10 +107,12 @@ class Commits:
                 lambda connection: pins.read_pinned_upto(connection, session_id), session_id=session_id
             )
 
-    async def _submit(self, commit: Commit) -> Appended | Stale | Pinned | Refused:
+    async def _submit(self, context: TurnContext, commit: Commit) -> Appended | Stale | Pinned | Refused:
         reach("before_commit")
         outcome = await self._services.writer.submit(commit)
         reach("after_commit")
+        if isinstance(outcome, Appended):
+            context.stages.stored_bytes += size_of(commit.blobs)
         return outcome
 
     def _commit_of(

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ops.simulator.images import is_image, placeholders
 from ops.simulator.lru import Lru
 from ops.simulator.tokenizer import IM_END, IM_START, Encoded, Tokenizer
 from ops.simulator.wire import BadRequest, SentMessage, SentToolCall, Tool
@@ -87,7 +88,7 @@ def _plain(content: str | list[dict[str, Any]] | None) -> str:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(str(part.get("text", "")) for part in content)
+    return "".join(placeholders(part) if is_image(part) else str(part.get("text", "")) for part in content)
 
 
 def _calls_object(call: SentToolCall) -> bool:

@@ -29,6 +29,9 @@ SPECIALS = (
     "<tool_response>",
     "</tool_response>",
 )
+VISION_START, IMAGE_PAD, VISION_END = IMAGE_SPECIALS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+"""Qwen's; their ids come after all others."""
+
 _WORD_LIST = """
 about above after again agent all also always and answer any array ask at back base be before began below
 best between big book both branch bring build but by call can case change check city clean clear close
@@ -105,6 +108,7 @@ def _train() -> Bpe:
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
     )
     bpe.train_from_iterator(_corpus(), trainer)
+    bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in IMAGE_SPECIALS])
     return bpe
 
 
@@ -145,7 +149,7 @@ class Tokenizer:
         byte_of = _byte_of_char()
         vocabulary = self.bpe.get_vocab()
         names = sorted(vocabulary, key=vocabulary.__getitem__)
-        self.special_ids = {name: vocabulary[name] for name in SPECIALS}
+        self.special_ids = {name: vocabulary[name] for name in (*SPECIALS, *IMAGE_SPECIALS)}
         self.token_bytes = [
             name.encode() if name in self.special_ids else bytes(byte_of[char] for char in name) for name in names
         ]

@@ -1,9 +1,9 @@
 """Writes the simulator's tokenizer and chat template as a Hugging Face folder.
 
 Run it with ``python -m ops.simulator.tokenizer_files DIR``. ``transformers.AutoTokenizer`` loads the folder.
-``apply_chat_template`` with a generation prompt returns the ids of the simulator's own template, with one exception: an
-assistant text that begins with white space is encoded together with the newline before it, while
-:mod:`ops.simulator.template` keeps the border at which sampling began.
+``apply_chat_template`` with a generation prompt returns the ids of the simulator's own template, but for two things: an
+image is one placeholder, which a processor expands, and an assistant text that begins with white space is encoded
+together with the newline before it, while :mod:`ops.simulator.template` keeps the border at which sampling began.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import json
 from pathlib import Path
 
 from ops.simulator.template import GENERATION_PROMPT, TOOLS_INTRO, TOOLS_OUTRO
-from ops.simulator.tokenizer import IM_END, IM_START, Tokenizer
+from ops.simulator.tokenizer import IM_END, IM_START, IMAGE_PAD, VISION_END, VISION_START, Tokenizer
 
 _TEMPLATE = """\
 {%- macro text(content) -%}
     {%- if content is string -%}
         {{- content -}}
     {%- elif content -%}
-        {%- for part in content -%}{{- part.get('text', '') -}}{%- endfor -%}
+        {%- for part in content -%}
+            {{- @image if part.type in ['image', 'image_url'] else part.get('text', '') -}}
+        {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}
 {%- macro call(tool_call) -%}
@@ -77,6 +79,7 @@ def chat_template() -> str:
         "@generation": GENERATION_PROMPT,
         "@intro": TOOLS_INTRO,
         "@outro": TOOLS_OUTRO,
+        "@image": VISION_START + IMAGE_PAD + VISION_END,
     }
     template = _TEMPLATE
     for name, value in literals.items():

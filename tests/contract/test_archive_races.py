@@ -113,7 +113,9 @@ async def test_a_reader_of_all_events_misses_none_of_a_session_that_is_just_arch
 
 async def exported(store: Store, high: Position) -> list[str]:
     """The sessions of an export up to `high`, as its pages give them."""
-    pages = ExportPages(store.database, high, grouped=False, advantages=False, replay=False, url_s=60, branches="kept")
+    pages = ExportPages(
+        store.database, high, grouped=False, advantages=False, replay=False, url_s=60, images=False, branches="kept"
+    )
     parts, _ = await pages.following(START, None, None, EXPORTED)
     return [place.session_id for part in parts for place in part]
 

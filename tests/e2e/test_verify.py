@@ -52,6 +52,11 @@ DAMAGE = {
     ),
     "a missing blob": ("DELETE FROM blobs WHERE session_id = 'filled-2'", "blobs [] are stored"),
     "a damaged blob": ("UPDATE blobs SET data = x'00' WHERE session_id = 'filled-2'", "blob 0: "),
+    "a missing image": ("DELETE FROM blobs WHERE kind = 'image'", "blobs [0] are stored"),
+    "a changed image": (
+        "UPDATE blobs SET data = (SELECT data FROM blobs WHERE kind = 'params' LIMIT 1) WHERE kind = 'image'",
+        "differs from the log",
+    ),
     "a log without a head": ("DELETE FROM sessions WHERE session_id = 'filled-2'", "sessions is nothing"),
     "an unreadable event": (
         "UPDATE events SET data = x'7b7d' WHERE session_id = 'filled-2' AND seq = 5",
@@ -164,7 +169,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Made:
         say(erased, "Hello")
         assert stand.http.delete(erased.path, params={"erase": "true"}).status_code == 204
         done = stand.talk(session_id="done", group_id="done")
-        say(done, "Hello")
+        done.add({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png,PNG"}}]})
         stand.http.put(f"{done.path}/reward", json={"reward": 1.0})
         stand.http.delete(done.path)
         for name in ("filled-0", "filled-1", "filled-2"):

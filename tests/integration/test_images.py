@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from integration.places import Places
 from integration.routing import problems
 from integration.stand import SPOKEN, Stand, Talk, error_of, serving
+from integration.test_metrics_route import value
 from ops.simulator.process import SimulatorProcess
 
 PLAIN = {"tool_calls": False}
@@ -181,6 +184,54 @@ def test_forks_have_the_images_and_erasure_takes_them(sglang: SimulatorProcess, 
         assert problems(stand) == []
 
 
+def test_what_a_turn_stores_counts_its_images_once(stand: Stand) -> None:
+    """Of random bytes, which no compression makes fewer."""
+    talk, data, counts = stand.talk(), random.Random(1).randbytes(100_000), []
+    for _ in range(2):
+        before = value(stand, "turnlog_turn_bytes_total", kind="stored")
+        talk.add(asks("chat", "What is it?", image("chat", data)), sim=PLAIN)
+        counts.append(value(stand, "turnlog_turn_bytes_total", kind="stored") - before)
+    assert counts[0] > len(data) > counts[1]
+
+
+def inline_row(talk: Talk) -> dict[str, Any]:
+    """The session's row with its images, without what says where in the log it was read."""
+    [row] = talk.rows(images="inline")
+    return {name: value for name, value in row.items() if name not in ("cursor", "as_of_seq")}
+
+
+def test_a_restored_checkpoint_has_the_images(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
+    before = inline_row(talk)
+    assert stand.http.post("/checkpoints", json={"name": "images"}).status_code == 200
+    talk.add(asks("chat", "And it?", image("chat", JPEG)), sim=PLAIN)
+    assert stand.http.post("/checkpoints/images/restore").status_code == 200
+    assert stand.http.delete("/checkpoints/images").status_code == 204
+    assert inline_row(talk) == before
+    talk.messages = talk.messages[:2]
+    talk.add(asks("chat", "Or it?", image("chat", JPEG), image("chat", PNG)), sim=PLAIN)
+    assert [base64.b64decode(one["bytes"]) for one in inline_row(talk)["images"]] == [PNG, JPEG, PNG]
+    assert problems(stand) == []
+
+
+def test_archives_have_the_images(sglang: SimulatorProcess, places: Places, tmp_path: Path) -> None:
+    with serving(
+        places.new("images"), sglang.base_url, environment={"TURNLOG_PAYLOADS": f"file://{tmp_path}"}
+    ) as stand:
+        talk = stand.talk()
+        talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
+        talk.add(asks("chat", "And these?", image("chat", PNG), image("chat", JPEG)), sim=PLAIN)
+        assert stand.http.delete(talk.path).status_code == 204
+        before = inline_row(talk)
+        assert stand.http.post("/archives", json={}).json()["archived"] == 1
+        assert inline_row(talk) == before
+        assert stand.http.get(f"{talk.path}/images/{sha256(JPEG)}").content == JPEG
+        assert stand.http.post("/archives/restore", json={"session_id": talk.id}).json()["restored"]
+        assert inline_row(talk) == before
+        assert problems(stand) == []
+
+
 def test_with_a_tokenizer_a_turn_with_images_is_captured(tito: Stand) -> None:
     talk = tito.talk()
     talk.say("Hello", sim=PLAIN)
@@ -199,12 +250,11 @@ def test_shapes_have_the_images_or_say_that_they_leave_them_out(stand: Stand, sh
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0}).status_code == 200
     assert stand.http.delete(talk.path).status_code == 204
     [row] = stand.rows(group_id=f"images-{shape}", shape=shape, images="inline")
-    item = {"bytes": base64.b64encode(PNG).decode(), "path": None}
     match shape:
         case "verl":
-            assert row["multi_modal_data"] == {"images": [item]}
+            assert row["multi_modal_data"] == {"images": [url_of(PNG)]}
         case "trl":
-            assert row["images"] == [item]
+            assert row["images"] == [url_of(PNG)]
         case "slime":
             assert row["metadata"]["turnlog"]["images_left_out"] == 1
         case "atropos":
