@@ -302,7 +302,7 @@ def history(messages: Sequence[Message], question: str, *, full: bool) -> list[M
 
     `full`: all messages without their reasoning, the last one's text replaced by `question`.
     """
-    if full:
+    if full and messages:
         bare = [{name: value for name, value in message.items() if name not in REASONING} for message in messages]
         return [*bare[:-1], {**bare[-1], "content": question}]
     leading = itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages)
