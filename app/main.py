@@ -69,7 +69,7 @@ from app.store.packs.left_behind import ADVICE, left_behind
 from app.store.packs.opening import open_bucket
 from app.store.packs.rows import has_packs
 from app.store.search.reading import can_search
-from app.tito.families import family
+from app.tito.families import check_family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
 
@@ -186,7 +186,7 @@ def _client(settings: Settings) -> EngineClient:
 
 async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Prompts | None:
     """The tokenizer, or None. It is loaded on a thread, since that takes seconds. Raises StartupError."""
-    family(settings.tito_family)
+    check_family(settings.tito_family)
     return await asyncio.to_thread(load)
 
 
@@ -198,7 +198,10 @@ def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
-    return Loader.load(tokenizer, tito_family)
+    prompts = Loader.load(tokenizer, tito_family)
+    for shape, why in prompts.findings.refused.items():
+        log.warning("turns that continue %s begin a new row: %s", shape, why)
+    return prompts
 
 
 class Turnlog(FastAPI):

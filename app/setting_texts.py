@@ -54,7 +54,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "stream_keepalive_s": "how often a waiting stream gets a comment; 0: never",
         "client_reply": "[which values of the reply](api.md#a-turn) are `null`",
         "tokenizer": "a folder or hub name: Turnlog builds prompts as token ids ([Token-in, token-out](tito.md))",
-        "tito_family": "or a [family](tito.md#families), which the tokenizer's template must then be",
+        "tito_family": "or a [family](tito.md#models), whose template arguments are then pinned",
         "samples_versions": "weight versions in [`/samples`](api.md#samples)",
         "picker": "a dotted path of the operator's own [picker of branches](trees.md#rows)",
         "search": "[Search](search.md). On SQLite it needs FTS5",

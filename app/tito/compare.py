@@ -13,8 +13,6 @@ from typing import Any
 
 import msgspec
 
-from app.tito.junction import Junction
-
 _SHOWN = 8
 """How many segments the description of a structural difference shows, from the first difference on."""
 
@@ -30,13 +28,20 @@ class ComparedSegment(msgspec.Struct, frozen=True):
 class Comparator:
     """Compares sequences of one tokenizer. Another BPE encoding of the same text is no difference."""
 
-    def __init__(self, junction: Junction, special: frozenset[int], decode: Callable[[array[int]], str]) -> None:
-        self._junction = junction
+    def __init__(
+        self,
+        opening: array[int],
+        stops: frozenset[int],
+        special: frozenset[int],
+        decode: Callable[[array[int]], str],
+    ) -> None:
+        """`opening`: the ids that an assistant's message begins with. `stops`: ids that end a generation."""
+        self._opening = opening
+        self._stops = stops
         self._special = special
         self._decode = decode
-        role = itertools.takewhile(lambda token: token not in special, junction.opening[1:])
+        role = itertools.takewhile(lambda token: token not in special, opening[1:])
         self._role = decode(array("i", role))
-        self._ends = junction.openings | frozenset(junction.tail[:1])
 
     def differences(self, expected: array[int], actual: array[int]) -> list[dict[str, Any]]:
         """Differences between `actual`, which ends with a reply, and `expected`, rendered without a generation prompt.
@@ -45,7 +50,7 @@ class Comparator:
         `special_token_type`, `non_assistant_text`: the prompt differs. `assistant_text`: the template renders the reply
         differently from what the policy wrote, for example without reasoning.
         """
-        expected, actual = self._without_ends(expected, actual)
+        expected, actual = self._without_end(expected), self._without_end(actual)
         segments, actual_segments = self._segments(expected), self._segments(actual)
         if [segment.special for segment in segments] != [segment.special for segment in actual_segments]:
             return [self._structure(expected, segments, actual, actual_segments)]
@@ -63,16 +68,10 @@ class Comparator:
                 mismatches.append(_mismatch(kind, index, texts, (ours, theirs)))
         return mismatches
 
-    def _without_ends(self, expected: array[int], actual: array[int]) -> tuple[array[int], array[int]]:
-        """Without what belongs to the next prompt: a sampled role token, or the unsampled part of the tail."""
-        junction = self._junction
-        if junction.stops:
-            return expected, actual[:-1] if actual and actual[-1] in junction.stops else actual
-        tail = len(junction.tail)
-        if expected[-tail:] != junction.tail:
-            return expected, actual
-        unsampled = tail - junction.sampled_of_tail(actual[-tail:], junction.tail)
-        return expected[: len(expected) - unsampled], actual
+    def _without_end(self, ids: array[int]) -> array[int]:
+        """Without the end of the last message, which a generation may have in another way, or not at all."""
+        last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in self._special), None)
+        return ids if last is None or ids[last] not in self._stops else ids[:last]
 
     def _segments(self, ids: array[int]) -> list[ComparedSegment]:
         segments: list[ComparedSegment] = []
@@ -89,13 +88,13 @@ class Comparator:
 
     def _in_assistant(self, ids: array[int], segments: list[ComparedSegment]) -> Iterator[bool]:
         """For each segment: is it inside an assistant's message?"""
-        opening = self._junction.opening
+        opening = self._opening
         inside = opened = False
         for segment in segments:
             if segment.special:
                 token = ids[segment.start]
                 opened = bool(opening) and token == opening[0]
-                inside = (opened and not self._role) or (inside and token not in self._ends)
+                inside = (opened and not self._role) or (inside and token not in self._stops)
             elif opened and self._role:
                 head = ids[segment.start : segment.start + 2 * len(opening)]
                 inside, opened = self._decode(head).startswith(self._role), False

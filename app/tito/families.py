@@ -1,7 +1,6 @@
-"""Facts about model families that cannot be derived from a chat template, and, for a named family, what must be
-derived.
+"""What a chat template does not show: the arguments that keep the reasoning of earlier turns.
 
-A new family is one more row. Rows exist only for families whose real template `tests.tools.tito_check` runs.
+A template that reads one of them would otherwise drop stored reasoning once a user message follows.
 """
 
 from __future__ import annotations
@@ -9,57 +8,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from app.errors import StartupError
 
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "deepseek-v4": {"drop_thinking": False},
+    "glm-4.7": {"clear_thinking": False},
+    "lfm2.5": {"keep_past_thinking": True},
+    "nemotron-3": {"truncate_history_thinking": False},
+    "qwen3.6": {"preserve_thinking": True},
+    "solar": {"think_render_option": "all"},
+}
+"""Arguments that are always passed. Other families read the same ones: GLM-5, Qwen3.8, Laguna, Gemma 4."""
 
-class Family(msgspec.Struct, frozen=True):
-    """One row.
 
-    `pinned` are template arguments that are always passed if the template reads them: otherwise it would change the
-    reasoning of earlier turns when a user message follows. `ends_with` is the template's text after an assistant
-    message, `stops` the role tokens that may end a generation instead; None: as derived. Given values must equal the
-    derived ones; otherwise the template is not the family's and the start fails.
+def pinned(family: str, reads: frozenset[str]) -> dict[str, Any]:
+    """The arguments for a template that reads `reads`: all that it reads (`auto`), or those of a family.
+
+    Raises StartupError for an unknown family, and for a template that does not read a family's arguments.
     """
-
-    name: str
-    pinned: Mapping[str, Any]
-    ends_with: str | None = None
-    stops: tuple[str, ...] | None = None
-
-
-_KEEPS_REASONING: Mapping[str, Any] = {
-    "clear_thinking": False,
-    "preserve_thinking": True,
-    "truncate_history_thinking": False,
-}
-"""GLM-4.7 and later read the first, Qwen3.6 and later the second, Nemotron 3 the third."""
+    if family == "auto":
+        return {name: value for row in FAMILIES.values() for name, value in row.items() if name in reads}
+    check_family(family)
+    for name in FAMILIES[family]:
+        if name not in reads:
+            raise StartupError(f"the chat template is not that of TURNLOG_TITO_FAMILY={family!r}: it reads no {name}")
+    return dict(FAMILIES[family])
 
 
-def _chatml(name: str) -> Family:
-    return Family(name, _KEEPS_REASONING, "<|im_end|>\n", ())
-
-
-FAMILIES: Mapping[str, Family] = {
-    row.name: row
-    for row in (
-        Family("auto", _KEEPS_REASONING),
-        _chatml("qwen2.5"),
-        _chatml("qwen3"),
-        _chatml("qwen3-2507"),
-        _chatml("qwen3.5"),
-        _chatml("qwen3.6"),
-        _chatml("qwen3.8"),
-        _chatml("nemotron-3"),
-        Family("glm-4.5", _KEEPS_REASONING, "", ("<|observation|>", "<|user|>")),
-    )
-}
-
-
-def family(name: str) -> Family:
-    """The row of that name. Raises StartupError, which names the value and the accepted ones."""
-    row = FAMILIES.get(name)
-    if row is None:
-        raise StartupError(f"TURNLOG_TITO_FAMILY={name!r}: accepted are {', '.join(FAMILIES)}")
-    return row
+def check_family(name: str) -> None:
+    """Raises StartupError, which names the value and the accepted ones."""
+    if name != "auto" and name not in FAMILIES:
+        raise StartupError(f"TURNLOG_TITO_FAMILY={name!r}: accepted are auto, {', '.join(FAMILIES)}")

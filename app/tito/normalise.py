@@ -14,42 +14,63 @@ import msgspec
 
 from app.errors import InvalidRequest, Unsupported
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which templates read an assistant's reasoning: it is given under all of them."""
+
+
+class Spelling(msgspec.Struct, frozen=True):
+    """How a chat template wants what can be given in several ways. `Prompts` tries it out at start.
+
+    `separator` joins the text parts of a content list. `parts`: content is given as a list of one text part.
+    `text_arguments`: a call's arguments are JSON text, not an object. `flat_tools`: tools come without the `{"type",
+    "function"}` wrapper.
+    """
+
+    separator: str = " "
+    parts: bool = False
+    text_arguments: bool = False
+    flat_tools: bool = False
+
+
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _TEXT_PARTS = frozenset({"text", "input_text"})
 _KEPT = ("tool_call_id", "name")
 _ARGUMENTS = msgspec.json.Decoder()
 
 
-def messages(items: Sequence[Mapping[str, Any]], part_separator: str, first: int = 0) -> list[dict[str, Any]]:
-    """Messages for a template; `part_separator` joins the text parts of a content list.
+def messages(items: Sequence[Mapping[str, Any]], spelling: Spelling, first: int = 0) -> list[dict[str, Any]]:
+    """Messages for a template.
 
     Raises Unsupported for parts that are not text and InvalidRequest for structures that no engine takes. Both name the
     index in the request; the first of `items` has the index `first`.
     """
-    return [_message(item, index, part_separator) for index, item in enumerate(items, first)]
+    return [_message(item, index, spelling) for index, item in enumerate(items, first)]
 
 
-def _message(item: Mapping[str, Any], index: int, part_separator: str) -> dict[str, Any]:
+def _message(item: Mapping[str, Any], index: int, spelling: Spelling) -> dict[str, Any]:
     role = item.get("role")
     role = role.lower() if isinstance(role, str) else None
     if role not in _ROLES:
         raise InvalidRequest(f"messages[{index}]: role must be one of {', '.join(sorted(_ROLES))}")
-    separator = " " if role == "tool" else part_separator
-    message: dict[str, Any] = {"role": role, "content": _content(item.get("content"), index, separator)}
+    separator = " " if role == "tool" else spelling.separator
+    content = _content(item.get("content"), index, separator)
+    message: dict[str, Any] = {"role": role, "content": _parts(content) if spelling.parts else content}
     if role == "user":
         return message
     for field in _KEPT:
         if item.get(field) is not None:
             message[field] = item[field]
-    reasoning = item.get("reasoning_content")
-    if reasoning is None:
-        reasoning = item.get("reasoning")
+    reasoning = next((item[name] for name in REASONING if item.get(name) is not None), None)
     if isinstance(reasoning, str):
-        message["reasoning_content"] = reasoning
+        message.update(dict.fromkeys(REASONING, reasoning))
     calls = item.get("tool_calls")
     if calls is not None:
-        message["tool_calls"] = _calls(calls, index)
+        message["tool_calls"] = _calls(calls, index, spelling)
     return message
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}] if text else []
 
 
 def _content(content: Any, index: int, separator: str) -> str:
@@ -77,22 +98,31 @@ def _part(part: Any, index: int, number: int) -> str:
     return text
 
 
-def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
+def _calls(calls: Any, index: int, spelling: Spelling) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise InvalidRequest(f"messages[{index}]: tool_calls must be a list")
-    return [_call(call, index, number) for number, call in enumerate(calls)]
+    return [_call(call, index, number, spelling) for number, call in enumerate(calls)]
 
 
-def _call(call: Any, index: int, number: int) -> dict[str, Any]:
+def _call(call: Any, index: int, number: int, spelling: Spelling) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"messages[{index}]: tool call {number} has no function")
+    arguments = function.get("arguments")
+    arguments = _arguments_text(arguments) if spelling.text_arguments else _arguments(arguments)
     return {
         "id": call.get("id"),
         "index": call.get("index"),
         "type": "function",
-        "function": {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))},
+        "function": {"name": function.get("name"), "arguments": arguments},
     }
+
+
+def _arguments_text(arguments: Any) -> str:
+    """The client's own text, if it is one."""
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return msgspec.json.encode({} if arguments is None else arguments).decode()
 
 
 def _arguments(arguments: Any) -> Any:
@@ -109,15 +139,12 @@ def _arguments(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def tools(items: Sequence[Any] | None, *, flat: bool) -> list[dict[str, Any]] | None:
+def tools(items: Sequence[Any] | None, spelling: Spelling) -> list[dict[str, Any]] | None:
     """Tool schemas as SGLang's models dump them: in the client's key order, then absent defaults. None if there are
-    none.
-
-    `flat`: without the `{"type", "function"}` wrapper, for templates that do not accept it.
-    """
+    none."""
     if not items:
         return None
-    return [_tool(item, number, flat) for number, item in enumerate(items)]
+    return [_tool(item, number, spelling.flat_tools) for number, item in enumerate(items)]
 
 
 def _tool(item: Any, number: int, flat: bool) -> dict[str, Any]:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import os
+import itertools
 from array import array
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from app.errors import InvalidRequest, StartupError
-from app.extras import install
-from app.tito import normalise
+from app.errors import InvalidRequest, StartupError, Unsupported
+from app.tito import loading, normalise
+from app.tito.battery import STAND_IN_TOOL, Tools, conversations, examine, history, shapes
 from app.tito.compare import Comparator
+from app.tito.continuation import Continuation
 from app.tito.encoding import Encoder
 from app.tito.extension import Extension, NotAnExtension
-from app.tito.families import Family
-from app.tito.families import family as family_of
-from app.tito.junction import Junction, JunctionRenderer, digest
+from app.tito.families import pinned
+from app.tito.normalise import Spelling
 from app.tito.template import Message, Template
 
 RESERVED = frozenset(
@@ -50,90 +47,54 @@ _CACHED_VARIANTS = 64
 
 _RULE_PROBE = "turnlog-rule"
 
+_WORD = "turnlog-answer"
+
 _PARTS_PROBE = ("turnlog-part-one", "turnlog-part-two")
 
-_PROBES: tuple[tuple[Message, ...], ...] = tuple(
-    (*opening, *middle, *ending)
-    for opening in ([], [{"role": "system", "content": "a rule"}])
-    for middle in (
-        [
-            {"role": "user", "content": "a question"},
-            {"role": "assistant", "content": "an answer", "reasoning_content": "a thought"},
-        ],
-        [
-            {"role": "user", "content": "a question"},
-            {
-                "role": "assistant",
-                "content": "a remark",
-                "reasoning_content": "a thought",
-                "tool_calls": [
-                    {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
-                ],
-            },
-            {"role": "tool", "content": "a result", "tool_call_id": "call_0"},
-            {"role": "assistant", "content": "an answer", "reasoning_content": "another thought"},
-        ],
-    )
-    for ending in ([], [{"role": "user", "content": "thanks"}])
-)
-"""Conversations that reveal whether template arguments change the history."""
-
 _JSON = msgspec.json.Encoder()
-_VARIANT = msgspec.json.Decoder(tuple[list[Any] | None, dict[str, Any]])
 _FLIP = msgspec.json.Decoder(tuple[list[Any] | None, dict[str, Any], dict[str, Any]])
 
 
 class Prompts:
-    """One tokenizer with its chat template and the derived junction.
+    """One tokenizer with its chat template. `findings`: what the battery found out about it.
 
-    Ids are `array("i")`: int32, as engines count. The cost depends on the size of the new messages and the tools.
+    Ids are `array("i")`: int32, as engines count. A later turn costs what its new messages cost.
     """
 
-    def __init__(self, tokenizer: Any, row: Family) -> None:
-        """Raises StartupError if the template's junction cannot be derived, or is not the family's."""
+    def __init__(self, tokenizer: Any, stops: Iterable[int] = (), family: str = "auto") -> None:
+        """`stops`: ids that end a generation, beside those that the template shows.
+
+        Raises StartupError if the template cannot be continued.
+        """
         self._backend = tokenizer.backend_tokenizer
         self._encoder = Encoder(self._backend)
         self._template = Template(tokenizer)
-        reads = self._template.reads()
-        self._pinned = {name: value for name, value in row.pinned.items() if name in reads}
-        added = self._backend.get_added_tokens_decoder()
-        self._renderer = JunctionRenderer(self._template)
-        self._junction = self._renderer.derive(self._encode, frozenset(added), self._pinned)
-        _check_family(row, self._junction, self.decode)
-        self._separator = "" if self._joins_parts() else " "
-        self._flat_tools = self._needs_flat_tools()
-        special = {token for token, what in added.items() if what.special} | set(tokenizer.all_special_ids)
-        self._comparator = Comparator(self._junction, frozenset(special), self.decode)
-        self._heads = functools.lru_cache(_CACHED_VARIANTS)(self._derive_heads)
+        self._pinned = pinned(family, self._template.reads())
+        added = self._backend.get_added_tokens_decoder().items()
+        special = frozenset({token for token, what in added if what.special} | set(tokenizer.all_special_ids))
+        spelling = Spelling("" if self._joins_parts() else " ")
+        self.findings = examine(self._probe, self._encode, spelling, special, frozenset(stops))
+        self._rule = Continuation(self._encode, self.findings.stops)
+        self._comparator = Comparator(self._opening(), self.findings.stops.ids, special, self.decode)
         self._silent = functools.lru_cache(_CACHED_VARIANTS)(self._derive_silent)
         self._rewrites = functools.lru_cache(_CACHED_VARIANTS)(self._derive_rewrites)
 
     @classmethod
-    def load(cls, path_or_name: str, family: str) -> Prompts:
+    def load(cls, path_or_name: str, family: str = "auto") -> Prompts:
         """Load from a folder, or by a hub's name: local cache first, then the hub. A model's own code is never run.
 
-        Raises StartupError: no such tokenizer, no fast one, no chat template, no junction, an unknown family.
+        Raises StartupError: no such tokenizer, no fast one, no chat template, or one that cannot be continued.
         """
-        row = family_of(family)
-        # With one text per call there is nothing to parallelise, and the package's threads would not have the caller's
-        # niceness.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        tokenizer = _tokenizer(_transformers(), path_or_name)
-        if not tokenizer.is_fast:
-            raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: not a fast tokenizer (one with a tokenizer.json)")
-        if not tokenizer.chat_template:
-            raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: the tokenizer has no chat template")
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
+        tokenizer, stops = loading.tokenizer(path_or_name)
         try:
-            return cls(tokenizer, row)
+            return cls(tokenizer, stops, family)
         except StartupError as error:
             raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: {error}") from error
 
     @property
     def max_trim_tokens(self) -> int:
-        """How many of the last stored ids an extension may trim: 1 if a generation ends with a role token."""
-        return self._junction.max_trim_tokens
+        """How many of the last stored ids an extension may trim: 1 if a message in the middle may end otherwise."""
+        return int(self.findings.trims)
 
     def first(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
@@ -143,28 +104,38 @@ class Prompts:
 
     def after(
         self,
-        tail: Sequence[int],
-        messages: Sequence[Message],
+        last: int,
+        before: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
         tools: Sequence[Any] | None,
         arguments: Mapping[str, Any],
         first: int = 0,
     ) -> Extension:
-        """The tokens for the new `messages`, after stored ids that end with `tail`.
+        """The tokens for the messages `new`, after stored ids that end with id `last` of the message `answer`.
 
-        `first` is the index of the first message in the request, for errors.
+        `before`: all messages before it if the findings say `full_history`, else at least the leading system messages.
+        `first` is the index of the first new message in the request, for errors.
 
-        Raises NotAnExtension if these messages change how the template renders the stored ones.
+        Raises NotAnExtension for a shape that is refused, and if these messages change how the template renders the
+        stored ones.
         """
-        shown = normalise.messages(messages, self._separator, first)
-        schemas = normalise.tools(tools, flat=self._flat_tools)
+        spelling = self.findings.spelling
+        (stored,) = normalise.messages([answer], spelling)
+        shown = normalise.messages(new, spelling, first)
+        for shape in shapes(before, stored, shown, tools=bool(tools)):
+            if (why := self.findings.refused.get(shape)) is not None:
+                raise NotAnExtension(f"{shape}: {why}")
+        full = self.findings.full_history
+        known = normalise.messages(history(before, self._rule.question, full=full), spelling)
+        schemas = self._schemas(tools if full or not tools else [STAND_IN_TOOL])
         every = {**arguments, **self._pinned}
-        head, text = self._renderer.render_new(self._junction.text, shown, schemas, every)
-        variant = _key(schemas, every)
-        if digest(head) not in self._known_heads(variant):
-            self._heads.cache_clear()  # A template that writes the date has other heads after midnight.
-            if digest(head) not in self._known_heads(variant):
-                raise NotAnExtension("the chat template renders the messages before these otherwise")
-        return self._junction.join(tail, self._encode(text))
+
+        def render(answer: Message, new: Sequence[Message], generation_prompt: bool) -> str:
+            messages = [*known, *normalise.messages([answer], spelling), *new]
+            return self._template.render(messages, schemas, every, generation_prompt=generation_prompt)
+
+        return self._rule.extension(render, stored, shown, last)
 
     def rewrites_history(self, before: Mapping[str, Any], now: Mapping[str, Any], tools: Sequence[Any] | None) -> bool:
         """Do the template arguments `now` render earlier messages differently than `before`?
@@ -176,7 +147,7 @@ class Prompts:
         one, other = {**before, **self._pinned}, {**now, **self._pinned}
         if _key(one) == _key(other):  # 1 and True are equal in Python, but not to a template.
             return False
-        return self._rewrites(_key(normalise.tools(tools, flat=self._flat_tools), one, other))
+        return self._rewrites(_key(self._schemas(tools), one, other))
 
     def is_silent(self, role: str, is_first: bool) -> bool:
         """Does the template render a message of this role as nothing: the first one, or one within a conversation?"""
@@ -220,8 +191,8 @@ class Prompts:
         *,
         generation_prompt: bool,
     ) -> str:
-        shown = normalise.messages(messages, self._separator)
-        schemas = normalise.tools(tools, flat=self._flat_tools)
+        shown = normalise.messages(messages, self.findings.spelling)
+        schemas = self._schemas(tools)
         every = {**arguments, **self._pinned}
         return self._template.render(shown, schemas, every, generation_prompt=generation_prompt)
 
@@ -231,22 +202,19 @@ class Prompts:
             _check_text(text)
         return self._encoder.encode(text)
 
-    def _known_heads(self, variant: bytes) -> frozenset[bytes]:
-        return (self._heads if len(variant) <= _CACHED_BYTES else self._derive_heads)(variant)
-
-    def _derive_heads(self, variant: bytes) -> frozenset[bytes]:
-        return self._renderer.heads(*_VARIANT.decode(variant))
-
     def _derive_rewrites(self, flip: bytes) -> bool:
         tools, before, now = _FLIP.decode(flip)
         rendered_any = False
-        for probe in _PROBES:
+        for conversation in conversations():
+            messages = normalise.messages(
+                [*conversation.before, conversation.answer, *conversation.new], self.findings.spelling
+            )
             try:
-                rendered = self._template.render(probe, tools, before, generation_prompt=False)
+                rendered = self._template.render(messages, tools, before, generation_prompt=False)
             except InvalidRequest:
                 continue  # no system messages or no calls in this template
             rendered_any = True
-            if rendered != self._template.render(probe, tools, now, generation_prompt=False):
+            if rendered != self._template.render(messages, tools, now, generation_prompt=False):
                 return True
         return not rendered_any
 
@@ -270,19 +238,27 @@ class Prompts:
             return False
         return "".join(_PARTS_PROBE) in text
 
-    def _needs_flat_tools(self) -> bool:
-        """Does the template fail on `{"type", "function"}` but accept the function alone? SGLang then sends that."""
-        tool = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": {}}}
-        for flat in (False, True):
-            try:
-                schemas = normalise.tools([tool], flat=flat)
-                self._template.render(
-                    [{"role": "user", "content": "a"}], schemas, self._pinned, generation_prompt=False
-                )
-            except InvalidRequest:
-                continue
-            return flat
-        return False
+    def _schemas(self, tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
+        """Raises Unsupported if the template would leave the tools out."""
+        if tools and not self.findings.tools:
+            raise Unsupported("tools: the chat template renders none")
+        return normalise.tools(tools, self.findings.spelling)
+
+    def _probe(self, spelling: Spelling, tools: Tools, messages: Sequence[Message], generation_prompt: bool) -> str:
+        shown, schemas = normalise.messages(messages, spelling), normalise.tools(tools, spelling)
+        return self._template.render(shown, schemas, self._pinned, generation_prompt=generation_prompt)
+
+    def _opening(self) -> array[int]:
+        """The common beginning of a generation prompt and of an assistant message, last or earlier."""
+        user, spelling = {"role": "user", "content": "a question"}, self.findings.spelling
+        before = self._probe(spelling, None, [user], False)
+        texts = [self._probe(spelling, None, [user], True)]
+        for following in ([], [user]):
+            whole = self._probe(spelling, None, [user, {"role": "assistant", "content": _WORD}, *following], False)
+            texts.append(whole.partition(_WORD)[0])
+        encoded = [self._encode(text[len(before) :]) for text in texts]
+        alike = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*encoded, strict=False))
+        return array("i", (ids[0] for ids in alike))
 
 
 def _check_text(text: str) -> None:
@@ -298,38 +274,3 @@ def _key(*parts: object) -> bytes:
         return _JSON.encode(parts)
     except UnicodeEncodeError as error:
         raise InvalidRequest("tools or chat_template_kwargs hold a lone surrogate, which is no text") from error
-
-
-def _check_family(row: Family, junction: Junction, decode: Any) -> None:
-    if row.ends_with is not None and row.ends_with != junction.text:
-        raise StartupError(
-            f"the chat template is not that of TURNLOG_TITO_FAMILY={row.name!r}: its messages end otherwise"
-        )
-    stops = tuple(sorted(decode([token]) for token in junction.stops))
-    if row.stops is not None and row.stops != stops:
-        raise StartupError(f"the chat template is not that of TURNLOG_TITO_FAMILY={row.name!r}: its role tokens differ")
-
-
-def _transformers() -> ModuleType:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Otherwise it warns that PyTorch is missing.
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise StartupError(f"TURNLOG_TOKENIZER needs the package transformers: {install('tito')}") from error
-
-
-def _tokenizer(transformers: ModuleType, path_or_name: str) -> Any:
-    load = transformers.AutoTokenizer.from_pretrained
-    try:
-        return load(path_or_name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        if Path(path_or_name).exists():
-            raise _not_loaded(path_or_name, error) from error
-    try:
-        return load(path_or_name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise _not_loaded(path_or_name, error) from error
-
-
-def _not_loaded(path_or_name: str, error: Exception) -> StartupError:
-    return StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: no tokenizer can be loaded ({type(error).__name__})")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from app.domain.images import holds_images
 from app.domain.left_out import SILENT_MESSAGE, left_out_at
 from app.domain.request import ChatRequest, TokenIds, value_of
 from app.domain.session import Session
+from app.domain.split import ITEMS
 from app.domain.turns import Turn
 from app.errors import InvalidRequest, SessionUnreadable, TokenPrefixMismatch, Unsupported
 from app.sessions.cache import SessionCache, id_text
@@ -52,9 +53,6 @@ NICENESS = 10
 
 AT_ONCE = 1 << 16
 """How many ids are written as text at once: 6 ms."""
-
-TAIL = 64
-"""How many of the last stored ids a junction examines."""
 
 _BUILT_HERE: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
@@ -197,7 +195,7 @@ class TokenIn:
         stored = await self._cache.tokens(claimed.entry, parent.number)
 
         def compared() -> int:
-            pairs = zip_longest(map(int, stored.split(b",")), given())
+            pairs = itertools.zip_longest(map(int, stored.split(b",")), given())
             return next(
                 (at for at, (stored_id, given_id) in enumerate(pairs) if stored_id != given_id), parent.token_count
             )
@@ -216,11 +214,17 @@ class TokenIn:
         assert self.prompts is not None
         await self._require_same_template(claimed.session, parent, engine_request, template)
         stored = await self._cache.tokens(claimed.entry, parent.number)
-        tail = [int(token) for token in stored.rsplit(b",", TAIL)[-TAIL:]]
         base = claimed.plan.base_messages
         new = [incoming.message(index) for index in range(base, len(incoming))]
-        size = sum(len(memoryview(raw)) for raw in incoming.raws[base:])
-        extension, added = await self._run(size, _extension_text, self.prompts, tail, new, template, base)
+        answer = await self._reply(claimed, parent)
+        raws = incoming.raws[base:]
+        if self.prompts.findings.full_history:
+            before, raws = (await self._all_messages(claimed, incoming))[: base - 1], incoming.raws
+        else:
+            before = [incoming.message(index) for index in range(_leading_system(incoming))]
+        stored_turn = StoredTurn(before, answer, int(stored[stored.rfind(b",") + 1 :]), base)
+        size = sum(len(memoryview(raw)) for raw in raws)
+        extension, added = await self._run(size, _extension_text, self.prompts, stored_turn, new, template)
         known = _known(parent)
         if extension.trim:
             if extension.trim > parent.output_tokens:
@@ -262,6 +266,15 @@ class TokenIn:
         stored = await self._cache.messages(claimed.entry, claimed.plan.parent)
         return [*msgspec.json.decode(b"[" + stored + b"]"), *new]
 
+    async def _reply(self, claimed: ClaimedTurn, parent: Turn) -> Mapping[str, Any]:
+        """The stored reply of turn `parent`. Raises SessionUnreadable."""
+        history = await self._cache.messages(claimed.entry, parent.number)
+        start = 0
+        if parent.history_parent:
+            start = len(await self._cache.messages(claimed.entry, parent.history_parent)) + 1
+        reply: Mapping[str, Any] = msgspec.json.decode(ITEMS.decode(b"[" + history[start:] + b"]")[-1])
+        return reply
+
     async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
         """Run `work` on messages of `size` bytes, on a thread."""
         threads = self._short_threads if size <= SMALL else self._threads
@@ -275,12 +288,32 @@ def _whole_prompt_text(
     return _long_id_text(prompts.first(messages, tools, arguments))
 
 
+class StoredTurn(msgspec.Struct, frozen=True):
+    """The reply that a prompt continues: the messages before it, itself, its last id, and how many messages these are.
+
+    `before` is whole only if the template needs it.
+    """
+
+    before: Sequence[Mapping[str, Any]]
+    answer: Mapping[str, Any]
+    last: int
+    messages: int
+
+
 def _extension_text(
-    prompts: Prompts, tail: Sequence[int], messages: Sequence[Mapping[str, Any]], template: TemplateInputs, first: int
+    prompts: Prompts, stored: StoredTurn, new: Sequence[Mapping[str, Any]], template: TemplateInputs
 ) -> tuple[Extension, bytes]:
     """The new tokens as `Prompts.after` returns them, and their text; runs on a thread."""
-    extension = prompts.after(tail, messages, template.offered, template.arguments, first)
+    extension = prompts.after(
+        stored.last, stored.before, stored.answer, new, template.offered, template.arguments, stored.messages
+    )
     return extension, _long_id_text(extension.ids)
+
+
+def _leading_system(incoming: Incoming) -> int:
+    """How many system messages the request begins with."""
+    roles = (incoming.message(index).get("role") for index in range(len(incoming)))
+    return sum(1 for _ in itertools.takewhile(lambda role: role in ("system", "developer"), roles))
 
 
 def _long_id_text(ids: array[int]) -> bytes:

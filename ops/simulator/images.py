@@ -38,4 +38,5 @@ def _count(url: str) -> int:
     if data[12:16] != b"IHDR":
         return 1
     width, height = struct.unpack(">II", data[16:])
-    return max(1, min(round(width / _SIDE) * round(height / _SIDE), _MOST))
+    places: int = round(width / _SIDE) * round(height / _SIDE)
+    return max(1, min(places, _MOST))

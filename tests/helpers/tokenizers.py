@@ -1,17 +1,22 @@
-"""Small tokenizers with real chat templates, trained once a test run. The templates come with the package `trl`."""
+"""Small tokenizers with real chat templates, made once a test run. The templates come with the package `trl`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from app.tito.extension import Extension
 from app.tito.prompts import Prompts
 from tests.tools.tito_check import tokenizers
 
 needs_templates = pytest.mark.skipif(
     tokenizers.template("qwen3") is None, reason="real chat templates come with trl: pip install --no-deps trl"
 )
+
+ANSWER = {"role": "assistant", "content": "Yes"}
 
 
 def tokenizer_folder(factory: pytest.TempPathFactory, family: str) -> Path:
@@ -22,4 +27,17 @@ def tokenizer_folder(factory: pytest.TempPathFactory, family: str) -> Path:
 
 
 def load_prompts(factory: pytest.TempPathFactory, family: str) -> Prompts:
-    return Prompts.load(str(tokenizer_folder(factory, family)), tokenizers.row(family))
+    return Prompts.load(str(tokenizer_folder(factory, family)))
+
+
+def after(
+    prompts: Prompts,
+    stored: Sequence[int],
+    new: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    answer: Mapping[str, Any] = ANSWER,
+) -> Extension:
+    """What continues `stored`, which ends with `answer`."""
+    before = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look at it."}]
+    return prompts.after(stored[-1], before, answer, new, tools, arguments or {})

@@ -1,72 +1,50 @@
-"""The random comparison with the engine's rendering: it holds, and it finds what is broken on purpose."""
+"""The random comparison with a template's own rendering: it holds, and it finds what is broken on purpose."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.tokenizers import needs_templates
 
-from app.tito import junction, normalise
+from app.tito import battery, continuation, normalise
+from app.tito.continuation import Endings
 from app.tito.extension import Extension
-from app.tito.junction import Junction
-from tests.tools.tito_check.__main__ import KINDS, check
-from tests.tools.tito_check.check import Mismatch
+from tests.tools.tito_check import tokenizers
+from tests.tools.tito_check.__main__ import check
+from tests.tools.tito_check.check import Check
+from tests.tools.tito_check.conversations import KINDS
 
 pytestmark = needs_templates
 
-
-@pytest.mark.parametrize("family", list(KINDS))
-def test_random_conversations_are_what_the_engine_renders(tmp_path: Path, family: str) -> None:
-    compared = check(tmp_path, family)
-    for number in range(6):
-        compared.conversation(f"unit/{family}/{number}")
-    assert compared.turns > 12
-    assert compared.tally["others"] > compared.turns
-    assert compared.tally["equal"] > 0
+FAMILIES = (*tokenizers.TEMPLATES,)
 
 
-def run(tmp_path: Path, family: str) -> None:
-    compared = check(tmp_path, family)
-    for number in range(60):
-        compared.conversation(f"broken/{family}/{number}")
+def checked(tmp_path: Path, family: str, conversations: int) -> Check:
+    source = tokenizers.template(tokenizers.TEMPLATES[family])
+    assert source is not None
+    compared = check(tmp_path, source)
+    for number in range(conversations):
+        for what in KINDS:
+            compared.conversation(f"unit/{number}", what)
+    return compared
 
 
-def _no_newline(self: Junction, stored: Sequence[int], ids: array[int]) -> Extension:
-    return Extension(0, ids[len(self.tail) :])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_conversations_are_what_the_template_renders(tmp_path: Path, family: str) -> None:
+    compared = checked(tmp_path, family, 2)
+    assert compared.turns - compared.refused.total() > 3
+    assert compared.wrong == []
 
 
-def _all_of_the_tail(self: Junction, stored: Sequence[int], ids: array[int]) -> Extension:
-    return Extension(0, ids)
+def _all_of_the_ending(self: object, rests: Endings, last: int, *, called: bool) -> Extension:
+    return Extension(0, rests.followed)
 
 
-def _always_trims(self: Junction, stored: Sequence[int], ids: array[int]) -> Extension:
-    return Extension(int(stored[-1] in self.stops), ids)
-
-
-def _trims_what_is_no_role(self: Junction, stored: Sequence[int], ids: array[int]) -> Extension:
-    return Extension(1, ids)
-
-
-@pytest.mark.parametrize(
-    ("family", "broken"),
-    [
-        ("qwen3", _no_newline),
-        ("qwen3", _all_of_the_tail),
-        ("glm-4.5", _all_of_the_tail),
-        ("glm-4.5", _always_trims),
-        ("glm-4.5", _trims_what_is_no_role),
-    ],
-)
-def test_a_broken_junction_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, broken: Callable[..., Extension]
-) -> None:
-    monkeypatch.setattr(junction.Junction, "join", broken)
-    with pytest.raises(Mismatch):
-        run(tmp_path, family)
+def _always_trims(self: object, rests: Endings, last: int, *, called: bool) -> Extension:
+    return Extension(1, rests.followed)
 
 
 def _newlines(item: Any, index: int, separator: str) -> str:
@@ -74,16 +52,19 @@ def _newlines(item: Any, index: int, separator: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"),
+    ("where", "name", "broken"),
     [
-        ("_content", _newlines),
-        ("_arguments", lambda text: text),
-        ("tools", lambda items, *, flat: items),
+        (continuation.Continuation, "join", _all_of_the_ending),
+        (continuation.Continuation, "join", _always_trims),
+        (normalise, "_content", _newlines),
+        (normalise, "_arguments", lambda text: text),
+        (normalise, "tools", lambda items, spelling: items),
     ],
 )
-def test_a_broken_normalisation_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable[..., Any]
+@pytest.mark.parametrize("family", ["qwen3", "glm-4.5"])
+def test_what_is_broken_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, where: Any, name: str, broken: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(normalise, name, broken)
-    with pytest.raises(Mismatch):
-        run(tmp_path, "qwen3")
+    monkeypatch.setattr(battery, "_wrong", lambda *_, **__: {})  # which would refuse it at start
+    monkeypatch.setattr(where, name, broken)
+    assert checked(tmp_path, family, 4).wrong

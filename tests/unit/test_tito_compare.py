@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 import pytest
-from helpers.tokenizers import load_prompts, needs_templates
+from helpers.tokenizers import after, load_prompts, needs_templates
 
 from app.tito.prompts import Prompts
 
@@ -120,6 +120,6 @@ def test_reasoning_that_the_template_drops_is_the_policys(tmp_path_factory: pyte
     first = [{"role": "user", "content": "q"}]
     ids = prompts.first(first, None, {}) + prompts._encode("<think>\nthought\n</think>\n\na<|im_end|>")
     assert prompts.mismatch(ids, [*first, reply], None, {}) == []
-    ids += prompts.after(ids[-64:], first, None, {}).ids + prompts._encode("<think>\n\n</think>\n\nb<|im_end|>")
-    after = [*first, reply, *first, {"role": "assistant", "content": "b"}]
-    assert [found["type"] for found in prompts.mismatch(ids, after, None, {})] == ["assistant_text"]
+    ids += after(prompts, ids, first).ids + prompts._encode("<think>\n\n</think>\n\nb<|im_end|>")
+    messages = [*first, reply, *first, {"role": "assistant", "content": "b"}]
+    assert [found["type"] for found in prompts.mismatch(ids, messages, None, {})] == ["assistant_text"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.tokenizers import load_prompts, needs_templates, tokenizer_folder
+from helpers.tokenizers import after, load_prompts, needs_templates, tokenizer_folder
 
 from app.errors import InvalidRequest, StartupError, Unsupported
 from app.tito.prompts import Prompts
@@ -21,6 +21,7 @@ pytestmark = needs_templates
 CHATML = ("qwen2.5", "qwen3", "qwen3-2507", "qwen3.5", "qwen3.6", "qwen3.8")
 ALL = (*CHATML, "glm-4.5", "llama3")
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+TOOL_LESS = ("llama3",)
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look at it."}]
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 LONE: str = json.loads('"\\ud800"')
@@ -68,7 +69,7 @@ def test_no_boundary_merges_whatever_stands_at_it(
     prompts = load_prompts(tmp_path_factory, "qwen3-2507")
     before = prompts.first(QUESTION, None, {})
     stored = before + prompts._encode(text + "<|im_end|>")
-    more = prompts.after(stored[-64:], [{"role": "user", "content": new}], None, {})
+    more = after(prompts, stored, [{"role": "user", "content": new}])
     whole = [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": new}]
     assert stored + more.ids == prompts.first(whole, None, {})
 
@@ -82,7 +83,7 @@ def test_glm_keeps_the_role_token_it_sampled_or_trims_it(
     assert prompts.max_trim_tokens == 1
     stored = answered(prompts, "\n<think></think>\nYes", end)
     opens = "<|user|>" if role == "user" else "<|observation|>"
-    more = prompts.after(stored[-64:], [{"role": role, "content": "so"}], TOOLS, {})
+    more = after(prompts, stored, [{"role": role, "content": "so"}], TOOLS)
     assert more.trim == (1 if end and end != opens else 0)
     text = prompts.decode(stored[: len(stored) - more.trim] + more.ids)
     assert "Yes" + opens + "\n" in text
@@ -94,19 +95,8 @@ def test_an_end_token_gets_its_newline_and_a_cut_reply_both(tmp_path_factory: py
     new = [{"role": "user", "content": "so"}]
     rest = "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
     for end, begins in (("<|im_end|>", "\n"), ("", "<|im_end|>\n"), ("<|endoftext|>", "<|im_end|>\n")):
-        more = prompts.after(answered(prompts, "Yes", end)[-64:], new, TOOLS, {})
+        more = after(prompts, answered(prompts, "Yes", end), new, TOOLS)
         assert (more.trim, prompts.decode(more.ids)) == (0, begins + rest)
-
-
-def test_only_the_tail_of_what_is_stored_matters(prompts: Prompts) -> None:
-    stored = prompts.first(QUESTION, TOOLS, {})
-    for new in (
-        [],
-        [RESULT],
-        [RESULT, RESULT],
-        [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
-    ):
-        assert prompts.after(stored[-1:], new, TOOLS, {}) == prompts.after(stored[-64:], new, TOOLS, {})
 
 
 def test_injected_messages_are_prompt(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -117,7 +107,7 @@ def test_injected_messages_are_prompt(tmp_path_factory: pytest.TempPathFactory) 
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "so"},
     ]
-    text = prompts.decode(prompts.after(answered(prompts, "Yes", "<|im_end|>"), new, TOOLS, {}).ids)
+    text = prompts.decode(after(prompts, answered(prompts, "Yes", "<|im_end|>"), new, TOOLS).ids)
     assert '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|im_end|>' in text
     assert "<tool_response>\n  it\n\n is there \n\n</tool_response>" in text
     assert "<|im_start|>system\na b<|im_end|>" in text
@@ -127,8 +117,8 @@ def test_template_arguments_reach_the_new_part(tmp_path_factory: pytest.TempPath
     prompts = qwen3(tmp_path_factory)
     stored = answered(prompts, "Yes", "<|im_end|>")
     new = [{"role": "user", "content": "so"}]
-    assert prompts.decode(prompts.after(stored, new, None, {"enable_thinking": False}).ids).endswith("</think>\n\n")
-    assert prompts.decode(prompts.after(stored, new, None, {}).ids).endswith("assistant\n")
+    assert prompts.decode(after(prompts, stored, new, None, {"enable_thinking": False}).ids).endswith("</think>\n\n")
+    assert prompts.decode(after(prompts, stored, new).ids).endswith("assistant\n")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +141,7 @@ def test_arguments_that_render_history_otherwise_are_told_from_those_that_do_not
     rewrites: bool,
 ) -> None:
     prompts = load_prompts(tmp_path_factory, name)
-    for tools in (None, TOOLS):
+    for tools in (None,) if name in TOOL_LESS else (None, TOOLS):
         assert prompts.rewrites_history(before, now, tools) is rewrites
         assert prompts.rewrites_history(now, now, tools) is False
 
@@ -186,11 +176,11 @@ def test_errors_hold_no_content(tmp_path_factory: pytest.TempPathFactory) -> Non
     stored = answered(prompts, "Yes", "<|im_end|>")
     system = [{"role": "system", "content": "secret"}]
     with pytest.raises(InvalidRequest, match=r"refuses these messages: System message must be at the beginning\.$"):
-        prompts.after(stored, system, None, {})
+        after(prompts, stored, system)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "secret"}}
     injected = [{"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION[1:]]
     with pytest.raises(InvalidRequest, match=r"cannot render these messages \(\w+\)$"):
-        prompts.after(stored, injected, None, {})
+        after(prompts, stored, injected)
     small = load_prompts(tmp_path_factory, "qwen3.8")
     with pytest.raises(InvalidRequest, match=r"cannot render these messages \(TemplateError\)$"):
         small.first(QUESTION, None, {"reasoning_effort": "secret"})
@@ -205,35 +195,35 @@ def test_images_and_lone_surrogates_are_refused(prompts: Prompts) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         prompts.first([{"role": "user", "content": LONE}], None, {})
     tools = [{"type": "function", "function": {"name": LONE}}]
-    with pytest.raises(InvalidRequest, match="lone surrogate"):
-        prompts.after(prompts.first(QUESTION, None, {}), [RESULT], tools, {})
+    with pytest.raises(InvalidRequest, match=r"lone surrogate|renders none"):
+        prompts.first(QUESTION, tools, {})
 
 
 def test_two_threads_get_what_one_gets(prompts: Prompts, family: str) -> None:
-    stored = prompts.first(QUESTION, TOOLS, {})
+    every = None if family in TOOL_LESS else TOOLS
+    stored = prompts.first(QUESTION, every, {})
 
     def work(number: int) -> list[int]:
         new = [{"role": "user", "content": f"question {number} " * 20}]
-        tools = TOOLS if number % 2 else None
+        tools = every if number % 2 else None
         arguments = {"enable_thinking": number % 3 == 0}
-        return [*prompts.first(new, tools, arguments), *prompts.after(stored, new, tools, arguments).ids]
+        return [*prompts.first(new, tools, arguments), *after(prompts, stored, new, tools, arguments).ids]
 
     alone = [work(number) for number in range(60)]
-    prompts._heads.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(60))) == alone
 
 
 def test_what_is_no_tokenizer_stops_the_start_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="no tokenizer can be loaded") as error:
-        Prompts.load(str(tmp_path), "auto")
+        Prompts.load(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_without_a_template_stops_the_start(tmp_path: Path) -> None:
-    folder = save_with(tmp_path / "t", "{{ messages }}", ("<|end|>",), ())
+    folder = save_with(tmp_path / "t", "{{ messages }}")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(StartupError, match=r"has no chat template$"):
-        Prompts.load(str(folder), "auto")
+        Prompts.load(str(folder))

@@ -1,7 +1,7 @@
-"""What the engine itself would render: `apply_chat_template` of the tokenizer over messages as SGLang hands them on.
+"""What an engine would render: `apply_chat_template` over messages as SGLang hands them on.
 
 Written apart from `app.tito.normalise`, after SGLang 0.5.23's `serving_chat.py` and `protocol.py`, so that the two can
-be compared.
+be compared. Where a template takes no objects as arguments, or no text as content, it gets what it takes.
 """
 
 from __future__ import annotations
@@ -9,43 +9,67 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from app.tito.normalise import Spelling
+
 Message = dict[str, Any]
+
+_PINNED: dict[str, Any] = {
+    **dict.fromkeys(("preserve_thinking", "keep_past_thinking"), True),
+    **dict.fromkeys(("clear_thinking", "drop_thinking", "truncate_history_thinking"), False),
+    "think_render_option": "all",
+}
+
+REFUSALS = (Exception,)
+"""A template is third-party code: whatever it raises, it does not render these messages."""
 
 
 class Engine:
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, spelling: Spelling) -> None:
         self._tokenizer = tokenizer
-        source = tokenizer.chat_template
-        self._takes_parts = "image" in source or "in m.content" in source
+        self._spelling = spelling
+        source = str(tokenizer.chat_template)
+        self._pinned = {name: value for name, value in _PINNED.items() if name in source}
 
-    def ids(
+    def text(
         self, messages: list[Message], tools: list[Any] | None, arguments: dict[str, Any], *, prompt: bool = True
-    ) -> list[int]:
-        shown = [self.shown(message) for message in messages]
-        schemas = [dumped(tool) for tool in tools] if tools else None
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            shown, tools=schemas, add_generation_prompt=prompt, tokenize=True, return_dict=False, **arguments
-        )
+    ) -> str | None:
+        """None if the template refuses the messages."""
+        schemas = [self._dumped(tool) for tool in tools] if tools else None
+        shown = [self._shown(message) for message in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                shown, tools=schemas, add_generation_prompt=prompt, tokenize=False, **arguments, **self._pinned
+            )
+        except REFUSALS:
+            return None
+        return text
+
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def shown(self, message: Message) -> Message:
+    def _shown(self, message: Message) -> Message:
         shown = {key: value for key, value in message.items() if value is not None}
         content = message.get("content")
-        if content is None:
-            shown["content"] = ""
-        elif isinstance(content, list) and (message["role"] == "tool" or not self._takes_parts):
-            shown["content"] = " ".join(part["text"] for part in content)
-        if message.get("tool_calls"):
+        if isinstance(content, list):
+            separator = " " if message["role"] == "tool" else self._spelling.separator
+            content = separator.join(part["text"] for part in content)
+        shown["content"] = content or ""
+        if self._spelling.parts:
+            shown["content"] = [{"type": "text", "text": content}] if content else []
+        if message.get("reasoning_content"):
+            shown["reasoning"] = shown["thinking"] = message["reasoning_content"]
+        if message.get("tool_calls") and not self._spelling.text_arguments:
             shown["tool_calls"] = [_parsed(call) for call in message["tool_calls"]]
         return shown
+
+    def _dumped(self, tool: Message) -> Message:
+        function = {"description": None, "parameters": None, **tool["function"]}
+        order = [*tool["function"], *(key for key in ("description", "parameters") if key not in tool["function"])]
+        dumped = {key: function[key] for key in order}
+        return dumped if self._spelling.flat_tools else {"type": "function", "function": dumped, "defer_loading": None}
 
 
 def _parsed(call: Message) -> Message:
     function = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
     return {**call, "function": function}
-
-
-def dumped(tool: Message) -> Message:
-    function = {"description": None, "parameters": None, **tool["function"]}
-    order = [*tool["function"], *(key for key in ("description", "parameters") if key not in tool["function"])]
-    return {"type": "function", "function": {key: function[key] for key in order}, "defer_loading": None}

@@ -1,18 +1,19 @@
-"""Small tokenizers with a family's special tokens and its real chat template, which the package `trl` carries.
-
-The templates are read from the installed package and not kept here. A tokenizer takes half a second to train.
-"""
+"""Small tokenizers with a chat template and the special tokens that it writes."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tests.tools.tito_check import templates
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,37 +28,25 @@ _CORPUS = [
     "the a of to and in is it you that he was for on are with as his they be at one have this from or had by",
 ]
 
-_QWEN_SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+_SPECIAL = re.compile(
+    r"<\|[^|<>\s'\"{}]{1,40}\|>|<｜[^｜\s'\"{}]{1,40}｜>|<\|[a-z_\"]{1,20}>|<[a-z_\"]{1,20}\|>|<\|[A-Z_]+_TOKEN\|>"
+    r"|\[/?[A-Z_]{3,30}\]|\[gMASK\]|<sop>|</?s>|<bos>|<eos>|<sep>|<pad>|<(?:start|end)_of_[a-z]+>"
+    r"|\]~b\]|\]~!b\[|\[e~\[|</?seed:[a-z_]+>|</?(?:assistant|user|system|tool|observation)>"
+    r"|<SPECIAL_\d+>|<reserved_\d+>|<用户>|<AI>|<_[a-z]+>"
 )
-_QWEN_PLAIN = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-_GLM_SPECIAL = (
-    "<|endoftext|>",
-    "[MASK]",
-    "[gMASK]",
-    "<sop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-)
-_GLM_PLAIN = (*_QWEN_PLAIN, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_LLAMA_SPECIAL = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-)
+"""How public templates write their tokenizers' special tokens."""
 
-_NEMOTRON_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+"""GLM's first templates put them together from a message's role."""
+
+_PLAIN = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+"""Tokens that are never split but are not special."""
+
+_ENDS = ("<|END_OF_TURN_TOKEN|>", "<|end|>\n<|assistant|>")
+"""What a template does not show: Command-R and Phi-3 end a generation with the first token of these."""
 
 TEMPLATES = {
     "qwen2.5": "qwen2_5",
@@ -70,32 +59,19 @@ TEMPLATES = {
     "qwen3.8": "qwen3_8",
     "glm-4.5": "glm4moe",
     "llama3": "llama3",
+    "gpt-oss": "gptoss",
+    "deepseek-v3": "deepseekv3",
     "nemotron-3": "nemotron_3_nano",
     "nemotron-3-super": "nemotron_3_super",
     "nemotron-3-ultra": "nemotron_3_ultra",
     "nemotron-3.5": "nemotron_3_5_lightning",
 }
-"""Files in the package. Most are named as the row of the table that they are of; the others:"""
-
-_ROWS = {
-    "qwen3-vl": "qwen3",
-    "qwen3.5-nothink": "qwen3.5",
-    "llama3": "auto",
-    **dict.fromkeys(("nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5"), "nemotron-3"),
-}
-
-
-def row(name: str) -> str:
-    """What TURNLOG_TITO_FAMILY is for a key of `TEMPLATES`."""
-    return _ROWS.get(name, name)
+"""Files in the package `trl`, by the names that tests use."""
 
 
 def template(name: str) -> str | None:
     """A chat template of the installed package `trl` by its file name; None where the package is absent."""
-    spec = importlib.util.find_spec("trl")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return (Path(spec.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja").read_text()
+    return dict(templates.trl()).get(f"trl/{name}")
 
 
 def save(folder: Path, family: str) -> Path:
@@ -103,19 +79,48 @@ def save(folder: Path, family: str) -> Path:
     source = template(TEMPLATES[family])
     if source is None:
         raise ModuleNotFoundError("trl")
-    if family.startswith("glm"):
-        return save_with(folder / family, source, _GLM_SPECIAL, _GLM_PLAIN)
-    if family == "llama3":
-        return save_with(folder / family, source, _LLAMA_SPECIAL, (), bos="<|begin_of_text|>")
-    if family.startswith("nemotron"):
-        return save_with(folder / family, source, _NEMOTRON_SPECIAL, _QWEN_PLAIN)
-    return save_with(folder / family, source, _QWEN_SPECIAL, _QWEN_PLAIN)
+    return save_with(folder / family, source)
 
 
-def save_with(
-    folder: Path, source: str, special: tuple[str, ...], plain: tuple[str, ...], bos: str | None = None
-) -> Path:
-    """The same for any template and tokens; `plain` ones are never split but are not special (as `<think>`)."""
+def special_tokens(source: str) -> list[str]:
+    """The special tokens that a template writes, and those that any tokenizer has."""
+    source = source.replace("{}", ":opensource")  # Hy3 puts this into its tokens
+    own = [token for token in _SPECIAL.findall(source) if token not in _PLAIN]
+    roles = _ROLES if re.search(r"'<\|' ?[+~]|<\|\{\{", source) else ()
+    common = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>") if "<｜" in source else ("<s>", "</s>")
+    return list(dict.fromkeys([*own, *roles, *common, "<|endoftext|>"]))
+
+
+def save_with(folder: Path, source: str, special: Sequence[str] | None = None) -> Path:
+    """The same for any template; `special` are its special tokens if they are not those that it shows."""
+    special = special_tokens(source) if special is None else special
+    bpe = tokenizers.Tokenizer.from_str(_trained())
+    bpe.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in _PLAIN])
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe.save(str(folder / "tokenizer.json"))
+    chatml = "<|im_end|>" if "<|im_end|>" in special else None
+    begin, end = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>") if "<｜" in source else ("<s>", "</s>")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": source,
+        "eos_token": chatml or (end if end in special else special[0]),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 131072,
+        **({"bos_token": begin} if begin in special else {}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ends = [
+        bpe.token_to_id(tokens.partition("\n")[0]) for tokens in _ENDS if all(map(source.__contains__, tokens.split()))
+    ]
+    if ends:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return folder
+
+
+@functools.cache
+def _trained() -> str:
+    """A small tokenizer without special tokens, as JSON."""
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(tokenizers.Regex(_WORDS), behavior="isolated")
@@ -124,23 +129,10 @@ def save_with(
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=900, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
     )
-    bpe.train_from_iterator([*_CORPUS, source] * 3, trainer)
-    bpe.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
-    folder.mkdir(parents=True, exist_ok=True)
-    bpe.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": source,
-        "eos_token": special[0],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 131072,
-        **({"bos_token": bos} if bos else {}),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    bpe.train_from_iterator(_CORPUS * 3, trainer)
+    return bpe.to_str()
 
 
 def load(folder: Path) -> Any:
