@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from app.domain import bounds, calls
-from app.domain.calls import OddCalls
 from app.domain.events import Matcher
 from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
@@ -203,7 +202,6 @@ class Incoming:
         self._running: dict[int, str] = {}
         self._prefix = prefix
         self._agent_id: str | None = None
-        self._odd_calls: OddCalls | None = None
         self._respelled: dict[int, bytes] = {}
         self._returned: ReturnedCalls | None = None
         self._checked = 0
@@ -307,7 +305,7 @@ class Incoming:
         """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
         whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
-        whole.check(index, odd_calls=self._odd_calls)
+        whole.check(index)
         for history in whole._histories(index):
             found = list(index.ending_with(history))
             if found:
@@ -385,7 +383,6 @@ class Incoming:
         index: TreeIndex,
         session: Session | None = None,
         agent_id: str | None = None,
-        odd_calls: OddCalls | None = None,
     ) -> None:
         """Compute the running hashes. Raises InvalidRequest for an invalid message.
 
@@ -393,7 +390,6 @@ class Incoming:
         returns in another spelling is told here, and one that it left out is put back.
         """
         self._index, self._session, self._agent_id = index, session, agent_id
-        self._odd_calls = index.odd_calls if odd_calls is None else odd_calls
         self._compare(index)
         while self.matcher == "tolerant" and index.has_empty_replies:
             left_out = self._replies.left_out(self, self._running, self._start)
@@ -408,12 +404,12 @@ class Incoming:
         repeated = self._known_turn(index, prefix) if prefix else index.repeated(self)
         if repeated is not None and repeated.agent_id != self._agent_id:
             # Another agent may mean other replies by the same bytes.
-            repeated = None if index.has_bare_replies or self._odd_calls else repeated
+            repeated = None if index.has_bare_replies or index.odd_calls else repeated
         self._repeated = repeated
         start = self._start = 0 if repeated is None else repeated.message_count - 1
         at = NOTHING if repeated is None else index.input_hash(repeated.number) or NOTHING
         self._running, self._stored = {start: at}, {}
-        self._checked, self._returned = start, self._returned_calls() if self._odd_calls else None
+        self._checked, self._returned = start, self._returned_calls() if index.odd_calls else None
         for place in range(start, len(self.raws)):
             turn = self._left_out.get(place)
             if turn is None and self._returned is not None:
@@ -449,10 +445,8 @@ class Incoming:
 
     def _returned_calls(self) -> ReturnedCalls:
         assert self._index is not None
-        assert self._odd_calls is not None
         return ReturnedCalls(
             self._index,
-            self._odd_calls,
             self._hash_of,
             self._is_reply,
             self._proven,
