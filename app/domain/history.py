@@ -304,8 +304,11 @@ class Incoming:
     def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
         """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
-        whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
-        whole.check(index)
+        whole = self
+        if self._trusts_ids or index.odd_calls or index.has_bare_replies or index.has_empty_replies:
+            # How messages are read depends on the turns that are set aside, too.
+            whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
+            whole.check(index)
         for history in whole._histories(index):
             found = list(index.ending_with(history))
             if found:
