@@ -297,7 +297,14 @@ class Incoming:
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Where the request joins the session. Raises as `match` in a linear session."""
         if not session.is_tree:
-            return match(session, self)
+            plan = match(session, self)
+            if self._left_out and plan.base_messages <= min(self._left_out):
+                # The request begins a segment: its history is what the client sent.
+                self._left_out = {}
+                self._read_as(self._sent)
+                self._compare(index)
+                self.spelling(len(self.raws))
+            return plan
         parent = self._deepest(session, index, agent_id)
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 
@@ -440,8 +447,11 @@ class Incoming:
 
     def _put_back(self, place: int, turn: Turn) -> None:
         """Put an empty message where the client left out the reply of `turn`."""
-        self.raws = [*self.raws[:place], LEFT_OUT, *self.raws[place:]]
         self._left_out[place] = turn
+        self._read_as([*self.raws[:place], LEFT_OUT, *self.raws[place:]])
+
+    def _read_as(self, raws: Sequence[msgspec.Raw]) -> None:
+        self.raws = raws
         self._messages, self._hashes, self._spellings, self._respelled = {}, {}, {}, {}
         self._spelled, self._hasher = 0, hashlib.sha256()
         self.__dict__.pop("_known_hashes", None)
