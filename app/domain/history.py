@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from app.domain import bounds, calls
-from app.domain.calls import OddCalls
 from app.domain.events import Matcher
 from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
@@ -203,7 +202,6 @@ class Incoming:
         self._running: dict[int, str] = {}
         self._prefix = prefix
         self._agent_id: str | None = None
-        self._odd_calls: OddCalls | None = None
         self._respelled: dict[int, bytes] = {}
         self._returned: ReturnedCalls | None = None
         self._checked = 0
@@ -299,15 +297,25 @@ class Incoming:
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Where the request joins the session. Raises as `match` in a linear session."""
         if not session.is_tree:
-            return match(session, self)
+            plan = match(session, self)
+            if self._left_out and plan.base_messages <= min(self._left_out):
+                # The request begins a segment: its history is what the client sent.
+                self._left_out = {}
+                self._read_as(self._sent)
+                self._compare(index)
+                self.spelling(len(self.raws))
+            return plan
         parent = self._deepest(session, index, agent_id)
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 
     def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
         """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
-        whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
-        whole.check(index, odd_calls=self._odd_calls)
+        whole = self
+        if self._trusts_ids or index.odd_calls or index.has_bare_replies or index.has_empty_replies:
+            # How messages are read depends on the turns that are set aside, too.
+            whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
+            whole.check(index)
         for history in whole._histories(index):
             found = list(index.ending_with(history))
             if found:
@@ -385,7 +393,6 @@ class Incoming:
         index: TreeIndex,
         session: Session | None = None,
         agent_id: str | None = None,
-        odd_calls: OddCalls | None = None,
     ) -> None:
         """Compute the running hashes. Raises InvalidRequest for an invalid message.
 
@@ -393,7 +400,6 @@ class Incoming:
         returns in another spelling is told here, and one that it left out is put back.
         """
         self._index, self._session, self._agent_id = index, session, agent_id
-        self._odd_calls = index.odd_calls if odd_calls is None else odd_calls
         self._compare(index)
         while self.matcher == "tolerant" and index.has_empty_replies:
             left_out = self._replies.left_out(self, self._running, self._start)
@@ -408,12 +414,12 @@ class Incoming:
         repeated = self._known_turn(index, prefix) if prefix else index.repeated(self)
         if repeated is not None and repeated.agent_id != self._agent_id:
             # Another agent may mean other replies by the same bytes.
-            repeated = None if index.has_bare_replies or self._odd_calls else repeated
+            repeated = None if index.has_bare_replies or index.odd_calls else repeated
         self._repeated = repeated
         start = self._start = 0 if repeated is None else repeated.message_count - 1
         at = NOTHING if repeated is None else index.input_hash(repeated.number) or NOTHING
         self._running, self._stored = {start: at}, {}
-        self._checked, self._returned = start, self._returned_calls() if self._odd_calls else None
+        self._checked, self._returned = start, self._returned_calls() if index.odd_calls else None
         for place in range(start, len(self.raws)):
             turn = self._left_out.get(place)
             if turn is None and self._returned is not None:
@@ -441,18 +447,19 @@ class Incoming:
 
     def _put_back(self, place: int, turn: Turn) -> None:
         """Put an empty message where the client left out the reply of `turn`."""
-        self.raws = [*self.raws[:place], LEFT_OUT, *self.raws[place:]]
         self._left_out[place] = turn
+        self._read_as([*self.raws[:place], LEFT_OUT, *self.raws[place:]])
+
+    def _read_as(self, raws: Sequence[msgspec.Raw]) -> None:
+        self.raws = raws
         self._messages, self._hashes, self._spellings, self._respelled = {}, {}, {}, {}
         self._spelled, self._hasher = 0, hashlib.sha256()
         self.__dict__.pop("_known_hashes", None)
 
     def _returned_calls(self) -> ReturnedCalls:
         assert self._index is not None
-        assert self._odd_calls is not None
         return ReturnedCalls(
             self._index,
-            self._odd_calls,
             self._hash_of,
             self._is_reply,
             self._proven,

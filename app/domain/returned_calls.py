@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from app.domain.calls import Message, OddCalls, answer_key, ids_of
+from app.domain.calls import Message, answer_key, ids_of
 from app.domain.returned import meant_of
 from app.domain.tree import TreeIndex
 from app.domain.turns import Turn
@@ -26,7 +26,6 @@ class ReturnedCalls:
     def __init__(
         self,
         index: TreeIndex,
-        odd_calls: OddCalls,
         hash_of: Callable[[Message], str],
         is_reply: Callable[[Message, Turn], bool],
         proven: Container[int],
@@ -35,7 +34,7 @@ class ReturnedCalls:
         ignores_arguments: bool,
     ) -> None:
         self._index = index
-        self._odd = odd_calls
+        self._odd = index.odd_calls
         self._hash_of = hash_of
         self._is_reply = is_reply
         self._proven = proven

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from app.domain.calls import sampled_calls
+from app.domain.calls import OddCalls, sampled_calls
 from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.known_body import BodyLayout, KnownBodies, KnownBody
@@ -252,13 +252,17 @@ class SessionCache:
         return bytes(made.upto(turn) or b"")
 
     async def read_odd_calls(self, live: CacheEntry) -> None:
-        """Read the calls that clients may return otherwise, of turns that the index does not know them of.
+        """Read the calls that clients may return otherwise, of turns that the indexes do not know them of.
 
         Raises SessionUnreadable.
         """
-        odd, session_id = live.index.odd_calls, live.session.session_id
-        if not odd.unread:
-            return
+        if live.index.odd_calls.unread:
+            await self._read_odd_calls(live, live.index.odd_calls)
+        if live.session.aside and live.every_index.odd_calls.unread:
+            await self._read_odd_calls(live, live.every_index.odd_calls)
+
+    async def _read_odd_calls(self, live: CacheEntry, odd: OddCalls) -> None:
+        session_id = live.session.session_id
         numbers = list(odd.unread)
         frames = await self._frames(session_id, numbers, {}, facts=False)
         try:

@@ -13,6 +13,7 @@ import pytest
 from integration.places import Places
 from integration.routing import BOTH, EXPERTS, problems
 from integration.stand import Stand, Talk, error_of, serving, until
+from integration.test_calls import ask, calling, ids_of, results, with_arguments
 from ops.simulator.process import SimulatorProcess
 
 VOLATILE = ("cursor", "as_of_seq")
@@ -120,6 +121,18 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     restore(used, back["before"])
     assert len(rows(early)[0]["turns"]) == 3
     delete(used, name, done["before"], back["before"])
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+def test_a_set_aside_reply_is_known_by_its_calls_however_they_are_spelled(used: Stand, history: str) -> None:
+    talk = said(used, "One", history=history)
+    name = make(used)
+    talk.messages = [*talk.messages, {"role": "user", "content": "Two"}]
+    [given] = ids_of("chat", ask(talk, calling('{"cmd": "echo', ids=[""])))
+    done = restore(used, name)
+    goes_on = [*with_arguments("chat", talk.messages, "{}"), *results("chat", [given])]
+    assert error_of(talk.chat(goes_on)) == (409, "restored")
+    delete(used, name, done["before"])
 
 
 def test_what_came_later_is_set_aside_and_comes_back(used: Stand) -> None:

@@ -241,6 +241,18 @@ def test_a_linear_session_goes_on_from_an_empty_reply_without_a_rollback() -> No
     assert book.plan([A, HI, C]) == Plan(1, 2, (2,))
 
 
+def test_a_segment_begins_with_what_the_client_sent() -> None:
+    book = Book(1, on_divergence="segment")
+    book.turn([A], EMPTY)
+    book.turn([A, B], HI)
+    sent = [A, B, assistant("never"), C]
+    request = book.incoming(sent)
+    plan = request.join(book.session, book.index, None)
+    assert (plan, len(request.new(plan))) == (Plan(2, 0), 4)
+    assert book.turn(sent, HI).new_messages == 4
+    assert book.plan([*sent, HI, A]) == Plan(3, 5)
+
+
 @pytest.mark.parametrize("matcher", ["strict", "role_content_only"])
 def test_other_matchers_miss_an_empty_reply(matcher: Matcher) -> None:
     book = Book(matcher=matcher)
