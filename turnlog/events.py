@@ -103,6 +103,7 @@ class TurnCommitted(_Event):
     odd_ids: NotRequired[bool]
     odd_arguments: NotRequired[bool]
     images: NotRequired[list[int]]
+    left_out: NotRequired[list[str]]
 
 
 class TurnRejected(_Event):

@@ -102,6 +102,7 @@ class TreeTurn(TypedDict):
     exported: bool
     reason: str | None
     loss_branches: list[int]
+    left_out: list[str]
 
 
 class TreeBranch(TypedDict):

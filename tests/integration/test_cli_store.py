@@ -82,7 +82,7 @@ def test_a_store_is_verified_copied_and_put_back(talked: Path) -> None:
     assert Path(put["kept"]).is_file()
     assert answer("retain") == {"closed": 0, "freed": 0, "erased": 0}
     assert answer("vacuum", "--full")["store"] == str(talked)
-    assert run("verify").stdout.endswith("1 sessions, 6 events, 2 turns, 0 groups: 0 problems\n")
+    assert run("verify").stdout.endswith("1 session, 6 events, 2 turns, 0 groups: 0 problems\n")
 
 
 def test_what_no_server_may_run_beside_is_refused(talked: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_limited_export_gives_no_cursor_that_skips_what_the_limit_cut_off(stan
 @pytest.mark.parametrize(
     ("query", "told"),
     [
-        ({"grup_id": "x"}, ("grup_id", "group_id, limit")),
+        ({"grup_id": "x"}, ("grup_id", "group_id, images, limit")),
         ({"format": "xml"}, ("format=xml", "ndjson, parquet, safetensors, msgpack, atif, messages")),
         ({"format": ""}, ("format=", "ndjson")),
         ({"shape": "odd"}, ("shape=odd", "turnlog, miles, slime, verl, skyrl")),

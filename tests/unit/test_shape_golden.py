@@ -185,6 +185,7 @@ GOLDEN: dict[str, JSON] = {
         "rollout_weights": [1.0],
         "rollout_advantages": [-0.5],
         "sampling": [SAMPLING["sampling"]],
+        "images_left_out": [0],
     },
 }
 """The 4 that the first turn sampled was trimmed; the prompt's 5 stands in the response, masked."""
