@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from app.errors import InvalidRequest, StartupError
-from app.tito.continuation import Continuation, Encode, Stops
+from app.tito.continuation import STAND_IN_TOOL, Continuation, Encode, Stops
 from app.tito.extension import NotAnExtension
 from app.tito.normalise import REASONING, Spelling
 from app.tito.template import Message
@@ -36,9 +36,6 @@ TOOL: Mapping[str, Any] = {
         },
     },
 }
-
-STAND_IN_TOOL: Mapping[str, Any] = {"type": "function", "function": {"name": "tool"}}
-"""Is rendered in place of a session's tools, unless the rule gets the real history."""
 
 PLAIN = "an answer"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,12 @@ Render = Callable[[Message, Sequence[Message], bool], str]
 """Renders a history, an assistant message and what follows it; the flag asks for a generation prompt."""
 
 Encode = Callable[[str], "array[int]"]
+
+
+_TOOL_NAME = "turnlog_stands_for_tools"
+
+STAND_IN_TOOL: Mapping[str, Any] = {"type": "function", "function": {"name": _TOOL_NAME}}
+"""Is rendered in place of a session's tools, unless the rule gets the real history."""
 
 
 class Stops(msgspec.Struct, frozen=True):
@@ -68,6 +74,8 @@ class Continuation:
         asked = head.partition(self.question)[0] + self.question
         if not (head.startswith(asked) and alone.startswith(asked)):
             raise NotAnExtension("the chat template renders the messages before these otherwise")
+        if _TOOL_NAME in followed:  # Muse Glimmer shows them with each system message
+            raise NotAnExtension("the chat template renders the tools again with these messages")
         return Endings(self._encode(alone.split(self._word)[1]), self._encode(followed))
 
     def join(self, endings: Endings, last: int, *, called: bool) -> Extension:

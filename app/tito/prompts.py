@@ -12,9 +12,9 @@ import msgspec
 
 from app.errors import InvalidRequest, StartupError, Unsupported
 from app.tito import loading, normalise
-from app.tito.battery import STAND_IN_TOOL, Tools, conversations, examine, history, shapes
+from app.tito.battery import Tools, conversations, examine, history, shapes
 from app.tito.compare import Comparator
-from app.tito.continuation import Continuation
+from app.tito.continuation import STAND_IN_TOOL, Continuation
 from app.tito.encoding import Encoder
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.families import pinned

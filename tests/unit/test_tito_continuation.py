@@ -245,3 +245,14 @@ def test_a_system_message_that_moves_with_the_last_question_is_refused_by_name(t
         after(prompts, [5], [{"role": "user", "content": "c"}])
     ask = [{"role": "user", "content": "a"}]
     assert prompts.after(5, ask, {"role": "assistant", "content": "b"}, ask, None, {}).trim == 0
+
+
+@needs_templates
+def test_tools_that_a_late_system_message_shows_again_are_no_extension(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    prompts = load_prompts(tmp_path_factory, "muse")
+    new = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "c"}]
+    with pytest.raises(NotAnExtension, match="renders the tools again"):
+        after(prompts, prompts._encode("<|eot|>"), new, TOOLS)
+    assert after(prompts, prompts._encode("<|eot|>"), new[1:], TOOLS).trim == 0

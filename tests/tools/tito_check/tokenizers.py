@@ -60,6 +60,7 @@ TEMPLATES = {
     "glm-4.5": "glm4moe",
     "llama3": "llama3",
     "gpt-oss": "gptoss",
+    "muse": "muse_glimmer",
     "deepseek-v3": "deepseekv3",
     "nemotron-3": "nemotron_3_nano",
     "nemotron-3-super": "nemotron_3_super",
