@@ -261,6 +261,11 @@ def test_shapes_have_the_images_or_say_that_they_leave_them_out(stand: Stand, sh
             assert row["images_left_out"] == [1]
         case _:
             assert row["images_left_out"] == 1
+    if shape in ("verl", "trl"):
+        [row] = stand.rows(group_id=f"images-{shape}", shape=shape)
+        assert row["images_left_out"] == 1
+        assert "images" not in row
+        assert "multi_modal_data" not in row
 
 
 def test_documents_have_the_images_inline(stand: Stand) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import json
 import re
@@ -206,7 +207,11 @@ async def test_a_page_from_an_engine_is_told_without_its_orders(engine: Engine, 
 
 
 EIGHT = 8
-LARGE_BOMB = gzip.compress(bytes(256 * MIB))
+
+
+@functools.cache
+def large_bomb() -> bytes:
+    return gzip.compress(bytes(256 * MIB))
 
 
 def peak_bytes(pid: int) -> int:
@@ -221,7 +226,7 @@ def peak_bytes(pid: int) -> int:
 def test_eight_bombs_at_once_take_little_memory(tmp_path: Path, status: int, told: int) -> None:
     headers = (("content-type", "application/json"), ("content-encoding", "gzip"))
     with (
-        Answering(lambda asked: Answer(LARGE_BOMB, headers, status)) as bombing,
+        Answering(lambda asked: Answer(large_bomb(), headers, status)) as bombing,
         serving(tmp_path, bombing.base_url) as stand,
     ):
         talks = [stand.talk() for _ in range(EIGHT)]

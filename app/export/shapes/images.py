@@ -6,6 +6,8 @@ An image is a URL, which for an inline one is a data URL: TRL's and verl's proce
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from app.domain.images import data_url
 from app.export.columns import Columns
 from app.export.row import Fields, Row, RowImage
@@ -13,13 +15,13 @@ from app.export.row import Fields, Row, RowImage
 LEFT_OUT: Columns = {"images_left_out": "int64"}
 
 
-def of(row: Row) -> list[str] | None:
-    """The URLs of the images of the row's messages, in their order; None without any, and where the export does not ask
-    for bytes (`images=inline`)."""
+def placed(row: Row, place: Callable[[list[str]], Fields]) -> Fields:
+    """What `place` makes of the URLs of the images of the row's messages, in their order. Without images nothing; where
+    the export does not ask for bytes (`images=inline`), how many are left out."""
     shown = row.images or ()
-    if any(image.bytes is None and image.url is None for image in shown):
-        return None
-    return [_url_of(image) for image in shown] or None
+    if row.stored_images and all(image.bytes is None for image in shown):
+        return left_out(row)
+    return place([_url_of(image) for image in shown]) if shown else {}
 
 
 def _url_of(image: RowImage) -> str:

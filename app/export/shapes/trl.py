@@ -21,6 +21,7 @@ COLUMNS: Columns = {
     **identity.ROLLOUT,
     **identity.SAMPLING,
     "images": "json",
+    **images.LEFT_OUT,
 }
 
 
@@ -41,5 +42,5 @@ def fields(row: Row) -> Fields:
         **identity.fields(row),
         **identity.rollout(row),
         **identity.sampling(row),
-        **({} if (shown := images.of(row)) is None else {"images": shown}),
+        **images.placed(row, lambda shown: {"images": shown}),
     }

@@ -25,6 +25,7 @@ COLUMNS: Columns = {
     "metrics": "json",
     "extra_fields": "json",
     "multi_modal_data": "json",
+    **images.LEFT_OUT,
 }
 
 
@@ -57,5 +58,5 @@ def fields(row: Row) -> Fields:
             **identity.rollout(row),
             **identity.sampling(row),
         },
-        **({} if (shown := images.of(row)) is None else {"multi_modal_data": {"images": shown}}),
+        **images.placed(row, lambda shown: {"multi_modal_data": {"images": shown}}),
     }
