@@ -12,6 +12,7 @@ from app.domain.events import (
     BlobsTombstoned,
     Recorded,
     RewardAssigned,
+    RolloutJoined,
     SessionClosed,
     SessionErased,
     SessionNoted,
@@ -34,7 +35,7 @@ from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
 T = TypeVar("T")
 
-AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, SessionNoted, SessionRestored)
+AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, RolloutJoined, SessionNoted, SessionRestored)
 """What may still happen to a session that is closed."""
 
 
