@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import struct
 from typing import Any
 
 from ops.simulator.tokenizer import IMAGE_PAD, VISION_END, VISION_START
@@ -37,6 +36,5 @@ def _count(url: str) -> int:
         return 1
     if data[12:16] != b"IHDR":
         return 1
-    width, height = struct.unpack(">II", data[16:])
-    places: int = round(width / _SIDE) * round(height / _SIDE)
-    return max(1, min(places, _MOST))
+    width, height = (int.from_bytes(data[start : start + 4]) for start in (16, 20))
+    return max(1, min(round(width / _SIDE) * round(height / _SIDE), _MOST))

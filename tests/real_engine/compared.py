@@ -52,7 +52,7 @@ def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
                 found.joined += 1
             else:
                 assert said == replies[said["id"]], f"turn {span['turn']} is recorded otherwise than it was said"
-            _count(found, row, span, said)
+            count(found, row, span, said)
             sampled += span["end"] - span["output_start"]
         rows += own
     scored = rescored(lane.model, rows)
@@ -63,7 +63,7 @@ def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
     found.difference = max(found.difference, scored.largest)
 
 
-def _count(found: Found, row: dict[str, Any], span: dict[str, Any], said: Reply) -> None:
+def count(found: Found, row: dict[str, Any], span: dict[str, Any], said: Reply) -> None:
     """One turn of a row beside the engine's reply, number by number."""
     [choice] = said["choices"]
     start, end = span["output_start"], span["end"]

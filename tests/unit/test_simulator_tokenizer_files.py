@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import msgspec
 import pytest
 
 from ops.simulator.template import Template
-from ops.simulator.tokenizer import IM_END, Tokenizer
+from ops.simulator.tokenizer import IM_END, IMAGE_PAD, Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,6 +94,12 @@ def assistant(rng: random.Random) -> dict[str, Any]:
     return message
 
 
+def png(width: int, height: int) -> str:
+    """The beginning of one, as a data URL."""
+    header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width, height)
+    return f"data:image/png;base64,{base64.b64encode(header).decode()}"
+
+
 def conversation(seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     messages: list[dict[str, Any]] = []
@@ -138,6 +146,22 @@ def test_the_loaded_tokenizer_knows_its_specials(template: Template, loaded: Any
     assert loaded.encode("Zürich 🚀<|im_end|>", add_special_tokens=False) == template.tokenizer.ids(
         "Zürich 🚀<|im_end|>"
     )
+
+
+@pytest.mark.parametrize(
+    ("url", "count"),
+    [
+        (png(56, 84), 6),
+        (png(1 << 30, 1 << 30), 1280),
+        ("data:image/png;base64,AAAA", 1),
+        ("data:image/png;base64," + "=" * 40, 1),
+        ("http://127.0.0.1/a.png", 1),
+    ],
+)
+def test_an_image_is_as_many_placeholders_as_its_size(template: Template, url: str, count: int) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    ids = ours(template, [{"role": "user", "content": parts}], None)
+    assert ids.count(template.tokenizer.special_ids[IMAGE_PAD]) == count
 
 
 def test_without_a_generation_prompt_the_text_is_the_same_up_to_it(loaded: Any) -> None:

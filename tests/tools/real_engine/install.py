@@ -3,7 +3,7 @@
 `sh ops/setup real-engine` runs it; it needs Python and pip alone. What it does beyond `pip install`:
 
 - PyTorch comes first, from its own index where the configured ones have no CPU build: others bring CUDA along.
-- What vLLM needs for pictures, sound and video stays out: a text model does without, and PyPI's builds want CUDA.
+- What vLLM needs for most pictures, sound and video stays out: the models here do without, and PyPI's builds want CUDA.
 - vLLM asks for the version of a package `vllm`, and its CPU build has another name: the metadata is copied.
 """
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ START_S = 300.0
 _PYTHON = FOLDER / "bin" / "python"
 _RECIPE = ("real_engine/train.py", "real_engine/weather.py", "tito_check/tokenizers.py")
 """Where one of these changes, the model is trained anew."""
+
+_IMAGES_RECIPE = ("real_engine/images.py", "tito_check/tokenizers.py")
 
 _ARGUMENTS = "--dtype float32 --enforce-eager --max-num-seqs 16 --enable-auto-tool-choice --tool-call-parser hermes"
 _ENVIRONMENT = {
@@ -54,14 +56,28 @@ def is_installed() -> bool:
 
 def trained_model() -> Path:
     """The model's folder; the first call takes a minute, those after it find what that one made."""
-    recipe = b"".join((ROOT / "tests" / "tools" / name).read_bytes() for name in _RECIPE)
-    kept = FOLDER / "models" / hashlib.sha256(recipe).hexdigest()[:16]
+
+    def make(folder: Path) -> None:
+        _run("train", str(tokenizers.save(folder, "qwen3").rename(folder / "model")))
+
+    return _kept(_RECIPE, make)
+
+
+def image_model() -> Path:
+    """The folder of a model that sees images, kept too."""
+    return _kept(_IMAGES_RECIPE, lambda folder: _run("images", str(folder / "model")))
+
+
+def _kept(recipe: tuple[str, ...], make: Callable[[Path], object]) -> Path:
+    """What `make` makes as `model` in its folder, made anew where a file of the recipe has changed."""
+    content = b"".join((ROOT / "tests" / "tools" / name).read_bytes() for name in recipe)
+    kept = FOLDER / "models" / hashlib.sha256(content).hexdigest()[:16]
     if not kept.exists():
         making = kept.with_suffix(".making")
         shutil.rmtree(making, ignore_errors=True)
-        made = tokenizers.save(making, "qwen3")
-        _run("train", str(made))
-        made.rename(kept)
+        making.mkdir(parents=True)
+        make(making)
+        (making / "model").rename(kept)
         making.rmdir()
     return kept
 
