@@ -71,8 +71,8 @@ class Prompts:
         added = self._backend.get_added_tokens_decoder().items()
         special = frozenset({token for token, what in added if what.special} | set(tokenizer.all_special_ids))
         spelling = Spelling("" if self._joins_parts() else " ")
-        self.findings = examine(self._probe, self._encode, spelling, special, frozenset(stops))
-        self._rule = Continuation(self._encode, self.findings.stops)
+        self.findings = examine(self._probe, self._encode, self.decode, spelling, special, frozenset(stops))
+        self._rule = Continuation(self._encode, self.decode, self.findings.stops)
         self._comparator = Comparator(self._opening(), self.findings.stops.ids, special, self.decode)
         self._rewrites = functools.lru_cache(_CACHED_VARIANTS)(self._derive_rewrites)
 
