@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from app.errors import InvalidRequest, StartupError
-from app.tito.continuation import STAND_IN_TOOL, Continuation, Encode, Stops
+from app.tito.continuation import STAND_IN_TOOL, Continuation, Decode, Encode, Stops
 from app.tito.extension import NotAnExtension
 from app.tito.normalise import REASONING, Spelling
 from app.tito.template import Message
@@ -142,7 +142,12 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 def examine(
-    render: RenderProbe, encode: Encode, spelling: Spelling, special: frozenset[int], stops: frozenset[int]
+    render: RenderProbe,
+    encode: Encode,
+    decode: Decode,
+    spelling: Spelling,
+    special: frozenset[int],
+    stops: frozenset[int],
 ) -> Findings:
     """`special`: the tokenizer's special tokens. `stops`: what is known to end a generation.
 
@@ -181,7 +186,7 @@ def examine(
         except (InvalidRequest, NotAnExtension) as error:
             refused.setdefault(name, str(error))
     roles = frozenset(trial.stop for trial in trials if trial.stop not in trial.rest)
-    rule = Continuation(encode, Stops(roles.union(stops, (trial.stop for trial in trials)), roles, special))
+    rule = Continuation(encode, decode, Stops(roles.union(stops, (trial.stop for trial in trials)), roles, special))
     wrong, full_history = _wrong(trials, rule, full_history=False), False
     if wrong:
         still_wrong = _wrong(trials, rule, full_history=True)

@@ -21,6 +21,7 @@ Render = Callable[[Message, Sequence[Message], bool], str]
 """Renders a history, an assistant message and what follows it; the flag asks for a generation prompt."""
 
 Encode = Callable[[str], "array[int]"]
+Decode = Callable[[Sequence[int]], str]
 
 
 _TOOL_NAME = "turnlog_stands_for_tools"
@@ -50,8 +51,9 @@ class Endings(msgspec.Struct, frozen=True):
 class Continuation:
     """The rule, for one tokenizer. Thread-safe. `question` is a random word, the text of a history's last message."""
 
-    def __init__(self, encode: Encode, stops: Stops) -> None:
+    def __init__(self, encode: Encode, decode: Decode, stops: Stops) -> None:
         self._encode = encode
+        self._decode = decode
         self.stops = stops
         self.question, self._word = (f"turnlog{secrets.token_hex(8)}" for _ in range(2))
 
@@ -83,6 +85,8 @@ class Continuation:
         alone, followed = endings.last, endings.followed
         same = _common_length(alone, followed)
         begins = next((index for index in range(same, len(followed)) if followed[index] in self.stops.special), same)
+        if self._decode(followed[same:begins]).strip():
+            begins = same  # MiniCPM: the next message is bare text
         if last in self.stops.ids:
             if last in alone[:same]:
                 return Extension(0, followed[_last_index(alone[:same], last) + 1 :])

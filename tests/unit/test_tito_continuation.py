@@ -19,10 +19,8 @@ NEWLINE, CLOSE = 10, 11
 
 
 def continuation(stops: list[int], roles: tuple[int, ...] = ()) -> Continuation:
-    return Continuation(
-        lambda text: array("i", text.encode()),
-        Stops(frozenset([*stops, *roles]), frozenset(roles), frozenset(range(90, 100))),
-    )
+    known = Stops(frozenset([*stops, *roles]), frozenset(roles), frozenset(range(90, 97)))
+    return Continuation(lambda text: array("i", text.encode()), lambda ids: "".join(map(chr, ids)), known)
 
 
 def endings(last: list[int], followed: list[int]) -> Endings:
@@ -33,6 +31,8 @@ CHATML = endings([END, NEWLINE], [END, NEWLINE, START, 1])
 CHATML_CALL = endings([CLOSE, END, NEWLINE], [CLOSE, END, NEWLINE, START, 1])
 GLM = endings([], [USER, 1])
 GLM_RULE = endings([], [SYSTEM, 2, USER, 1])
+BARE_RULE = endings([], [2, USER, 1])
+LATER_END = endings([], [NEWLINE, USER, 1])
 GLM_CALL = endings([CLOSE], [CLOSE, RESULT, 1])
 HARMONY = endings([RETURN], [END, START, 1])
 
@@ -46,6 +46,8 @@ HARMONY = endings([RETURN], [END, START, 1])
         ([], (USER, RESULT), GLM, False, USER, 0, [1]),
         ([], (USER, RESULT), GLM, False, RESULT, 1, [USER, 1]),
         ([], (USER, RESULT), GLM_RULE, False, USER, 1, [SYSTEM, 2, USER, 1]),
+        ([], (USER, RESULT), BARE_RULE, False, USER, 1, [2, USER, 1]),
+        ([], (USER, RESULT), LATER_END, False, USER, 0, [1]),
         ([OTHER], (USER, RESULT), GLM, False, OTHER, 0, [USER, 1]),
         ([], (USER, RESULT), GLM, False, 5, 0, [USER, 1]),
         ([], (USER, RESULT), GLM_CALL, True, RESULT, 0, [1]),
@@ -57,7 +59,8 @@ HARMONY = endings([RETURN], [END, START, 1])
     ],
     ids=[
         *("ended", "cut", "another stop token"),
-        *("the next role", "another role", "a rule comes first", "GLM, another stop token", "GLM, cut"),
+        *("the next role", "another role", "a rule comes first", "bare text comes first", "a newline"),
+        *("GLM, another stop token", "GLM, cut"),
         *("a call", "a call, another role", "a call, cut", "ChatML, a call, cut"),
         *("the last message ends otherwise", "gpt-oss, cut"),
     ],
