@@ -48,6 +48,10 @@ UVICORNS_KEEP_ALIVE_S = 5
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 
+DROPPED_BODIES = 2
+"""How many of the largest bodies a refused one may be as large as, so that a body that is a little too large for the
+limit reads its 413."""
+
 
 class _ClosedAfterBody:
     """The transport of a request whose connection ends with the reply, which may be sent before the body has come. An
@@ -205,7 +209,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
         if self._is_refused or self.cycle.response_complete:
             self._dropped += len(body)
-            if self._dropped > self.max_body:
+            if self._dropped > DROPPED_BODIES * self.max_body:
                 self.transport.close()
 
     def on_message_complete(self) -> None:

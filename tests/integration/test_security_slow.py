@@ -312,14 +312,14 @@ async def test_the_rest_of_a_body_that_was_refused_has_its_limits(
     monkeypatch.setattr(protocol, "IDLE_S", 0.3 if end == "slow" else 30)
     monkeypatch.setattr(BoundedProtocol, "max_body", 1 << 20)
     async with connected(port) as (reader, writer):
-        writer.write(REFUSED % (2 << 20))
+        writer.write(REFUSED % (3 << 20))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 403")
         came = asyncio.create_task(to_the_end(reader))
         if end == "slow":
             await drip(writer, b"x" * 1001, came)
         else:
             with contextlib.suppress(ConnectionError):
-                writer.write(b"x" * ((2 << 20) - 1))
+                writer.write(b"x" * ((3 << 20) - 1))
                 await writer.drain()
         await came
 

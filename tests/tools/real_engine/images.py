@@ -48,7 +48,7 @@ _TEMPLATE = """\
 
 def main(folder: Path) -> None:
     torch.manual_seed(1)
-    tokenizers.save_with(folder, _TEMPLATE, _SPECIAL, ())
+    tokenizers.save_with(folder, _TEMPLATE, _SPECIAL)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     layers: dict[str, Any] = {
