@@ -242,6 +242,7 @@ export interface TreeTurn {
   exported: boolean;
   reason: string | null;
   loss_branches: number[];
+  left_out: string[];
 }
 
 export interface TreeBranch {
