@@ -342,7 +342,7 @@ def test_a_stored_image_is_shown_in_its_own_size(stand: Stand, watch: Watch) -> 
     page = watch(stand.server.base_url).open(_at(talk))
     image = page.locator("img.stored")
     image.wait_for()
-    page.wait_for_function("document.querySelector('img.stored').naturalWidth")
+    image.evaluate("image => image.decode()")
     assert image.evaluate("image => [image.clientWidth, image.clientHeight]") == [1, 1]
 
 

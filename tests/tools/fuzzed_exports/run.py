@@ -206,8 +206,10 @@ def _told(rows: Sequence[dict[str, Any]]) -> tuple[set[str], set[str]]:
 
 
 def _named(row: dict[str, Any]) -> str:
-    """The session that a row names: beside its own columns, or where the shape has room."""
+    """The session that a row names: beside its own columns, or where the shape has room. In miles and slime that is
+    beside the session's own metadata, which may have any name but `turnlog`.
+    """
     for name in ("extra_fields", "extra", "metadata", "turnlog"):
-        if row.get("session_id") is None and name in row:
+        if name in row and (name == "turnlog" or row.get("session_id") is None):
             row = json.loads(row[name]) if isinstance(row[name], str) else row[name]
     return str(row["session_id"])
