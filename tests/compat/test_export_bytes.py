@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,10 +24,10 @@ from app.export.formats import CONTAINERS, DOCUMENTS, SHAPES
 from app.export.helpers import Helpers
 from app.export.query import ExportQuery
 from app.store.engine import Database
-from compat.answers import STORE, unpack
 from workers.pool import Pool
 
 DIGESTS = Path(__file__).parent / "export_digests.json"
+STORE = "turnlog.db"
 ARCHIVE = Path(__file__).parent / "stores" / "d7078c7.tar.xz"
 
 QUERIES: tuple[dict[str, Any], ...] = (
@@ -53,7 +54,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def store_in(folder: Path) -> str:
-    (folder / STORE).write_bytes(unpack(ARCHIVE).store)
+    with tarfile.open(ARCHIVE, "r:xz") as archive:
+        archive.extract(STORE, folder, filter="data")
     found = f"sqlite+aiosqlite:///{folder / STORE}"
     migrate(found)
     return found
