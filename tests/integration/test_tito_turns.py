@@ -209,7 +209,8 @@ def test_tools_that_are_none_are_400_and_hold_nothing(tito: Stand, tools: Any) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "content", [[{"type": "image_url", "image_url": {"url": "data:,x"}}], {"a": 1}, [1], [{"type": "text"}]]
+    "content",
+    [[{"type": "input_audio", "input_audio": {"data": "eA==", "format": "wav"}}], {"a": 1}, [1], [{"type": "text"}]],
 )
 def test_content_that_is_no_text_is_400_and_holds_nothing(tito: Stand, content: Any) -> None:
     talk = tito.talk()

@@ -74,6 +74,7 @@ function fields() {
     field("Advantage", choice("advantage", ["grpo"], "none")),
     field("Tokens, at most", numberField("max_seq_len", atLeast0)),
     field("cut", choice("truncate", ["token"], "turn")),
+    field("Images", choice("images", ["inline", "none"], "hash")),
     field("Rows, at most", numberField("limit", atLeast0)),
     checkbox("replay", "replay payloads"),
     checkbox("explain", "rows that say what is left out"),
