@@ -150,8 +150,7 @@ def hashes(messages: Sequence[bytes]) -> set[str]:
 
 def holds_images(messages: Sequence[msgspec.Raw]) -> bool:
     """Does a request's message have an image, inline or elsewhere?"""
-    marked = (bytes(raw) for raw in messages if _IMAGE_MARK in bytes(raw))
-    return any(next(shown(message), None) is not None for message in marked)
+    return any(_IMAGE_MARK in message and any(shown(message)) for message in map(bytes, messages))
 
 
 def _is_reference(part: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TypeVar, cast
 
 import msgspec
@@ -212,10 +213,12 @@ class SessionCache:
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
         made = PrefixBuffer()
+        stored = [message for member in chain for message in saids[member.number].messages]
+        messages = iter(await images.put_back(self.database, live.session, stored))
         for member in chain:
             said = saids[member.number]
-            messages = await images.put_back(self.database, live.session, said.messages)
-            made.extend(member.history_parent, member.number, b",".join((*messages, said.message)))
+            own = islice(messages, len(said.messages))
+            made.extend(member.history_parent, member.number, b",".join((*own, said.message)))
         live.messages.add(made, is_tree=live.session.is_tree)
         self._account(session_id, live)
         return made.upto(turn) or b""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from app.errors import InvalidRequest, StartupError
-from app.tito.continuation import STAND_IN_TOOL, Continuation, Decode, Encode, Stops
+from app.tito.continuation import STAND_IN_TOOL, ContinuationRule, Decode, Encode, Stops
 from app.tito.extension import NotAnExtension
 from app.tito.normalise import REASONING, Spelling
 from app.tito.template import Message
@@ -186,7 +186,7 @@ def examine(
         except (InvalidRequest, NotAnExtension) as error:
             refused.setdefault(name, str(error))
     roles = frozenset(trial.stop for trial in trials if trial.stop not in trial.rest)
-    rule = Continuation(encode, decode, Stops(roles.union(stops, (trial.stop for trial in trials)), roles, special))
+    rule = ContinuationRule(encode, decode, Stops(roles.union(stops, (trial.stop for trial in trials)), roles, special))
     wrong, full_history = _wrong(trials, rule, full_history=False), False
     if wrong:
         still_wrong = _wrong(trials, rule, full_history=True)
@@ -216,7 +216,7 @@ def _first(spellings: Sequence[Spelling], shows: Callable[[Spelling], bool]) -> 
     return None, failures[0]
 
 
-def _wrong(trials: Sequence[_Trial], rule: Continuation, *, full_history: bool) -> dict[str, str]:
+def _wrong(trials: Sequence[_Trial], rule: ContinuationRule, *, full_history: bool) -> dict[str, str]:
     return {trial.name: why for trial in trials if (why := trial.wrong(rule, full_history=full_history))}
 
 
@@ -269,7 +269,7 @@ class _Trial:
     def stop(self) -> int:
         return self.generated[-1]
 
-    def wrong(self, rule: Continuation, *, full_history: bool) -> str | None:
+    def wrong(self, rule: ContinuationRule, *, full_history: bool) -> str | None:
         """Why what the rule gives is not the whole rendering; None if it is."""
         conversation = self.conversation
         before = history(conversation.before, rule.question, full=full_history)

@@ -48,7 +48,7 @@ class Endings(msgspec.Struct, frozen=True):
     followed: array[int]
 
 
-class Continuation:
+class ContinuationRule:
     """The rule, for one tokenizer. Thread-safe. `question` is a random word, the text of a history's last message."""
 
     def __init__(self, encode: Encode, decode: Decode, stops: Stops) -> None:

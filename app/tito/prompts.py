@@ -14,7 +14,7 @@ from app.errors import InvalidRequest, StartupError, Unsupported
 from app.tito import loading, normalise
 from app.tito.battery import Tools, conversations, examine, history, shapes
 from app.tito.compare import Comparator
-from app.tito.continuation import STAND_IN_TOOL, Continuation
+from app.tito.continuation import STAND_IN_TOOL, ContinuationRule
 from app.tito.encoding import Encoder
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.families import pinned
@@ -74,7 +74,7 @@ class Prompts:
         special = frozenset({token for token, what in added if what.special} | set(tokenizer.all_special_ids))
         spelling = Spelling("" if self._joins_parts() else " ")
         self.findings = examine(self._probe, self._encode, self.decode, spelling, special, frozenset(stops))
-        self._rule = Continuation(self._encode, self.decode, self.findings.stops)
+        self._rule = ContinuationRule(self._encode, self.decode, self.findings.stops)
         self._comparator = Comparator(self._opening(), self.findings.stops.ids, special, self.decode)
         self._silent = functools.lru_cache(_CACHED_VARIANTS)(self._derive_silent)
         self._rewrites = functools.lru_cache(_CACHED_VARIANTS)(self._derive_rewrites)

@@ -54,8 +54,8 @@ def _newlines(item: Any, index: int, separator: str) -> str:
 @pytest.mark.parametrize(
     ("where", "name", "broken"),
     [
-        (continuation.Continuation, "join", _all_of_the_ending),
-        (continuation.Continuation, "join", _always_trims),
+        (continuation.ContinuationRule, "join", _all_of_the_ending),
+        (continuation.ContinuationRule, "join", _always_trims),
         (normalise, "_content", _newlines),
         (normalise, "_arguments", lambda text: text),
         (normalise, "tools", lambda items, spelling: items),

@@ -9,7 +9,7 @@ import pytest
 from helpers.tokenizers import after, load_prompts, needs_templates
 
 from app.errors import StartupError, Unsupported
-from app.tito.continuation import Continuation, Endings, Stops
+from app.tito.continuation import ContinuationRule, Endings, Stops
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.prompts import Prompts
 from tests.tools.tito_check.tokenizers import save_with
@@ -18,9 +18,9 @@ END, START, USER, RESULT, SYSTEM, RETURN, OTHER = range(90, 97)
 NEWLINE, CLOSE = 10, 11
 
 
-def continuation(stops: list[int], roles: tuple[int, ...] = ()) -> Continuation:
+def continuation(stops: list[int], roles: tuple[int, ...] = ()) -> ContinuationRule:
     known = Stops(frozenset([*stops, *roles]), frozenset(roles), frozenset(range(90, 97)))
-    return Continuation(lambda text: array("i", text.encode()), lambda ids: "".join(map(chr, ids)), known)
+    return ContinuationRule(lambda text: array("i", text.encode()), lambda ids: "".join(map(chr, ids)), known)
 
 
 def endings(last: list[int], followed: list[int]) -> Endings:
