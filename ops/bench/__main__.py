@@ -13,7 +13,6 @@ import uvloop
 
 from ops.bench import (
     archive,
-    backup,
     export,
     latency,
     live,
@@ -45,7 +44,6 @@ BENCHMARKS = {
     "search": search,
     "staging": staging,
     "export": export,
-    "backup": backup,
     "archive": archive,
     "postgres": postgres,
     "sessions": live_sessions,
