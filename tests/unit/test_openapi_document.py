@@ -16,7 +16,6 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from app.api import (
-    archives,
     checkpoints,
     counting,
     engines,
@@ -52,7 +51,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     *(
         module.router
         for module in (
-            archives,
             checkpoints,
             counting,
             engines,

@@ -59,7 +59,6 @@ TAGS: Mapping[str, str] = {
     "Fleet": "Engines, adapters, gates.",
     "Search": "Messages over all sessions.",
     "Checkpoints": "Named cuts over all sessions, and the way back.",
-    "Archives": "Closed sessions in object storage.",
     "Payloads": "Replay payloads in object storage.",
     "SkyRL": "SkyRL's own routes for the gates.",
     "Service": "Is it alive, what does it do?",

@@ -84,26 +84,6 @@ _BY_HAND: Mapping[str, Schema] = {
         bytes=COUNT,
         after=nullable(record("The last chunk of the step.", session_id=TEXT, fence=COUNT, number=COUNT)),
     ),
-    "ArchiveStep": record(
-        "A step of archiving: how many sessions were archived, how many were left because they changed meanwhile or "
-        "cannot be read, the bytes uploaded, and where the next step begins.",
-        archived=COUNT,
-        left=COUNT,
-        bytes=COUNT,
-        after=nullable(record("The last session of the step.", closed_at=NUMBER, session_id=TEXT)),
-    ),
-    "ArchiveList": record(
-        "The archives, oldest first.",
-        archives=listed(
-            record(
-                "An archive; `sessions` counts those that are in it and nowhere else.",
-                name=TEXT,
-                created_at=NUMBER,
-                sessions=COUNT,
-            )
-        ),
-    ),
-    "ArchiveRestored": record("`restored`: it was archived.", session_id=TEXT, restored=BOOLEAN),
     "SessionPage": record(
         "Some sessions. With `count`, `total` is the number of matches up to 100,000, beyond which `total_is_exact` is "
         "false. With a metadata filter both are those of this page, which may be short though more pages follow.",
