@@ -12,7 +12,6 @@ from pathlib import Path
 import uvloop
 
 from ops.bench import (
-    archive,
     export,
     latency,
     live,
@@ -20,7 +19,6 @@ from ops.bench import (
     load,
     long,
     page,
-    partitions,
     payloads,
     postgres,
     prompts,
@@ -44,11 +42,9 @@ BENCHMARKS = {
     "search": search,
     "staging": staging,
     "export": export,
-    "archive": archive,
     "postgres": postgres,
     "sessions": live_sessions,
     "workers": workers,
-    "partitions": partitions,
     "payloads": payloads,
     "startup": startup,
     "tree": tree,
