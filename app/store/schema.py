@@ -69,6 +69,17 @@ incarnations = Table(
 )
 """The processes that have served this store; times are the database's own clock."""
 
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("holder", BigInteger),
+    Column("fence", BigInteger, nullable=False),
+    Column("until", Double, nullable=False),
+)
+"""Which process does a background work (`store.leases`): `holder` is its incarnation, null once released. A row stays,
+since `fence` only grows; `until` is the database's clock."""
+
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
 _TAGGED = text("tags IS NOT NULL")

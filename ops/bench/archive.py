@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import hashlib
 import time
@@ -15,7 +14,6 @@ import aiohttp
 import duckdb
 from sqlalchemy import Connection, text
 
-from app.store import partitions
 from app.store.engine import Database
 from ops.bench.export import Incomplete, fill_with, made_turns
 from ops.bench.measure import cpu_s, save_figures, table
@@ -27,7 +25,7 @@ from ops.server import ServerProcess
 POOL = 512
 """Different turns of which the sessions are composed."""
 
-CONTENT = tuple(partitions.TABLES)
+CONTENT = ("events", "turns", "blobs", "chunks", "refused_replies")
 
 PRAGMAS = ("page_count", "freelist_count", "page_size")
 
@@ -36,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=3, help="turns of each session")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each turn: half new prompt, half output")
-    parser.add_argument("--postgres", action="store_true", help="and wait until the old partitions are dropped")
+    parser.add_argument("--postgres", action="store_true")
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -53,15 +51,11 @@ async def main(arguments: argparse.Namespace) -> int:
         with started(server, cpu_sets):
             before = await _export(server)
             size = await _look(server, _used_bytes)
-            if arguments.postgres:
-                await _until_partitions(server, 2)
             cpu, began = cpu_s(server.pid), time.perf_counter()
             archived = await _archive(server)
             seconds, cpu = time.perf_counter() - began, cpu_s(server.pid) - cpu
             left = await _look(server, _rows)
             deleted = await _look(server, _used_bytes)
-            if arguments.postgres:
-                await _until_partitions(server, 1)
             after = await _export(server)
         if archived != arguments.sessions or before.digest != after.digest:
             raise Incomplete(f"{archived} of {arguments.sessions} sessions, exports {before.digest}, {after.digest}")
@@ -142,16 +136,6 @@ def _used_bytes(connection: Connection) -> int:
         return int(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
     of = {name: connection.execute(text(f"PRAGMA {name}")).scalar_one() for name in PRAGMAS}
     return int((of["page_count"] - of["freelist_count"]) * of["page_size"])
-
-
-async def _until_partitions(server: ServerProcess, count: int) -> None:
-    """Wait until each table with rows has so many; the server looks once a minute."""
-
-    def most(connection: Connection) -> int:
-        return max(len(partitions.parts_of(connection, name).numbers) for name in ("events", "turns", "blobs"))
-
-    while await _look(server, most) != count:  # noqa: ASYNC110 - the server is another process
-        await asyncio.sleep(1)
 
 
 def _bytes(folder: Path) -> int:

@@ -47,7 +47,6 @@ from app.store.packs.rows import (
     rows_of,
 )
 from app.store.packs.writer import PACK_BYTES, PackWriter
-from app.store.partitions import PartitionKeeper
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from workers import codec
@@ -111,7 +110,6 @@ class Collector:
         self._clock = clock
         self._keep_s = keep_s
         self._archives = ArchiveKeeper(database, writer, packs.bucket, clock, keep_s=keep_s)
-        self._partitions = PartitionKeeper(database, writer, clock)
         self._dead_since: dict[str, float] = {}
         self._examined: set[str] = set()  # dead packs without bytes of erased sessions
         self._told_of: str | None = None
@@ -170,7 +168,6 @@ class Collector:
             if done := sorted(pending - holding):
                 await self._writer.submit(EndErasures(token, done))
             await self._note_place(is_used=bool(seen or archives))
-            await self._partitions.round(token)
 
     async def _note_place(self, *, is_used: bool) -> None:
         """Note in the store where its objects are, so that a start without this place's settings can warn of them."""
