@@ -20,7 +20,7 @@ from workers.pool import Pool
 QUERIES: tuple[dict[str, Any], ...] = (
     {},
     {"format": "parquet", "shape": "miles"},
-    {"format": "msgpack", "shape": "atropos", "explain": True},
+    {"format": "msgpack", "explain": True},
     {"branches": "all", "loss": "every", "explain": True},
     {"max_seq_len": 40, "truncate": "token"},
     {"limit": 7},
