@@ -256,8 +256,8 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
 
 
 async def _rewrite(connection: AsyncConnection, name: str, refused: list[str]) -> None:
-    """Rewrite a table. If another role owns it, PostgreSQL skips it with a notice only; then its file node is
-    unchanged."""
+    """Rewrite a table. If another role owns it, PostgreSQL skips it with a notice only; then its file
+    node is unchanged."""
     before = await _filenode(connection, name)
     if (
         await _run_if_allowed(connection, f"VACUUM (FULL, ANALYZE) {name}", refused)

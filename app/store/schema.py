@@ -1,6 +1,6 @@
 """The tables, alike on SQLite and PostgreSQL.
 
-The key of what is of a session begins with it, so that PostgreSQL can partition or distribute by it. `events`
+The key of what is of a session begins with it, so that PostgreSQL can distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
 content that events refer to; `refused_replies` are for diagnosis; `staged_tokens` and `snapshots` may be emptied
 at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of

@@ -12,7 +12,6 @@ from pathlib import Path
 import uvloop
 
 from ops.bench import (
-    archive,
     backup,
     export,
     latency,
@@ -45,7 +44,6 @@ BENCHMARKS = {
     "staging": staging,
     "export": export,
     "backup": backup,
-    "archive": archive,
     "postgres": postgres,
     "sessions": live_sessions,
     "workers": workers,

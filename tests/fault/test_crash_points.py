@@ -52,14 +52,6 @@ OF_PACKS: tuple[CrashPoint, ...] = (
     "in_move",
     "after_forgotten",
     "after_pack_deleted",
-    "before_archive_put",
-    "after_archive_put",
-    "in_archive",
-    "after_archived",
-    "after_archive_rewritten",
-    "after_archive_forgotten",
-    "before_bring_back",
-    "in_bring_back",
 )
 """Tried in `test_packs`."""
 
