@@ -65,7 +65,7 @@ def migrate(
     as_json: Json = False,
 ) -> None:
     """Migrate the database to this version, as `alembic upgrade head` does in a checkout."""
-    from ops.keeping import settings_for
+    from ops.store_command import settings_for
 
     with _refusals():
         url = settings_for(database_url).database_url

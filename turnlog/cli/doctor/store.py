@@ -177,7 +177,7 @@ def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
         yield problem("database", f"{path} cannot be read: {error}", "docs/runbook.md: restore the last backup")
         return None
     if row is not None and mode != "wal":
-        yield problem("database", f"journal_mode is {mode}", "turnlog vacuum --full writes the file as it should be")
+        yield problem("database", f"journal_mode is {mode}", "with sqlite3: PRAGMA journal_mode = WAL")
     yield ok("database", f"SQLite {sqlite3.sqlite_version}; a commit is synced before its reply (synchronous=FULL)")
     from app.store.lock import lock_owner
 
