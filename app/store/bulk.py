@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Select, case, or_, select
 
+from app.domain.encoding import decode
 from app.domain.events import ChunkKey, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
 from app.domain.fold import fold
 from app.domain.groups import Root
-from app.domain.upcast import decode
 from app.store import rollouts
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.packs.format import InPack
