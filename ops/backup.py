@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,16 +21,16 @@ from typing import NamedTuple
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
-from app.store.salvage import Damage
+from app.store.broken import damage
 from ops.backups import MIB, delete_old, described, fields_of
 from ops.blocks.bucket import Bucket, bucket_url
 from ops.blocks.pace import Pace
 from ops.blocks.running import under_way
 from ops.blocks.upload import upload
 from ops.keeping import (
+    DONE,
     CommandResult,
     Progress,
-    check_sqlite,
     copy_sqlite,
     is_sound,
     require_store,
@@ -40,8 +40,6 @@ from ops.keeping import (
     sqlite_path,
     sync,
 )
-from ops.salvage import is_damage, outcome, refusal
-from ops.salvage import salvage as copy_rest
 
 PERCENT = 25.0
 """How much of the time a backup works, if not said otherwise."""
@@ -51,10 +49,9 @@ SPARE_BYTES = 64 * MIB
 
 
 class Options(NamedTuple):
-    """`salvage`: copy what can be read of a damaged store. `percent`: the share of the time that it works. `keep`: how
-    many backups to keep in a bucket; None for all. `scratch`: the folder of the temporary copy; None: the store's."""
+    """`percent`: the share of the time that it works. `keep`: how many backups to keep in a bucket; None for all.
+    `scratch`: the folder of the temporary copy; None: the store's."""
 
-    salvage: bool = False
     percent: float = PERCENT
     keep: int | None = None
     scratch: Path | None = None
@@ -81,10 +78,11 @@ def _backup(database_url: str | None, place: str, options: Options) -> CommandRe
     copy = Path(place)
     if copy.exists():
         raise StartupError(f"{copy} is there already")
-    sessions, revision, missing = backup(source, copy, salvage=options.salvage, percent=options.percent)
+    sessions, revision = backup(source, copy, percent=options.percent)
     size = copy.stat().st_size
     line = f"{copy}: {size / MIB:.1f} MiB, {sessions} sessions, revision {revision}"
-    return outcome(line, {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision}, missing)
+    fields = {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision}
+    return CommandResult(DONE, [line], fields)
 
 
 def _to_bucket(source: Path, url: str, options: Options) -> CommandResult:
@@ -97,7 +95,7 @@ def _to_bucket(source: Path, url: str, options: Options) -> CommandResult:
             raise StartupError(f"another run deletes old backups in {url}: run this one again when it has ended")
         _require_room(source, temporary)
         with _temporary(temporary) as handle:
-            made = _copied(source, temporary, handle, progress, salvage=options.salvage, percent=options.percent)
+            made = _copied(source, temporary, handle, progress, percent=options.percent)
             head = upload(
                 bucket,
                 temporary,
@@ -106,7 +104,7 @@ def _to_bucket(source: Path, url: str, options: Options) -> CommandResult:
                 percent=options.percent,
                 sessions=made.sessions,
                 revision=made.revision,
-                incomplete=made.missing is not None,
+                incomplete=False,
             )
             temporary.unlink()
     line = f"{url}: backup {head.name}: {described(head)}"
@@ -114,7 +112,7 @@ def _to_bucket(source: Path, url: str, options: Options) -> CommandResult:
     if options.keep is not None:
         deletion = delete_old(bucket, options.keep, progress)
         line, fields = f"{line}; {deletion.line}", {**fields, **deletion.fields}
-    return outcome(line, fields, made.missing)
+    return CommandResult(DONE, [line], fields)
 
 
 def _require_room(source: Path, temporary: Path) -> None:
@@ -130,21 +128,17 @@ def _require_room(source: Path, temporary: Path) -> None:
 
 
 class Copied(NamedTuple):
-    """The number of sessions in a copy, its revision, and the content that a damaged store has lost."""
+    """The number of sessions in a copy, and its revision."""
 
     sessions: int
     revision: str
-    missing: Damage | None
 
 
-def backup(source: Path, copy: Path, *, salvage: bool = False, percent: float = PERCENT) -> Copied:
-    """Make the copy. With `salvage`, copy the readable part of a damaged store.
-
-    Raises StartupError, DamagedStore, OSError, sqlite3.Error.
-    """
+def backup(source: Path, copy: Path, *, percent: float = PERCENT) -> Copied:
+    """Make the copy. Raises StartupError, also if the store is damaged, OSError, sqlite3.Error."""
     unfinished = copy.with_name(f"{copy.name}.partial")
     with _temporary(unfinished) as handle:
-        made = _copied(source, unfinished, handle, Progress("backup"), salvage=salvage, percent=percent)
+        made = _copied(source, unfinished, handle, Progress("backup"), percent=percent)
         os.replace(unfinished, copy)
     sync(copy.absolute().parent)
     return made
@@ -168,9 +162,7 @@ def _temporary(unfinished: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _copied(
-    source: Path, unfinished: Path, handle: int, progress: Progress, *, salvage: bool, percent: float
-) -> Copied:
+def _copied(source: Path, unfinished: Path, handle: int, progress: Progress, *, percent: float) -> Copied:
     """Copy the store, check the copy and sync it. Raises as `backup`."""
     pace = Pace(percent)
 
@@ -179,27 +171,17 @@ def _copied(
         os.fdatasync(handle)  # A whole copy synced at once would hold up the server's own commits.
         pace.rest()
 
-    missing = None
-    if not _copy(source, unfinished, step):
-        if not salvage:
-            raise refusal(source, progress, "there is no copy")
-        os.ftruncate(handle, 0)
-        missing = copy_rest(source, unfinished, progress)
-        check_sqlite(unfinished, progress)
-        sync(unfinished)
-    return Copied(*_inspect(unfinished), missing)
-
-
-def _copy(source: Path, unfinished: Path, step: Callable[[str], None]) -> bool:
-    """Copy the store; False if it is damaged. Raises StartupError if the file is not a database, sqlite3.Error."""
     try:
         with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
             copy_sqlite(read, unfinished, step)
-        return is_sound(unfinished, step)
+        is_whole = is_sound(unfinished, step)
     except sqlite3.Error as error:
-        if not is_damage(error):
+        if damage(error) is None:
             raise
-        return False
+        is_whole = False
+    if not is_whole:
+        raise StartupError(f"{source} is damaged: `turnlog verify` names what is lost; there is no copy")
+    return Copied(*_inspect(unfinished))
 
 
 def _lock_temporary(handle: int, unfinished: Path) -> None:

@@ -14,23 +14,21 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from datetime import UTC, datetime
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from sqlalchemy import Table
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from app.errors import StartupError
+from app.store.broken import damage
 from app.store.dialect import PRAGMAS
 from app.store.engine import Database
 from app.store.partitions import partition, parts_of
 from app.store.ports import LOCKED_S
 from app.store.projections import require_revision
-from app.store.salvage import Damage
 from app.store.schema import (
     blobs,
     chunks,
@@ -54,7 +52,6 @@ from ops.keeping import (
     check_sqlite,
     copy_mode_and_owner,
     exclusive,
-    is_sound,
     merge_wal,
     require_store,
     run,
@@ -65,8 +62,6 @@ from ops.keeping import (
     sync,
     watch,
 )
-from ops.salvage import is_damage, outcome, refusal
-from ops.salvage import salvage as copy_rest
 
 MIB = 1 << 20
 
@@ -95,16 +90,14 @@ SKIPPED_STATES = {
 """SQLSTATEs of statements that are skipped, and why."""
 
 
-def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_json: bool = False) -> int:
+def perform(database_url: str | None, *, full: bool, as_json: bool = False) -> int:
     """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
     settings."""
-    work = partial(_compact, database_url, full=full, salvage=salvage)
+    work = partial(_compact, database_url, full=full)
     return run("compact", work, interrupted="run it again to finish", as_json=as_json)
 
 
-def _compact(database_url: str | None, *, full: bool, salvage: bool) -> CommandResult:
-    if salvage and not full:
-        raise StartupError("--salvage needs --full, which rewrites the file")
+def _compact(database_url: str | None, *, full: bool) -> CommandResult:
     url = settings_for(database_url).database_url
     path = sqlite_path(url)
     if path is None:
@@ -112,22 +105,20 @@ def _compact(database_url: str | None, *, full: bool, salvage: bool) -> CommandR
     require_store(url)
     progress = Progress("compact")
     before = path.stat().st_size
-    rewritten = Compacted()
-    if full:
-        with exclusive(url):
-            rewritten = rewrite(path, progress, salvage=salvage)
-    else:
-        try:
+    try:
+        if full:
+            with exclusive(url):
+                rewrite(path, progress)
+        else:
             give_back(path, progress)
-        except sqlite3.Error as error:
-            raise (refusal(path, progress, "not all space was given back") if is_damage(error) else error) from error
+    except sqlite3.Error as error:
+        if damage(error) is None:
+            raise
+        raise StartupError(f"{path} is damaged: `turnlog verify` names what is lost") from error
     now = path.stat().st_size
     line = f"{path}: {before / MIB:.1f} MiB before, {now / MIB:.1f} MiB now"
     fields = {"store": str(path), "bytes_before": before, "bytes": now}
-    if rewritten.kept is None:
-        return CommandResult(DONE, [line], fields)
-    line += f"; the damaged file is {rewritten.kept}: remove it when it is no longer needed"
-    return outcome(line, {**fields, "kept": str(rewritten.kept)}, rewritten.missing)
+    return CommandResult(DONE, [line], fields)
 
 
 def give_back(path: Path, progress: Callable[[str], None]) -> None:
@@ -158,50 +149,25 @@ def _free_pages(connection: sqlite3.Connection) -> int:
     return count
 
 
-class Compacted(NamedTuple):
-    """For a damaged store: the lost content, and the path of the damaged file."""
-
-    missing: Damage | None = None
-    kept: Path | None = None
-
-
-def rewrite(path: Path, progress: Callable[[str], None] = silent, *, salvage: bool = False) -> Compacted:
+def rewrite(path: Path, progress: Callable[[str], None] = silent) -> None:
     """Write a new file with the live rows only, and put it in the place of the old one.
 
-    The caller makes sure that no server runs. With `salvage`, keep the readable part of a damaged store. Raises
-    StartupError, DamagedStore, sqlite3.Error; the store is then unchanged.
+    The caller makes sure that no server runs. Raises StartupError, sqlite3.Error; the store is then unchanged.
     """
     target = path.with_name(f"{path.name}.compacting")
-    rewritten = Compacted()
     try:
-        try:
-            merge_wal(path)
-            _create(target)
-            _vacuum_into(path, target, progress)
-            is_damaged = not is_sound(target, progress)
-        except sqlite3.Error as error:
-            if not is_damage(error):
-                raise
-            is_damaged = True
-        if is_damaged:
-            if not salvage:
-                raise refusal(path, progress, "the store is unchanged")
-            _create(target)
-            kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
-            rewritten = Compacted(copy_rest(path, target, progress), kept)
+        merge_wal(path)
+        _create(target)
+        _vacuum_into(path, target, progress)
         check_sqlite(target, progress)
         copy_mode_and_owner(target, path)
         sync(target)
-        if rewritten.kept is None:
-            merge_wal(path)
-        else:
-            _rename_damaged(path, rewritten.kept)
+        merge_wal(path)
         os.replace(target, path)
     except BaseException:
         target.unlink(missing_ok=True)
         raise
     sync(path.parent)
-    return rewritten
 
 
 def _create(target: Path) -> None:
@@ -216,15 +182,6 @@ def _vacuum_into(path: Path, target: Path, progress: Callable[[str], None]) -> N
         connection.execute("VACUUM INTO ?", (str(target),))
     with closing(sqlite3.connect(target, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
-
-
-def _rename_damaged(path: Path, kept: Path) -> None:
-    """Rename the damaged file and its WAL, since SQLite would apply the WAL to any new file with the old name."""
-    for suffix in ("", "-wal"):
-        with suppress(FileNotFoundError):
-            os.rename(f"{path}{suffix}", f"{kept}{suffix}")
-    Path(f"{path}-shm").unlink(missing_ok=True)
-    sync(path.parent)
 
 
 async def _vacuum(url: str, *, full: bool) -> CommandResult:

@@ -34,14 +34,13 @@ def backup(
     scratch: Annotated[
         Path | None, typer.Option("--scratch", help="The folder of the temporary copy; default: the store's.")
     ] = None,
-    salvage: Annotated[bool, typer.Option("--salvage", help="Of a damaged store copy what can be read.")] = False,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
     """Back up an SQLite store while its server runs; for PostgreSQL, print how."""
     from ops.backup import Options, perform
 
-    options = Options(salvage=salvage, percent=percent, keep=keep, scratch=scratch)
+    options = Options(percent=percent, keep=keep, scratch=scratch)
     raise typer.Exit(perform(database_url, place, options, as_json=wants_json(ctx, as_json)))
 
 
@@ -75,16 +74,13 @@ def restore(
 def vacuum(
     ctx: typer.Context,
     full: Annotated[bool, typer.Option("--full", help="Write all content anew; on SQLite no server may run.")] = False,
-    salvage: Annotated[
-        bool, typer.Option("--salvage", help="With --full: of a damaged store keep what can be read.")
-    ] = False,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
     """Return unused space, which also removes traces of erased content."""
     from ops.compact import perform
 
-    raise typer.Exit(perform(database_url, full=full, salvage=salvage, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(perform(database_url, full=full, as_json=wants_json(ctx, as_json)))
 
 
 def retain(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
