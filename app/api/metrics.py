@@ -143,8 +143,6 @@ def _refresh_packs(app: Services) -> None:
     metrics.totals(metrics.pack_bytes, {"put": requests.put_bytes, "read": requests.read_bytes})
     metrics.total(metrics.pack_failures, requests.failed)
     metrics.packs_waiting.set(app.packs.waiting_bytes)
-    moved = app.archives.counters
-    metrics.totals(metrics.archived, {"archived": moved.archived, "brought_back": moved.brought_back})
 
 
 class _ScrapeMetrics(Collector):

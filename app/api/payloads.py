@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.bodies import body_of
-from app.api.describe import BODY, NOTHING, PAYLOADS, READ, WRITE, describe, json_reply
+from app.api.describe import ANYTHING, BODY, NOTHING, PAYLOADS, READ, WRITE, describe, json_reply
 from app.api.state import services
 from app.domain.patterns import ID, MAX_INTEGER
 from app.errors import InvalidRequest
@@ -39,7 +39,7 @@ class MovePayloads(BaseModel):
 @describe(
     "Move some replay payloads to where new ones go",
     "admin",
-    json_reply("PayloadsMoved", "What was moved, and where the next step goes on; `after` is null at the end."),
+    json_reply(ANYTHING, "What was moved, and where the next step goes on; `after` is null at the end."),
     errors=(*BODY, *WRITE, *PAYLOADS),
     body=MovePayloads,
     example={},

@@ -19,7 +19,6 @@ from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
 from app.store.packs.format import InPack
 from app.store.schema import (
-    archived_sessions,
     blobs,
     chunks,
     events,
@@ -385,14 +384,6 @@ def horizon(connection: Connection) -> Position:
         .limit(1)
     )
     row = connection.execute(last).first()
-    return max(START if row is None else Position(*row), last_archived(connection))
-
-
-def last_archived(connection: Connection) -> Position:
-    """The place of the last event that is in an archive."""
-    query = select(archived_sessions.c.tx, archived_sessions.c.position)
-    place = (archived_sessions.c.tx.desc(), archived_sessions.c.position.desc())
-    row = connection.execute(query.order_by(*place).limit(1)).first()
     return START if row is None else Position(*row)
 
 
@@ -406,10 +397,7 @@ def changed_sessions(
     group_id: str | None = None,
     types: Sequence[str] = EXPORTED,
 ) -> list[tuple[str, Position]]:
-    """Sessions in the order of their last event of these types in (after, upto], each once, with that place.
-
-    An archived session that has changed after `upto` is left out: where it stood before is in the archive.
-    """
+    """Sessions in the order of their last event of these types in (after, upto], each once, with that place."""
     later = events.alias("later")
     newer = exists().where(
         later.c.session_id == events.c.session_id,
@@ -417,27 +405,23 @@ def changed_sessions(
         later.c.type.in_(types),
         tuple_(later.c.tx, later.c.position) <= (upto.tx, upto.position),
     )
-    in_log = select(events.c.session_id, events.c.tx, events.c.position).where(events.c.type.in_(types), ~newer)
-    exported = (archived_sessions.c.exported_tx, archived_sessions.c.exported_position)
-    in_archives = select(archived_sessions.c.session_id, *exported).where(archived_sessions.c.archive_id.is_not(None))
-    queries = (
-        (events, (events.c.tx, events.c.position), in_log),
-        (archived_sessions, exported, in_archives),
+    place = (events.c.tx, events.c.position)
+    query = (
+        select(events.c.session_id, *place)
+        .where(
+            events.c.type.in_(types),
+            ~newer,
+            tuple_(*place) > (after.tx, after.position),
+            tuple_(*place) <= (upto.tx, upto.position),
+        )
+        .order_by(*place)
+        .limit(limit)
     )
-    found: list[tuple[str, Position]] = []
-    for table, place, query in queries:
-        part = query.where(tuple_(*place) > (after.tx, after.position), tuple_(*place) <= (upto.tx, upto.position))
-        if session_id is not None:
-            part = part.where(table.c.session_id == session_id)
-        if group_id is not None:
-            part = part.where(table.c.session_id.in_(rollouts.members_of_group(group_id)))
-        rows = connection.execute(part.order_by(*place).limit(limit))
-        found += [(row[0], Position(row[1], row[2])) for row in rows]
-    return sorted(found, key=_place)[:limit]
-
-
-def _place(found: tuple[str, Position]) -> Position:
-    return found[1]
+    if session_id is not None:
+        query = query.where(events.c.session_id == session_id)
+    if group_id is not None:
+        query = query.where(events.c.session_id.in_(rollouts.members_of_group(group_id)))
+    return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 
 def at_or_before(place: Position) -> ColumnElement[bool]:
