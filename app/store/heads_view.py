@@ -121,6 +121,11 @@ def count(connection: Connection, wanted: HeadFilter) -> int:
     return counted
 
 
+def some(connection: Connection, wanted: HeadFilter, limit: int) -> list[str]:
+    """The ids of at most `limit` sessions that match, in no order."""
+    return list(connection.execute(filtered(select(sessions.c.session_id), wanted).limit(limit)).scalars())
+
+
 def of(connection: Connection, session_ids: Sequence[str], wanted: HeadFilter | None = None) -> list[HeadRow]:
     """The heads of these sessions that match `wanted`, in no order."""
     found: list[HeadRow] = []
