@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
-from app.domain import upcast
+from app.domain.encoding import decode
 from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent
 from app.domain.fold import fold
 from app.domain.patterns import MAX_INTEGER
@@ -35,7 +35,7 @@ from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-12"
+SNAPSHOT_FORMAT = "session-1"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -104,7 +104,7 @@ def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
 def _recorded(row: EventRow) -> Recorded:
     if not (isinstance(row.seq, int) and isinstance(row.at, float) and isinstance(row.version, int)):
         raise UnknownEvent("a row that is no event's")
-    return Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data or b""))
+    return Recorded(row.seq, row.at, decode(row.type, row.version, row.data or b""))
 
 
 def load_events(connection: Connection, session_id: str, *, after: int = 0, limit: int | None = None) -> list[Recorded]:
