@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from app.domain import cursors, patterns
 from app.domain.events import is_number
@@ -85,31 +85,14 @@ class SessionFilter(SessionConditions):
         allow_inf_nan=False,
         description="Only sessions with a turn in flight for longer than this many seconds.",
     )
-    metadata: list[str] = Field(
-        default=[],
-        max_length=20,
-        description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
-        "key leads into an object.",
-    )
     sort: Sort = Field(default="created_at", description="The column by which the list is sorted.")
     order: Literal["desc", "asc"] = Field(default="desc", description="Descending or ascending.")
-
-    @field_validator("metadata", mode="after")
-    @classmethod
-    def _pairs(cls, given: list[str]) -> list[str]:
-        if any(not one.partition("=")[0] or "=" not in one for one in given):
-            raise ValueError("metadata must be key=value")
-        return given
 
     @model_validator(mode="after")
     def _one_state(self) -> SessionFilter:
         if self.status is not None and self.state is not None:
             raise ValueError("status and state exclude each other")
         return self
-
-    @property
-    def wanted_metadata(self) -> list[tuple[str, str]]:
-        return [(one.partition("=")[0], one.partition("=")[2]) for one in self.metadata]
 
 
 class SessionQuery(SessionFilter):

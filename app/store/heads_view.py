@@ -137,12 +137,18 @@ def count(connection: Connection, wanted: HeadFilter) -> int:
     return counted
 
 
-def of(connection: Connection, session_ids: Sequence[str]) -> list[HeadRow]:
-    """The heads of these sessions, in no order."""
+def some(connection: Connection, wanted: HeadFilter, limit: int) -> list[str]:
+    """The ids of at most `limit` sessions that match, in no order."""
+    return list(connection.execute(filtered(select(sessions.c.session_id), wanted).limit(limit)).scalars())
+
+
+def of(connection: Connection, session_ids: Sequence[str], wanted: HeadFilter | None = None) -> list[HeadRow]:
+    """The heads of these sessions that match `wanted`, in no order."""
     rows: list[HeadRow] = []
     for at in range(0, len(session_ids), SPAN):
-        query = select(*_ROW).where(sessions.c.session_id.in_(session_ids[at : at + SPAN]))
-        rows += [HeadRow(*row) for row in connection.execute(query)]
+        query = filtered(select(*_ROW), wanted or HeadFilter())
+        part = sessions.c.session_id.in_(session_ids[at : at + SPAN])
+        rows += [HeadRow(*row) for row in connection.execute(query.where(part))]
     return rows
 
 

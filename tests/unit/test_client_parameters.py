@@ -11,7 +11,6 @@ import pytest
 import turnlog
 from app.api.events import EventParameters as EventsRoute
 from app.api.exports import ExportParameters as ExportRoute
-from app.api.search import SearchQuery
 from app.api.session_lists import SessionListQuery
 from app.api.sessions import CreateSession
 from app.domain import events as server_events
@@ -20,9 +19,9 @@ from app.domain.groups import Attempt, Statistics
 from app.export.feed import FeedQuery, Group
 from app.export.formats import SHAPES
 from app.export.shapes.turnlog import COLUMNS
+from app.features.search.routes import SearchQuery
 from app.fleet.pauses import AdapterState
 from app.sessions.group_list import GroupRow
-from app.sessions.search import Hit
 from app.sessions.session_filter import Status
 from app.sessions.session_list import SessionRow, Sort, State
 from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
@@ -68,7 +67,6 @@ def test_shapes_and_event_types_are_the_servers() -> None:
     [
         (replies.ListedSession, SessionRow),
         (replies.ListedGroup, GroupRow),
-        (replies.SearchHit, Hit),
         (replies.Group, Group),
         (replies.Attempt, Attempt),
         (rows.Statistics, Statistics),

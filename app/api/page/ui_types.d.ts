@@ -459,11 +459,10 @@ export interface VersionRow {
 export interface SearchHit {
   session_id: string;
   turn: number;
-  message: number | null;
+  message: number;
   role: string;
   tools: string[];
   finish_reason: string | null;
-  reason: string | null;
   at: number;
   status: string;
   group_id: string | null;
