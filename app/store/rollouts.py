@@ -37,9 +37,9 @@ from sqlalchemy import (
     update,
 )
 
+from app.domain.encoding import decode
 from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent
 from app.domain.groups import Root
-from app.domain.upcast import decode
 from app.store.dialect import ForEach, Tx
 from app.store.schema import events, group_changes, sessions
 
