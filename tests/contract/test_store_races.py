@@ -9,6 +9,7 @@ import pytest
 from helpers.store import Store, add_incarnation, claim, commit, create, end_incarnation, reward
 from sqlalchemy.util import await_only
 
+from app.domain.events import TurnAbandoned, TurnOpened
 from app.store import reads
 from app.store.dialect import Tx
 from app.store.log import Appended, Refused
