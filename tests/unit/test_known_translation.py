@@ -212,9 +212,7 @@ def test_moved_marks_leave_a_history_known() -> None:
             assert request.prefix.spelled is not None
         turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant(f"r{place}")).turn
         assert request.layout is not None
-        known.add(
-            KnownBody(request.layout, "messages", turn, incoming.spelled()), request.layout.continued, is_tree=True
-        )
+        known.add(KnownBody(request.layout, "messages", turn, incoming.spelled()), request.layout.continued)
         talk += [said("assistant", text(f"r{place}"))]
 
 
