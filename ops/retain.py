@@ -24,12 +24,12 @@ from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database
 from app.store.log_turns import AbandonDead
-from app.store.packs.opening import open_bucket
+from app.store.objects.bucket import open_bucket
 from app.store.writer import Writer
 from ops.keeping import DONE, CommandResult, Progress, require_store, run, run_as_turnlog, settings_for
 
 LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
-PLACES = ("payloads", "payloads_from", "payloads_timeout_s")
+PLACES = ("payloads", "payloads_timeout_s")
 
 DEAD_AT_ONCE = 200
 """Open turns of ended processes that are abandoned in one transaction."""

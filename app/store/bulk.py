@@ -17,8 +17,7 @@ from app.store import rollouts
 from app.store.archives.format import Place
 from app.store.archives.places import exported_places, places_of
 from app.store.damaged import PageDamaged, attempt, split
-from app.store.packs.format import InPack
-from app.store.reads import FRAME, SPAN, EventRow, Frames, Position, at_or_before, decode_events, frame_of
+from app.store.reads import FRAME, SPAN, EventRow, Frames, Position, at_or_before, decode_events
 from app.store.rollouts import RESTORED, REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
 
@@ -26,8 +25,8 @@ from app.store.schema import blobs, chunks, events, sessions, turns
 class StoredSession(msgspec.Struct, frozen=True):
     """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
 
-    `packed` are chunks in packs, until `store.packs.reader` has fetched them into `chunks`, or with `urls` of the packs
-    as they are. `place`: all but the head
+    `objects` are the names of chunks' objects, until `store.objects.reader` has fetched them into `chunks`, or as they
+    are, with their `urls`. `place`: all but the head
     is in an archive, until `store.archives.fetching` has fetched it.
 
     `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
@@ -44,7 +43,7 @@ class StoredSession(msgspec.Struct, frozen=True):
     root: Root | None = None
     damage: str | None = None
     rollout_rows: int | None = None
-    packed: dict[ChunkKey, InPack] = {}
+    objects: dict[ChunkKey, str] = {}
     place: Place | None = None
     urls: Mapping[str, str] = {}
 
@@ -113,7 +112,7 @@ def _read_damaged(
     try:
         attempt(connection, lambda again: read_content(again, {session_id: stored}, upto, replay=replay, images=images))
     except PageDamaged as error:
-        return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, packed={}, damage=str(error))
+        return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, objects={}, damage=str(error))
     return msgspec.structs.replace(stored, status=_status(session_id, stored.events))
 
 
@@ -186,13 +185,11 @@ def read_content(
         rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, *FRAME).where(
             chunks.c.session_id.in_(live), chunks.c.tombstoned_by.is_(None)
         )
-        for session_id, fence, number, *frame in connection.execute(rows):
-            if session_id in found:
-                place = frame_of(*frame)
-                if isinstance(place, InPack):
-                    found[session_id].packed[fence, number] = place
-                else:
-                    found[session_id].chunks[fence, number] = place
+        for session_id, fence, number, data, location in connection.execute(rows):
+            if session_id in found and location is not None:
+                found[session_id].objects[fence, number] = location
+            elif session_id in found:
+                found[session_id].chunks[fence, number] = data
 
 
 def read_logs(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, list[EventRow]]:

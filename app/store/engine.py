@@ -58,7 +58,7 @@ from app.tasks import uncancelled
 from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
 
 T = TypeVar("T")
 

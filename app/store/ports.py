@@ -18,7 +18,7 @@ from app.store.unreadable import Unreadable
 
 if TYPE_CHECKING:
     from app.store.archives.opened import OpenArchives
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
 
 T = TypeVar("T")
 

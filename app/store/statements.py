@@ -13,6 +13,7 @@ from sqlalchemy import (
     delete,
     exists,
     insert,
+    literal,
     or_,
     select,
     update,
@@ -22,13 +23,16 @@ from app.store.dialect import now, tx_not_before, up_since
 from app.store.schema import (
     archived_sessions,
     blobs,
+    SESSION_ID,
     chunks,
+    dead_objects,
     events,
     incarnations,
     open_turns,
     refused_replies,
     sessions,
     snapshots,
+    store_meta,
     turns,
 )
 
@@ -205,13 +209,39 @@ holds_open_turn = select(open_turns.c.fence).where(
 )
 holds_opened_turn = holds_open_turn.where(open_turns.c.opened_at == bindparam("opened_at"))
 drop_staged = delete(chunks).where(_fenced(chunks))
-tombstone_chunk = (
-    update(chunks)
-    .where(
-        _fenced(chunks),
-        chunks.c.number == bindparam("place"),
-    )
-    .values(data=None, tombstoned_by=bindparam("by"))
+_is_chunk = _fenced(chunks) & (chunks.c.number == bindparam("place")) & chunks.c.tombstoned_by.is_(None)
+tombstone_chunk = update(chunks).where(_is_chunk).values(data=None, tombstoned_by=bindparam("by"))
+_dead = ["name", "session_id", "since"]
+queue_object = insert(dead_objects).from_select(
+    _dead, select(chunks.c.location, chunks.c.session_id, now()).where(_is_chunk, chunks.c.location.is_not(None))
+)
+queue_objects = insert(dead_objects).from_select(
+    _dead,
+    select(chunks.c.location, chunks.c.session_id, now()).where(
+        of_session(chunks), chunks.c.tombstoned_by.is_(None), chunks.c.location.is_not(None)
+    ),
+)
+"""All objects of a session that is about to lose its chunks."""
+
+OBJECTS = "objects"
+"""Key of `store_meta`: the URL of the object storage, if the store has any."""
+
+_has_objects = exists().where(store_meta.c.key == OBJECTS)
+insert_dead_object = insert(dead_objects)
+unqueue_objects = delete(dead_objects).where(of_session(dead_objects), dead_objects.c.incarnation.is_(None))
+queue_prefix = insert(dead_objects).from_select(
+    [*_dead, "incarnation"],
+    select(
+        bindparam("object", type_=dead_objects.c.name.type),
+        bindparam("sid", type_=SESSION_ID),
+        literal(0.0),
+        bindparam("incarnation", type_=BigInteger),
+    ).where(_has_objects),
+)
+"""`incarnation` may still be writing objects of these names; null for nobody."""
+
+take_copies = delete(dead_objects).where(
+    dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type), dead_objects.c.incarnation.is_not(None)
 )
 chunk_numbers = select(chunks.c.number).where(_fenced(chunks))
 tombstone_event = select(events.c.seq).where(

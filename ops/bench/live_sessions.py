@@ -244,12 +244,12 @@ class _Stand:
             rows, indexes, toast = await connection.fetchrow(_SIZES)
         finally:
             await connection.close()
-        packs = _packs(self._s3.base_url, self._prefix)
+        objects = _objects(self._s3.base_url, self._prefix)
         return {
             "database MiB": (rows + indexes + toast) / MIB,
             "of it indexes MiB": indexes / MIB,
-            "bucket MiB": sum(packs) / MIB,
-            "packs": len(packs),
+            "bucket MiB": sum(objects) / MIB,
+            "objects": len(objects),
         }
 
     async def _export(self) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def _latency(found: Turns) -> dict[str, float]:
     return {f"p{percent} ms": percentile(found.latencies, percent) * 1000 for percent in (50, 99)}
 
 
-def _packs(base_url: str, prefix: str) -> list[int]:
+def _objects(base_url: str, prefix: str) -> list[int]:
     """Sizes of the objects of one store."""
     sizes: list[int] = []
     token: str | None = ""

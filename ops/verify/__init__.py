@@ -20,9 +20,9 @@ from app.store import damaged
 from app.store import projections as heads
 from app.store.archives.places import Archived, archived
 from app.store.engine import Database
-from app.store.packs.opening import open_bucket
-from app.store.packs.reader import load_chunks
-from app.store.packs.rows import places_of
+from app.store.objects.bucket import open_bucket
+from app.store.objects.reader import load_chunks
+from app.store.objects.rows import live_objects
 from ops.keeping import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
@@ -52,7 +52,7 @@ async def verify(
         if isinstance(packed, Archived):
             await _check_archived(database, session_id, report)
         else:
-            await _check_packed(database, session_id, packed or (), report)
+            await _check_objects(database, session_id, packed or (), report)
         progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
@@ -96,7 +96,7 @@ def _check_session(
 ) -> list[ChunkRef]:
     check = SessionCheck(connection, session_id, report, is_archived=is_archived)
     check.run()
-    return check.packed
+    return check.in_objects
 
 
 async def _check_archived(database: Database, session_id: str, report: Report) -> None:
@@ -113,20 +113,20 @@ async def _check_archived(database: Database, session_id: str, report: Report) -
         report.found(session_id, str(error))
 
 
-async def _check_packed(database: Database, session_id: str, packed: Iterable[ChunkRef], report: Report) -> None:
-    """Check the chunks in packs, one in memory at a time. One that was tombstoned since the look at the log is well."""
-    for ref in packed:
+async def _check_objects(database: Database, session_id: str, in_objects: Iterable[ChunkRef], report: Report) -> None:
+    """Check the chunks in objects, one in memory at a time. One that was tombstoned since the look at the log is well."""
+    for ref in in_objects:
         frames = await load_chunks(database, session_id, [ref.key])
-        is_live = bool(await database.read(partial(places_of, session_id=session_id, keys=[ref.key])))
-        fault = chunk_fault(ref, frames.get(ref.key)) if is_live else None
-        if fault is not None:
+        fault = chunk_fault(ref, frames.get(ref.key))
+        is_live = fault is None or await database.read(partial(live_objects, session_id=session_id, keys=[ref.key]))
+        if fault is not None and is_live:
             report.found(session_id, fault)
 
 
 async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Report:
     """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
-    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_from", "payloads_timeout_s")))
+    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
     try:
         await heads.require_revision(database)
         return await verify(database, progress=progress)
