@@ -1,6 +1,6 @@
 """The client's errors, as one tree.
 
-`status` and `code` are the server's (docs/wire.md lists the codes); both are None without a reply of Turnlog. Messages
+`status` and `code` are the server's (`/docs` lists the codes); both are None without a reply of Turnlog. Messages
 contain ids, lengths and limits, never content.
 
 TurnlogError

@@ -12,6 +12,49 @@ from turnlog.parameters import SessionState, SessionStatus
 from turnlog.rows import Part, Statistics, TurnReward
 
 
+class ErrorFields(TypedDict):
+    """`code` is stable; `message` holds ids, lengths and limits, never content."""
+
+    message: str
+    type: str
+    code: str
+    param: None
+
+
+class Error(TypedDict):
+    """An error, as the OpenAI SDKs read it."""
+
+    error: ErrorFields
+
+
+class CreatedSession(TypedDict):
+    """`base_url` is a path on this server, `url` the session's whole address, without `/v1`; `token` is present if the
+    server requires tokens."""
+
+    session_id: str
+    base_url: str
+    url: str
+    token: NotRequired[str]
+
+
+class ForkedSessions(TypedDict):
+    sessions: list[CreatedSession]
+
+
+class Rewarded(TypedDict):
+    """`seq` is that of the event that assigned the reward."""
+
+    session_id: str
+    seq: int
+
+
+class Noted(TypedDict):
+    """`seq` is that of the event that holds the note or the tags."""
+
+    session_id: str
+    seq: int
+
+
 class ListedSession(TypedDict):
     """`version` is the number of the last event. `state` is the status, or what an open session is doing."""
 
@@ -34,6 +77,16 @@ class ListedSession(TypedDict):
     tags: list[str]
 
 
+class SessionPage(TypedDict):
+    """With `count`, `total` is the number of matches up to 100,000, beyond which `total_is_exact` is false. With a
+    metadata filter both are those of this page, which may be short though more pages follow."""
+
+    sessions: list[ListedSession]
+    next_cursor: str | None
+    total: NotRequired[int]
+    total_is_exact: NotRequired[bool]
+
+
 class ListedGroup(TypedDict):
     """`sessions` counts the rollouts, by their root sessions. `std` is the population's."""
 
@@ -48,6 +101,11 @@ class ListedGroup(TypedDict):
     zero_variance: bool
     missing_attempts: list[int]
     state: Literal["open", "complete", "leased", "acknowledged"]
+
+
+class GroupPage(TypedDict):
+    groups: list[ListedGroup]
+    next_cursor: str | None
 
 
 class SearchHit(TypedDict):
@@ -233,7 +291,10 @@ class State(TypedDict):
 
 
 class Record(TypedDict):
-    """A live turn: the request as sent to the engine, and the engine's reply."""
+    """A live turn: the request as sent to the engine, and the engine's reply. `left_out` is what of the client's
+    request the engine was not sent, where that is something."""
+
+    left_out: NotRequired[list[str]]
 
     timestamp: float
     request_timestamp: float
@@ -258,17 +319,52 @@ class SessionMetadata(TypedDict):
     tree: NotRequired[dict[str, Any]]
 
 
+class ForkedFrom(TypedDict):
+    """The source session and the turn after which the fork begins."""
+
+    session_id: str
+    turn: int
+    parent_loss: bool
+
+
+class SessionGiven(TypedDict):
+    """The fields of `POST /sessions`, with their defaults, and the session's note and tags."""
+
+    session_id: str
+    group_id: str | None
+    attempt: int | None
+    metadata: dict[str, Any] | None
+    rollback_window: int
+    retain: str
+    history: str | None
+    on_divergence: str
+    on_drift: str
+    matcher: str
+    adapter: str | None
+    on_abort: str | None
+    stream_mode: str
+    params: dict[str, Any] | None
+    model: str | None
+    params_mode: str
+    evaluation: bool
+    parent_session_id: str | None
+    note: str | None
+    tags: list[str]
+    forked_from: NotRequired[ForkedFrom]
+
+
 class Records(TypedDict):
-    """`session` is what was given at the creation, with the defaults."""
+    """A session's live turns, its current state, and the arguments of its creation."""
 
     session_id: str
     records: list[Record]
     metadata: SessionMetadata
-    session: dict[str, Any]
+    session: SessionGiven
 
 
 class Checkpoint(TypedDict):
-    """`sessions` and `groups` count what is in it, `erased` the sessions whose content has been erased since."""
+    """`sessions` and `groups` count what is in it, `erased` the sessions whose content has been erased since. One with
+    `restores` keeps what the store was before it was taken back to that one."""
 
     name: str
     state: Literal["made", "restoring"]
@@ -280,8 +376,14 @@ class Checkpoint(TypedDict):
     erased: int
 
 
+class CheckpointList(TypedDict):
+    checkpoints: list[Checkpoint]
+
+
 class RestoredStore(TypedDict):
-    """`before` is the checkpoint of what the store was instead."""
+    """The store is what it was at checkpoint `name`; `before` is the checkpoint of what it was instead. `sessions` were
+    changed, of which `set_aside` had been created later. `erased` are sessions of the checkpoint whose content is gone,
+    `unreadable` damaged ones, left as they are. `epoch` is the store's new one."""
 
     name: str
     before: str
@@ -313,15 +415,26 @@ class AdapterState(TypedDict):
     in_flight: int
 
 
-class PausedAdapter(AdapterState):
+class AdapterList(TypedDict):
+    adapters: list[AdapterState]
+
+
+class ToldEngines(TypedDict):
+    """How each engine took the order."""
+
+    engines: dict[str, Told]
+
+
+class PausedAdapter(AdapterState, ToldEngines):
     """`aborted` are the ids of the generations that were aborted."""
 
     aborted: list[str]
     count: int
-    engines: dict[str, Told]
 
 
 class FleetGate(TypedDict):
+    """`version` is that of the fleet's log, `weight_version` that of engines that cannot say theirs."""
+
     paused: bool
     mode: Literal["abort", "in_place", "retract"] | None
     closings: int
@@ -333,4 +446,120 @@ class FleetGate(TypedDict):
     version: int
     weight_version: str | None
     held_for: Literal["drain", "restore"] | None
-    engines: dict[str, Told]
+
+
+class ToldFleet(FleetGate, ToldEngines):
+    pass
+
+
+class Regression(TypedDict):
+    """An engine's weight version went from `before` back to `after`; noticed at `at`."""
+
+    before: str
+    after: str
+    at: float
+
+
+class Engine(TypedDict):
+    """An engine: its state in the pool, and its health as seen by the answering process."""
+
+    url: str
+    state: Literal["serving", "draining"]
+    source: Literal["settings", "admin"]
+    health: Literal["unknown", "healthy", "busy", "paused", "dead"]
+    since: float | None
+    last_error: str | None
+    in_flight: int
+    dialect: Literal["sglang", "vllm"] | None
+    weight_version: str | None
+    weight_version_regressed: Regression | None
+    sessions: str | None
+    token_ids: Literal["input_ids", "kv_transfer_params", "none"] | None
+    logprobs_of: Literal["raw", "scaled", "processed", "logits"] | None
+
+
+class EngineList(TypedDict):
+    """`version` counts the events of the fleet's log."""
+
+    engines: list[Engine]
+    version: int
+
+
+class LoraAborted(TypedDict):
+    status: str
+    aborted: list[str]
+    count: int
+
+
+class LoraResumed(TypedDict):
+    status: str
+
+
+class LoraWaited(TypedDict):
+    paused: bool
+
+
+class TokenCount(TypedDict):
+    """Anthropic's; an engine may add fields."""
+
+    input_tokens: int
+
+
+class Root(TypedDict):
+    """Paths on this server."""
+
+    service: str
+    page: str
+    routes: str
+    health: str
+
+
+class Health(TypedDict):
+    """Turns in flight, and counters of the writer and the worker pool. `session_server_instance_id` names the process,
+    until it ends."""
+
+    status: Literal["ok"]
+    session_server_instance_id: str
+    in_flight: int
+    writer: dict[str, int]
+    pool: dict[str, int]
+
+
+class Checks(TypedDict):
+    database: bool
+    writable: bool
+    pool: bool
+    engine: bool
+
+
+class Readiness(TypedDict):
+    """`checks` says what is missing. `read_only` is why a process that has just started cannot write."""
+
+    status: Literal["ready", "not_ready"]
+    checks: Checks
+    read_only: str | None
+    warnings: list[str]
+
+
+class SignedIn(TypedDict):
+    signed_in: bool
+
+
+class LogLine(TypedDict):
+    """An event with its session and its own fields. `error`: the event cannot be read, and what is not known is null. A
+    line of `position` alone: up to there no other event matches."""
+
+    position: str
+    session_id: NotRequired[str | None]
+    seq: NotRequired[int | None]
+    type: NotRequired[str | None]
+    at: NotRequired[float | None]
+    error: NotRequired[str]
+
+
+class EventLine(TypedDict):
+    """An event of a session's log, and its own fields."""
+
+    seq: int
+    type: str
+    at: float

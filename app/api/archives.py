@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.bodies import body_of
-from app.api.describe import BODY, PAYLOADS, READ, WRITE, describe, json_reply
+from app.api.describe import ANYTHING, BODY, PAYLOADS, READ, WRITE, describe, json_reply
 from app.api.state import services
 from app.domain.patterns import ID
 from app.errors import SessionNotFound, SessionUnreadable, Unsupported
@@ -49,7 +49,7 @@ class ArchivedSessionId(BaseModel):
 @describe(
     "Archive some closed sessions",
     "admin",
-    json_reply("ArchiveStep", "What was archived, and where the next step goes on; `after` is null at the end."),
+    json_reply(ANYTHING, "What was archived, and where the next step goes on; `after` is null at the end."),
     errors=(*BODY, *WRITE, *PAYLOADS, Unsupported),
     body=ArchiveSessions,
     example={"closed_for_s": 86400},
@@ -71,7 +71,7 @@ async def archive_sessions(request: Request) -> dict[str, Any]:
 
 
 @router.get("/archives")
-@describe("The archives", "admin", json_reply("ArchiveList", "All archives, oldest first."), errors=READ)
+@describe("The archives", "admin", json_reply(ANYTHING, "All archives, oldest first."), errors=READ)
 async def list_archives(request: Request) -> dict[str, Any]:
     """Each archive's name, when it was made, and how many sessions are in it and nowhere else."""
     found = await services(request).database.read(listed)
@@ -82,7 +82,7 @@ async def list_archives(request: Request) -> dict[str, Any]:
 @describe(
     "Bring an archived session back into the database",
     "admin",
-    json_reply("ArchiveRestored", "Whether it was archived."),
+    json_reply(ANYTHING, "Whether it was archived."),
     errors=(*BODY, *WRITE, *PAYLOADS, SessionNotFound, SessionUnreadable),
     body=ArchivedSessionId,
     example={"session_id": "task-17-3"},

@@ -39,7 +39,7 @@ SIGN_IN, SIGN_OUT = "/ui/sign-in", "/ui/sign-out"
 
 _READS = frozenset({"GET", "HEAD"})
 _OPEN = frozenset({"/", "/health", "/ready"})
-_PAGE = frozenset({"/ui", "/ui/"})
+_PAGE = frozenset({"/ui", "/ui/", "/docs"})
 _STATIC = "/ui/static/"
 _SESSIONS = "/sessions/"
 _BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")

@@ -14,6 +14,7 @@ from app.api.state import services
 from app.domain.patterns import ID
 from app.errors import CheckpointBusy, CheckpointExists, InvalidRequest, NotFound
 from app.sessions.checkpoints import BEFORE
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Checkpoints"])
 
@@ -39,7 +40,7 @@ class NewCheckpoint(BaseModel):
 @describe(
     "Make a checkpoint",
     "admin",
-    json_reply("Checkpoint", "It is made."),
+    json_reply(wire.Checkpoint, "It is made."),
     errors=(*BODY, CheckpointExists, CheckpointBusy, *WRITE),
     body=NewCheckpoint,
     example={"name": "step-40", "cut": "drain"},
@@ -63,7 +64,7 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
 @describe(
     "List the checkpoints",
     "admin",
-    json_reply("CheckpointList", "All checkpoints, the oldest first."),
+    json_reply(wire.CheckpointList, "All checkpoints, the oldest first."),
     errors=READ,
 )
 async def list_checkpoints(request: Request) -> dict[str, Any]:
@@ -74,7 +75,7 @@ async def list_checkpoints(request: Request) -> dict[str, Any]:
 @describe(
     "Take the store back to a checkpoint",
     "admin",
-    json_reply("RestoredStore", "It is restored."),
+    json_reply(wire.RestoredStore, "It is restored."),
     errors=(NotFound, CheckpointBusy, *WRITE),
 )
 async def restore_checkpoint(request: Request, name: Name) -> dict[str, Any]:

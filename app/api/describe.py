@@ -5,7 +5,7 @@ FastAPI cannot derive it: bodies are read by hand, 422 is 400 here, and replies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
@@ -34,39 +34,11 @@ from app.errors import (
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
-NUMBER: Schema = {"type": "number"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-BOOLEAN: Schema = {"type": "boolean"}
 ANYTHING: Schema = {"type": "object"}
 BINARY: Schema = {"type": "string", "format": "binary"}
 
 JSON, NDJSON, BYTES = "application/json", "application/x-ndjson", "application/octet-stream"
 EVENTS = "text/event-stream"
-
-COMPONENTS = "#/components/schemas/"
-
-
-def ref(name: str) -> Schema:
-    return {"$ref": COMPONENTS + name}
-
-
-def nullable(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def listed(schema: Schema) -> Schema:
-    return {"type": "array", "items": schema}
-
-
-def record(description: str, optional: Iterable[str] = (), **fields: Schema) -> Schema:
-    """An object. Fields that are not in `optional` are required."""
-    needed = [name for name in fields if name not in set(optional)]
-    return {"type": "object", "description": description, "properties": fields, "required": needed}
-
-
-def lines(line: str) -> Schema:
-    """Lines, each a JSON object of the component `line`."""
-    return {"type": "string", "description": f"One JSON object `{line}` a line.", "x-line": ref(line)}
 
 
 Errors = tuple[type[AppError], ...]
@@ -82,16 +54,17 @@ ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTime
 
 
 class Reply(NamedTuple):
-    """A successful reply. `content` maps media types to schemas."""
+    """A successful reply. `content` maps media types to schemas or to types: of the whole, for NDJSON of a line."""
 
     description: str
-    content: Mapping[str, Schema]
+    content: Mapping[str, Any]
     headers: tuple[str, ...] = ()
     status: int = 200
 
 
-def json_reply(component: str, description: str = "Done.", status: int = 200) -> Reply:
-    return Reply(description, {JSON: ref(component)}, status=status)
+def json_reply(kind: Any, description: str = "Done.", status: int = 200) -> Reply:
+    """`kind` is a type of `turnlog.replies` or of `turnlog.rows`, or a struct that the reply is encoded from."""
+    return Reply(description, {JSON: kind}, status=status)
 
 
 NOTHING = Reply("Done.", {}, status=204)

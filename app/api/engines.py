@@ -13,6 +13,7 @@ from app.api.describe import BODY, NOTHING, WRITE, describe, json_reply
 from app.api.state import Services, services, whole_body
 from app.errors import InvalidRequest, NotFound
 from app.fleet.engine_pool import ListedEngine
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Fleet"])
 
@@ -35,7 +36,7 @@ class RemoveEngine(BaseModel):
 
 
 @router.get("/engines")
-@describe("List the engines", "page", json_reply("EngineList", "All engines."))
+@describe("List the engines", "page", json_reply(wire.EngineList, "All engines."))
 async def get_engines(request: Request) -> dict[str, Any]:
     """All engines: their configuration, which all processes share, and their health as this process sees it."""
     app = services(request)
@@ -49,7 +50,7 @@ async def get_engines(request: Request) -> dict[str, Any]:
 @describe(
     "Add, restore or drain an engine",
     "admin",
-    json_reply("Engine", "The engine as listed."),
+    json_reply(wire.Engine, "The engine as listed."),
     errors=(*BODY, *WRITE),
     body=PutEngine,
     example={"url": "http://127.0.0.1:30000"},

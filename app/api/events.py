@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.types import Receive, Scope, Send
 
 from app.api.closed_stream import ClosedStream
-from app.api.describe import NDJSON, READ, Reply, describe, lines
+from app.api.describe import NDJSON, READ, Reply, describe
 from app.api.disconnect import while_connected
 from app.api.limits import connection_of
 from app.api.parameters import require_known
@@ -23,6 +23,7 @@ from app.errors import InvalidRequest, PositionGone
 from app.sessions.all_events import AllEvents, EventQuery
 from app.store.all_events import EventFilter
 from app.tasks import cancelled
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Sessions"])
 
@@ -60,7 +61,7 @@ class EventParameters(BaseModel):
 @describe(
     "The events of all sessions, in the order of commits",
     "page",
-    Reply("Events, and positions.", {NDJSON: lines("LogLine")}),
+    Reply("Events, and positions.", {NDJSON: wire.LogLine}),
     errors=(InvalidRequest, PositionGone, *READ),
 )
 async def get_events(request: Request, query: Annotated[EventParameters, Query()]) -> StreamingResponse:

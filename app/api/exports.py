@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
 from app.api.closed_stream import ClosedStream
-from app.api.describe import BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, describe, lines
+from app.api.describe import ANYTHING, BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, describe
 from app.api.disconnect import while_connected
 from app.api.parameters import PageCursor, require_known
 from app.api.state import services
@@ -20,7 +20,7 @@ router = APIRouter(tags=["Export"])
 ROWS = Reply(
     "Rows, in the media type of the format.",
     {
-        NDJSON: lines("Row"),
+        NDJSON: ANYTHING,
         "application/vnd.apache.parquet": BINARY,
         BYTES: BINARY,
         "application/vnd.msgpack": BINARY,

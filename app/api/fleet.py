@@ -18,6 +18,7 @@ from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
 from app.fleet.pauses import Told
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Fleet"])
 
@@ -66,7 +67,7 @@ class ResumeFleet(ResumeAdapter):
 @describe(
     "Pause an adapter: hold its turns and abort its generations",
     "admin",
-    json_reply("AdapterPaused", "The gate is shut, and every engine has aborted the generations."),
+    json_reply(wire.PausedAdapter, "The gate is shut, and every engine has aborted the generations."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseAdapter,
     optional_body=True,
@@ -85,7 +86,7 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
 @describe(
     "Resume an adapter's turns",
     "admin",
-    json_reply("AdapterState", "The state of its gate."),
+    json_reply(wire.AdapterState, "The state of its gate."),
     errors=(*BODY, *WRITE),
     body=ResumeAdapter,
     optional_body=True,
@@ -104,7 +105,7 @@ async def resume_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
 @describe(
     "An adapter's gate",
     "page",
-    json_reply("AdapterState", "The state of its gate."),
+    json_reply(wire.AdapterState, "The state of its gate."),
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
@@ -113,7 +114,7 @@ async def get_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
 
 
 @router.get("/adapters")
-@describe("List the adapters", "page", json_reply("AdapterList", "All adapters."), errors=READ)
+@describe("List the adapters", "page", json_reply(wire.AdapterList, "All adapters."), errors=READ)
 async def list_adapters(request: Request) -> dict[str, Any]:
     return {"adapters": msgspec.to_builtins(await services(request).pauses.adapters())}
 
@@ -122,7 +123,7 @@ async def list_adapters(request: Request) -> dict[str, Any]:
 @describe(
     "Pause the fleet: hold all turns and pause every engine",
     "admin",
-    json_reply("FleetTold", "The gate is shut, and every engine is paused."),
+    json_reply(wire.ToldFleet, "The gate is shut, and every engine is paused."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseFleet,
     optional_body=True,
@@ -140,7 +141,7 @@ async def pause_fleet(request: Request) -> JSONResponse:
 @describe(
     "Resume every engine and all turns",
     "admin",
-    json_reply("FleetTold", "The gate is open, and every engine has resumed."),
+    json_reply(wire.ToldFleet, "The gate is open, and every engine has resumed."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=ResumeFleet,
     optional_body=True,
@@ -158,7 +159,7 @@ async def resume_fleet(request: Request) -> JSONResponse:
 
 
 @router.get("/fleet")
-@describe("The fleet's gate", "page", json_reply("FleetGate", "The state of the gate."), errors=READ)
+@describe("The fleet's gate", "page", json_reply(wire.FleetGate, "The state of the gate."), errors=READ)
 async def get_fleet(request: Request) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.fleet())
     return found

@@ -10,13 +10,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from app.api.bodies import body_of
-from app.api.describe import BODY, NDJSON, READ, WRITE, Reply, describe, json_reply, lines
+from app.api.describe import BODY, NDJSON, READ, WRITE, Reply, describe, json_reply
 from app.api.parameters import require_known
 from app.api.path_names import ANY
 from app.api.state import services, start_stream
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.export.feed import FeedQuery
+from turnlog import replies as wire
+from turnlog.rows import Acknowledged, LeasedGroup
 
 router = APIRouter(tags=["Export"])
 
@@ -34,7 +36,7 @@ class Acknowledgement(BaseModel):
 @describe(
     "Lease complete groups to a consumer",
     "admin",
-    Reply("One group a line; empty if there is none.", {NDJSON: lines("HandedOut")}),
+    Reply("One group a line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
     errors=(InvalidRequest, *WRITE),
 )
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
@@ -48,7 +50,7 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
 @describe(
     "A group's sessions, and the statistics of their rewards",
     "page",
-    json_reply("Group", "The group."),
+    json_reply(wire.Group, "The group."),
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_group(
@@ -63,7 +65,7 @@ async def get_group(
 @describe(
     "Mark groups as consumed, permanently",
     "admin",
-    json_reply("Acknowledged", "The result for each group."),
+    json_reply(Acknowledged, "The result for each group."),
     errors=(*BODY, *WRITE),
     body=Acknowledgement,
     example={"consumer": "trainer-0", "groups": ["task-17"]},

@@ -13,6 +13,7 @@ from app.api.parameters import SessionId
 from app.api.state import services
 from app.domain.patterns import NO_NUL, TAG
 from app.errors import InvalidRequest
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Sessions"])
 
@@ -37,7 +38,7 @@ class Note(BaseModel):
 @describe(
     "Write a note or tags on the session",
     "session",
-    json_reply("Noted"),
+    json_reply(wire.Noted),
     errors=(*BODY, *SESSION, *WRITE),
     body=Note,
     example={"note": "Loops on the same test.", "tags": ["loop", "look at"]},

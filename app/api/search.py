@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
-from app.api.describe import JSON, NOTHING, READ, WRITE, describe, json_reply
+from app.api.describe import ANYTHING, JSON, NOTHING, READ, WRITE, describe, json_reply
 from app.api.parameters import LIMIT, PageCursor, require_known
 from app.api.state import Services, services
 from app.domain.patterns import ID, NO_NUL
@@ -52,7 +52,7 @@ class SearchQuery(SessionConditions):
 @describe(
     "Find messages over all sessions",
     "page",
-    json_reply("SearchPage", "The newest messages that match."),
+    json_reply(ANYTHING, "The newest messages that match."),
     errors=(InvalidRequest, SearchOff, *READ),
 )
 async def search(request: Request, query: Annotated[SearchQuery, Query()]) -> Response:

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import pathlib
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from app.api.describe import ANYTHING, JSON, Reply, describe, json_reply
+from app.api.describe import ANYTHING, JSON, TEXT, Reply, describe, json_reply
 from app.api.state import services
 from app.errors import AppError
 from app.store import reads
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Service"])
+
+
+def _explorer() -> tuple[bytes, int, dict[str, str]]:
+    """The page of `/docs`: its bytes, the status and the headers, which allow the scripts and styles in it alone."""
+    text = pathlib.Path(__file__).with_name("explorer.html").read_bytes()
+    sources = {
+        name: base64.b64encode(hashlib.sha256(text.partition(b"<%s>" % name)[2].partition(b"</%s>" % name)[0]).digest())
+        for name in (b"script", b"style")
+    }
+    policy = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    allowed = [f"{name.decode()}-src 'sha256-{digest.decode()}'" for name, digest in sources.items()]
+    return text, 200, {"content-security-policy": "; ".join([policy, *allowed])}
+
+
+EXPLORER = _explorer()
 
 
 @router.head("/", include_in_schema=False)
 @router.get("/", response_model=None)
 @describe(
-    "What is here?", "anyone", json_reply("Root", "Where to go on."), Reply("A browser: the page.", {}, status=307)
+    "What is here?", "anyone", json_reply(wire.Root, "Where to go on."), Reply("A browser: the page.", {}, status=307)
 )
 async def root(request: Request) -> Response:
     """Paths of the page, of this document and of the check of health. A browser is sent to the page."""
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("ui/")
-    return JSONResponse({"service": "turnlog", "page": "/ui", "routes": "/openapi.json", "health": "/health"})
+    return JSONResponse({"service": "turnlog", "page": "/ui", "routes": "/docs", "health": "/health"})
 
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
-@describe("Is the process alive?", "anyone", json_reply("Health", "It is alive."))
+@describe("Is the process alive?", "anyone", json_reply(wire.Health, "It is alive."))
 async def health(request: Request) -> dict[str, Any]:
     """Answers at once while the process is alive; it does not wait for the database or an engine."""
     app = services(request)
@@ -49,8 +68,8 @@ async def health(request: Request) -> dict[str, Any]:
 @describe(
     "Can the process serve turns?",
     "anyone",
-    json_reply("Readiness", "It can."),
-    json_reply("Readiness", "It cannot; `checks` says why.", 503),
+    json_reply(wire.Readiness, "It can."),
+    json_reply(wire.Readiness, "It cannot; `checks` says why.", 503),
 )
 async def ready(request: Request) -> JSONResponse:
     """Can the process serve turns: does the database answer and accept writes, are a worker and an engine alive?
@@ -77,6 +96,13 @@ async def ready(request: Request) -> JSONResponse:
         "warnings": app.settings.warnings,
     }
     return JSONResponse(found, 200 if good else 503)
+
+
+@router.get("/docs")
+@describe("This document, as a page from which routes can be tried", "anyone", Reply("The page.", {"text/html": TEXT}))
+async def explorer() -> Response:
+    """The document as a page. It loads nothing but `/openapi.json`, which needs a token where the server does."""
+    return Response(*EXPLORER, media_type="text/html; charset=utf-8")
 
 
 @router.get("/openapi.json")

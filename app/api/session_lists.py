@@ -15,6 +15,7 @@ from app.domain import cursors
 from app.domain.patterns import ID, MAX_INTEGER
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
 from app.sessions.session_list import SessionFilter, SessionQuery, SessionRow, State
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Sessions"])
 
@@ -71,7 +72,7 @@ class SessionPage(msgspec.Struct, frozen=True, omit_defaults=True):
 @describe(
     "List sessions, newest first",
     "page",
-    json_reply("SessionPage", "One page of sessions."),
+    json_reply(wire.SessionPage, "One page of sessions."),
     errors=(InvalidRequest, *READ, *PAYLOADS),
 )
 async def list_sessions(request: Request, query: Annotated[SessionListQuery, Query()]) -> Response:
@@ -115,7 +116,7 @@ def _outer(cursor: str) -> str:
 @describe(
     "List groups, ordered by id",
     "page",
-    json_reply("GroupPage", "One page of groups."),
+    json_reply(wire.GroupPage, "One page of groups."),
     errors=(InvalidRequest, *READ),
 )
 async def list_groups(
@@ -131,7 +132,7 @@ async def list_groups(
 @describe(
     "The session's state after any of its events",
     "session",
-    json_reply("SessionState", "The state."),
+    json_reply(wire.State, "The state."),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ, *PAYLOADS),
 )
 async def get_state(

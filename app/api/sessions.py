@@ -27,7 +27,6 @@ from app.api.describe import (
     Reply,
     describe,
     json_reply,
-    lines,
 )
 from app.api.parameters import SessionId
 from app.api.state import Services, services, start_stream
@@ -53,6 +52,7 @@ from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
 from app.sessions.lifecycle import NewSession
 from app.settings import Settings
+from turnlog import replies as wire
 
 router = APIRouter(tags=["Sessions"])
 
@@ -159,7 +159,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
 @describe(
     "Create a session",
     "admin",
-    json_reply("CreatedSession", "The session, new or from an earlier request with the same body."),
+    json_reply(wire.CreatedSession, "The session, new or from an earlier request with the same body."),
     errors=(*BODY, Unsupported, SessionClosed, SessionExists, SessionEnded, Restored, SessionUnreadable, *WRITE),
     body=CreateSession,
     optional_body=True,
@@ -203,7 +203,7 @@ async def has_session(request: Request, session_id: SessionId) -> StreamingRespo
 @describe(
     "The session's live turns: requests and replies",
     "session",
-    json_reply("SessionRecords", "The session."),
+    json_reply(wire.Records, "The session."),
     errors=(*SESSION, *READ, *PAYLOADS),
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
@@ -256,7 +256,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
 @describe(
     "The session's event log",
     "session",
-    Reply("Events.", {NDJSON: lines("Event")}),
+    Reply("Events.", {NDJSON: wire.EventLine}),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
 )
 async def get_events(
@@ -330,7 +330,7 @@ async def get_refused_reply(
 @describe(
     "Set the reward of the session or of a turn",
     "session",
-    json_reply("Rewarded"),
+    json_reply(wire.Rewarded),
     errors=(*BODY, *SESSION, *WRITE),
     body=Reward,
     example={"reward": 1.0, "components": {"tests": 1.0}},

@@ -16,6 +16,7 @@ from app.api.fleet import LEASE_S, MAX_NAME, reply
 from app.api.state import services
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed
+from turnlog import replies as wire
 
 router = APIRouter(prefix="/skyrl/v1", tags=["SkyRL"])
 
@@ -36,7 +37,7 @@ class LoraWait(Lora):
 @describe(
     "Pause the adapter",
     "admin",
-    json_reply("LoraAborted"),
+    json_reply(wire.LoraAborted),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=Lora,
     example={"lora_name": "adapter-a"},
@@ -55,7 +56,7 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
 @describe(
     "Resume the adapter",
     "admin",
-    json_reply("LoraResumed"),
+    json_reply(wire.LoraResumed),
     errors=(*BODY, *WRITE),
     body=Lora,
     example={"lora_name": "adapter-a"},
@@ -71,7 +72,7 @@ async def resume_lora_requests(request: Request) -> dict[str, Any]:
 @describe(
     "Wait until the adapter is not paused",
     "admin",
-    json_reply("LoraWaited", "The adapter is not paused, or the timeout has passed, or the server stops."),
+    json_reply(wire.LoraWaited, "The adapter is not paused, or the timeout has passed, or the server stops."),
     errors=BODY,
     body=LoraWait,
     example={"lora_name": "adapter-a", "timeout_s": 5},

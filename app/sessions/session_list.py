@@ -259,14 +259,6 @@ class SessionList:
         return heads_view.of(connection, list(held), _wanted(query, newest, held)), True
 
 
-def beginning_of(page: SessionListPage, query: SessionQuery, count: int) -> SessionListPage:
-    """The first `count` sessions of a page of this query, at least one, and the cursor behind them."""
-    if count >= len(page.sessions):
-        return page
-    rows = page.sessions[:count]
-    return msgspec.structs.replace(page, sessions=rows, next_cursor=_cursor_behind(rows[-1], query))
-
-
 def session_row(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
     known = {name: getattr(row, name) for name in _AS_STORED}
     return SessionRow(state=_state(row, held), staleness=staleness(newest, row.weight_version), **known)

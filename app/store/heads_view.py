@@ -26,6 +26,8 @@ NULLABLE = frozenset({"reward", "weight_version"})
 COUNTED = 100_000
 """Counting stops here; beyond it only "more" is known."""
 
+MAX_VERSIONS = 100
+
 LISTED = 10_000
 """Ids in one statement: drivers accept some thirty thousand parameters."""
 
@@ -153,6 +155,34 @@ def counts(connection: Connection, since: float) -> HeadCounts:
     found = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
     opened, closed, erased = (found.get(status, (0, 0)) for status in ("open", "closed", "erased"))
     return HeadCounts(opened[0], closed[0], erased[0], changed=opened[1])
+
+
+class VersionRow(msgspec.Struct, frozen=True):
+    """The sessions of a weight version, which is that of their newest weights. `mean_reward`: of the rewarded ones."""
+
+    version: int
+    sessions: int
+    open: int
+    turns: int
+    rewarded: int
+    mean_reward: float | None
+    updated_at: float
+
+
+def versions(connection: Connection) -> list[VersionRow]:
+    """The newest MAX_VERSIONS weight versions, newest first."""
+    head = sessions.c
+    sums = (
+        func.count(),
+        func.sum(case((head.status == "open", 1), else_=0)),
+        func.sum(head.turns),
+        func.count(head.reward),
+        func.avg(head.reward),
+        func.max(head.updated_at),
+    )
+    query = select(head.weight_version, *sums).where(head.weight_version.is_not(None)).group_by(head.weight_version)
+    newest = query.order_by(head.weight_version.desc()).limit(MAX_VERSIONS)
+    return [VersionRow(*row) for row in connection.execute(newest)]
 
 
 class ClaimCounts(msgspec.Struct, frozen=True):

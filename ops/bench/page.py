@@ -51,7 +51,6 @@ VIEWS = {
     "groups": ("#/groups", ROW),
     "session": (f"#/session/{FOLLOWED}", ".timeline tbody tr"),
     "side by side": (f"#/group/{GROUP}/rollouts", ".gridcell ol.conversation"),
-    "over time": ("#/trends", ".trendplot canvas"),
 }
 """An address, and what is there once the view has content."""
 

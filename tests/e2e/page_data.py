@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -209,34 +207,3 @@ def _rollout(stand: Stand, group: str, number: int) -> str:
     body = {"reward": reward, "components": {"resolved": round(reward + 0.1, 3), "length": -0.1}}
     assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
     return talk.id
-
-
-HOURS = 12
-
-
-def over_hours(stand: Stand, sessions: int = 96) -> None:
-    """A run of some hours: rewards that grow, weights that change each hour, turns that become slower, some errors.
-
-    The turns are taken now; the times in the log are then set back, while the server is stopped.
-    """
-    for number in range(sessions):
-        hour = number * HOURS // sessions
-        talk = stand.talk(session_id=f"run-{number:03}", group_id=f"task-{number // 8}", attempt=number % 8)
-        sim = {"completion_tokens": 8 + 2 * hour + number % 5}
-        for turn in range(1 + (number + hour) % 4):
-            talk.say(f"{turn}", sim={**sim, "weight_version": str(100 + hour - turn % 2), "latency_s": 0.002 * hour})
-        if number % 11 == 3:
-            talk.chat([*talk.messages, user("And?")], sim={**sim, "fault": "not_json" if hour % 2 else "status_500"})
-        reward = min(1.0, hour / 14 + (number % 8) / 20)
-        assert stand.http.put(f"{talk.path}/reward", json={"reward": reward}).status_code == 200
-    stand.server.stop()
-    with contextlib.closing(sqlite3.connect(stand.url.partition("///")[2])) as store, store:
-        for number in range(sessions):
-            back = 3600.0 * (HOURS - number * HOURS // sessions)
-            name = f"run-{number:03}"
-            store.execute("UPDATE events SET at = at - ? WHERE session_id = ?", (back, name))
-            store.execute(
-                "UPDATE sessions SET created_at = created_at - ?, updated_at = updated_at - ? WHERE session_id = ?",
-                (back, back, name),
-            )
-    stand.server.start()

@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
-from e2e.page_data import CHECKPOINT, over_hours, rollouts
+from e2e.page_data import CHECKPOINT, rollouts
 from e2e.page_story import STORY, keep, story
 
 VIEWS = {
@@ -26,7 +26,7 @@ VIEWS = {
     "groups": "#/groups",
     "group": "#/group/gsm8k%2Ftrain-04127",
     "flat": "#/group/swe%2Fdjango-11099",
-    "trends": "#/trends",
+    "versions": "#/versions",
     "search": "#/search?q=order",
     "exports": "#/exports?max_staleness=0&weight_version=12",
     "nothing": "#/?q=nobody",
@@ -38,7 +38,7 @@ VIEWS = {
     "checkpoint": f"#/checkpoint/{CHECKPOINT}",
 }
 LOOKED_AT = {
-    **{name: hash for name, hash in VIEWS.items() if name not in ("trends", "search")},
+    **{name: hash for name, hash in VIEWS.items() if name != "search"},
     "engines": "#/",
     "columns": "#/?columns=task,harness&metadata=harness%3Ddemo",
     "groupcolumns": "#/groups?columns=task,harness",
@@ -53,7 +53,7 @@ LOOKED_AT = {
     "unknowngroup": "#/group/nobody",
     "nowhere": "#/nowhere",
 }
-"""The views of `--all`; those of charts, of the search and of signing in have stands of their own."""
+"""The views of `--all`; those of the search and of signing in have stands of their own."""
 
 PRESSED: Mapping[str, Callable[[Page], None]] = {
     "engines": lambda page: page.click(".engines summary"),
@@ -113,7 +113,7 @@ def main() -> None:
         else:
             for name, scheme in DOCUMENTED:
                 take(shown, name, scheme, folder / f"{name}-{scheme}.png")
-        trends(browser, folder, arguments.all)
+        search(browser, folder, arguments.all)
 
 
 def sheets(browser: Browser, base_url: str, views: Mapping[str, str], folder: Path) -> None:
@@ -154,19 +154,16 @@ def sign_in(browser: Browser, folder: Path) -> None:
         sheets(browser, stand.server.base_url, {"signin": "#/"}, folder)
 
 
-def trends(browser: Browser, folder: Path, every: bool) -> None:
-    """Of a run of its own, whose times are hours apart."""
+def search(browser: Browser, folder: Path, every: bool) -> None:
     searched = {"TURNLOG_SEARCH": "on"}
     with tempfile.TemporaryDirectory() as root, standing(Path(root), environment=searched) as stand:
         rollouts(stand)
-        over_hours(stand)
         until(lambda: stand.http.get("/search", params={"q": "order"}).json()["is_current"])
         if every:
-            sheets(browser, stand.server.base_url, {name: VIEWS[name] for name in ("trends", "search")}, folder)
+            sheets(browser, stand.server.base_url, {"search": VIEWS["search"]}, folder)
             return
         page = opened(browser, stand.server.base_url)
-        for name in ("trends", "search"):
-            take(page, name, "light", folder / f"{name}-light.png")
+        take(page, "search", "light", folder / "search-light.png")
 
 
 def opened(browser: Browser, base_url: str, width: int = 1200, height: int = 700) -> Page:

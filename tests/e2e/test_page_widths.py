@@ -22,7 +22,7 @@ VIEWS = {
     "#/groups": "main tbody tr[data-key]",
     f"#/group/{GROUP}": "svg.plot",
     f"#/group/{GROUP}/rollouts": ".gridcell .said",
-    "#/trends": ".trendplot canvas",
+    "#/versions": "main tbody tr[data-key]",
     "#/search": "form.filters",
     "#/exports": "a[download]",
     "#/checkpoints": "main tbody tr[data-key]",

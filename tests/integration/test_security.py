@@ -40,7 +40,11 @@ def every_route() -> list[tuple[str, str]]:
 
 PAGE = {(method, path) for method in ("GET", "HEAD") for path in ("/ui", "/ui/", "/ui/static/{name}")}
 ROUTES = every_route()
-OPEN = {("GET", "/"), ("GET", "/health"), ("GET", "/ready"), ("POST", "/ui/sign-in"), ("POST", "/ui/sign-out"), *PAGE}
+OPEN = {
+    *(("GET", path) for path in ("/", "/docs", "/health", "/ready")),
+    *(("POST", path) for path in ("/ui/sign-in", "/ui/sign-out")),
+    *PAGE,
+}
 STORED = "/v1/responses/{response_id}"
 HEADER_ROUTES = {
     *(("GET", path) for path in ("/v1/models", STORED, f"{STORED}/input_items")),

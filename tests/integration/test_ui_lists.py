@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from integration.stand import Stand, error_of, until, user
+from integration.places import Places
+from integration.stand import Stand, error_of, serving, until, user
+from ops.simulator.process import SimulatorProcess
 
 
 def get(stand: Stand, path: str, **parameters: Any) -> Any:
@@ -215,3 +217,20 @@ def test_columns_of_metadata_of_groups(stand: Stand) -> None:
         "columns/b": {"task": "columns/b 2", "n": "2"},
     }
     assert stand.http.get("/ui/api/groups").json()["metadata"] == {}
+
+
+def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang: SimulatorProcess) -> None:
+    with serving(places.new("ui-versions"), sglang.base_url) as stand:
+        for number, reward in enumerate((None, 0.5, 1.0)):
+            talk = stand.talk()
+            for turn in range(number):
+                talk.say(f"{turn}", sim={"weight_version": str(7 + turn)})
+            if reward is not None:
+                stand.http.put(f"{talk.path}/reward", json={"reward": reward}).raise_for_status()
+        stand.http.delete(talk.path).raise_for_status()
+        versions = stand.http.get("/ui/api/versions").json()
+        assert [(one.pop("version"), one.pop("updated_at") > 0) for one in versions] == [(8, True), (7, True)]
+        assert versions == [
+            {"sessions": 1, "open": 0, "turns": 2, "rewarded": 1, "mean_reward": 1.0},
+            {"sessions": 1, "open": 1, "turns": 1, "rewarded": 1, "mean_reward": 0.5},
+        ]

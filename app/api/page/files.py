@@ -22,7 +22,6 @@ MEDIA_TYPES: Mapping[str, str] = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
     ".png": "image/png",
-    ".txt": "text/plain; charset=utf-8",
 }
 """Media types of the files that are served, by suffix."""
 

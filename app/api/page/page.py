@@ -12,7 +12,6 @@ from app.api.page.overview import Overviews
 from app.api.page.rollout_view import Rollouts
 from app.api.page.session_view import SessionViews
 from app.api.page.token_view import TokenViews
-from app.api.page.trends import Trends
 from app.api.page.watch import Watch
 from app.export.preview import Previews
 from app.sessions.session_list import SessionList
@@ -31,7 +30,6 @@ class PageReaders(NamedTuple):
     tokens: TokenViews
     rollouts: Rollouts
     previews: Previews
-    trends: Trends
     checkpoints: CheckpointViews
 
 
@@ -48,6 +46,5 @@ def page_of(app: Services) -> PageReaders:
         tokens=TokenViews(database, app.token_in.prompts),
         rollouts=Rollouts(database),
         previews=Previews(database, app.release),
-        trends=Trends(database, sessions),
         checkpoints=CheckpointViews(database),
     )

@@ -14,12 +14,12 @@ from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.page.rollout_view import MAX_STEPS
-from app.api.page.trend_sums import By
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.sessions.session_list import SessionQuery
+from app.store import heads_view
 
 router = APIRouter(prefix="/ui/api", tags=["Page"])
 
@@ -180,15 +180,8 @@ async def preview_export(request: Request, query: Annotated[ExportParameters, Qu
     return reply(await (await services(request).page()).previews.of(query, query.cursor))
 
 
-class TrendParameters(SessionQuery):
-    """Filters of the sessions that are summed up; their order does not matter."""
-
-    by: By = Field(default="hour", description="The interval of the sums, or `weight_version`.")
-    cursor: PageCursor = None
-
-
-@router.get("/trends")
+@router.get("/versions")
 @for_the_page
-async def trends(request: Request, query: Annotated[TrendParameters, Query()]) -> Response:
-    """Sums over time of the next sessions, at most 500, newest first, to be added up."""
-    return reply(await (await services(request).page()).trends.page(query, query.by, query.cursor))
+async def versions(request: Request) -> Response:
+    """The newest weight versions with their sessions, turns and rewards."""
+    return reply(await services(request).database.read(heads_view.versions))

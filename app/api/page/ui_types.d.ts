@@ -444,25 +444,15 @@ export interface CheckpointPage {
   cursor: string | null;
 }
 
-/** Sums that can be added up: of the sessions created in an interval, and of the turns that ended in it. */
-export interface TrendBucket {
-  key: number | null;
+/** GET /ui/api/versions, newest first */
+export interface VersionRow {
+  version: number;
   sessions: number;
+  open: number;
+  turns: number;
   rewarded: number;
-  reward_sum: number;
-  reward_squares: number;
-  reward_min: number | null;
-  reward_max: number | null;
-  session_turns: number;
-  session_sampled: number;
-  session_tokens: number;
-  committed: number;
-  versions: number;
-  version_sum: number;
-  version_max: number | null;
-  latency: Record<string, number>;
-  engines: Record<string, [count: number, milliseconds: number]>;
-  errors: Record<string, number>;
+  mean_reward: number | null;
+  updated_at: number;
 }
 
 export interface SearchHit {
@@ -486,27 +476,6 @@ export interface SearchPage {
   hits: SearchHit[];
   next_cursor: string | null;
   is_current: boolean;
-}
-
-/** uPlot, vendored; only what the page uses of it. */
-export interface UPlot {
-  new (options: object, data: (number | null)[][], target: HTMLElement): UPlotChart;
-}
-
-export interface UPlotChart {
-  destroy(): void;
-  setSize(size: { width: number; height: number }): void;
-}
-
-/** GET /ui/api/trends */
-export interface TrendPage {
-  buckets: TrendBucket[];
-  scanned: number;
-  total: number | null;
-  total_is_exact: boolean;
-  damaged: number;
-  is_cut: boolean;
-  cursor: string | null;
 }
 
 /** A row that is not in the export. */

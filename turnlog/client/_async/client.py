@@ -28,13 +28,13 @@ from turnlog.parameters import (
 from turnlog.replies import (
     AdapterState,
     Checkpoint,
-    FleetGate,
     Group,
     ListedGroup,
     ListedSession,
     PausedAdapter,
     RestoredStore,
     SearchHit,
+    ToldFleet,
 )
 from turnlog.rows import Acknowledged, Excluded, LeasedGroup, Row, TrainerRow, WaitingGroup
 
@@ -253,17 +253,17 @@ class AsyncTurnlog:
 
     async def pause_fleet(
         self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
-    ) -> FleetGate:
+    ) -> ToldFleet:
         """Hold all turns and pause every engine. Raises EnginesFailed; the gate is shut nevertheless."""
         body = present({"mode": mode, "lease_s": lease_s})
-        return cast(FleetGate, await self._transport.read("POST", "/fleet/pause", body=body, slow=True))
+        return cast(ToldFleet, await self._transport.read("POST", "/fleet/pause", body=body, slow=True))
 
-    async def resume_fleet(self, *, version: str | None = None) -> FleetGate:
+    async def resume_fleet(self, *, version: str | None = None) -> ToldFleet:
         """Resume every engine and let all turns proceed. `version` is the weight version of engines that cannot say
         theirs. Raises EnginesFailed; the gate is open nevertheless.
         """
         body = present({"version": version})
-        return cast(FleetGate, await self._transport.read("POST", "/fleet/resume", body=body, slow=True))
+        return cast(ToldFleet, await self._transport.read("POST", "/fleet/resume", body=body, slow=True))
 
     async def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Checkpoint:
         """Name a cut over all sessions, groups and acknowledgements. Needs the admin token.

@@ -17,7 +17,7 @@ import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
 import { TokensView } from "./tokens.js";
-import { TrendsView } from "./trends.js";
+import { VersionsView } from "./versions.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Me, Overview} from "../ui_types.d.ts" */
@@ -30,7 +30,7 @@ const VIEWS = {
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
   rollouts: { View: RolloutsView, title: "Rollouts" },
-  trends: { View: TrendsView, title: "Over time" },
+  versions: { View: VersionsView, title: "Versions" },
   search: { View: SearchView, title: "Search" },
   exports: { View: ExportsView, title: "Exports" },
   checkpoints: { View: CheckpointsView, title: "Checkpoints" },
@@ -39,7 +39,7 @@ const VIEWS = {
 const NAVIGATION = [
   { name: "sessions", href: "#/", title: "Sessions" },
   { name: "groups", href: "#/groups", title: "Groups" },
-  { name: "trends", href: "#/trends", title: "Over time" },
+  { name: "versions", href: "#/versions", title: "Versions" },
   { name: "search", href: "#/search", title: "Search" },
   { name: "exports", href: "#/exports", title: "Exports" },
   { name: "checkpoints", href: "#/checkpoints", title: "Checkpoints" },

@@ -8,12 +8,12 @@ const KEYS = [
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
   ["arrows", "from step to step of rollouts side by side, and between tokens"],
-  ["g s, g g, g t, g f, g e, g c", "sessions, groups, over time, search, exports, checkpoints"],
+  ["g s, g g, g v, g f, g e, g c", "sessions, groups, versions, search, exports, checkpoints"],
   ["Esc", "leave a field, close this"],
   ["?", "these keys"],
 ];
 /** @type {Record<string, string>} */
-const PLACES = { s: "#/", g: "#/groups", t: "#/trends", f: "#/search", e: "#/exports", c: "#/checkpoints" };
+const PLACES = { s: "#/", g: "#/groups", v: "#/versions", f: "#/search", e: "#/exports", c: "#/checkpoints" };
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */

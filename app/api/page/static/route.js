@@ -2,7 +2,7 @@
 
 /**
  * @typedef {object} Route
- * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"rollouts"|"trends"|"search"|"exports"|"checkpoints"|"checkpoint"} name
+ * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"rollouts"|"versions"|"search"|"exports"|"checkpoints"|"checkpoint"} name
  * @property {string} id the session's, the group's or the checkpoint's, "" for a list
  * @property {URLSearchParams} query
  *
@@ -21,7 +21,7 @@ export function parse(hash) {
   if (rest.length) return null;
   if (raw === undefined) {
     if (name === "" || name === "sessions") return { name: "sessions", id: "", query };
-    const lists = /** @type {const} */ (["groups", "rollouts", "trends", "search", "exports", "checkpoints"]);
+    const lists = /** @type {const} */ (["groups", "rollouts", "versions", "search", "exports", "checkpoints"]);
     const list = lists.find((one) => one === name);
     return list ? { name: list, id: "", query } : null;
   }

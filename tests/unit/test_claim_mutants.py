@@ -1,0 +1,429 @@
+"""What each field of a claim, a commit and a freeing is for: the shortest schedule that goes wrong without it.
+
+A mutant replaces what the caller knew by what the store has, so that the field cannot refuse anything. Each schedule
+holds with the field and fails without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from helpers.log import opened, payload
+from helpers.store import LEASE_S, commit, create, release, reward, stage
+from sqlalchemy import bindparam, insert, literal, select, update
+from sqlalchemy.exc import IntegrityError
+
+from app.domain.events import BlobsTombstoned, SessionRestored, TurnOpened
+from app.store import incarnations, pins, staged_tokens
+from app.store import statements as sql
+from app.store.batch import apply_all
+from app.store.dialect import Tx
+from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
+from app.store.log_sessions import Close, FreeChunks, FreeReplay
+from app.store.log_turns import (
+    AbandonLost,
+    Busy,
+    Claim,
+    Commit,
+    Decided,
+    Pinned,
+    Release,
+    Stage,
+    Stale,
+    TooMany,
+    TreeClaim,
+)
+from app.store.schema import checkpoint_sessions, checkpoints, chunks, open_turns, sessions
+from app.store.schema import staged_tokens as staged_tokens_table
+from app.store.staged_tokens import StagedRow, StageTokens, TakeOverStaged
+from tests.tools.simulation.service import register
+from tests.tools.simulation.store import MemoryStore
+
+Mutant = Callable[[Tx, Any], Any]
+
+KEY = "k" * 32
+ROW = StagedRow(0, 0, "http://engine", None, None, b"text")
+CHUNK = StoredChunk(0, "routed_experts", 4, "h" * 64, b"rows")
+FREED = BlobsTombstoned((1,), ((2, 0),))
+
+_claims = select(open_turns.c.fence, open_turns.c.incarnation, open_turns.c.opened_at).where(
+    open_turns.c.session_id == bindparam("sid")
+)
+_bytes = select(chunks.c.data).where(chunks.c.session_id == bindparam("sid"))
+_no_number = update(sessions).values(last_turn=sessions.c.turns)
+
+
+class Shared:
+    """A store that processes 1 and 2 share. Session `s` was created at 1.0, and is on disk."""
+
+    def __init__(self, memory: MemoryStore, mutant: Mutant) -> None:
+        self._memory = memory
+        self._mutant = mutant
+        memory.restart(lambda: 100.0)
+        self.alter(lambda tx: [register(tx, name, alone=False) for name in ("p1", "p2")])
+        self.do(create("s"))
+
+    def alter(self, work: Callable[[Tx], Any], *, durable: bool = True) -> Any:
+        return self._memory.transact(work, durable=durable)
+
+    def do(self, operation: BaseOperation) -> Any:
+        def apply(tx: Tx) -> Any:
+            return apply_all(tx, [self._mutant(tx, operation)])[0]
+
+        return self.alter(apply, durable=operation.durable)
+
+    def crash(self, lost: int) -> None:
+        """The newest `lost` transactions were not synced."""
+        self._memory.crash(lost)
+
+    def has_bytes(self) -> bool:
+        return bool(self.alter(lambda tx: any(row[0] is not None for row in tx.all(_bytes, {"sid": "s"}))))
+
+    def ends(self) -> None:
+        """Process 1 is dead."""
+        self.alter(lambda tx: incarnations.end(tx, 1))
+
+    def takes(self, turn: int, at: float = 2.0, *, expected: int = 1, last: float = 1.0, **fields: Any) -> Any:
+        """Process 1 claims a tree's turn."""
+        tree = fields.pop("tree", TreeClaim(turn - 1, 8))
+        event = opened(turn, fields.pop("parent", 0), fields.pop("incarnation", 1), **fields)
+        return self.do(Claim("s", expected, last, at, event, LEASE_S, tree=tree))
+
+    def commits(self, turn: int, fence: int, *, opened_at: float = 2.0, at: float = 3.0, **fields: Any) -> Any:
+        given = {name: fields.pop(name) for name in ("decided_at", "pinned_upto") if name in fields}
+        made = commit("s", fence, fields.pop("incarnation", 1), turn=turn, at=at, **fields)
+        return self.do(msgspec.structs.replace(made, opened_at=opened_at, **given))
+
+
+def a_lost_claim_is_given_again(shared: Shared) -> None:
+    """A crash undoes a claim; another turn of the same process gets its fence."""
+    shared.takes(1)
+    shared.crash(1)
+    shared.takes(1, 2.5)
+    assert shared.commits(1, 2) == Refused("open")
+    assert isinstance(shared.commits(1, 2, opened_at=2.5), Appended)
+
+
+def a_lost_claim_is_given_to_another_process(shared: Shared) -> None:
+    """Its clock shows the same."""
+    shared.takes(1)
+    shared.crash(1)
+    shared.takes(1, incarnation=2)
+    assert shared.commits(1, 2) == Refused("open")
+
+
+def a_clock_stands_still(shared: Shared) -> None:
+    """A process claims twice at one time, and the first turn's writes come late."""
+    shared.takes(1)
+    shared.do(msgspec.structs.replace(release("s", 2, 1), opened_at=2.0))
+    shared.takes(2, expected=3, last=3.0, tree=TreeClaim(0, 8))
+    assert shared.commits(1, 2) == Refused("open")
+    assert shared.do(msgspec.structs.replace(release("s", 2, 1), opened_at=2.0)) == Refused("open")
+    assert not shared.do(msgspec.structs.replace(stage("s", 2, 1, CHUNK), opened_at=2.0))
+    assert not shared.do(StageTokens("s", 2, 1, "r" * 64, ROW, opened_at=2.0))
+
+
+def a_log_was_written_anew(shared: Shared) -> None:
+    """A crash undoes a turn's beginning and end; others take their places."""
+    shared.takes(1)
+    shared.do(msgspec.structs.replace(release("s", 2, 1), opened_at=2.0))
+    shared.crash(2)
+    shared.takes(1, 2.5, incarnation=2)
+    shared.do(msgspec.structs.replace(release("s", 2, 2), opened_at=2.5, at=3.5))
+    assert shared.takes(2, 4.0, expected=3, last=3.0, tree=TreeClaim(0, 8)) == Stale()
+
+
+def a_tree_has_grown(shared: Shared) -> None:
+    """The request might join the turn that another process has committed meanwhile."""
+    shared.takes(1)
+    shared.commits(1, 2)
+    assert shared.takes(1, 4.0, incarnation=2) == Stale()
+
+
+def a_tree_is_full(shared: Shared) -> None:
+    shared.takes(1)
+    assert shared.takes(1, 2.5, tree=TreeClaim(0, 1)) == TooMany()
+
+
+def a_tree_was_restored(shared: Shared) -> None:
+    """It has as many turns as the process knows, but not those."""
+    for turn in (1, 2):
+        place = 1 if turn == 1 else 3
+        shared.takes(turn, float(turn), expected=place, last=1.0 if turn == 1 else 3.0)
+        shared.commits(turn, place + 1, opened_at=float(turn))
+
+    def restore(tx: Tx) -> None:
+        tx.run(update(sessions).values(turns=1), {})
+        advance_head(tx, "s", 5.0, [SessionRestored("named", 3, aside=(2,), history="tree")])
+
+    shared.alter(restore)
+    shared.takes(3, 6.0, expected=6, last=5.0, tree=TreeClaim(1, 8))
+    shared.commits(3, 7, opened_at=6.0)
+    assert shared.takes(4, 7.0, expected=5, last=3.0, tree=TreeClaim(2, 8), incarnation=2) == Stale()
+
+
+def two_turns_are_numbered(shared: Shared) -> None:
+    """Neither process knows of the other's turn."""
+    numbers = [shared.takes(1, at, tree=TreeClaim(0, 8)).events[0].event.turn for at in (2.0, 2.5)]
+    assert numbers == [1, 2]
+
+
+def a_request_is_sent_again(shared: Shared) -> None:
+    """To another process, while its turn is in flight."""
+    shared.takes(1, retry_key=KEY)
+    assert isinstance(shared.takes(1, 2.5, incarnation=2, retry_key=KEY), Busy)
+
+
+def a_marked_request_is_sent_again(shared: Shared) -> None:
+    shared.takes(1)
+    again = TreeClaim(0, 8, is_retry=True)
+    assert isinstance(shared.takes(1, 2.5, incarnation=2, tree=again), Busy)
+
+
+def another_agent_sends_the_same(shared: Shared) -> None:
+    """Its retry is not of the turn in flight."""
+    shared.takes(1)
+    again = TreeClaim(0, 8, is_retry=True, unlike=[2])
+    assert isinstance(shared.takes(1, 2.5, incarnation=2, tree=again), Appended)
+
+
+def a_dead_turn_is_sent_again(shared: Shared) -> None:
+    """Its owner is dead, and must not commit after all."""
+    shared.takes(1, retry_key=KEY)
+    shared.ends()
+    again = shared.takes(1, 2.5, incarnation=2, retry_key=KEY)
+    assert [type(recorded.event) for recorded in again.events] == [TurnOpened]
+    assert shared.commits(1, 2) == Refused("open")
+
+
+def another_turn_was_committed(shared: Shared) -> None:
+    """A turn's events depend on the turns before it."""
+    for at in (2.0, 2.5):
+        shared.takes(1, at, tree=TreeClaim(0, 8))
+    decided = Decided(3, 2.5, 0)
+    assert isinstance(shared.commits(1, 2, decided_at=decided), Appended)
+    assert shared.commits(2, 3, opened_at=2.5, decided_at=decided) == Stale()
+
+
+def chunks_are_shared(shared: Shared) -> None:
+    """A turn that was opened after a tombstone was decided continues the turn whose payload it frees."""
+    _has_payload(shared)
+    shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
+    decided = Decided(4, 4.0, 1)
+    shared.takes(3, 5.0, expected=3, last=3.0, parent=1, tree=TreeClaim(1, 8))
+    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], decided_at=decided) == Stale()
+    assert shared.has_bytes()
+
+
+def chunks_are_shared_after_a_crash(shared: Shared) -> None:
+    """The log is as long as it was, but another turn is open."""
+    _has_payload(shared)
+    shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
+    shared.takes(3, 5.0, expected=3, last=3.0, parent=0, tree=TreeClaim(1, 8))
+    shared.crash(1)
+    shared.takes(3, 6.0, expected=3, last=3.0, parent=1, tree=TreeClaim(1, 8), incarnation=2)
+    decided = Decided(5, 5.0, 1)
+    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], decided_at=decided) == Stale()
+    assert shared.has_bytes()
+
+
+def a_checkpoint_is_made(shared: Shared) -> None:
+    """It has the payload that a commit, decided before it, would free."""
+    _has_payload(shared)
+    shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
+    shared.alter(_make_checkpoint)
+    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], decided_at=Decided(4, 4.0, 1)) == Pinned(3)
+    assert shared.has_bytes()
+
+
+def staged_chunks_are_lost(shared: Shared) -> None:
+    """A crash undoes the staging, and keeps the claim."""
+    shared.takes(1)
+    shared.do(msgspec.structs.replace(stage("s", 2, 1, CHUNK), opened_at=2.0))
+    shared.crash(1)
+    assert shared.commits(1, 2, payloads=(payload(2, 0),)) == Refused("open")
+
+
+def staged_tokens_are_in_use(shared: Shared) -> None:
+    """The turn that staged them is in flight."""
+    shared.takes(1)
+    assert shared.do(StageTokens("s", 2, 1, "r" * 64, ROW, opened_at=2.0))
+    shared.takes(1, 2.5, tree=TreeClaim(0, 8))
+    assert not shared.do(TakeOverStaged("s", 3, 1, 2, opened_at=2.5))
+
+
+def a_closed_session_changes(shared: Shared) -> None:
+    """A freeing was decided for the state before: a restore may have given back a turn since."""
+    _has_payload(shared)
+    shared.do(Close("s", 5.0))
+    shared.do(reward("s", 1.0))
+    assert shared.do(FreeReplay("s", 4, 7.0, FREED)) == Appended(())
+
+
+def a_freeing_is_lost(shared: Shared) -> None:
+    """A crash undoes the event that says that the chunks are free."""
+    _has_payload(shared)
+    shared.do(Close("s", 5.0))
+    shared.do(FreeReplay("s", 4, 7.0, FREED))
+    shared.crash(1)
+    shared.do(FreeChunks("s", 5, 8))
+    assert shared.has_bytes()
+
+
+def a_closed_session_is_in_a_checkpoint(shared: Shared) -> None:
+    _has_payload(shared)
+    shared.do(Close("s", 5.0))
+    shared.alter(_make_checkpoint)
+    assert shared.do(FreeReplay("s", 4, 7.0, FREED, unless_pinned=True)) == Appended(())
+
+
+def a_claims_answer_is_lost(shared: Shared) -> None:
+    """Its turn has ended; another one of the session is in flight."""
+    for at in (2.0, 2.5):
+        shared.takes(1, at, tree=TreeClaim(0, 8))
+    assert shared.do(AbandonLost(1, 9.0, {("s", 2.5)})) == 1
+
+
+def _has_payload(shared: Shared) -> None:
+    """Turn 1 is on disk, with a payload of one chunk; its last event is 3, of 3.0."""
+    shared.takes(1)
+    assert isinstance(shared.commits(1, 2, chunks=[CHUNK], payloads=(payload(2, 0),)), Appended)
+
+
+def _make_checkpoint(tx: Tx) -> None:
+    row = {"id": 1, "name": "named", "state": "made", "cut": "now", "created_at": 4.0, "sessions": 1, "groups": 0}
+    tx.insert(insert(checkpoints), [row])
+    tx.insert(insert(checkpoint_sessions), [{"checkpoint_id": 1, "session_id": "s", "seq": 3, "is_done": False}])
+
+
+def held(place: int, kind: type[BaseOperation], field: str) -> Mutant:
+    """The operation names what the open turn has."""
+
+    def mutant(tx: Tx, operation: Any) -> Any:
+        row = tx.one(_claims, {"sid": "s"}) if isinstance(operation, kind) else None
+        return operation if row is None else msgspec.structs.replace(operation, **{field: row[place]})
+
+    return mutant
+
+
+def fits(kind: type[BaseOperation], *fields: str) -> Mutant:
+    """The operation knows all that has happened."""
+
+    def mutant(tx: Tx, operation: Any) -> Any:
+        if not isinstance(operation, kind):
+            return operation
+        head = tx.one(sql.head, {"sid": "s"})
+        assert head is not None
+        version = head[0] if "version" in fields else _expected(operation)
+        last = tx.one(sql.event_at, {"sid": "s", "place": version})
+        known = {
+            "version": version,
+            "last_event_at": -1.0 if last is None else last[0],
+            "turns": head[4],
+            "max_open": 100,
+            "is_retry": False,
+            "unlike": (),
+            "retry_key": None,
+            "pinned_upto": pins.pinned_upto(tx, "s"),
+            "unless_pinned": False,
+        }
+        known["expected"] = known["version"]
+        return _replaced(operation, {field: known[field] for field in fields})
+
+    return mutant
+
+
+def _expected(operation: Any) -> int:
+    if isinstance(operation, Claim):
+        return operation.expected
+    decided = getattr(operation, "decided_at", None)
+    return 0 if decided is None else decided.version
+
+
+def _replaced(operation: Any, fields: dict[str, Any]) -> Any:
+    """The operation, and the structs in it, with these fields where they have them."""
+    own = {name: value for name, value in fields.items() if name in operation.__struct_fields__}
+    for name in ("tree", "decided_at", "event"):
+        part = getattr(operation, name, None)
+        if isinstance(part, TreeClaim | Decided | TurnOpened):
+            own[name] = _replaced(part, fields)
+    return msgspec.structs.replace(operation, **own)
+
+
+def no_numbers(tx: Tx, operation: Any) -> Any:
+    """A turn's number is that of the committed ones and one more."""
+    tx.run(_no_number, {})
+    return operation
+
+
+def unchanged(tx: Tx, operation: Any) -> Any:
+    return operation
+
+
+def no_times(tx: Tx, operation: Any) -> Any:
+    """Every claim of a session is known that has one."""
+    is_kind = isinstance(operation, AbandonLost)
+    return msgspec.structs.replace(operation, known={("s", 2.0), ("s", 2.5)}) if is_kind else operation
+
+
+class Case(NamedTuple):
+    """`patches` are what the mutant changes besides its operation."""
+
+    field: str
+    schedule: Callable[[Shared], None]
+    mutant: Mutant
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+
+
+_taken_over = (
+    update(staged_tokens_table).where(staged_tokens_table.c.fence == bindparam("fenced")).values(fence=bindparam("by"))
+)
+
+CASES = (
+    Case("Commit.opened_at", a_lost_claim_is_given_again, held(2, Commit, "opened_at")),
+    Case("Commit.incarnation", a_lost_claim_is_given_to_another_process, held(1, Commit, "incarnation")),
+    Case("Commit.fence", a_clock_stands_still, held(0, Commit, "fence")),
+    Case("Release.fence", a_clock_stands_still, held(0, Release, "fence")),
+    Case("Stage.fence", a_clock_stands_still, held(0, Stage, "fence")),
+    Case("StageTokens.fence", a_clock_stands_still, held(0, StageTokens, "fence")),
+    Case("Claim.last_event_at", a_log_was_written_anew, fits(Claim, "last_event_at")),
+    Case("Claim.expected", a_tree_was_restored, fits(Claim, "version", "expected", "last_event_at")),
+    Case("TreeClaim.turns", a_tree_has_grown, fits(Claim, "turns")),
+    Case("TreeClaim.max_open", a_tree_is_full, fits(Claim, "max_open")),
+    Case("TreeClaim.is_retry", a_marked_request_is_sent_again, fits(Claim, "is_retry")),
+    Case("TreeClaim.unlike", another_agent_sends_the_same, fits(Claim, "unlike")),
+    Case("TurnOpened.retry_key", a_request_is_sent_again, fits(Claim, "retry_key")),
+    Case("the abandoned", a_dead_turn_is_sent_again, fits(Claim, "retry_key")),
+    Case("sessions.last_turn", two_turns_are_numbered, no_numbers),
+    Case("Decided.turns", another_turn_was_committed, fits(Commit, "turns")),
+    Case("Decided.version", chunks_are_shared, fits(Commit, "version", "last_event_at")),
+    Case("Decided.last_event_at", chunks_are_shared_after_a_crash, fits(Commit, "last_event_at")),
+    Case("Commit.pinned_upto", a_checkpoint_is_made, fits(Commit, "pinned_upto")),
+    Case("Commit.staged", staged_chunks_are_lost, unchanged, ((Commit, "staged", set()),)),
+    Case("_is_open", staged_tokens_are_in_use, unchanged, ((staged_tokens, "_take_over", _taken_over),)),
+    Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
+    Case("FreeReplay.version", a_closed_session_changes, fits(FreeReplay, "version")),
+    Case("FreeReplay.unless_pinned", a_closed_session_is_in_a_checkpoint, fits(FreeReplay, "unless_pinned")),
+    Case("FreeChunks.by", a_freeing_is_lost, unchanged, ((sql, "tombstone_event", select(literal(1))),)),
+)
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[MemoryStore]:
+    made = MemoryStore()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.field)
+def test_a_field_has_a_schedule_that_fails_without_it(
+    memory: MemoryStore, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.schedule(Shared(memory, unchanged))
+    for owner, name, value in case.patches:
+        monkeypatch.setattr(owner, name, value)
+    with pytest.raises((AssertionError, IntegrityError)):
+        case.schedule(Shared(memory, case.mutant))
