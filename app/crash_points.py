@@ -12,10 +12,6 @@ cost 0.2).
     after_put            a turn's objects are in the bucket, and no row refers to them yet
     after_copied         a fork's objects are in the bucket, and there is no fork yet
     after_object_deleted objects are deleted, and still in the queue
-    after_archive_put    an archive is in the bucket, and no session refers to it yet
-    after_archived       sessions refer to it; the many rows of large ones are still in the database
-    after_archive_rewritten  an archive is copied, and its sessions still refer to the old one
-    after_archive_forgotten  no session refers to an archive, which is still in the bucket
     after_freed          after each step that frees a few chunks
     after_components     erasing a session: after each step that deletes the components of a few rewards
     after_entries_dropped    erasing a session: after each step that deletes entries of the search index
@@ -46,17 +42,6 @@ CrashPoint = Literal[
     "after_put",
     "after_copied",
     "after_object_deleted",
-    "before_archive_put",
-    "after_archive_put",
-    "in_archive",
-    "in_begin_partition",
-    "in_move_rows",
-    "in_drop_partition",
-    "after_archived",
-    "after_archive_rewritten",
-    "after_archive_forgotten",
-    "before_bring_back",
-    "in_bring_back",
     "before_engine",
     "after_engine",
     "after_judged",

@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import (
-    archives,
     checkpoints,
     counting,
     events,
@@ -63,7 +62,6 @@ from app.sessions.indexer import Indexer
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
-from app.store.archives.rows import has_archives
 from app.store.engine import Database, load_driver
 from app.store.objects.rows import NoteObjects, has_objects, url_of_objects
 from app.store.search.reading import can_search
@@ -120,13 +118,6 @@ async def run_services(
         made.start()
         registration.start(made.registered)
         stack.push_async_callback(registration.stop)
-        if settings.archive_after_s is not None:
-            archiver = await made.archiver()
-            stack.push_async_callback(archiver.stop)
-            try:
-                archiver.start()
-            except AppError as error:
-                raise StartupError(f"TURNLOG_ARCHIVE_AFTER_S: {error}") from error
         if settings.search == "on":
             if not await database.read(can_search):
                 raise StartupError("TURNLOG_SEARCH=on needs FTS5, without which this SQLite was built")
@@ -293,7 +284,6 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(payloads.router)
-    app.include_router(archives.router)
     app.include_router(fleet_routes.router)
     app.include_router(checkpoints.router)
     app.include_router(skyrl.router)

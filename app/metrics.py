@@ -168,10 +168,6 @@ class Metrics:
         self.totals(self.objects, dict.fromkeys(("put", "read", "deleted", "failed"), 0))
         self.object_bytes = self._counter("turnlog_object_bytes_total", "Bytes to and from object storage.", "action")
         self.totals(self.object_bytes, dict.fromkeys(("put", "read"), 0))
-        self.archived = self._counter(
-            "turnlog_archived_sessions_total", "Sessions moved into archives and out of them.", "action"
-        )
-        self.totals(self.archived, dict.fromkeys(("archived", "brought_back"), 0))
         self.search_indexed = self._counter("turnlog_search_indexed_total", "What the search index got.", "kind")
         self.totals(self.search_indexed, dict.fromkeys(("turns", "messages"), 0))
         self.search_failures = self._counter("turnlog_search_failures_total", "Steps of the search index that failed.")

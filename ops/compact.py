@@ -27,7 +27,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from app.errors import StartupError
 from app.store.dialect import PRAGMAS
 from app.store.engine import Database
-from app.store.partitions import partition, parts_of
 from app.store.ports import LOCKED_S
 from app.store.projections import require_revision
 from app.store.salvage import Damage
@@ -90,7 +89,6 @@ LOCK_TIMEOUT = "10s"
 SKIPPED_STATES = {
     "42501": "the role may not",
     "55P03": f"the table was in use for {LOCK_TIMEOUT}",
-    "42P01": "the partition was dropped meanwhile",
 }
 """SQLSTATEs of statements that are skipped, and why."""
 
@@ -244,8 +242,7 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
             for table in metadata.sorted_tables:
                 progress(f"table {table.name}")
                 if full and table in CONTENT:
-                    for name in await _files(connection, table.name):
-                        await _rewrite(connection, name, refused)
+                    await _rewrite(connection, table.name, refused)
                 else:
                     await _run_if_allowed(connection, f"VACUUM {table.name}", refused)
             for statement in ("CHECKPOINT", "SELECT pg_switch_wal()", "CHECKPOINT"):
@@ -258,14 +255,8 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
     return CommandResult(NOT_ALL_WELL if left else DONE, lines, {"tables": count, "not_done": left})
 
 
-async def _files(connection: AsyncConnection, table: str) -> list[str]:
-    """The table itself, or its partitions: what has a file. Each is locked by itself."""
-    parts = await connection.run_sync(partial(parts_of, table=table))
-    return [partition(table, number) for number in parts.numbers] or [table]
-
-
 async def _rewrite(connection: AsyncConnection, name: str, refused: list[str]) -> None:
-    """Rewrite a table or a partition. If another role owns it, PostgreSQL skips it with a notice only; then its file
+    """Rewrite a table. If another role owns it, PostgreSQL skips it with a notice only; then its file
     node is unchanged."""
     before = await _filenode(connection, name)
     if (

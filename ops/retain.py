@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.followers import Followers
@@ -69,15 +68,14 @@ async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
         await _abandon_dead(writer, 0.0 if database.is_sqlite else settings.lease_s)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
-        followers, archives = Followers(), Archives(database, writer)
-        sessions = Sessions(database, writer, cache, followers, time.time, archives)
+        followers = Followers()
+        sessions = Sessions(database, writer, cache, followers, time.time)
         erasure = Erasure(
             database=database,
             writer=writer,
             cache=cache,
             followers=followers,
             clock=time.time,
-            archives=archives,
             sessions=sessions,
         )
         rest_s = 0.0 if database.is_sqlite else REST_S

@@ -140,8 +140,6 @@ def _refresh_objects(app: Services) -> None:
     metrics, counters = app.metrics, app.objects.bucket.counters
     metrics.totals(metrics.objects, {name: getattr(counters, name) for name in ("put", "read", "deleted", "failed")})
     metrics.totals(metrics.object_bytes, {"put": counters.put_bytes, "read": counters.read_bytes})
-    moved = app.archives.counters
-    metrics.totals(metrics.archived, {"archived": moved.archived, "brought_back": moved.brought_back})
 
 
 class _ScrapeMetrics(Collector):

@@ -37,7 +37,6 @@ from workers.pool import Pool
 
 if TYPE_CHECKING:
     from app.api.page.page import PageReaders
-    from app.export.archiver import Archiver
     from app.export.exporter import Exporter
     from app.tito.prompts import Prompts
 
@@ -81,7 +80,6 @@ class Services(Assembly):
         self.picker = load_picker(settings.picker)
         self.exporter = LazyImport("app.export.exporter", lambda: _exporter(self))
         self.feed = Feed(database, self.writer, self.exporter)
-        self.archiver = LazyImport("app.export.archiver", lambda: _archiver(self))
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
         self.health = HealthWatch(
             self.engines,
@@ -123,21 +121,6 @@ def _exporter(made: Services) -> Exporter:
             memory_bytes=settings.worker_memory_bytes,
         )
     return Exporter(made.database, made.release, exported=made.exported, picker=made.picker, helpers=helpers)
-
-
-def _archiver(made: Services) -> Archiver:
-    from app.export.archiver import Archiver
-
-    return Archiver(
-        made.database,
-        made.writer,
-        made.archives,
-        made.exporter,
-        made.collector,
-        time.time,
-        made.registration.incarnation,
-        closed_for_s=made.settings.archive_after_s,
-    )
 
 
 def _page(made: Services) -> PageReaders:

@@ -46,7 +46,6 @@ from app.export.row import Fields
 from app.lazy_import import LazyImport, loaded
 from app.sessions.groups import settle_groups
 from app.store import group_reads, survey
-from app.store.archives.fetching import read_each
 from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
@@ -219,18 +218,11 @@ class Feed:
                 partial(group_reads.turn_events, group_ids=part),
                 or_else=partial(survey.turn_events, group_ids=part),
             )
-            await self._add_archived(logs)
             ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
         return [
             one if one.measured else msgspec.structs.replace(one, measured=True, oldest_version=ages[one.group_id])
             for one in page
         ]
-
-    async def _add_archived(self, logs: TurnEvents) -> None:
-        """Add the events of the sessions that were archived at the first look; one may have been brought back since."""
-        for sessions in logs.values():
-            without = sorted(one for one, log in sessions.items() if not log)
-            sessions |= await read_each(self._database, without, group_reads.turn_events_of)
 
     async def _lines(
         self, query: FeedQuery, current: int | None, given: Sequence[_LeasedGroup]

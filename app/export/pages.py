@@ -21,7 +21,6 @@ from app.export.links import sign
 from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
 from app.store import bulk, reads, survey
-from app.store.archives.fetching import fetch_archived
 from app.store.broken import BrokenRow
 from app.store.bulk import ExportHead, StoredSession
 from app.store.engine import Database
@@ -155,8 +154,7 @@ class ExportPages:
     ) -> tuple[Iterator[list[ExportPage]], Position | None]:
         """The next pages, in parts that may be in memory together, and the last position examined; None at the end.
 
-        They are read as of one moment: a session may be archived or brought back meanwhile. How large the turns of one
-        part were decides how many turns the next one has.
+        How large the turns of one part were decides how many turns the next one has.
         """
         asked_for = session_id is not None
 
@@ -219,7 +217,6 @@ class ExportPages:
             return found, self._rollout_rows.members_around_damage(connection, found)
 
         found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
-        found = await fetch_archived(self._database, found, self._high, replay=self._replay, images=self._images)
         if self._url_s is None:
             await fetch_objects(self._database, found.values())
         else:

@@ -16,10 +16,9 @@ import msgspec
 from app.domain.branches import Branches, Picker, pick
 from app.domain.fold import fold
 from app.export.faults import told
-from app.store import bulk, reads, rollouts, survey
-from app.store.archives.fetching import read_each
+from app.store import bulk, rollouts, survey
 from app.store.bulk import StoredSession
-from app.store.damaged import PageDamaged, attempt
+from app.store.damaged import PageDamaged, attempt, split
 from app.store.ports import Database
 from app.store.reads import SPAN, Connection, EventRow, Position, decode_events
 
@@ -84,13 +83,11 @@ class RolloutRows:
         counts.update(await asyncio.to_thread(self._rows, logs, members))
         others = sorted(members.keys() - logs.keys())
         for part in (others[at : at + LOGS] for at in range(0, len(others), LOGS)):
-            logs = await read_each(
-                self._database,
-                part,
-                partial(bulk.read_logs, upto=self._high),
-                in_archive=partial(bulk.read_logs, upto=reads.END),
+            those = await self._database.read(
+                partial(bulk.read_logs, session_ids=part, upto=self._high),
+                or_else=partial(_logs_around_damage, session_ids=part, upto=self._high),
             )
-            counts.update(await asyncio.to_thread(self._rows, logs, members))
+            counts.update(await asyncio.to_thread(self._rows, those, members))
         return dict(counts)
 
     def _rows(self, logs: Mapping[str, Sequence[EventRow]], members: Members) -> dict[str, int]:
@@ -104,6 +101,12 @@ class RolloutRows:
                 continue
             counts[members[session_id]] += rows
         return counts
+
+
+def _logs_around_damage(
+    connection: Connection, session_ids: Sequence[str], upto: Position
+) -> Mapping[str, list[EventRow]]:
+    return split(connection, session_ids, partial(bulk.read_logs, upto=upto))[0]
 
 
 def _with_roots(below: Iterable[tuple[str, str]]) -> Members:

@@ -15,13 +15,12 @@ from app.crash_points import reach
 from app.domain import retention
 from app.domain.events import UnknownEvent
 from app.errors import SessionUnreadable
-from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Clock, Sessions
 from app.store import reads
 from app.store.erasure import EraseComponents, reward_rows, without_components
-from app.store.log import ARCHIVED, Appended, Refused
+from app.store.log import Appended, Refused
 from app.store.log_sessions import Erase, FreeChunks, FreeReplay
 from app.store.objects.objects import Objects
 from app.store.objects.rows import is_being_erased
@@ -53,7 +52,6 @@ class Erasure:
         cache: SessionCache,
         followers: Followers,
         clock: Clock,
-        archives: Archives,
         sessions: Sessions,
         objects: Objects | None = None,
     ) -> None:
@@ -62,7 +60,6 @@ class Erasure:
         self._cache = cache
         self._followers = followers
         self._clock = clock
-        self._archives = archives
         self._sessions = sessions
         self._objects = objects
 
@@ -124,13 +121,9 @@ class Erasure:
         """Erase a closed session; False if it is open. Its content is in the log files until those are emptied.
 
         `unless_pinned`: not if a checkpoint has it.
-        An archived session is brought back first. Raises SessionUnreadable if the content is on a damaged page or in a
-        damaged archive, PayloadsUnavailable.
+        Raises SessionUnreadable if the content is on a damaged page.
         """
-        if self._database.archives is not None:
-            await self._archives.bring_back(session_id)
-        while (erased := await self._drop_content(session_id, unless_pinned)) == Refused(ARCHIVED):
-            await self._archives.bring_back(session_id)  # just archived, and so again with all that had been removed
+        erased = await self._drop_content(session_id, unless_pinned)
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):

@@ -21,7 +21,6 @@ from app.errors import (
     SessionNotFound,
     SessionUnreadable,
 )
-from app.sessions.archives import Archives
 from app.sessions.lifecycle import Clock, Sessions, hash_of, metadata_blob, metadata_ref, refusal
 from app.store import reads
 from app.store.log import Appended, Refused, StoredBlob
@@ -29,7 +28,7 @@ from app.store.log_fork import Fork, ForkSource, read_source
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.objects.objects import Objects
-from app.store.ports import Database
+from app.store.ports import Database, Writer
 from app.store.writer import HELD_PAUSE_S
 
 TRIES = 20
@@ -54,9 +53,11 @@ class _Decided(msgspec.Struct, frozen=True):
 
 
 class Forks:
-    def __init__(self, database: Database, archives: Archives, sessions: Sessions, clock: Clock, objects: Objects | None) -> None:
+    def __init__(
+        self, database: Database, writer: Writer, sessions: Sessions, clock: Clock, objects: Objects | None
+    ) -> None:
         self._database = database
-        self._archives = archives
+        self._writer = writer
         self._sessions = sessions
         self._clock = clock
         self._objects = objects
@@ -96,7 +97,7 @@ class Forks:
         if self._objects is not None and forked.chunks:
             copies = await self._objects.copied(order.source, fork_id, forked.chunks)
         operation = Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone, copies)
-        outcome = await self._archives.submit(operation)
+        outcome = await self._writer.submit(operation)
         if self._objects is not None and copies is not None and not isinstance(outcome, Appended):
             await self._objects.end_copies(copies)
         if isinstance(outcome, Refused):

@@ -20,7 +20,7 @@ from app.domain.events import (
 from app.errors import SessionUnreadable, StoreDamaged
 from app.sessions.log_position import LogPosition
 from app.store import all_events, reads
-from app.store.all_events import EventFilter, Within
+from app.store.all_events import EventFilter
 from app.store.ports import Database
 from app.store.reads import Connection, EventRow, Position
 from app.store.search import content
@@ -56,8 +56,6 @@ class IndexReader:
 
     async def events(self, position: LogPosition, upto: Position) -> tuple[Events, LogPosition] | None:
         """The next events that can be read, and how far they reach; None if the log does not have the position."""
-        if position.within is not None:
-            return await self._archived(position, position.within)
 
         def read(
             connection: Connection, *, around_damage: bool
@@ -65,33 +63,17 @@ class IndexReader:
             held = reads.log_epoch(connection) == position.epoch
             if not (held and all_events.holds(connection, position.place, position.at)):
                 return None
-            archived = all_events.next_archived(connection, position.place, upto, EventFilter())
-            end = upto if archived is None else archived[0]
             pages = all_events.page_around_damage if around_damage else all_events.page
-            found = pages(connection, position.place, end, EventFilter(), PAGE)
-            within = Within(archived[1], 0) if archived is not None and found.reached >= end else None
+            found = pages(connection, position.place, upto, EventFilter(), PAGE)
             rows = [
                 (row.session_id, row.row)
                 for row in found.rows
                 if row.session_id is not None and row.row is not None and row.row.type in TYPES
             ]
-            return rows, LogPosition(position.epoch, found.reached, found.at, within)
+            return rows, LogPosition(position.epoch, found.reached, found.at)
 
         found = await self._database.read(partial(read, around_damage=False), or_else=partial(read, around_damage=True))
         return None if found is None else (_decoded(found[0]), found[1])
-
-    async def _archived(self, position: LogPosition, within: Within) -> tuple[Events, LogPosition]:
-        """The next events of a session that was archived before the index came to it."""
-        try:
-            rows = await self._database.read(
-                lambda connection: reads.event_rows(connection, within.session_id, after=within.seq, limit=PAGE),
-                session_id=within.session_id,
-            )
-        except SessionUnreadable:
-            rows = []
-        more = Within(within.session_id, rows[-1].seq) if len(rows) == PAGE else None
-        reached = LogPosition(position.epoch, position.place, None, more)
-        return _decoded([(within.session_id, row) for row in rows if row.type in TYPES]), reached
 
     async def groups(self, events: Events) -> list[Events]:
         """The events in order, as many at once as have CONTENT_BYTES of content; at least one, maybe empty, group."""

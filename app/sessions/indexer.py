@@ -166,7 +166,7 @@ class Indexer:
             return 0.0
         upto = (await self._log_end.now()).synced
         self._figures.came_to(position, upto, self._clock())
-        if position.place >= upto and position.within is None:
+        if position.place >= upto:
             return IDLE_S
         page = await self._reader.events(position, upto)
         if page is None:

@@ -91,7 +91,7 @@ def _has(state: IndexState, end: Position) -> bool:
     if state.position is None or not _is_whole(state):
         return False
     position = decode_position(state.position, "the search index")
-    return position.within is None and position.place >= end
+    return position.place >= end
 
 
 def _place(cursor: str) -> int:

@@ -15,7 +15,7 @@ from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.sessions.session_filter import SessionConditions
 from app.store import group_reads, heads_view, session_metadata, survey, survey_lists
-from app.store.archives.fetching import read_each
+from app.store.damaged import split
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
@@ -145,8 +145,7 @@ class SessionList:
         """One page. Without `counted` its `total` is 0. With a metadata filter the total is that of this page, and
         a page may have fewer rows than `limit` though others follow.
 
-        Raises InvalidRequest for an invalid cursor, StoreUnavailable; with a metadata filter PayloadsUnavailable, if
-        sessions are archived.
+        Raises InvalidRequest for an invalid cursor, StoreUnavailable.
         """
         if not query.metadata:
             return await self._page(query, cursor, limit, counted=counted)
@@ -172,7 +171,9 @@ class SessionList:
             return session_metadata.matches(connection, ids, wanted)
 
         ids = [row.session_id for row in rows if row.state != "erased"]
-        found = await read_each(self._database, ids, read)
+        found = await self._database.read(
+            lambda connection: read(connection, ids), or_else=lambda connection: split(connection, ids, read)[0]
+        )
         return {session_id for session_id, matches in found.items() if matches}
 
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionListPage:

@@ -14,8 +14,6 @@ from app.domain.fold import fold
 from app.domain.groups import Root
 from app.domain.upcast import decode
 from app.store import rollouts
-from app.store.archives.format import Place
-from app.store.archives.places import exported_places, places_of
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.reads import FRAME, SPAN, EventRow, Frames, Position, at_or_before, decode_events
 from app.store.rollouts import RESTORED, REWARD
@@ -26,8 +24,7 @@ class StoredSession(msgspec.Struct, frozen=True):
     """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
 
     `objects` are the names of chunks' objects, until `store.objects.reader` has fetched them into `chunks`, or as they
-    are, with their `urls`. `place`: all but the head
-    is in an archive, until `store.archives.fetching` has fetched it.
+    are, with their `urls`.
 
     `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
     export, where the rollout has several sessions.
@@ -44,7 +41,6 @@ class StoredSession(msgspec.Struct, frozen=True):
     damage: str | None = None
     rollout_rows: int | None = None
     objects: dict[ChunkKey, str] = {}
-    place: Place | None = None
     urls: Mapping[str, str] = {}
 
     @property
@@ -137,9 +133,7 @@ def _read_part(
     connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
 ) -> dict[str, StoredSession]:
     found = _stored_heads(connection, session_ids)
-    live = {
-        session_id: stored for session_id, stored in found.items() if stored.status != "erased" and stored.place is None
-    }
+    live = {session_id: stored for session_id, stored in found.items() if stored.status != "erased"}
     read_content(connection, live, upto, replay=replay, images=images)
     return found
 
@@ -149,9 +143,8 @@ def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[st
         sessions.c.session_id.in_(session_ids)
     )
     roots = rollouts.roots_of(connection, session_ids)
-    places = places_of(connection, session_ids)
     return {
-        row[0]: StoredSession(row[0], row[1], row[2], [], {}, {}, {}, roots.get(row[0]), place=places.get(row[0]))
+        row[0]: StoredSession(row[0], row[1], row[2], [], {}, {}, {}, roots.get(row[0]))
         for row in connection.execute(heads)
     }
 
@@ -242,15 +235,7 @@ def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position)
             continue
         if isinstance(event, RewardAssigned) and event.turn is None:
             found[session_id] = event.reward
-    found |= _archived_rewards(connection, session_ids, upto)
     return {session_id: reward for session_id, reward in found.items() if session_id not in unreadable}
-
-
-def _archived_rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
-    """From the heads, which do not change while a session is archived."""
-    ended = exported_places(connection, session_ids, upto)
-    heads = select(sessions.c.session_id, sessions.c.reward).where(sessions.c.session_id.in_(list(ended)))
-    return {row[0]: row[1] for row in connection.execute(heads) if row[1] is not None}
 
 
 def last_places(
@@ -259,7 +244,6 @@ def last_places(
     """The position of each session's last event of these types, at or before `upto`."""
     found: dict[str, Position] = {}
     for part in _parts(session_ids):
-        found |= exported_places(connection, part, upto)
         query = (
             select(events.c.session_id, events.c.tx, events.c.position)
             .where(events.c.session_id.in_(part), events.c.type.in_(types), at_or_before(upto))

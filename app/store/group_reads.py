@@ -146,7 +146,7 @@ _AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     """The events of some groups' closed sessions that say which turns are live and their weight versions.
 
-    Sessions of agents and children are included; archived ones have no events here.
+    Sessions of agents and children are included.
     """
     counted_in = group()
     of_session = and_(events.c.session_id == sessions.c.session_id, events.c.type.in_(_AGING))

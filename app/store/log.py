@@ -51,7 +51,7 @@ class Operation(Protocol[Result]):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Nothing was written: the session has this `status`, or is `ARCHIVED`; None if there is no such session."""
+    """Nothing was written: the session has this `status`; None if there is no such session."""
 
     status: str | None
 
@@ -129,19 +129,9 @@ def append_after(tx: Tx, session_id: str, at: float, new: Sequence[Event], head:
     return append(tx, session_id, head[0] - len(new) + 1, at, new)
 
 
-ARCHIVED = "archived"
-"""As the status of `Refused`: the session must be brought back into the database first."""
-
-
 def refused(tx: Tx, session_id: str) -> Refused:
-    if is_archived(tx, session_id):
-        return Refused(ARCHIVED)
     head = tx.one(sql.head, {"sid": session_id})
     return Refused(None if head is None else head[1])
-
-
-def is_archived(tx: Tx, session_id: str) -> bool:
-    return tx.one(sql.archived, {"sid": session_id}) is not None
 
 
 class BaseOperation(msgspec.Struct, frozen=True):

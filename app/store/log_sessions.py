@@ -23,7 +23,6 @@ from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
 from app.store.erasure import erase_remaining
 from app.store.log import (
-    ARCHIVED,
     Appended,
     BaseOperation,
     Refused,
@@ -32,7 +31,6 @@ from app.store.log import (
     advance_head,
     append,
     blob_row,
-    is_archived,
     refused,
     tombstone_chunks,
 )
@@ -269,8 +267,6 @@ class FreeReplay(BaseOperation, frozen=True):
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] not in sql.ENDED:
             return Refused(None if head is None else head[1])
-        if is_archived(tx, self.session_id):
-            return Refused(ARCHIVED)
         if head[0] != self.version or (self.unless_pinned and pins.pinned_upto(tx, self.session_id)):
             return Appended(())
         return advance_head(tx, self.session_id, self.at, [self.event])

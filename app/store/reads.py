@@ -18,7 +18,6 @@ from app.store import pins, rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
 from app.store.schema import (
-    archived_sessions,
     blobs,
     chunks,
     events,
@@ -249,7 +248,9 @@ def load_chunks(
     query = select(chunks.c.fence, chunks.c.number, *FRAME).where(chunks.c.session_id == session_id)
     key = tuple_(chunks.c.fence, chunks.c.number)
     parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
-    return {(row[0], row[1]): row[2] if row[3] is None else row[3] for part in parts for row in connection.execute(part)}
+    return {
+        (row[0], row[1]): row[2] if row[3] is None else row[3] for part in parts for row in connection.execute(part)
+    }
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:
@@ -360,14 +361,6 @@ def horizon(connection: Connection) -> Position:
         .limit(1)
     )
     row = connection.execute(last).first()
-    return max(START if row is None else Position(*row), last_archived(connection))
-
-
-def last_archived(connection: Connection) -> Position:
-    """The place of the last event that is in an archive."""
-    query = select(archived_sessions.c.tx, archived_sessions.c.position)
-    place = (archived_sessions.c.tx.desc(), archived_sessions.c.position.desc())
-    row = connection.execute(query.order_by(*place).limit(1)).first()
     return START if row is None else Position(*row)
 
 
@@ -381,10 +374,7 @@ def changed_sessions(
     group_id: str | None = None,
     types: Sequence[str] = EXPORTED,
 ) -> list[tuple[str, Position]]:
-    """Sessions in the order of their last event of these types in (after, upto], each once, with that place.
-
-    An archived session that has changed after `upto` is left out: where it stood before is in the archive.
-    """
+    """Sessions in the order of their last event of these types in (after, upto], each once, with that place."""
     later = events.alias("later")
     newer = exists().where(
         later.c.session_id == events.c.session_id,
@@ -392,27 +382,23 @@ def changed_sessions(
         later.c.type.in_(types),
         tuple_(later.c.tx, later.c.position) <= (upto.tx, upto.position),
     )
-    in_log = select(events.c.session_id, events.c.tx, events.c.position).where(events.c.type.in_(types), ~newer)
-    exported = (archived_sessions.c.exported_tx, archived_sessions.c.exported_position)
-    in_archives = select(archived_sessions.c.session_id, *exported).where(archived_sessions.c.archive_id.is_not(None))
-    queries = (
-        (events, (events.c.tx, events.c.position), in_log),
-        (archived_sessions, exported, in_archives),
+    place = (events.c.tx, events.c.position)
+    query = (
+        select(events.c.session_id, *place)
+        .where(
+            events.c.type.in_(types),
+            ~newer,
+            tuple_(*place) > (after.tx, after.position),
+            tuple_(*place) <= (upto.tx, upto.position),
+        )
+        .order_by(*place)
+        .limit(limit)
     )
-    found: list[tuple[str, Position]] = []
-    for table, place, query in queries:
-        part = query.where(tuple_(*place) > (after.tx, after.position), tuple_(*place) <= (upto.tx, upto.position))
-        if session_id is not None:
-            part = part.where(table.c.session_id == session_id)
-        if group_id is not None:
-            part = part.where(table.c.session_id.in_(rollouts.members_of_group(group_id)))
-        rows = connection.execute(part.order_by(*place).limit(limit))
-        found += [(row[0], Position(row[1], row[2])) for row in rows]
-    return sorted(found, key=_place)[:limit]
-
-
-def _place(found: tuple[str, Position]) -> Position:
-    return found[1]
+    if session_id is not None:
+        query = query.where(events.c.session_id == session_id)
+    if group_id is not None:
+        query = query.where(events.c.session_id.in_(rollouts.members_of_group(group_id)))
+    return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 
 def at_or_before(place: Position) -> ColumnElement[bool]:

@@ -22,7 +22,6 @@ from app.store.projections import FoldedLog
 from app.store.reads import EventRow, decode_events
 from app.store.rollouts import root_in_logs
 from app.store.schema import (
-    archived_sessions,
     blobs,
     chunks,
     events,
@@ -115,14 +114,12 @@ class _Copy:
         self._damage = Damage()
         self._markers: list[Fields] = []
         self._last_position = 0
-        self._archived: frozenset[str] = frozenset()
 
     def run(self, report: Report) -> Damage:
         for table in metadata.sorted_tables:
             if table not in NOT_COPIED and table not in OF_SESSIONS:
                 report(f"table {table.name}")
                 self._table(table)
-        self._find_archived()
         every = session_ids(self._source, OF_SESSIONS)
         for number, session_id in enumerate(every, 1):
             report(f"{number} of {len(every)} sessions")
@@ -133,13 +130,6 @@ class _Copy:
             self._insert(events, [{**marker, "position": self._last_position}])
         self._note_groups()
         return self._damage
-
-    def _find_archived(self) -> None:
-        """The archived sessions that were copied: their logs are elsewhere."""
-        query = select(archived_sessions)
-        found = self._target.execute(query).all()
-        self._archived = frozenset(row.session_id for row in found if row.archive_id is not None)
-        self._last_position = max((row.position for row in found), default=0)
 
     def _insert(self, table: Table, rows: Sequence[Fields]) -> None:
         for row in rows:
@@ -165,9 +155,7 @@ class _Copy:
         log = self._events(session_id)
         version = self._version(session_id, head, log)
         missing = sorted(set(range(1, version + 1)) - {row["seq"] for row in log})
-        if session_id in self._archived:
-            missing = []
-        if not log and not missing and head is None and session_id not in self._archived:
+        if not log and not missing and head is None:
             missing = [1]
         folded = None if missing else _folded(self._source, session_id, log)
         if missing:

@@ -15,12 +15,11 @@ from app.domain.events import UnknownEvent
 from app.domain.groups import Attempt
 from app.store import group_reads, heads_view
 from app.store import projections as heads
-from app.store.archives.places import exported_places
 from app.store.broken import BrokenRow
 from app.store.damaged import PageDamaged, attempt, attempt_or, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
 from app.store.heads_view import HeadRow
-from app.store.reads import SPAN, SYNCED, Position, last_archived
+from app.store.reads import SYNCED, Position
 from app.store.schema import events
 
 PLACES = 5000
@@ -96,8 +95,6 @@ def last_places(
         return _last_places(again, part, upto, types)
 
     found, lost = split(connection, ids, read)
-    for at in range(0, len(ids), SPAN):
-        found |= exported_places(connection, ids[at : at + SPAN], upto)
     unknown = 0
     for session_id, (place, rows) in _places_of_lost(connection, list(lost), upto, types).items():
         if place is None and rows:
@@ -198,8 +195,7 @@ def horizon(connection: Connection) -> Position:
     """As `reads.horizon`, from each session's own events."""
     oldest: int = connection.execute(select(oldest_tx())).scalar_one()
     places = last_places(connection, session_ids(connection), Position(oldest, 0), SYNCED)
-    last = max((place for place in places.values() if place.position < BEHIND), default=Position(0, 0))
-    return max(last, last_archived(connection))
+    return max((place for place in places.values() if place.position < BEHIND), default=Position(0, 0))
 
 
 def newest_version(connection: Connection) -> int | None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import uvloop
 
 from ops.bench import (
-    archive,
     backup,
     export,
     latency,
@@ -21,7 +20,6 @@ from ops.bench import (
     load,
     long,
     page,
-    partitions,
     payloads,
     postgres,
     prompts,
@@ -46,11 +44,9 @@ BENCHMARKS = {
     "staging": staging,
     "export": export,
     "backup": backup,
-    "archive": archive,
     "postgres": postgres,
     "sessions": live_sessions,
     "workers": workers,
-    "partitions": partitions,
     "payloads": payloads,
     "startup": startup,
     "tree": tree,

@@ -14,11 +14,10 @@ import msgspec
 from sqlalchemy import Connection
 
 from app.domain.events import ChunkRef
-from app.errors import SessionUnreadable, StoreDamaged
+from app.errors import StoreDamaged
 from app.settings import load_settings
 from app.store import damaged
 from app.store import projections as heads
-from app.store.archives.places import Archived, archived
 from app.store.engine import Database
 from app.store.objects.bucket import open_bucket
 from app.store.objects.reader import load_chunks
@@ -44,15 +43,12 @@ async def verify(
     """
     report = Report()
     async for session_id in _session_ids(database, report):
-        packed = await database.read(
-            partial(_check_unless_archived, session_id=session_id, report=report),
+        in_objects = await database.read(
+            partial(_check_session, session_id=session_id, report=report),
             one_moment=True,
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
-        if isinstance(packed, Archived):
-            await _check_archived(database, session_id, report)
-        else:
-            await _check_objects(database, session_id, packed or (), report)
+        await _check_objects(database, session_id, in_objects or (), report)
         progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
@@ -86,31 +82,10 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
             yield session_id
 
 
-def _check_unless_archived(connection: Connection, session_id: str, report: Report) -> list[ChunkRef] | Archived:
-    """As of one moment: a session may be archived meanwhile."""
-    return archived(connection, session_id) or _check_session(connection, session_id, report)
-
-
-def _check_session(
-    connection: Connection, session_id: str, report: Report, *, is_archived: bool = False
-) -> list[ChunkRef]:
-    check = SessionCheck(connection, session_id, report, is_archived=is_archived)
+def _check_session(connection: Connection, session_id: str, report: Report) -> list[ChunkRef]:
+    check = SessionCheck(connection, session_id, report)
     check.run()
     return check.in_objects
-
-
-async def _check_archived(database: Database, session_id: str, report: Report) -> None:
-    """Check an archived session, if the object storage is known."""
-    report.archived += 1
-    if database.archives is None:
-        report.sessions += 1
-        return
-    check = partial(_check_session, session_id=session_id, report=report, is_archived=True)
-    try:
-        await database.read(check, session_id=session_id)
-    except SessionUnreadable as error:
-        report.unreadable.append(session_id)
-        report.found(session_id, str(error))
 
 
 async def _check_objects(database: Database, session_id: str, in_objects: Iterable[ChunkRef], report: Report) -> None:

@@ -103,16 +103,12 @@ def chunk_fault(ref: ChunkRef, frame: bytes | None) -> str | None:
 
 
 class SessionCheck:
-    """Compares one session with its log, in one transaction. `in_objects` are its chunks in objects, which are not read.
+    """Compares one session with its log, in one transaction. `in_objects` are its chunks in objects, which are not read."""
 
-    `is_archived`: its root, which follows from other logs, is not compared.
-    """
-
-    def __init__(self, connection: Connection, session_id: str, report: Report, *, is_archived: bool = False) -> None:
+    def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
         self._connection = connection
         self._session_id = session_id
         self._report = report
-        self._is_archived = is_archived
         self._log: Sequence[Recorded] = ()
         self.in_objects: list[ChunkRef] = []
 
@@ -162,8 +158,7 @@ class SessionCheck:
 
     def _derived(self, log: FoldedLog) -> None:
         for difference in heads.differences(AlchemyTx(self._connection), self._session_id, log):
-            if not (self._is_archived and difference.place == "sessions.root_id"):
-                self._found(str(difference))
+            self._found(str(difference))
 
     def _order(self) -> None:
         """Check that positions in the global order grow with the log, within each transaction, and so in a whole SQLite

@@ -195,7 +195,7 @@ def _counts(members: _Members) -> str:
 
 
 def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> None:
-    """Check that the stored oldest weight version is that of the logs, if they can be read and none is archived."""
+    """Check that the stored oldest weight version is that of the logs, if they can be read."""
     if not all(logs[group_id].values()):
         return
     try:

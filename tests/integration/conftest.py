@@ -16,7 +16,6 @@ from ops.simulator.process import SimulatorProcess
 ON_BOTH = frozenset(
     {
         "test_all_events",
-        "test_archives",
         "test_checkpoints",
         "test_export",
         "test_fork",

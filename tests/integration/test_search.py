@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -273,21 +272,6 @@ def test_words_of_an_erased_session_are_in_no_file(sglang: SimulatorProcess, tmp
         for part in (word, word[10:], word[:20]):
             assert [file.name for file in files if part.encode() in file.read_bytes()] == []
         assert len(current(stand, q="hello")["hits"]) == 5
-
-
-def test_what_was_archived_before_the_index_came_to_it_is_found(sglang: SimulatorProcess, tmp_path: Path) -> None:
-    bucket = {"TURNLOG_PAYLOADS": f"file://{tmp_path / 'bucket'}"}
-    with serving(tmp_path, sglang.base_url, environment=bucket) as stand:
-        talk = stand.talk(metadata={"a": "b"})
-        talk.say("A rhinoceros")
-        assert stand.http.delete(talk.path).status_code == 204
-        assert stand.http.post("/archives", json={"closed_for_s": 0}).json()["archived"] == 1
-        stand.server.stop()
-        stand.server.environment |= ON
-        stand.server.start()
-        found = current(stand, q="rhinoceros", metadata="a=b")
-        assert places_of(found) == [(talk.id, 1, 0)]
-        assert json.loads(stand.http.get("/export", params={"session_id": talk.id}).text)["session_id"] == talk.id
 
 
 def test_the_client_and_the_command_line_give_every_page(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,6 @@ from app.domain.session import Session
 from app.errors import StartupError
 from app.store import reads
 from app.store.engine import Database, create_engine, sqlite_lock
-from app.store.partitions import is_partition
 from app.store.revision import revision_head, revision_of
 from app.store.schema import metadata, sessions
 
@@ -32,7 +32,7 @@ def tables(url: str) -> set[str]:
     async def look() -> set[str]:
         async with connected(url) as connection:
             names = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
-        return {name for name in names if not is_partition(name)}
+        return {name for name in names if not re.fullmatch(r"\w+_p\d+", name)}
 
     return asyncio.run(look())
 

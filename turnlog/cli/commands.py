@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from turnlog.cli import (
-    archives,
     checkpoints,
     export,
     fleet,
@@ -68,7 +67,6 @@ for _name, _program in (("simulator", serving.simulator), ("demo", serving.demo)
     )(_program)
 app.add_typer(fleet.engines_app, name="engines", rich_help_panel=ORDER)
 app.add_typer(checkpoints.checkpoint_app, name="checkpoint", rich_help_panel=ORDER)
-app.add_typer(archives.archive_app, name="archive", rich_help_panel=KEEP)
 
 
 def _version(wanted: bool) -> None:

@@ -129,9 +129,7 @@ class Objects:
         await asyncio.shield(task)
         reach("after_put")
         return [
-            msgspec.structs.replace(chunk, data=b"", location=located[chunk.number])
-            if chunk.number in large
-            else chunk
+            msgspec.structs.replace(chunk, data=b"", location=located[chunk.number]) if chunk.number in large else chunk
             for chunk in chunks
         ]
 
@@ -146,9 +144,7 @@ class Objects:
             return None
         me = self._incarnation()
         prefix = names.of_copies(fork_id, me, next(self._forks))
-        copies = Copies(
-            prefix, {key: f"{prefix}{key[0]}.{found.kind}.{found.number}" for key, found in wanted.items()}
-        )
+        copies = Copies(prefix, {key: f"{prefix}{key[0]}.{found.kind}.{found.number}" for key, found in wanted.items()})
         await self._writer.submit(rows.BeginCopies(prefix, fork_id, me))
         try:
             pairs = [(found.name, copies.names[key]) for key, found in wanted.items()]
@@ -196,7 +192,7 @@ class Objects:
             await self.sweep()
 
     async def _end_writing(self) -> None:
-        """A turn whose claim was taken may be uploading; when it has ended, or if it has not begun, it uploads no more."""
+        """A turn whose claim was taken may be uploading. When that has ended, or has not begun, it uploads no more."""
         me = self._incarnation()
         ended: list[str] = []
         for dead in await self._database.read(partial(rows.written_by, incarnation=me)):
@@ -249,9 +245,7 @@ class Objects:
         more.
         """
         folder = names.folder_of(dead.session_id)
-        if dead.name == folder and await self._database.read(
-            partial(rows.being_written, session_id=dead.session_id)
-        ):
+        if dead.name == folder and await self._database.read(partial(rows.being_written, session_id=dead.session_id)):
             await self._deleted(await self._listed(folder))
             return False
         while left := [name for name in await self._listed(folder) if name.startswith(dead.name)]:

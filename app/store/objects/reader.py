@@ -59,9 +59,7 @@ async def _fetched(database: Database, session_id: str, objects: Mapping[ChunkKe
     frames = dict(zip(objects, await asyncio.gather(*map(read, objects.values())), strict=True))
     missing = [key for key, frame in frames.items() if frame is None]
     if missing:
-        live = await database.read(
-            partial(live_objects, session_id=session_id, keys=missing), session_id=session_id
-        )
+        live = await database.read(partial(live_objects, session_id=session_id, keys=missing), session_id=session_id)
         for key in missing:
             if key in live:
                 log.error("session %s: the object %s is gone", session_id, live[key].name)
