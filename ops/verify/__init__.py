@@ -89,7 +89,7 @@ def _check_session(connection: Connection, session_id: str, report: Report) -> l
 
 
 async def _check_objects(database: Database, session_id: str, in_objects: Iterable[ChunkRef], report: Report) -> None:
-    """Check the chunks in objects, one in memory at a time. One that was tombstoned since the look at the log is well."""
+    """Check the chunks in objects, one in memory at a time. One that was tombstoned since is well."""
     for ref in in_objects:
         frames = await load_chunks(database, session_id, [ref.key])
         fault = chunk_fault(ref, frames.get(ref.key))

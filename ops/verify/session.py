@@ -103,7 +103,7 @@ def chunk_fault(ref: ChunkRef, frame: bytes | None) -> str | None:
 
 
 class SessionCheck:
-    """Compares one session with its log, in one transaction. `in_objects` are its chunks in objects, which are not read."""
+    """Compares one session with its log, in one transaction. It does not read objects: `in_objects`."""
 
     def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
         self._connection = connection
