@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -107,7 +108,7 @@ async def run_services(
         made = Services(settings, release, database, client, registration, prompts, metrics, tokens, connection_limit)
         stack.push_async_callback(made.stop)
         await _open(made)
-        await made.writer.submit(NoteObjects(None if bucket is None else bucket.url))
+        await made.writer.submit(NoteObjects(None if bucket is None else bucket.url, secrets.token_hex(8)))
         stack.push_async_callback(made.health.stop)
         stack.push_async_callback(made.pool.stop, 0)
         stack.push_async_callback(made.drain)

@@ -114,7 +114,7 @@ class Yard:
 @pytest.fixture
 async def yard(store: Store, tmp_path: Path) -> Yard:
     made = Yard(store, tmp_path / "objects")
-    await store.submit(rows.NoteObjects(made.bucket.url))
+    await store.submit(rows.NoteObjects(made.bucket.url, "owner"))
     return made
 
 

@@ -15,7 +15,6 @@ import msgspec
 from app.crash_points import reach
 from app.domain.events import ChunkKey
 from app.errors import AppError, ClaimLost, Overloaded
-from app.store import reads
 from app.store.leases import ReleaseLease, TakeLease
 from app.store.log import StoredChunk
 from app.store.log_fork import Copies
@@ -216,7 +215,7 @@ class Objects:
         now = asyncio.get_running_loop().time()
         if not self._is_owner and now >= self._ask_owner_at:
             self._ask_owner_at = now + OWNER_EVERY_S
-            own = await self._database.read(reads.log_epoch)
+            own = await self._database.read(rows.owner_name)
             self._is_owner = await self.bucket.owner(own) == own
             if not self._is_owner:
                 log.warning(

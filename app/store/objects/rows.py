@@ -17,9 +17,13 @@ from app.store.dialect import Tx, now
 from app.store.leases import holds_lease
 from app.store.log import StoreOperation
 from app.store.objects import names
+from app.store.reads import log_epoch
 from app.store.schema import SESSION_ID, chunks, dead_objects, incarnations, open_turns, sessions, store_meta
 
 LEASE = "objects"
+
+OWNER = "objects_owner"
+"""Key of `store_meta`: the random name of the store in object storage."""
 
 _is_live = chunks.c.tombstoned_by.is_(None) & chunks.c.location.is_not(None)
 _named = dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type)
@@ -69,6 +73,11 @@ def url_of_objects(connection: Connection) -> str | None:
     return found
 
 
+def owner_name(connection: Connection) -> str:
+    """What the store calls itself in object storage; another one after the restore of a backup."""
+    return f"{connection.execute(_owner).scalar()}-{log_epoch(connection)}"
+
+
 def is_being_erased(connection: Connection, root_id: str) -> bool:
     """May there still be objects of this erased session, or of its rollout?"""
     query = (
@@ -103,14 +112,18 @@ def has_due(connection: Connection, keep_s: float) -> bool:
 
 
 class NoteObjects(StoreOperation, frozen=True):
-    """Note that the store has objects below `url`; None: it has none."""
+    """Note that the store has objects below `url` (None: it has none), and give it the name `owner` in object storage,
+    unless it has one."""
 
     url: str | None
+    owner: str
 
     def apply(self, tx: Tx) -> None:
-        tx.run(_forget_meta, {})
+        tx.run(_forget_url, {})
         if self.url is not None:
             tx.insert(_insert_meta, [{"key": sql.OBJECTS, "value": self.url}])
+        if tx.one(_owner, {}) is None:
+            tx.insert(_insert_meta, [{"key": OWNER, "value": self.owner}])
 
 
 class TakeDue(StoreOperation, frozen=True):
@@ -207,7 +220,8 @@ def _row(name: str, session_id: str, incarnation: int | None) -> dict[str, objec
     return {"name": name, "session_id": session_id, "since": 0.0, "incarnation": incarnation}
 
 
-_forget_meta = delete(store_meta).where(_meta)
+_forget_url = delete(store_meta).where(_meta)
+_owner = select(store_meta.c.value).where(store_meta.c.key == OWNER)
 _insert_meta = insert(store_meta)
 _forget = delete(dead_objects).where(_named)
 _end_writing = (
