@@ -28,7 +28,6 @@ from app.api import (
     images,
     models,
     notes,
-    payloads,
     responses,
     search,
     service,
@@ -284,7 +283,6 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(search.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
-    app.include_router(payloads.router)
     app.include_router(fleet_routes.router)
     app.include_router(checkpoints.router)
     app.include_router(skyrl.router)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,12 @@ from helpers.store import LEASE_S, Store, add_incarnation, end_incarnation
 from sqlalchemy import update
 
 from app.domain import retention
-from app.domain.fork import Forked
 from app.errors import ClaimLost, PayloadsUnavailable, PayloadTombstoned, StartupError
 from app.sessions.replay_payloads import payload_of, values
 from app.store.log import Appended, StoredChunk
 from app.store.log_fork import Copies
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
-from app.store.objects import names, objects, rows
+from app.store.objects import names, rows
 from app.store.objects.bucket import Bucket
 from app.store.objects.objects import SMALL_BYTES, Objects
 from app.store.objects.reader import load_chunks
@@ -223,6 +222,7 @@ async def test_an_erasure_deletes_at_once_all_that_has_the_sessions_name(yard: Y
 async def test_an_erasure_waits_for_another_processs_upload(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
+    await yard.look()  # takes the lease
     other = await add_incarnation(yard.store.database)
     theirs = yard.of_process(other)
     released, begun, real = asyncio.Event(), asyncio.Event(), yard.bucket.put
@@ -271,12 +271,13 @@ async def test_a_turn_that_lost_its_claim_begins_no_upload(yard: Yard) -> None:
 
 async def test_an_upload_goes_on_when_its_turn_is_cancelled(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the storage might still take it after the erasure."""
-    begun, real = asyncio.Event(), yard.bucket.put
+    begun, released, ended, real = asyncio.Event(), asyncio.Event(), asyncio.Event(), yard.bucket.put
 
     async def slow(name: str, body: bytes) -> None:
         begun.set()
-        await asyncio.sleep(0.01)
+        await released.wait()
         await real(name, body)
+        ended.set()
 
     monkeypatch.setattr(yard.bucket, "put", slow)
     await yard.claimed("s")
@@ -286,7 +287,10 @@ async def test_an_upload_goes_on_when_its_turn_is_cancelled(yard: Yard, monkeypa
     await yard.erase("s")
     await yard.look()
     assert await yard.is_being_erased("s")
-    await asyncio.sleep(0.1)
+    released.set()
+    await ended.wait()
+    while yard.objects._uploads:
+        await asyncio.sleep(0)
     assert await yard.look() == []
     assert not await yard.is_being_erased("s")
 
