@@ -311,6 +311,8 @@ class StoreUnavailable(AppError):
 class StoreDamaged(StoreUnavailable):
     """The database answers, but a page that several sessions need cannot be read. A retry does not help."""
 
+    status, code = 500, "store_damaged"
+    meaning = "a page of the database that several sessions need is damaged: `turnlog verify` names what is lost"
     retry = False
     retry_after_s = None
 

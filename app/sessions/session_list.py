@@ -14,7 +14,7 @@ from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.sessions.session_filter import SessionConditions
-from app.store import group_reads, heads_view, session_metadata, survey, survey_lists
+from app.store import group_reads, heads_view, session_metadata
 from app.store.damaged import split
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
@@ -201,29 +201,7 @@ class SessionList:
             found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == HeadFilter())
             return page(found, total, is_exact, newest)
 
-        def around_damage(connection: Connection) -> SessionListPage:
-            newest = self.newest_version_of_each(connection)
-            every = survey_lists.rows(connection, _wanted(query, newest, held))
-            rows = [row for row in every if self._is_claimed_as_asked(row, query, held)]
-            return page(_sorted(rows, query, after)[: limit + 1], len(rows), len(rows) <= COUNTED, newest)
-
-        return await self._database.read(read, or_else=around_damage)
-
-    def _is_claimed_as_asked(self, row: HeadRow, query: SessionQuery, held: Mapping[str, bool]) -> bool:
-        """The filters about turns in flight."""
-        if query.state == "gated" and row.session_id not in held:
-            return False
-        if not _needs_claim(query):
-            return True
-        before = self._clock() - (query.stuck_s or 0.0)
-        return row.claimed_since is not None and row.claimed_since <= before
-
-    def rows_of_each(
-        self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]
-    ) -> list[SessionRow]:
-        """As `rows`, but reads around damaged pages."""
-        newest = self.newest_version_of_each(connection)
-        return [session_row(row, newest, held) for row in survey_lists.rows(connection, HeadFilter(), session_ids)]
+        return await self._database.read(read)
 
     def rows(self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]) -> list[SessionRow]:
         """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `held`."""
@@ -232,17 +210,11 @@ class SessionList:
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest numeric weight version of any session or engine."""
-        return self._newest(group_reads.newest_version(connection))
-
-    def newest_version_of_each(self, connection: Connection) -> int | None:
-        """As `newest_version`, but reads around damaged pages."""
-        return self._newest(survey.newest_version(connection))
-
-    def _newest(self, sampled: int | None) -> int | None:
         members = list(self._engines.members.values())  # at once: a read's thread asks, the event loop changes them
-        versions = [member.weight_version for member in members]
-        known = [int(one) for one in versions if one is not None and is_number(one)]
-        return max(known if sampled is None else [*known, sampled], default=None)
+        of_engines = (member.weight_version for member in members)
+        versions = [int(version) for version in of_engines if version is not None and is_number(version)]
+        sampled = group_reads.newest_version(connection)
+        return max(versions if sampled is None else [*versions, sampled], default=None)
 
     def _in_flight(
         self, connection: Connection, query: SessionQuery, newest: int | None, held: Mapping[str, bool]

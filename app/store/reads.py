@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
-from app.domain import upcast
+from app.domain.encoding import decode
 from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent
 from app.domain.fold import fold
 from app.domain.patterns import MAX_INTEGER
@@ -34,7 +34,7 @@ from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-12"
+SNAPSHOT_FORMAT = "session-1"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -121,7 +121,7 @@ def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
 def _recorded(row: EventRow) -> Recorded:
     if not (isinstance(row.seq, int) and isinstance(row.at, float) and isinstance(row.version, int)):
         raise UnknownEvent("a row that is no event's")
-    return Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data or b""))
+    return Recorded(row.seq, row.at, decode(row.type, row.version, row.data or b""))
 
 
 def load_events(connection: Connection, session_id: str, *, after: int = 0, limit: int | None = None) -> list[Recorded]:
@@ -268,17 +268,23 @@ def database_bytes(connection: Connection) -> int:
     return size
 
 
-def idle_sessions(connection: Connection, since: float, after: str, limit: int) -> list[str]:
-    """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout."""
+def idle_sessions(
+    connection: Connection, since: float, after: str, limit: int, among: Sequence[str] | None = None
+) -> list[str]:
+    """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout.
+
+    `among`: only those of these, without a limit.
+    """
     query = (
         select(sessions.c.session_id)
         .where(
             sessions.c.session_id > after,
             sessions.c.status == "open",
             is_idle(literal(since)),
+            *of_these(among),
         )
         .order_by(sessions.c.session_id)
-        .limit(limit)
+        .limit(limit if among is None else None)
     )
     return list(connection.execute(query).scalars())
 
@@ -291,19 +297,26 @@ def closed_sessions(
     *,
     holding: bool,
     acknowledged: bool = False,
+    among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
     """Sessions closed or set aside at or before `cutoff`, after `after` in the order of (closed_at, id), without those
     that a checkpoint has.
 
     `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a
-    group that the training feed's consumer has not acknowledged.
+    group that the training feed's consumer has not acknowledged. `among`: only those of these, without a limit.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
         select(sessions.c.closed_at, sessions.c.session_id)
-        .where(sessions.c.status.in_(ENDED), sessions.c.closed_at <= cutoff, place > after, ~pins.is_pinned())
+        .where(
+            sessions.c.status.in_(ENDED),
+            sessions.c.closed_at <= cutoff,
+            place > after,
+            ~pins.is_pinned(),
+            *of_these(among),
+        )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
-        .limit(limit)
+        .limit(limit if among is None else None)
     )
     if holding:
         query = query.where(holds_payload())
@@ -312,6 +325,11 @@ def closed_sessions(
         consumed = exists().where(groups.c.group_id == counted_in, groups.c.acked_at.is_not(None))
         query = query.where(or_(counted_in.is_(None), consumed))
     return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:
+    """Condition on heads; None: any."""
+    return [] if session_ids is None else [sessions.c.session_id.in_(session_ids)]
 
 
 def holds_payload() -> ColumnElement[bool]:

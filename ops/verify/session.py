@@ -184,10 +184,11 @@ class SessionCheck:
                 case TurnCommitted(turn=turn, fence=fence) if turn <= copied:
                     self._expect(fence == recorded.seq, f"turn {turn} is a copy, with fence {fence} at {recorded.seq}")
                     last = max(last, fence)
-                case TurnOpened(turn=turn, is_provisional=is_provisional):
+                case TurnOpened(turn=turn):
                     opened[recorded.seq] = turn
-                    is_new = is_provisional or turn > last_number
-                    self._expect(is_new, f"event {recorded.seq} gives turn {turn} a number after {last_number}")
+                    self._expect(
+                        turn > last_number, f"event {recorded.seq} gives turn {turn} a number after {last_number}"
+                    )
                     last_number = max(last_number, turn)
                 case TurnCommitted() | TurnRejected() | TurnAbandoned() as ended:
                     found = opened.pop(ended.fence, None)

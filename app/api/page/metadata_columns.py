@@ -61,7 +61,7 @@ class MetadataColumns:
         if not columns:
             return ListedGroups(found.groups, found.next_cursor, {})
         ids = [row.group_id for row in found.groups]
-        first = await self._database.read(lambda c: metadata_reads.first_of_groups(c, ids), or_else=lambda _: {})
+        first = await self._database.read(lambda c: metadata_reads.first_of_groups(c, ids))
         return ListedGroups(found.groups, found.next_cursor, await self._values(first, columns))
 
     async def _values(self, sessions: Mapping[str, str], columns: str | None) -> dict[str, dict[str, str]]:
@@ -70,7 +70,7 @@ class MetadataColumns:
         if not keys:
             return {}
         ids = list(sessions.values())
-        stored = await self._database.read(lambda c: metadata_reads.metadata_of(c, ids), or_else=lambda _: {})
+        stored = await self._database.read(lambda c: metadata_reads.metadata_of(c, ids))
         return await asyncio.to_thread(
             lambda: {
                 name: values
