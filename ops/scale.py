@@ -73,8 +73,8 @@ class Costs(msgspec.Struct, frozen=True):
     turn_indexes: float = 353.0
     chunk_rows: float = 200.0
     chunk_indexes: float = 115.0
-    chunk_in_pack: float = 85.0
-    """Of each turn, beside its payload: the head of a zstd frame, and a line of the pack's index."""
+    chunk_in_object: float = 85.0
+    """Of each turn, beside its payload: the head of a zstd frame, and its name."""
     content: float = 400.0
     content_new_token: float = 12.0
     content_output_token: float = 37.0
@@ -163,7 +163,7 @@ def predict(fleet: Fleet, costs: Costs) -> dict[str, float]:
     return {
         "database MiB": (rows + indexes) / MIB,
         "of it indexes MiB": indexes / MIB,
-        "bucket MiB": (fleet.tokens * fleet.payload_bytes + has_payloads * turns * costs.chunk_in_pack) / MIB,
+        "bucket MiB": (fleet.tokens * fleet.payload_bytes + has_payloads * turns * costs.chunk_in_object) / MIB,
         "filling: WAL KiB a turn": wal_turn
         + costs.wal_session / fleet.turns / KIB
         + PAGE_KIB * fleet.checkpoints * pages / 2 / turns,

@@ -180,8 +180,8 @@ INSERT INTO store_meta (key, value) VALUES ('epoch', '1');
 """
 
 # A head is updated twice in each turn; an update without free space in its page writes to every index. Rows of
-# `open_turns`, `group_changes` and `dead_objects` exist for a short time: autovacuum must not wait until a share of a mostly empty table is
-# dead. Nothing selects content by value, and statistics would keep samples of it after an erasure.
+# `open_turns`, `group_changes` and `dead_objects` exist for a short time: autovacuum must not wait until a share of a
+# mostly empty table is dead. Nothing selects content by value, and statistics would keep samples of it after an erasure.
 ON_POSTGRESQL = """
 ALTER TABLE sessions SET (fillfactor = 50);
 ALTER TABLE open_turns SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000);

@@ -60,9 +60,9 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
         return None
     if not (yield from _revision(revision)):
         return None
-    fleet, url = asyncio.run(_opened(settings.database_url))
-    if url not in (None, settings.payloads):
-        yield warning("database", f"replay payloads of this store are in {url}", f"set TURNLOG_PAYLOADS={url}")
+    fleet, place = asyncio.run(_opened(settings.database_url))
+    if place not in (None, settings.payloads):
+        yield warning("database", f"replay payloads of this store are in {place}", f"set TURNLOG_PAYLOADS={place}")
     return fleet
 
 
