@@ -35,7 +35,6 @@ from app.store.log import (
     tombstone_chunks,
 )
 from app.store.objects import names
-from app.store.search.writing import erase_entries
 
 
 class Create(BaseOperation, frozen=True):
@@ -324,7 +323,6 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
-        erase_entries(tx, self.session_id)
         tx.run(sql.unqueue_objects, {"sid": self.session_id})
         tx.run(sql.queue_prefix, {"object": names.folder_of(self.session_id), "sid": self.session_id})
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])

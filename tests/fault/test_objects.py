@@ -221,7 +221,7 @@ def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
         def fork() -> list[str]:
             response = stand.http.post(f"{source.path}/fork", json={"turn": 1}, headers={"idempotency-key": "fork"})
             assert response.status_code == 200, response.text
-            return list(response.json()["sessions"])
+            return [made["session_id"] for made in response.json()["sessions"]]
 
         with contextlib.suppress(httpx.TransportError):
             fork()
@@ -275,7 +275,7 @@ def test_an_erasure_waits_for_an_upload(site: Site, tally: Tally) -> None:
     with site.serving() as stand, ThreadPoolExecutor(1) as pool:
         talk = stand.talk()
         site.bucket.held = f"/{talk.id}/"
-        turn = pool.submit(talk.chat, talk.body([user("Question")], **ROUTED))
+        turn = pool.submit(talk.chat, [user("Question")], **ROUTED)
         assert site.bucket.reached.wait(WITHIN_S)
         tally.tried += 1
         for _ in range(3):
