@@ -93,8 +93,10 @@ async def _check_objects(database: Database, session_id: str, in_objects: Iterab
     for ref in in_objects:
         frames = await load_chunks(database, session_id, [ref.key])
         fault = chunk_fault(ref, frames.get(ref.key))
-        if fault is not None and await database.read(partial(live_objects, session_id=session_id, keys=[ref.key])):
-            report.found(session_id, fault)
+        if fault is not None:
+            live = await database.read(partial(live_objects, session_id=session_id, keys=[ref.key]))
+            if live:
+                report.found(session_id, fault)
 
 
 async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Report:
