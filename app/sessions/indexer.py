@@ -290,7 +290,7 @@ class Indexer:
 def _reasons(session: Session) -> dict[int, str | None]:
     gone = set() if session.is_tree else superseded(session)
     live = {turn.number: SUPERSEDED if turn.number in gone else None for turn in session.turns}
-    return {**live, **{turn.number: SET_ASIDE for turn in session.aside}}
+    return {**live, **{turn.number: SET_ASIDE for turn in session.undone}}
 
 
 def _known(state: writing.IndexState) -> LogPosition | None:
