@@ -63,11 +63,6 @@ class ThreadUnsupported(Unsupported):
     details: ClassVar[Mapping[str, str]] = {"error_code": "thread_unsupported_request"}
 
 
-class SearchOff(Unsupported):
-    code = "search_off"
-    meaning = "this server makes no search index: `TURNLOG_SEARCH` is off"
-
-
 class PreviousResponseNotFound(InvalidRequest):
     code = "previous_response_not_found"
     meaning = "`previous_response_id` names no response of this session"

@@ -24,10 +24,8 @@ from app.lazy_import import LazyImport
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.group_list import GroupList
-from app.sessions.indexer import IndexFigures
 from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
-from app.sessions.search import Search
 from app.sessions.session_list import SessionList
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
@@ -94,8 +92,6 @@ class Services(Assembly):
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
         self.group_list = GroupList(database)
-        self.indexed = IndexFigures()
-        self.search = Search(database, self.log_end, self.session_list.newest_version)
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
 

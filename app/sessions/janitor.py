@@ -17,7 +17,7 @@ import msgspec
 
 from app.domain.fleet import fold
 from app.errors import AppError, SessionUnreadable, StoreDamaged
-from app.sessions.erasure import Erasure, forget_words
+from app.sessions.erasure import Erasure
 from app.sessions.groups import settle_groups
 from app.sessions.lifecycle import Sessions
 from app.settings import Settings
@@ -214,7 +214,6 @@ class Janitor:
                 await self._erasure.drop_content(session_id, unless_pinned=True)
                 self.done.erased += 1
         if self._erased_in_log_file:
-            await forget_words(self._database, self._writer)
             await self._database.empty_log_file()
             self._erased_in_log_file = False
 

@@ -41,8 +41,6 @@ from app.store.schema import (
     events,
     open_turns,
     refused_replies,
-    search_entries,
-    search_metadata,
     sessions,
     snapshots,
     staged_tokens,
@@ -238,7 +236,7 @@ class SessionCheck:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
 
     def _check_erased(self) -> None:
-        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots, search_entries, search_metadata):
+        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots):
             left = self._rows(table, func.count())[0][0]
             self._expect(left == 0, f"erased, but {left} rows are left in {table.name}")
         for recorded in self._log:
