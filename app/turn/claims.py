@@ -201,8 +201,8 @@ class Claims:
         RollbackTooDeep, HistoryMismatch.
         """
         session = entry.session
-        if session.aside and (aside := context.history.aside_turn(session, entry.every_index)) is not None:
-            raise Restored.of(session.session_id, aside)
+        if session.undone and (undone := context.history.undone_turn(session, entry.every_index)) is not None:
+            raise Restored.of(session.session_id, undone)
         try:
             return context.history.join(session, entry.index, context.identity.agent_id)
         except (RollbackTooDeep, HistoryMismatch):
