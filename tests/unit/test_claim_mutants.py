@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from helpers.log import BODY, opened, payload
-from helpers.store import LEASE_S, commit, create, release, reward, stage
+from helpers.store import LEASE_S, commit, create, event_at, release, reward, stage
 from sqlalchemy import bindparam, insert, literal, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -313,7 +313,7 @@ def fits(kind: type[BaseOperation], *fields: str) -> Mutant:
         head = tx.one(sql.head, {"sid": "s"})
         assert head is not None
         version = head[0] if "version" in fields else _expected(operation)
-        last = tx.one(sql.event_at, {"sid": "s", "place": version})
+        last = tx.one(event_at, {"sid": "s", "place": version})
         known = {
             "version": version,
             "last_event_at": -1.0 if last is None else last[0],

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.store import event_at
 from sqlalchemy import func, select, update
 
 from app.domain import retention
@@ -107,7 +108,7 @@ def the_cached_version_is_trusted(patch: Patch) -> None:
 
 def _newest(tx: Tx, operation: Claim | Commit) -> Known:
     head = tx.one(sql.head, {"sid": operation.session_id})
-    last = None if head is None else tx.one(sql.event_at, {"sid": operation.session_id, "place": head[0]})
+    last = None if head is None else tx.one(event_at, {"sid": operation.session_id, "place": head[0]})
     return operation.known if head is None or last is None else Known(head[0], last[0], head[4])
 
 
