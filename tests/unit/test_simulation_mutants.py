@@ -27,7 +27,7 @@ from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
-from app.store.log_sessions import Close, SaveSnapshot
+from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
@@ -188,15 +188,6 @@ def the_cache_skips_events(patch: Patch) -> None:
     patch.setattr(CacheEntry, "advance", advance)
 
 
-def a_snapshot_outlives_an_erasure(patch: Patch) -> None:
-    def apply(self: SaveSnapshot, tx: Tx) -> None:
-        tx.run(sql.drop_snapshot, {"sid": self.session_id})
-        row = {"session_id": self.session_id, "seq": self.seq, "format": self.format, "data": self.data}
-        tx.insert(sql.insert_snapshot, [row])
-
-    patch.setattr(SaveSnapshot, "apply", apply)
-
-
 def a_gate_holds_nobody(patch: Patch) -> None:
     patch.setattr(Gates, "may_pass", lambda self, adapter: True)
 
@@ -320,7 +311,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
 RARER: tuple[Callable[[Patch], None], ...] = (
     an_append_does_not_look,
     a_lease_never_ends,
-    a_snapshot_outlives_an_erasure,
     the_cache_is_not_refreshed,
     a_close_leaves_the_turn_open,
     keys_are_forgotten,
