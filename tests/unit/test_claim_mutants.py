@@ -154,7 +154,7 @@ def a_tree_was_restored(shared: Shared) -> None:
 
     def restore(tx: Tx) -> None:
         tx.run(update(sessions).values(turns=1), {})
-        advance_head(tx, "s", 5.0, [SessionRestored("named", 3, aside=(2,), history="tree")])
+        advance_head(tx, "s", 5.0, [SessionRestored("named", 3)])
 
     shared.alter(restore)
     shared.takes(3, 6.0, expected=6, last=5.0, turns=1)
