@@ -8,8 +8,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import cache, partial
+from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -64,7 +63,7 @@ from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
 from app.store.archives.rows import has_archives
-from app.store.engine import Database, load_driver
+from app.store.engine import Database
 from app.store.packs.left_behind import ADVICE, left_behind
 from app.store.packs.opening import open_bucket
 from app.store.packs.rows import has_packs
@@ -90,9 +89,8 @@ async def run_services(
     release: str,
     tokens: Tokens,
     connection_limit: ConnectionLimit,
-    load_prompts: Callable[[], Prompts | None],
 ) -> AsyncIterator[Services]:
-    """The components that live as long as the process. `load_prompts` is called on a thread. Raises StartupError."""
+    """The components that live as long as the process. Raises StartupError."""
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -108,7 +106,8 @@ async def run_services(
             log.warning("%s: %s", what, ADVICE)
         client = _client(settings)
         stack.push_async_callback(client.close)
-        prompts = await _prompts(settings, load_prompts)
+        check_family(settings.tito_family)
+        prompts = await asyncio.to_thread(_load_prompts, settings)  # takes seconds
         registration = Registration(database)
         await registration.attempt()
         made = Services(settings, release, database, client, registration, prompts, metrics, tokens, connection_limit)
@@ -125,7 +124,7 @@ async def run_services(
         registration.start(made.registered)
         stack.push_async_callback(registration.stop)
         if settings.archive_after_s is not None:
-            archiver = await made.archiver()
+            archiver = made.archiver
             stack.push_async_callback(archiver.stop)
             try:
                 archiver.start()
@@ -184,21 +183,15 @@ def _client(settings: Settings) -> EngineClient:
     )
 
 
-async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Prompts | None:
-    """The tokenizer, or None. It is loaded on a thread, since that takes seconds. Raises StartupError."""
-    check_family(settings.tito_family)
-    return await asyncio.to_thread(load)
-
-
-def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
-    """The prompts of a tokenizer, or None. Raises StartupError."""
-    if tokenizer is None:
+def _load_prompts(settings: Settings) -> Prompts | None:
+    """The prompts of the tokenizer, or None. Raises StartupError."""
+    if settings.tokenizer is None:
         return None
     try:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
-    prompts = Loader.load(tokenizer, tito_family)
+    prompts = Loader.load(settings.tokenizer, settings.tito_family)
     for shape, why in prompts.findings.refused.items():
         log.warning("turns that continue %s begin a new row: %s", shape, why)
     return prompts
@@ -217,7 +210,6 @@ class Turnlog(FastAPI):
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
         self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
-        self._load_prompts = cache(partial(_loaded, settings.tokenizer, settings.tito_family))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -230,12 +222,6 @@ class Turnlog(FastAPI):
             await self._requests(without_prefix(scope), receive, send)
         else:
             await super().__call__(scope, receive, send)
-
-    def warm(self) -> None:
-        """Load the driver and the tokenizer ahead of the start, for a standby process. Opens no file or connection."""
-        load_driver(self._settings.database_url)
-        with contextlib.suppress(StartupError):  # the start reports it
-            self._load_prompts()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._guard.refusal(scope)
@@ -252,9 +238,7 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(
-                    self._settings, self.version, self._tokens, self._connection_limit, self._load_prompts
-                )
+                started = run_services(self._settings, self.version, self._tokens, self._connection_limit)
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})

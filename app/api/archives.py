@@ -58,7 +58,7 @@ async def archive_sessions(request: Request) -> dict[str, Any]:
     """Move the next closed sessions into an archive: Parquet files in object storage. Repeat with `after` of the reply
     until it is null; turns go on meanwhile."""
     given = await body_of(request, ArchiveSessions, is_optional=True)
-    archiver = await services(request).archiver()
+    archiver = services(request).archiver
     after = () if given.after is None else ((given.after.closed_at, given.after.session_id),)
     step = await archiver.step(given.closed_for_s, *after)
     names = ArchiveAfter.model_fields

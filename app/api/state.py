@@ -12,15 +12,27 @@ from starlette.types import Scope
 
 from app.api.connection_limit import ConnectionLimit
 from app.api.limits import RequestMemory, peer_of, read_body
+from app.api.page.checkpoint_view import CheckpointViews
+from app.api.page.conversation import Conversations
+from app.api.page.metadata_columns import MetadataColumns
+from app.api.page.overview import Overviews
+from app.api.page.page import PageReaders
+from app.api.page.rollout_view import Rollouts
+from app.api.page.session_view import SessionViews
+from app.api.page.token_view import TokenViews
+from app.api.page.watch import Watch
 from app.api.tokens import Tokens
 from app.assembly import Assembly
 from app.event_loop_lag import LoopLag
+from app.export.archiver import Archiver
+from app.export.exporter import Exporter
 from app.export.feed import Feed
+from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.metrics import ExportMetrics
 from app.export.picker import load_picker
+from app.export.preview import Previews
 from app.export.session_samples import SessionSamples
 from app.fleet.health import HealthWatch
-from app.lazy_import import LazyImport
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.group_list import GroupList
@@ -36,9 +48,6 @@ from app.upstream.client import EngineClient
 from workers.pool import Pool
 
 if TYPE_CHECKING:
-    from app.api.page.page import PageReaders
-    from app.export.archiver import Archiver
-    from app.export.exporter import Exporter
     from app.tito.prompts import Prompts
 
 
@@ -79,9 +88,20 @@ class Services(Assembly):
         self.instance_id = uuid.uuid4().hex
         self.exported = ExportMetrics()
         self.picker = load_picker(settings.picker)
-        self.exporter = LazyImport("app.export.exporter", lambda: _exporter(self))
+        self.exporter = Exporter(
+            database, release, exported=self.exported, picker=self.picker, helpers=_helpers(settings)
+        )
         self.feed = Feed(database, self.writer, self.exporter)
-        self.archiver = LazyImport("app.export.archiver", lambda: _archiver(self))
+        self.archiver = Archiver(
+            database,
+            self.writer,
+            self.archives,
+            self.exporter,
+            self.collector,
+            time.time,
+            registration.incarnation,
+            closed_for_s=settings.archive_after_s,
+        )
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
         self.health = HealthWatch(
             self.engines,
@@ -99,51 +119,36 @@ class Services(Assembly):
         self.indexed = IndexFigures()
         self.search = Search(database, self.log_end, self.session_list.newest_version)
         self.lag = LoopLag(time.monotonic)
-        self.page = LazyImport("app.api.page.page", lambda: _page(self))
+        self.page = PageReaders(
+            sessions=self.session_list,
+            listed=MetadataColumns(database, self.session_list, self.group_list),
+            overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, time.time),
+            watch=Watch(database, self.session_list, self.log_end),
+            views=SessionViews(database, self.turns.held),
+            conversations=Conversations(database),
+            tokens=TokenViews(database, prompts),
+            rollouts=Rollouts(database),
+            previews=Previews(database, release),
+            checkpoints=CheckpointViews(database),
+        )
 
     def end_waits(self) -> None:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""
         self.followers.stop()
         self.all_events.stop()
         self.gates.stop()
-        if self.page.made is not None:
-            self.page.made.watch.stop()
+        self.page.watch.stop()
 
 
-def _exporter(made: Services) -> Exporter:
-    from app.export.exporter import Exporter  # a start does not need it
-    from app.export.helpers import MOST_HELPERS, Helpers
-
-    settings = made.settings
-    helpers = None
-    if settings.workers > 2:  # fewer cores gain little: docs/benchmarks.md
-        helpers = Helpers(
-            min(settings.workers - 2, MOST_HELPERS),
-            deadline_s=settings.worker_deadline_s,
-            memory_bytes=settings.worker_memory_bytes,
-        )
-    return Exporter(made.database, made.release, exported=made.exported, picker=made.picker, helpers=helpers)
-
-
-def _archiver(made: Services) -> Archiver:
-    from app.export.archiver import Archiver
-
-    return Archiver(
-        made.database,
-        made.writer,
-        made.archives,
-        made.exporter,
-        made.collector,
-        time.time,
-        made.registration.incarnation,
-        closed_for_s=made.settings.archive_after_s,
+def _helpers(settings: Settings) -> Helpers | None:
+    """Fewer cores gain little: docs/benchmarks.md."""
+    if settings.workers <= 2:
+        return None
+    return Helpers(
+        min(settings.workers - 2, MOST_HELPERS),
+        deadline_s=settings.worker_deadline_s,
+        memory_bytes=settings.worker_memory_bytes,
     )
-
-
-def _page(made: Services) -> PageReaders:
-    from app.api.page.page import page_of  # imported with the first view of the page
-
-    return page_of(made)
 
 
 def services(request: Request) -> Services:

@@ -24,7 +24,6 @@ from app.export.faults import instead, told
 from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.extras import install
-from app.lazy_import import LazyImport
 from app.sessions.archives import Archives
 from app.store import reads
 from app.store.archives import rows
@@ -94,7 +93,7 @@ class Archiver:
         database: Database,
         writer: Writer,
         archives: Archives,
-        exporter: LazyImport[Exporter],
+        exporter: Exporter,
         collector: Collector | None,
         clock: Callable[[], float],
         incarnation: Callable[[], int],
@@ -277,13 +276,12 @@ class Archiver:
 
     async def _samples(self, session_ids: Sequence[str]) -> bytes:
         """The sessions' training rows, as an export with `format=parquet` gives them."""
-        exporter = await self._exporter()
         query = ExportQuery(format="parquet")
         writer = formats.open_writer("parquet", formats.DEFAULT, False, self._not_written)
         pieces: list[bytes] = []
         try:
             for at in range(0, len(session_ids), READ_AT_ONCE):
-                found = await exporter.rows(session_ids[at : at + READ_AT_ONCE], query)
+                found = await self._exporter.rows(session_ids[at : at + READ_AT_ONCE], query)
                 kept = [row for row in found if formats.EXCLUDED not in row]
                 pieces += await asyncio.to_thread(_all, writer.write, kept)
             pieces += await asyncio.to_thread(_all, writer.finish)

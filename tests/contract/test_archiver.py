@@ -15,7 +15,6 @@ from app.export import formats
 from app.export.archiver import CLEAN_EVERY_S, Archiver
 from app.export.exporter import Exporter
 from app.export.row import Fields, Row
-from app.lazy_import import LazyImport
 from app.sessions.archives import Archives
 from app.store.archives import rows
 from app.store.archives.rows import DROPPED_AT_ONCE, DropArchived
@@ -47,7 +46,7 @@ class Yard:
     def archiver(self, writer: Writer | None = None) -> Archiver:
         """A process's archiver."""
         database, used = self.store.database, writer or self.store.writer
-        exporter = LazyImport("app.export.exporter", lambda: Exporter(database, "test"))
+        exporter = Exporter(database, "test")
         archives = Archives(database, used)
         return Archiver(
             database, used, archives, exporter, None, lambda: self.now, lambda: self.store.me, closed_for_s=None

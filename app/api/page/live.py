@@ -38,7 +38,7 @@ ROWS = 1000
 async def live(request: Request, cursor: PageCursor = None) -> StreamingResponse:
     """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects resumes there."""
     app = services(request)
-    listener = await (await app.page()).watch.listen(request.headers.get("last-event-id") or cursor)
+    listener = await app.page.watch.listen(request.headers.get("last-event-id") or cursor)
     return _ChangeStream(app, listener)
 
 
