@@ -19,7 +19,6 @@ from app.fleet.native import NativeRoutes
 from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
-from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.checkpoints import Checkpoints
 from app.sessions.erasure import Erasure
@@ -83,7 +82,6 @@ class Assembly:
         self.writer = Writer(database)
         self.cache = SessionCache(database, self.writer, settings.cache_bytes, with_tokens=prompts is not None)
         self.followers = Followers()
-        self.archives = Archives(database, self.writer)
         # With SQLite only the file's lock decides which process is alive.
         lease_s = math.inf if database.is_sqlite else settings.lease_s
         beat_s = settings.lease_s / BEATS_PER_LEASE
@@ -124,7 +122,6 @@ class Assembly:
             self.cache,
             self.followers,
             clock,
-            self.archives,
             names_engine_sessions=settings.engine_session_ids,
         )
         self.erasure = Erasure(
@@ -133,11 +130,10 @@ class Assembly:
             cache=self.cache,
             followers=self.followers,
             clock=clock,
-            archives=self.archives,
             sessions=self.sessions,
             collector=self.collector,
         )
-        self.forks = Forks(database, self.archives, self.sessions, clock)
+        self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)
         self.checkpoints = self._checkpoints(database, clock, incarnation, lease_left)
@@ -194,7 +190,6 @@ class Assembly:
             restores=Restores(
                 database=database,
                 writer=self.writer,
-                archives=self.archives,
                 cache=self.cache,
                 followers=self.followers,
                 sessions=self.sessions,

@@ -12,13 +12,8 @@ cost 0.2).
     after_put            a pack is in the bucket, and no row refers to it yet
     after_repacked       a pack is copied, and its chunks still refer to the old one
     after_forgotten      no row refers to a pack, which is still in the bucket
-    after_archive_put    an archive is in the bucket, and no session refers to it yet
-    after_archived       sessions refer to it; the many rows of large ones are still in the database
-    after_archive_rewritten  an archive is copied, and its sessions still refer to the old one
-    after_archive_forgotten  no session refers to an archive, which is still in the bucket
     after_freed          after each step that frees a few chunks
     after_components     erasing a session: after each step that deletes the components of a few rewards
-    after_entries_dropped    erasing a session: after each step that deletes entries of the search index
     after_fork           after each new session of a fork
     after_erase          the rows are deleted; SQLite's log file is not truncated yet
     after_held           turns are held for a restore; nothing has been taken back yet
@@ -48,17 +43,6 @@ CrashPoint = Literal[
     "in_move",
     "after_forgotten",
     "after_pack_deleted",
-    "before_archive_put",
-    "after_archive_put",
-    "in_archive",
-    "in_begin_partition",
-    "in_move_rows",
-    "in_drop_partition",
-    "after_archived",
-    "after_archive_rewritten",
-    "after_archive_forgotten",
-    "before_bring_back",
-    "in_bring_back",
     "before_engine",
     "after_engine",
     "after_judged",
@@ -86,7 +70,6 @@ CrashPoint = Literal[
     "after_tombstones",
     "after_freed",
     "after_components",
-    "after_entries_dropped",
     "in_erase",
     "after_erase",
     "in_checkpoint",

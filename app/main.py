@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import (
-    archives,
     checkpoints,
     counting,
     events,
@@ -29,7 +28,6 @@ from app.api import (
     notes,
     payloads,
     responses,
-    search,
     service,
     session_lists,
     sessions,
@@ -56,18 +54,16 @@ from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import AppError, StartupError
 from app.extras import install
+from app.features import search
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
-from app.sessions.indexer import Indexer
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
-from app.store.archives.rows import has_archives
 from app.store.engine import Database
 from app.store.packs.left_behind import ADVICE, left_behind
 from app.store.packs.opening import open_bucket
 from app.store.packs.rows import has_packs
-from app.store.search.reading import can_search
 from app.tito.families import check_family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
@@ -123,19 +119,6 @@ async def run_services(
         made.start()
         registration.start(made.registered)
         stack.push_async_callback(registration.stop)
-        if settings.archive_after_s is not None:
-            archiver = made.archiver
-            stack.push_async_callback(archiver.stop)
-            try:
-                archiver.start()
-            except AppError as error:
-                raise StartupError(f"TURNLOG_ARCHIVE_AFTER_S: {error}") from error
-        if settings.search == "on":
-            if not await database.read(can_search):
-                raise StartupError("TURNLOG_SEARCH=on needs FTS5, without which this SQLite was built")
-            indexer = Indexer(database, made.writer, made.log_end, registration.incarnation, figures=made.indexed)
-            stack.push_async_callback(indexer.stop)
-            indexer.start()
         made.health.start()
         made.pool.start()
         yield made
@@ -155,11 +138,6 @@ async def _require_nothing_in_bucket(database: Database) -> None:
         raise StartupError(
             "replay payloads of this store are in object storage: set TURNLOG_PAYLOADS to it, or, if new ones should "
             "go into the database, TURNLOG_PAYLOADS_FROM"
-        )
-    if await database.read(has_archives):
-        raise StartupError(
-            "sessions of this store are archived in object storage: set TURNLOG_PAYLOADS to it, or, if replay payloads "
-            "should go into the database, TURNLOG_PAYLOADS_FROM"
         )
 
 
@@ -240,6 +218,7 @@ class Turnlog(FastAPI):
             try:
                 started = run_services(self._settings, self.version, self._tokens, self._connection_limit)
                 self.state.services = await stack.enter_async_context(started)
+                self.state.search = await stack.enter_async_context(search.running(self.state.services))
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
                 return
@@ -278,11 +257,9 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(counting.router)
     app.include_router(service.router)
     app.include_router(exports.router)
-    app.include_router(search.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(payloads.router)
-    app.include_router(archives.router)
     app.include_router(fleet_routes.router)
     app.include_router(checkpoints.router)
     app.include_router(skyrl.router)
@@ -291,6 +268,10 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(ui.router)
     app.include_router(ui_live.router)
     app.include_router(ui_files.page_routes())
+    if settings.search == "on":
+        from app.features.search.routes import router
+
+        app.include_router(router)
     handle_faults(app)
     return app
 

@@ -86,7 +86,6 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "only with its whole rollout; none while a gate is shut, and for a minute after",
         "closed_replay_ttl_s": "replay payloads and refused replies of a session closed for this long are freed; 0: at "
         "once",
-        "archive_after_s": "sessions closed for this long are [archived](archives.md); needs `TURNLOG_PAYLOADS`",
         "closed_ttl_s": "sessions closed for this long are erased",
         "retain_until_ack": "the janitor frees nothing of a session whose group has not been acknowledged in the "
         "training feed",

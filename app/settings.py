@@ -154,7 +154,6 @@ class Settings(BaseSettings):
     idle_close_s: Limit = Field(default=None, gt=0)
     closed_replay_ttl_s: Limit = Field(default=86400, ge=0)
     closed_ttl_s: Limit = Field(default=None, gt=0)
-    archive_after_s: Limit = Field(default=None, gt=0)
     retain_until_ack: bool = False
     max_db_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=None, ge=MIB)
     log_format: LogFormat = "auto"

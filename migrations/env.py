@@ -17,11 +17,9 @@ from app.store.dialect import store_error
 from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import unopened
-from app.store.partitions import PART, is_partition
 from app.store.postgres import DRIVER_ERRORS
 from app.store.revision import require_known, revision_of
 from app.store.schema import metadata
-from app.store.search.words import WORDS, WORDS_INDEX, is_full_text
 
 PRIVATE = 0o077
 """The umask, so that other users cannot read an SQLite file, which holds prompts and replies. Its WAL gets the same
@@ -39,17 +37,8 @@ def _migrate(connection: Connection) -> None:
 
 
 def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _compared: object) -> bool:
-    """Does the schema in code have such an item? It knows nothing of partitions (`store.partitions`), and nothing of
-    words that are searched (`store.search`)."""
-    if not reflected:
-        return True
-    match kind:
-        case "column":
-            return name not in (PART, WORDS)
-        case "table":
-            return not is_partition(name or "") and not is_full_text(name or "")
-        case _:
-            return name != WORDS_INDEX
+    """Does the schema in code have such an item? It knows nothing of the search's, which makes its own."""
+    return not reflected or not (name or "").startswith("search_")
 
 
 async def _online(url: str) -> None:

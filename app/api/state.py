@@ -24,7 +24,6 @@ from app.api.page.watch import Watch
 from app.api.tokens import Tokens
 from app.assembly import Assembly
 from app.event_loop_lag import LoopLag
-from app.export.archiver import Archiver
 from app.export.exporter import Exporter
 from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
@@ -36,10 +35,8 @@ from app.fleet.health import HealthWatch
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.group_list import GroupList
-from app.sessions.indexer import IndexFigures
 from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
-from app.sessions.search import Search
 from app.sessions.session_list import SessionList
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
@@ -92,16 +89,6 @@ class Services(Assembly):
             database, release, exported=self.exported, picker=self.picker, helpers=_helpers(settings)
         )
         self.feed = Feed(database, self.writer, self.exporter)
-        self.archiver = Archiver(
-            database,
-            self.writer,
-            self.archives,
-            self.exporter,
-            self.collector,
-            time.time,
-            registration.incarnation,
-            closed_for_s=settings.archive_after_s,
-        )
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
         self.health = HealthWatch(
             self.engines,
@@ -116,8 +103,6 @@ class Services(Assembly):
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
         self.group_list = GroupList(database)
-        self.indexed = IndexFigures()
-        self.search = Search(database, self.log_end, self.session_list.newest_version)
         self.lag = LoopLag(time.monotonic)
         self.page = PageReaders(
             sessions=self.session_list,

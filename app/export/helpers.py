@@ -121,7 +121,7 @@ class PartMaker:
         try:
             return await self._make_by_helper(self.pool, part)
         except Rejected:
-            pass  # it cannot read this part, as where sessions are archived
+            pass  # it cannot read this part
         except (PoolError, OSError) as error:
             log.warning("a helper of an export made no rows (%s); they are made without it", type(error).__name__)
         finally:

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from app.domain.events import UnknownEvent
-from app.errors import PositionGone, SessionUnreadable, StoreDamaged, StoreUnavailable
+from app.errors import PositionGone, StoreDamaged, StoreUnavailable
 from app.sessions.inspection import event_fields
 from app.sessions.log_end import POLL_S, LogEnd
 from app.sessions.log_position import LogPosition, decode_position
 from app.store import all_events, reads
-from app.store.all_events import EventFilter, EventPage, PlacedRow, Within
+from app.store.all_events import EventFilter, EventPage, PlacedRow
 from app.store.engine import Database
 from app.store.reads import START, Connection, Position
 
@@ -70,7 +70,7 @@ class _Reader:
 
     @property
     def is_at_end(self) -> bool:
-        return self.position.place >= self.upto and self.position.within is None
+        return self.position.place >= self.upto
 
     @property
     def nothing(self) -> EventPage:
@@ -78,11 +78,11 @@ class _Reader:
 
     def advance(self, page: EventPage) -> None:
         """The page's rows have been sent."""
-        self.position = LogPosition(self.position.epoch, page.reached, page.at, page.within)
+        self.position = LogPosition(self.position.epoch, page.reached, page.at)
         self.left -= len(page.rows)
         if page.rows:
             self._told_at = self._clock()
-            if (page.rows[-1].place, page.rows[-1].within) == (page.reached, page.within):
+            if page.rows[-1].place == page.reached:
                 self._told = self.position
 
     def position_line(self) -> bytes:
@@ -181,9 +181,7 @@ class AllEvents:
                 await self.stopping.wait()
 
     async def _page(self, reader: _Reader) -> EventPage:
-        """Raises PositionGone, StoreUnavailable, PayloadsUnavailable."""
-        if reader.position.within is not None:
-            return await self._archived_page(reader.position.place, reader.position.within, reader)
+        """Raises PositionGone, StoreUnavailable."""
         position, upto = reader.position, reader.upto
         limit = min(PAGE, reader.left)
 
@@ -193,17 +191,12 @@ class AllEvents:
                 return None
             if reader.is_at_end:
                 return reader.nothing
-            archived = all_events.next_archived(connection, position.place, upto, reader.wanted)
-            end = upto if archived is None else archived[0]
-            found = page(connection, position.place, end, reader.wanted, limit)
-            if archived is None or found.reached < end:
-                return found
-            return found._replace(within=Within(archived[1], 0))
+            return page(connection, position.place, upto, reader.wanted, limit)
 
         async with self._reads:
             found = await self._database.read(
                 partial(read, page=all_events.page),
-                one_moment=True,  # a session may be archived meanwhile
+                one_moment=True,
                 or_else=partial(read, page=all_events.page_around_damage),
             )
         if found is None:
@@ -213,39 +206,14 @@ class AllEvents:
             )
         return found
 
-    async def _archived_page(self, place: Position, within: Within, reader: _Reader) -> EventPage:
-        """The next events of a session that was archived: its own read finds them also if it has been restored."""
-        session_id, after = within.session_id, within.seq
-        try:
-            rows = await self._database.read(
-                lambda connection: reads.event_rows(connection, session_id, after=after, limit=PAGE),
-                session_id=session_id,
-            )
-        except SessionUnreadable:
-            return EventPage([PlacedRow(place, session_id, None)], place, None)
-        wanted = [row for row in rows if not reader.wanted.types or row.type in reader.wanted.types]
-        given = wanted[: reader.left]
-        if len(given) < len(wanted):
-            at: Within | None = Within(session_id, given[-1].seq)
-        else:
-            at = Within(session_id, rows[-1].seq) if len(rows) == PAGE else None
-        found = [PlacedRow(place, session_id, row, Within(session_id, row.seq)) for row in given]
-        if found and at is None:
-            found[-1] = found[-1]._replace(within=None)
-        return EventPage(found, place, None, at)
-
     def _ndjson(self, rows: Sequence[PlacedRow], epoch: str) -> bytes:
         return b"".join(msgspec.json.encode(self._line(row, epoch)) + b"\n" for row in rows)
 
     def _line(self, placed: PlacedRow, epoch: str) -> dict[str, Any]:
-        position = LogPosition(epoch, placed.place, placed.at, placed.within).encode()
+        position = LogPosition(epoch, placed.place, placed.at).encode()
         named = {"position": position, "session_id": placed.session_id}
         if placed.row is None:
-            return {
-                **named,
-                **_NOTHING_KNOWN,
-                "error": "it cannot be read: a page or an archive is damaged",
-            }
+            return {**named, **_NOTHING_KNOWN, "error": "it cannot be read: a page is damaged"}
         try:
             [recorded] = reads.decode_events([placed.row])
         except UnknownEvent as error:

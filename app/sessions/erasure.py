@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from app.crash_points import reach
 from app.domain import retention
 from app.domain.events import UnknownEvent
 from app.errors import SessionUnreadable
-from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Clock, Sessions
 from app.store import reads
 from app.store.erasure import EraseComponents, reward_rows, without_components
-from app.store.log import ARCHIVED, Appended, Refused
+from app.store.log import Appended, Refused
 from app.store.log_sessions import Erase, FreeChunks, FreeReplay
 from app.store.packs import rows as packs
 from app.store.packs.collector import Collector
 from app.store.ports import Database, Writer
-from app.store.search.writing import DropEntries, MergeShard, dirty_shards
 from app.store.statements import ENDED
 
 log = logging.getLogger("turnlog.sessions")
@@ -36,9 +35,6 @@ FREED_AT_ONCE = 4
 
 REWARDS_AT_ONCE = 16
 """Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
-
-ENTRIES_AT_ONCE = 200
-"""Entries of the search index, of at most about 32 KiB each, that one transaction deletes."""
 
 
 class Erasure:
@@ -52,7 +48,6 @@ class Erasure:
         cache: SessionCache,
         followers: Followers,
         clock: Clock,
-        archives: Archives,
         sessions: Sessions,
         collector: Collector | None = None,
     ) -> None:
@@ -61,9 +56,10 @@ class Erasure:
         self._cache = cache
         self._followers = followers
         self._clock = clock
-        self._archives = archives
         self._sessions = sessions
         self._collector = collector
+        self.forget: list[Callable[[str], Awaitable[None]]] = []
+        """What features do with a session that has been erased, before that is answered."""
 
     async def erase(self, session_id: str) -> bool:
         """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
@@ -73,7 +69,6 @@ class Erasure:
         """
         while not await self._erase_rollout(session_id):
             log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
-        await forget_words(self._database, self._writer)
         await self._database.empty_log_file()
         if self._collector is None:
             return True
@@ -123,27 +118,22 @@ class Erasure:
         """Erase a closed session; False if it is open. Its content is in the log files until those are emptied.
 
         `unless_pinned`: not if a checkpoint has it.
-        An archived session is brought back first. Raises SessionUnreadable if the content is on a damaged page or in a
-        damaged archive, PayloadsUnavailable.
+        Raises SessionUnreadable if the content is on a damaged page.
         """
-        if self._database.archives is not None:
-            await self._archives.bring_back(session_id)
-        while (erased := await self._drop_content(session_id, unless_pinned)) == Refused(ARCHIVED):
-            await self._archives.bring_back(session_id)  # just archived, and so again with all that had been removed
+        erased = await self._drop_content(session_id, unless_pinned)
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
+        if isinstance(erased, Appended) or erased == Refused("erased"):  # a retry, after a crash in between, too
+            for forget in self.forget:
+                await forget(session_id)
         return erased != Refused("open")
 
     async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id, unless_pinned=unless_pinned)
         upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        more = True
-        while more:
-            more = await self._writer.submit(DropEntries(session_id, ENTRIES_AT_ONCE, unless_pinned))
-            reach("after_entries_dropped")
         has_packs = self._database.bucket is not None
         return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
 
@@ -163,10 +153,3 @@ class Erasure:
                 await self._writer.submit(EraseComponents(session_id, rewritten, freed, unless_pinned))
                 reach("after_components")
             after = rows[-1].seq
-
-
-async def forget_words(database: Database, writer: Writer) -> None:
-    """Take what was deleted from SQLite's full-text tables out of them for good, in steps."""
-    for shard in await database.read(dirty_shards):
-        while await writer.submit(MergeShard(shard)):
-            pass

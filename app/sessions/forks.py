@@ -21,14 +21,13 @@ from app.errors import (
     SessionNotFound,
     SessionUnreadable,
 )
-from app.sessions.archives import Archives
 from app.sessions.lifecycle import Clock, Sessions, hash_of, metadata_blob, metadata_ref, refusal
 from app.store import reads
 from app.store.log import Refused, StoredBlob
 from app.store.log_fork import Fork, ForkSource, read_source
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
-from app.store.ports import Database
+from app.store.ports import Database, Writer
 from app.store.writer import HELD_PAUSE_S
 
 TRIES = 20
@@ -53,9 +52,9 @@ class _Decided(msgspec.Struct, frozen=True):
 
 
 class Forks:
-    def __init__(self, database: Database, archives: Archives, sessions: Sessions, clock: Clock) -> None:
+    def __init__(self, database: Database, writer: Writer, sessions: Sessions, clock: Clock) -> None:
         self._database = database
-        self._archives = archives
+        self._writer = writer
         self._sessions = sessions
         self._clock = clock
 
@@ -90,7 +89,7 @@ class Forks:
         """Create one fork; False if the source has changed and the fork must be decided again."""
         forked = decided.forked
         operation = Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone)
-        outcome = await self._archives.submit(operation)
+        outcome = await self._writer.submit(operation)
         if isinstance(outcome, Refused):
             raise refusal(order.source, outcome.status)
         if isinstance(outcome, Existing):

@@ -35,7 +35,6 @@ from app.errors import (
     StoreFull,
     TooManySessions,
 )
-from app.sessions.archives import Archives
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.store import rollouts
@@ -79,7 +78,6 @@ class Sessions:
         cache: SessionCache,
         followers: Followers,
         clock: Clock,
-        archives: Archives,
         *,
         names_engine_sessions: bool = False,
     ) -> None:
@@ -88,7 +86,6 @@ class Sessions:
         self._cache = cache
         self._followers = followers
         self._clock = clock
-        self._archives = archives
         self._names_engine_sessions = names_engine_sessions
         self._on_close: list[Callable[[str, Sequence[int]], None]] = []
         self.is_full = False
@@ -130,7 +127,7 @@ class Sessions:
 
     async def _tell_adopted(self, session_id: str) -> None:
         """Write into a session's log that its root is there now. One that was erased has no rows that change."""
-        outcome = await self._archives.submit(JoinRollout(session_id, self._clock()))
+        outcome = await self._writer.submit(JoinRollout(session_id, self._clock()))
         if isinstance(outcome, Appended):
             self._appended(session_id, outcome)
 
@@ -184,7 +181,7 @@ class Sessions:
         """The seq of the assignment. Raises SessionNotFound, SessionClosed (erased), InvalidRequest."""
         live = await self._cache.current(session_id)
         event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
-        outcome = await self._archives.submit(AssignReward(session_id, self._clock(), event))
+        outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
         reach("after_reward")
         seq = self._appended(session_id, outcome).events[-1].seq
         if turn is None:
@@ -199,7 +196,7 @@ class Sessions:
         """
         live = await self._cache.current(session_id)
         event = decide.note(live.session if live else None, session_id, text, tags)
-        outcome = await self._archives.submit(Note(session_id, self._clock(), event))
+        outcome = await self._writer.submit(Note(session_id, self._clock(), event))
         reach("after_note")
         return self._appended(session_id, outcome).events[-1].seq
 
@@ -255,7 +252,7 @@ class Sessions:
             self._closed(session_id, self._appended(session_id, outcome))
 
     async def _share_reward(self, session_id: str) -> None:
-        outcome = await self._archives.submit(ShareReward(session_id, self._clock()))
+        outcome = await self._writer.submit(ShareReward(session_id, self._clock()))
         reach("after_reward_shared")
         if isinstance(outcome, Appended):
             self._appended(session_id, outcome)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from app.domain import cursors
-from app.store.all_events import Within
 from app.store.reads import Position
 
 
@@ -13,14 +12,12 @@ class LogPosition(msgspec.Struct, frozen=True, array_like=True):
     """The place of an event in the order of commits, in the log with this epoch.
 
     `at` is when the event was written, in seconds since the epoch: after a crash of the database another event may
-    have its place. None: not known. `within`: of the archived session that stands at `place`, the events up to this one
-    have been given.
+    have its place. None: not known.
     """
 
     epoch: str
     place: Position
     at: float | None = None
-    within: Within | None = None
 
     def encode(self) -> str:
         return cursors.encode(self)

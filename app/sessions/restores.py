@@ -25,7 +25,6 @@ from app.domain.fold import apply, fold
 from app.domain.restore import restoring
 from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
-from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.groups import settle_groups
@@ -95,7 +94,6 @@ class Restores:
         *,
         database: Database,
         writer: Writer,
-        archives: Archives,
         cache: SessionCache,
         followers: Followers,
         sessions: Sessions,
@@ -103,7 +101,6 @@ class Restores:
     ) -> None:
         self._database = database
         self._writer = writer
-        self._archives = archives
         self._cache = cache
         self._followers = followers
         self._sessions = sessions
@@ -160,7 +157,7 @@ class Restores:
                 )
                 work = partial(_decided, session_id, rows, seq, name, self._clock(), before_id)
                 operation = work() if len(rows) <= INLINE else await asyncio.to_thread(work)
-                outcome = await self._archives.submit(operation)
+                outcome = await self._writer.submit(operation)
             except (UnknownEvent, SessionUnreadable) as error:
                 self._database.unreadable.warn(session_id, error)
                 tally.unreadable.append(session_id)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, Table, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Select, select, tuple_
 
-from app.domain.patterns import ID, MAX_INTEGER
+from app.domain.patterns import MAX_INTEGER
 from app.store import rollouts
 from app.store.broken import BrokenRow
 from app.store.damaged import attempt_or, rows_in_parts
-from app.store.reads import START, EventRow, Position, at_or_before, last_archived
-from app.store.schema import archived_sessions, events
+from app.store.reads import START, EventRow, Position, at_or_before
+from app.store.schema import events
 
 WINDOW = 10_000
 """Events that one read looks through for a type that may be rare."""
@@ -36,23 +36,12 @@ class EventFilter(msgspec.Struct, frozen=True):
         return self.session_id is not None or self.group_id is not None
 
 
-class Within(msgspec.Struct, frozen=True, array_like=True):
-    """An event of an archived session, whose events stand together; `seq` 0: before its first."""
-
-    session_id: Annotated[str, msgspec.Meta(pattern=ID)]
-    seq: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
-
-
 class PlacedRow(NamedTuple):
-    """A stored event and where it stands; `row` None: it cannot be read, nor can its session's id.
-
-    `within`: it is this event of an archived session, and not the last one.
-    """
+    """A stored event and where it stands; `row` None: it cannot be read, nor can its session's id."""
 
     place: Position
     session_id: str | None
     row: EventRow | None
-    within: Within | None = None
 
     @property
     def at(self) -> float | None:
@@ -62,24 +51,21 @@ class PlacedRow(NamedTuple):
 
 class EventPage(NamedTuple):
     """Events in order. Up to `reached`, which may be behind the end, there are no others; `at` is when the event there
-    was written, if known. `within`: those of the archived session at `reached` come next, after this one."""
+    was written, if known."""
 
     rows: list[PlacedRow]
     reached: Position
     at: float | None
-    within: Within | None = None
 
 
 _COLUMNS = (events.c.tx, events.c.position, events.c.session_id, *(events.c[name] for name in EventRow._fields))
 
 
 def holds(connection: Connection, place: Position, at: float | None) -> bool:
-    """Is the event that was written `at` that time still at this place? True where it cannot be known, as of an event
-    that may be in an archive."""
+    """Is the event that was written `at` that time still at this place? True where it cannot be known."""
     if place == START or at is None:
         return True
-    found = attempt_or(connection, lambda again: written_at(again, place), at)
-    return found == at or (found is None and place <= last_archived(connection))
+    return attempt_or(connection, lambda again: written_at(again, place), at) == at
 
 
 def written_at(connection: Connection, place: Position) -> float | None:
@@ -87,26 +73,6 @@ def written_at(connection: Connection, place: Position) -> float | None:
     query = select(events.c.at).where(events.c.tx == place.tx, events.c.position == place.position)
     found = connection.execute(query).scalar()
     return found if isinstance(found, float) else None
-
-
-def next_archived(
-    connection: Connection, after: Position, upto: Position, wanted: EventFilter
-) -> tuple[Position, str] | None:
-    """The first archived session in (after, upto] that matches: the place of its last event, where all are given; also
-    of one that has been brought back, since this reader may have passed its events before."""
-    place = (archived_sessions.c.tx, archived_sessions.c.position)
-    query = (
-        select(*place, archived_sessions.c.session_id)
-        .where(
-            tuple_(*place) > (after.tx, after.position),
-            tuple_(*place) <= (upto.tx, upto.position),
-            *_of_sessions(archived_sessions, wanted),
-        )
-        .order_by(*place)
-        .limit(1)
-    )
-    row = connection.execute(query).first()
-    return None if row is None else (Position(row[0], row[1]), row[2])
 
 
 def page(connection: Connection, after: Position, upto: Position, wanted: EventFilter, limit: int) -> EventPage:
@@ -179,15 +145,15 @@ def _window(connection: Connection, after: Position, upto: Position) -> Position
 
 def _conditions(wanted: EventFilter) -> list[ColumnElement[bool]]:
     of_type = [events.c.type.in_(wanted.types)] if wanted.types else []
-    return [*of_type, *_of_sessions(events, wanted)]
+    return [*of_type, *_of_sessions(wanted)]
 
 
-def _of_sessions(table: Table, wanted: EventFilter) -> list[ColumnElement[bool]]:
+def _of_sessions(wanted: EventFilter) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     if wanted.session_id is not None:
-        found.append(table.c.session_id == wanted.session_id)
+        found.append(events.c.session_id == wanted.session_id)
     if wanted.group_id is not None:
-        found.append(table.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
+        found.append(events.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
     return found
 
 

@@ -36,7 +36,7 @@ from app.domain.events import Event
 from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx, now
-from app.store.log import ARCHIVED, Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head, is_archived
+from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head
 from app.store.reads import epoch_of_log
 from app.store.schema import (
     checkpoint_groups,
@@ -310,8 +310,6 @@ class RestoreSession(BaseOperation, frozen=True):
         row = tx.one(sql.head, {"sid": self.session_id})
         if row is None or row[1] == "erased":
             return Refused(None if row is None else row[1])
-        if is_archived(tx, self.session_id):
-            return Refused(ARCHIVED)
         if row[0] != self.expected:
             return Changed()
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})

@@ -24,8 +24,6 @@ from sqlalchemy.sql import Executable
 
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import reads, sqlite_engine
-from app.store.archives.opened import OpenArchives
-from app.store.archives.places import Archived, archived
 from app.store.broken import BrokenRow, damage
 from app.store.dialect import (
     Compiler,
@@ -55,7 +53,6 @@ from app.store.sqlite_engine import SqliteReads
 from app.store.turnstile import Turnstile
 from app.store.unreadable import Unreadable
 from app.tasks import uncancelled
-from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
     from app.store.packs.bucket import Bucket
@@ -64,7 +61,7 @@ T = TypeVar("T")
 
 LANES = 3
 """Open PostgreSQL transactions of one process: while one waits for the disk, the next is filled. One costs less CPU and
-has a worse p99, six the reverse (docs/benchmarks.md)."""
+has a worse p99, six the reverse."""
 
 SPARE_WRITERS = 3
 """More connections for writes: operations without a session, the heartbeat, ending dead processes."""
@@ -182,7 +179,6 @@ class Database:
         self._opened = False
         self.unreadable = Unreadable()
         self.bucket = bucket
-        self.archives = None if bucket is None else OpenArchives(bucket)
 
     @property
     def lanes(self) -> int:
@@ -262,8 +258,6 @@ class Database:
             if self._sqlite is not None and self._opened:
                 await self._sqlite.close()
         finally:
-            if self.archives is not None:
-                await self.archives.close()
             if self._autocommit is not None:
                 await self._autocommit.close()
             if self._sqlite_reads is not None:
@@ -286,12 +280,9 @@ class Database:
         On SQLite it runs on a thread: it must not look at what the event loop changes.
 
         `one_moment`: all of its statements see the same state (on SQLite always). `or_else` is run instead if a needed
-        page is damaged; it must read around it. `session_id`: only this session is read, wherever it is. Raises
-        StoreUnavailable if the database cannot answer; SessionUnreadable, StoreDamaged if it can, but not read this
-        data; PayloadsUnavailable if the session is archived and the object storage does not answer.
+        page is damaged; it must read around it. `session_id`: only this session is read. Raises StoreUnavailable if
+        the database cannot answer; SessionUnreadable, StoreDamaged if it can, but not read this data.
         """
-        if session_id is not None and self.archives is not None:
-            return await self._read_session(function, session_id, self.archives)
         try:
             return await self._answer(function, one_moment)
         except _FAULTS as error:
@@ -299,27 +290,6 @@ class Database:
             if or_else is None or not isinstance(store_fault, StoreDamaged):
                 raise store_fault from error
         return await self.read(or_else, one_moment=one_moment)
-
-    async def _read_session(self, function: Callable[[Connection], T], session_id: str, archives: OpenArchives) -> T:
-        """Read a session where it is. Raises PayloadsUnavailable, SessionUnreadable, StoreUnavailable."""
-
-        def read(connection: Connection) -> T | Archived:
-            return archived(connection, session_id) or function(connection)
-
-        missed: Archived | None = None
-        while True:
-            try:
-                found = await self._answer(read, one_moment=True)
-            except _FAULTS as error:
-                raise await self._error_for(error, session_id) from error
-            if not isinstance(found, Archived):
-                return found
-            try:
-                return await archives.read(found.place, function, found.head)
-            except CorruptContent as error:
-                if found == missed:  # else it may have moved between the two looks
-                    raise self.unreadable.error(session_id, error) from error
-            missed = found
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         if self._sqlite_reads is not None:
@@ -345,7 +315,7 @@ class Database:
             return StoreUnavailable(f"the database answered {why}")
         if session_id:
             return self.unreadable.error(session_id, f"the database answered {why}")
-        return StoreDamaged(f"a page of the database is damaged ({why}): run ops.verify")
+        return StoreDamaged(f"a page of the database is damaged ({why}): `turnlog verify` names what is lost")
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
         async with self._readers:

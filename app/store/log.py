@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from app.domain import upcast
+from app.domain.encoding import encode
 from app.domain.events import (
-    VERSIONS,
     BlobsTombstoned,
     Event,
     Recorded,
@@ -50,7 +49,7 @@ class Operation(Protocol[Result]):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Nothing was written: the session has this `status`, or is `ARCHIVED`; None if there is no such session."""
+    """Nothing was written: the session has this `status`; None if there is no such session."""
 
     status: str | None
 
@@ -99,9 +98,9 @@ def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) 
                 "session_id": session_id,
                 "seq": seq,
                 "type": name,
-                "version": VERSIONS[name],
+                "version": event.VERSION,
                 "at": at,
-                "data": upcast.encode(event),
+                "data": encode(event),
                 "of_session": session_id,
                 "last_seq": seq - 1,
             }
@@ -127,19 +126,9 @@ def append_after(tx: Tx, session_id: str, at: float, new: Sequence[Event], head:
     return append(tx, session_id, head[0] - len(new) + 1, at, new)
 
 
-ARCHIVED = "archived"
-"""As the status of `Refused`: the session must be brought back into the database first."""
-
-
 def refused(tx: Tx, session_id: str) -> Refused:
-    if is_archived(tx, session_id):
-        return Refused(ARCHIVED)
     head = tx.one(sql.head, {"sid": session_id})
     return Refused(None if head is None else head[1])
-
-
-def is_archived(tx: Tx, session_id: str) -> bool:
-    return tx.one(sql.archived, {"sid": session_id}) is not None
 
 
 class BaseOperation(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from app.domain.groups import largest_version
 from app.store import reads, rollouts
 from app.store import statements as sql
 from app.store.dialect import Parameters, Tx
-from app.store.log import ARCHIVED, Appended, BaseOperation, Refused, StoredBlob, append, blob_row, is_archived
+from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.reads import EventRow
@@ -60,8 +60,6 @@ class Fork(BaseOperation, frozen=True):
         source = tx.one(sql.head, {"sid": self.session_id})
         if source is None or source[1] == "erased":
             return Refused(None if source is None else source[1])
-        if is_archived(tx, self.session_id):
-            return Refused(ARCHIVED)
         if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])

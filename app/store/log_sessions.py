@@ -23,7 +23,6 @@ from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
 from app.store.erasure import erase_remaining
 from app.store.log import (
-    ARCHIVED,
     Appended,
     BaseOperation,
     Refused,
@@ -32,11 +31,9 @@ from app.store.log import (
     advance_head,
     append,
     blob_row,
-    is_archived,
     refused,
 )
 from app.store.packs.rows import note_erasure
-from app.store.search.writing import erase_entries
 
 
 class Create(BaseOperation, frozen=True):
@@ -268,8 +265,6 @@ class FreeReplay(BaseOperation, frozen=True):
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] not in sql.ENDED:
             return Refused(None if head is None else head[1])
-        if is_archived(tx, self.session_id):
-            return Refused(ARCHIVED)
         if head[0] != self.version or (self.unless_pinned and pins.pinned_upto(tx, self.session_id)):
             return Appended(())
         return advance_head(tx, self.session_id, self.at, [self.event])
@@ -329,7 +324,6 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
-        erase_entries(tx, self.session_id)
         if self.has_packs:
             note_erasure(tx, self.session_id)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])

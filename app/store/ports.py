@@ -17,7 +17,6 @@ from app.store.log import Operation
 from app.store.unreadable import Unreadable
 
 if TYPE_CHECKING:
-    from app.store.archives.opened import OpenArchives
     from app.store.packs.bucket import Bucket
 
 T = TypeVar("T")
@@ -48,11 +47,6 @@ class Database(Protocol):
     @property
     def bucket(self) -> Bucket | None:
         """The object storage of replay payloads."""
-        ...
-
-    @property
-    def archives(self) -> OpenArchives | None:
-        """The archived sessions that are being read."""
         ...
 
     @property

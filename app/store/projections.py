@@ -22,7 +22,6 @@ from app.domain.session import OpenTurn, Session
 from app.store import statements as sql
 from app.store.dialect import AlchemyTx, Row, Tx
 from app.store.engine import Database
-from app.store.log import is_archived
 from app.store.opening import unopened
 from app.store.reads import EventRow, decode_events
 from app.store.revision import require_head, revision_of
@@ -203,7 +202,7 @@ def folded(
 
 
 def examine(connection: Connection, session_id: str) -> Examined:
-    """Compare a session's rows with its log, also while the store is being written. An archived one has none here.
+    """Compare a session's rows with its log, also while the store is being written.
 
     On PostgreSQL each statement sees its own state, so a session that changes meanwhile can seem wrong. A difference
     counts only if it is found twice.
@@ -259,8 +258,6 @@ def differences(tx: Tx, session_id: str, log: FoldedLog | None) -> list[Differen
 
 
 def _examine(tx: Tx, session_id: str) -> tuple[Examined, FoldedLog | None]:
-    if is_archived(tx, session_id):
-        return Examined(session_id), None
     try:
         log = read_log(tx, session_id)
     except UnknownEvent as error:

@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
-from app.domain import upcast
+from app.domain.encoding import decode
 from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent
 from app.domain.fold import fold
 from app.domain.patterns import MAX_INTEGER
@@ -19,7 +19,6 @@ from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
 from app.store.packs.format import InPack
 from app.store.schema import (
-    archived_sessions,
     blobs,
     chunks,
     events,
@@ -36,26 +35,8 @@ from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-12"
+SNAPSHOT_FORMAT = "session-1"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
-
-
-class Head(msgspec.Struct, frozen=True):
-    """A session's row: `version` is its last seq, times are seconds since the epoch."""
-
-    session_id: str
-    version: int
-    status: str
-    turns: int
-    group_id: str | None
-    reward: float | None
-    created_at: float
-    updated_at: float
-    note: str | None = None
-    tags: list[str] = []
-
-
-_HEAD = tuple(sessions.c[name] for name in Head.__struct_fields__[:-2])
 
 
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -70,11 +51,6 @@ START = Position(0, 0)
 
 END = Position(MAX_INTEGER, MAX_INTEGER)
 """Behind everything."""
-
-
-def head(connection: Connection, session_id: str) -> Head | None:
-    row = connection.execute(select(*_HEAD).where(sessions.c.session_id == session_id)).first()
-    return None if row is None else Head(*row)
 
 
 def read_all_rows(connection: Connection, session_id: str) -> None:
@@ -115,6 +91,11 @@ def event_rows(
     return [EventRow(*row) for row in connection.execute(query)]
 
 
+def last_seq(connection: Connection, session_id: str) -> int:
+    """The number of a log's last event; 0 where there is none."""
+    return connection.execute(select(func.max(events.c.seq)).where(events.c.session_id == session_id)).scalar() or 0
+
+
 def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
     """Raises UnknownEvent, also if a damaged page holds something else than an event."""
     return [_recorded(row) for row in rows]
@@ -123,7 +104,7 @@ def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
 def _recorded(row: EventRow) -> Recorded:
     if not (isinstance(row.seq, int) and isinstance(row.at, float) and isinstance(row.version, int)):
         raise UnknownEvent("a row that is no event's")
-    return Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data or b""))
+    return Recorded(row.seq, row.at, decode(row.type, row.version, row.data or b""))
 
 
 def load_events(connection: Connection, session_id: str, *, after: int = 0, limit: int | None = None) -> list[Recorded]:
@@ -274,17 +255,23 @@ def database_bytes(connection: Connection) -> int:
     return size
 
 
-def idle_sessions(connection: Connection, since: float, after: str, limit: int) -> list[str]:
-    """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout."""
+def idle_sessions(
+    connection: Connection, since: float, after: str, limit: int, among: Sequence[str] | None = None
+) -> list[str]:
+    """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout.
+
+    `among`: only those of these, without a limit.
+    """
     query = (
         select(sessions.c.session_id)
         .where(
             sessions.c.session_id > after,
             sessions.c.status == "open",
             is_idle(literal(since)),
+            *of_these(among),
         )
         .order_by(sessions.c.session_id)
-        .limit(limit)
+        .limit(limit if among is None else None)
     )
     return list(connection.execute(query).scalars())
 
@@ -297,19 +284,26 @@ def closed_sessions(
     *,
     holding: bool,
     acknowledged: bool = False,
+    among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
     """Sessions closed or set aside at or before `cutoff`, after `after` in the order of (closed_at, id), without those
     that a checkpoint has.
 
     `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a
-    group that the training feed's consumer has not acknowledged.
+    group that the training feed's consumer has not acknowledged. `among`: only those of these, without a limit.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
         select(sessions.c.closed_at, sessions.c.session_id)
-        .where(sessions.c.status.in_(ENDED), sessions.c.closed_at <= cutoff, place > after, ~pins.is_pinned())
+        .where(
+            sessions.c.status.in_(ENDED),
+            sessions.c.closed_at <= cutoff,
+            place > after,
+            ~pins.is_pinned(),
+            *of_these(among),
+        )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
-        .limit(limit)
+        .limit(limit if among is None else None)
     )
     if holding:
         query = query.where(holds_payload())
@@ -318,6 +312,11 @@ def closed_sessions(
         consumed = exists().where(groups.c.group_id == counted_in, groups.c.acked_at.is_not(None))
         query = query.where(or_(counted_in.is_(None), consumed))
     return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:
+    """Condition on heads; None: any."""
+    return [] if session_ids is None else [sessions.c.session_id.in_(session_ids)]
 
 
 def holds_payload() -> ColumnElement[bool]:
@@ -367,14 +366,6 @@ def horizon(connection: Connection) -> Position:
         .limit(1)
     )
     row = connection.execute(last).first()
-    return max(START if row is None else Position(*row), last_archived(connection))
-
-
-def last_archived(connection: Connection) -> Position:
-    """The place of the last event that is in an archive."""
-    query = select(archived_sessions.c.tx, archived_sessions.c.position)
-    place = (archived_sessions.c.tx.desc(), archived_sessions.c.position.desc())
-    row = connection.execute(query.order_by(*place).limit(1)).first()
     return START if row is None else Position(*row)
 
 
@@ -388,10 +379,7 @@ def changed_sessions(
     group_id: str | None = None,
     types: Sequence[str] = EXPORTED,
 ) -> list[tuple[str, Position]]:
-    """Sessions in the order of their last event of these types in (after, upto], each once, with that place.
-
-    An archived session that has changed after `upto` is left out: where it stood before is in the archive.
-    """
+    """Sessions in the order of their last event of these types in (after, upto], each once, with that place."""
     later = events.alias("later")
     newer = exists().where(
         later.c.session_id == events.c.session_id,
@@ -399,27 +387,23 @@ def changed_sessions(
         later.c.type.in_(types),
         tuple_(later.c.tx, later.c.position) <= (upto.tx, upto.position),
     )
-    in_log = select(events.c.session_id, events.c.tx, events.c.position).where(events.c.type.in_(types), ~newer)
-    exported = (archived_sessions.c.exported_tx, archived_sessions.c.exported_position)
-    in_archives = select(archived_sessions.c.session_id, *exported).where(archived_sessions.c.archive_id.is_not(None))
-    queries = (
-        (events, (events.c.tx, events.c.position), in_log),
-        (archived_sessions, exported, in_archives),
+    place = (events.c.tx, events.c.position)
+    query = (
+        select(events.c.session_id, *place)
+        .where(
+            events.c.type.in_(types),
+            ~newer,
+            tuple_(*place) > (after.tx, after.position),
+            tuple_(*place) <= (upto.tx, upto.position),
+        )
+        .order_by(*place)
+        .limit(limit)
     )
-    found: list[tuple[str, Position]] = []
-    for table, place, query in queries:
-        part = query.where(tuple_(*place) > (after.tx, after.position), tuple_(*place) <= (upto.tx, upto.position))
-        if session_id is not None:
-            part = part.where(table.c.session_id == session_id)
-        if group_id is not None:
-            part = part.where(table.c.session_id.in_(rollouts.members_of_group(group_id)))
-        rows = connection.execute(part.order_by(*place).limit(limit))
-        found += [(row[0], Position(row[1], row[2])) for row in rows]
-    return sorted(found, key=_place)[:limit]
-
-
-def _place(found: tuple[str, Position]) -> Position:
-    return found[1]
+    if session_id is not None:
+        query = query.where(events.c.session_id == session_id)
+    if group_id is not None:
+        query = query.where(events.c.session_id.in_(rollouts.members_of_group(group_id)))
+    return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 
 def at_or_before(place: Position) -> ColumnElement[bool]:

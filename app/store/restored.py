@@ -14,7 +14,7 @@ from app.store.checkpoints import next_epoch
 from app.store.dialect import next_tx, now
 from app.store.incarnations import host_name
 from app.store.packs.rows import PLACE
-from app.store.schema import archived_sessions, events, incarnations, sessions, snapshots, store_meta
+from app.store.schema import events, incarnations, sessions, snapshots, store_meta
 
 INCARNATIONS_APART = 1_000_000
 """How far process numbers jump at a restore: more than were ever started since a backup."""
@@ -64,10 +64,7 @@ def newest_tx(connection: Connection) -> tuple[int, bool]:
     That is so of a dump that was restored into another server, which counts transactions from a lower number: exports,
     which stay below what may still commit, would not give those events. SQLite does not count transactions.
     """
-    newest = max(
-        connection.execute(select(func.coalesce(func.max(table.c.tx), 0))).scalar_one()
-        for table in (events, archived_sessions)
-    )
+    newest: int = connection.execute(select(func.coalesce(func.max(events.c.tx), 0))).scalar_one()
     if connection.dialect.name == "sqlite":
         return newest, False
     return newest, newest >= connection.execute(select(next_tx())).scalar_one()
@@ -76,15 +73,12 @@ def newest_tx(connection: Connection) -> tuple[int, bool]:
 def rebase(connection: Connection, after: str) -> str | None:
     """Move events, of the next sessions behind `after`, in front of every transaction of this server.
 
-    They keep their positions, which within a session grow with it. Events in archives keep their transactions, but the
-    rows that say where such a session stands are changed. Returns the last of the sessions, None at the end.
+    They keep their positions, which within a session grow with it. Returns the last of the sessions, None at the end.
     """
     page = select(sessions.c.session_id).where(sessions.c.session_id > after).order_by(sessions.c.session_id)
     ids = list(connection.execute(page.limit(SESSIONS_AT_ONCE)).scalars())
     if not ids:
         return None
     connection.execute(update(events).where(events.c.session_id.in_(ids), events.c.tx != 0).values(tx=0))
-    archived = update(archived_sessions).where(archived_sessions.c.session_id.in_(ids))
-    connection.execute(archived.values(tx=0, exported_tx=0))
     last: str = ids[-1]
     return last

@@ -36,9 +36,9 @@ from sqlalchemy import (
     update,
 )
 
+from app.domain.encoding import decode
 from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent
 from app.domain.groups import Root
-from app.domain.upcast import decode
 from app.store.dialect import Tx
 from app.store.schema import events, group_changes, sessions
 
@@ -171,7 +171,7 @@ def root_in_logs(tx: Tx, session_id: str, parent: str | None) -> str | None:
 
 def _parent(tx: Tx, session_id: str) -> str | None:
     row = tx.one(_created, {"sid": session_id})
-    if row is None:  # it is archived, or was never there
+    if row is None:
         return root_of(tx, session_id)
     try:
         event = decode(SessionCreated.__name__, row[0], bytes(row[1]))

@@ -1,6 +1,6 @@
 """The tables, alike on SQLite and PostgreSQL.
 
-The key of what is of a session begins with it, so that PostgreSQL can partition or distribute by it. `events`
+The key of what is of a session begins with it, so that PostgreSQL can distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
 content that events refer to; `refused_replies` are for diagnosis; `staged_tokens` and `snapshots` may be emptied
 at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
@@ -68,6 +68,17 @@ incarnations = Table(
     Column("ended_at", Double),
 )
 """The processes that have served this store; times are the database's own clock."""
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("holder", BigInteger),
+    Column("fence", BigInteger, nullable=False),
+    Column("until", Double, nullable=False),
+)
+"""Which process does a background work (`store.leases`): `holder` is its incarnation, null once released. A row stays,
+since `fence` only grows; `until` is the database's clock."""
 
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
@@ -402,55 +413,3 @@ snapshots = Table(
     Column("data", Content, nullable=False),
 )
 """A fold of the first `seq` events, in the format of the release named; any other format is ignored."""
-
-search_state = Table(
-    "search_state",
-    metadata,
-    Column("key", String(32), primary_key=True),
-    Column("value", Text, nullable=False),
-)
-"""How far the search index is: `position` in the log of all sessions, `version` of its structure, and `owner`, the
-process that fills it, until when; `merging=<shard>` while a merge of the shard takes deleted words out."""
-
-_IN_NO_ROW = text("reason IS NOT NULL")
-
-search_entries = Table(
-    "search_entries",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
-    Column("shard", Integer, nullable=False),
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("turn", Integer, nullable=False),
-    Column("message", Integer),
-    Column("role", Text, nullable=False),
-    Column("tools", Text),
-    Column("finish_reason", Text),
-    Column("reason", Text),
-    Column("at", Double, nullable=False),
-    Column("text", Text, nullable=False),
-    Index("ix_search_entries_session_id_turn", "session_id", "turn"),
-    Index("ix_search_entries_reason", "reason", "id", sqlite_where=_IN_NO_ROW, postgresql_where=_IN_NO_ROW),
-)
-"""A searched message each, in the order in which they were indexed. Derived from the content; may be emptied at any
-time. On SQLite `shard` says which full-text table has its words (`search_fts_<shard>`); on PostgreSQL a column `words`
-has them, which is not in this schema. `tools` are joined as a session's tags are."""
-
-search_shards = Table(
-    "search_shards",
-    metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("entries", Integer, nullable=False),
-    Column("size", BigInteger, nullable=False),
-    Column("dirty", Boolean, nullable=False),
-)
-"""SQLite's full-text tables. `dirty`: entries have been deleted, and their words may still be in it."""
-
-search_metadata = Table(
-    "search_metadata",
-    metadata,
-    Column("pair", String(256), nullable=False),
-    Column("session_id", SESSION_ID, nullable=False),
-    PrimaryKeyConstraint("pair", "session_id"),
-    Index("ix_search_metadata_session_id", "session_id"),
-)
-"""Sessions by their metadata, as `key=value`."""

@@ -38,7 +38,7 @@ from app.store.broken import BrokenRow, as_bytes
 from app.store.dialect import Row
 from app.store.ports import Database
 from app.store.reads import EventRow, Frames
-from app.store.schema import archived_sessions, events, snapshots, turns
+from app.store.schema import events, snapshots, turns
 
 NEWEST_TURNS = 32
 """The content of so many of a session's newest turns is read with its log. A linear session's turn needs that of all
@@ -62,7 +62,7 @@ class LoadedSession(NamedTuple):
 
 
 async def load(database: Database, session_id: str, content: With) -> LoadedSession:
-    """A session from wherever it is. `frames` may be empty: the content must then be read by itself.
+    """A session. `frames` may be empty: the content must then be read by itself.
 
     Raises as `Database.read`.
     """
@@ -70,7 +70,7 @@ async def load(database: Database, session_id: str, content: With) -> LoadedSess
         found = _parts(await database.read_autocommit(_STATEMENTS[content], {"sid": session_id}))
     except (StoreDamaged, BrokenRow):
         found = None  # Perhaps only content is damaged. Else the next read tells which session it is.
-    if found is not None and not found.is_archived:
+    if found is not None:
         if found.snapshot is None:
             return LoadedSession(None, found.rows, found.frames)
         snapshot = await asyncio.to_thread(reads.snapshot_of, found.snapshot)
@@ -81,7 +81,7 @@ async def load(database: Database, session_id: str, content: With) -> LoadedSess
 
 
 async def events_since(database: Database, session_id: str, seq: int) -> list[EventRow]:
-    """The events from `seq` on, in order; none of an archived session. Raises as `Database.read`."""
+    """The events from `seq` on, in order. Raises as `Database.read`."""
     try:
         rows = await database.read_autocommit(_EVENTS_SINCE, {"sid": session_id, "since": seq})
         return [_event(*row) for row in rows]
@@ -94,13 +94,12 @@ class _Parts:
     """The rows of a statement, sorted by what they are."""
 
     def __init__(self) -> None:
-        self.is_archived = False
         self.snapshot: bytes | None = None
         self.rows: list[EventRow] = []
         self.frames: Frames = {}
 
 
-_EVENT, _SNAPSHOT, _ARCHIVED, _TURN = range(4)
+_EVENT, _SNAPSHOT, _TURN = range(3)
 
 
 def _parts(found: Sequence[Row]) -> _Parts:
@@ -111,10 +110,8 @@ def _parts(found: Sequence[Row]) -> _Parts:
             parts.rows.append(_event(number, at, name, version, data))
         elif part == _TURN:
             parts.frames[number] = as_bytes(facts), as_bytes(data)
-        elif part == _SNAPSHOT:
-            parts.snapshot = as_bytes(data)
         else:
-            parts.is_archived = True
+            parts.snapshot = as_bytes(data)
     parts.rows.sort(key=_seq)
     return parts
 
@@ -157,17 +154,8 @@ def _statement(content: With) -> CompoundSelect[Row]:
         snapshots.c.data,
         _no(LargeBinary),
     ).where(snapshots.c.session_id == _sid, snapshots.c.format == reads.SNAPSHOT_FORMAT)
-    nowhere_else = select(
-        literal(_ARCHIVED, Integer),
-        cast(archived_sessions.c.archive_id, BigInteger),
-        _no(Double),
-        _no(String),
-        _no(Integer),
-        _no(LargeBinary),
-        _no(LargeBinary),
-    ).where(archived_sessions.c.session_id == _sid, archived_sessions.c.archive_id.is_not(None))
     if content is With.NOTHING:
-        return union_all(log, kept, nowhere_else)
+        return union_all(log, kept)
     facts = turns.c.facts if content is With.FACTS else _no(LargeBinary)
     newest = (
         select(turns.c.turn, turns.c.wire, facts.label("facts"))
@@ -179,7 +167,7 @@ def _statement(content: With) -> CompoundSelect[Row]:
     of_turns = select(
         literal(_TURN, Integer), newest.c.turn, _no(Double), _no(String), _no(Integer), newest.c.wire, newest.c.facts
     )
-    return union_all(log, kept, nowhere_else, of_turns)
+    return union_all(log, kept, of_turns)
 
 
 _STATEMENTS = {content: _statement(content) for content in With}

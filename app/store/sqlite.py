@@ -21,14 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import func, literal_column, select
+from sqlalchemy import literal_column, select
 
 from app.errors import StartupError, StoreLocked, StoreLost, StoreUnavailable
 from app.store.broken import damage
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
 from app.store.lock import SqliteLock
 from app.store.ports import LOCKED_S, Committed
-from app.store.schema import archived_sessions, events
+from app.store.schema import events
 
 T = TypeVar("T")
 
@@ -71,7 +71,6 @@ GIVE_BACK_PAGES = 1000
 
 _LAST_IN_ORDER = select(events.c.position).order_by(events.c.tx.desc(), events.c.position.desc()).limit(1)
 _LAST_WRITTEN = select(events.c.position).order_by(literal_column("events.rowid").desc()).limit(1)
-_LAST_ARCHIVED = select(func.coalesce(func.max(archived_sessions.c.position), 0))
 
 NEVER_REACHED = 1 << 40
 """The first position if a damaged file does not tell the last one: positions must not be reused."""
@@ -304,18 +303,17 @@ class SqliteWriter:
 
 
 def _last_position(connection: sqlite3.Connection) -> int:
-    """The largest position in use. Both the order's index and the rows are read, since either may be damaged. Archived
-    events keep their positions."""
+    """The largest position in use. Both the order's index and the rows are read, since either may be damaged."""
     tx = SqliteTx(connection, 1)
     found: list[int] = []
-    for statement in (_LAST_IN_ORDER, _LAST_WRITTEN, _LAST_ARCHIVED):
+    for statement in (_LAST_IN_ORDER, _LAST_WRITTEN):
         try:
             row = tx.one(statement, {})
         except sqlite3.Error as error:
             why = damage(error)
             if why is None:
                 raise
-            log.warning("the end of the events cannot be read (%s): run ops.verify", why)
+            log.warning("the end of the events cannot be read (%s): run `turnlog verify`", why)
             continue
         found += [place for place in row or (0,) if isinstance(place, int)]
     return max(found, default=NEVER_REACHED)

@@ -20,7 +20,6 @@ from sqlalchemy import (
 
 from app.store.dialect import now, tx_not_before, up_since
 from app.store.schema import (
-    archived_sessions,
     blobs,
     chunks,
     events,
@@ -43,12 +42,6 @@ def of_session(table: Table) -> ColumnElement[bool]:
 
 has_rows = or_(sessions.c.status == "open", sessions.c.status == "closed")
 """Condition on heads: neither erased nor set aside."""
-
-
-is_in_archive = archived_sessions.c.archive_id.is_not(None)
-in_database = ~exists().where(archived_sessions.c.session_id == sessions.c.session_id, is_in_archive)
-"""Condition on heads: the session is not archived."""
-archived = select(archived_sessions.c.session_id).where(of_session(archived_sessions), is_in_archive)
 
 
 def _fenced(table: Table) -> ColumnElement[bool]:
@@ -139,7 +132,7 @@ advance_head = (
 )
 touch = (
     update(sessions)
-    .where(of_session(sessions), has_rows, in_database)
+    .where(of_session(sessions), has_rows)
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version)
 )
@@ -166,7 +159,7 @@ ENDED = ("closed", "set_aside")
 """What a session may be whose content is freed or erased."""
 erase_head = (
     update(sessions)
-    .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)), in_database)
+    .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)))
     .values(status="erased", note=None, tags=None)
 )
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.

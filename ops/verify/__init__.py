@@ -1,4 +1,4 @@
-"""Checks that the store holds what its log says: `turnlog verify` or `python -m ops.verify`.
+"""Checks that the store holds what its log says: `turnlog verify`.
 
 The log is the truth: all other stored data is compared with a fold of it. The check writes nothing and takes no lock,
 so a server may run. Each session and each page of groups is read as a consistent state.
@@ -14,16 +14,15 @@ import msgspec
 from sqlalchemy import Connection
 
 from app.domain.events import ChunkRef
-from app.errors import SessionUnreadable, StoreDamaged
+from app.errors import StoreDamaged
 from app.settings import load_settings
 from app.store import damaged
 from app.store import projections as heads
-from app.store.archives.places import Archived, archived
 from app.store.engine import Database
 from app.store.packs.opening import open_bucket
 from app.store.packs.reader import load_chunks
 from app.store.packs.rows import places_of
-from ops.keeping import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
+from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
@@ -45,14 +44,11 @@ async def verify(
     report = Report()
     async for session_id in _session_ids(database, report):
         packed = await database.read(
-            partial(_check_unless_archived, session_id=session_id, report=report),
+            partial(_check_session, session_id=session_id, report=report),
             one_moment=True,
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
-        if isinstance(packed, Archived):
-            await _check_archived(database, session_id, report)
-        else:
-            await _check_packed(database, session_id, packed or (), report)
+        await _check_packed(database, session_id, packed or (), report)
         progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
@@ -86,31 +82,10 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
             yield session_id
 
 
-def _check_unless_archived(connection: Connection, session_id: str, report: Report) -> list[ChunkRef] | Archived:
-    """As of one moment: a session may be archived meanwhile."""
-    return archived(connection, session_id) or _check_session(connection, session_id, report)
-
-
-def _check_session(
-    connection: Connection, session_id: str, report: Report, *, is_archived: bool = False
-) -> list[ChunkRef]:
-    check = SessionCheck(connection, session_id, report, is_archived=is_archived)
+def _check_session(connection: Connection, session_id: str, report: Report) -> list[ChunkRef]:
+    check = SessionCheck(connection, session_id, report)
     check.run()
     return check.packed
-
-
-async def _check_archived(database: Database, session_id: str, report: Report) -> None:
-    """Check an archived session, if the object storage is known."""
-    report.archived += 1
-    if database.archives is None:
-        report.sessions += 1
-        return
-    check = partial(_check_session, session_id=session_id, report=report, is_archived=True)
-    try:
-        await database.read(check, session_id=session_id)
-    except SessionUnreadable as error:
-        report.unreadable.append(session_id)
-        report.found(session_id, str(error))
 
 
 async def _check_packed(database: Database, session_id: str, packed: Iterable[ChunkRef], report: Report) -> None:
@@ -135,8 +110,7 @@ async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Repo
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
-    """Run the command and return its exit code (see `ops.keeping`). If `database_url` is None, it uses the store from
-    the service's settings."""
+    """Run the command and return its exit code. `database_url`: None for the store of the service's settings."""
     return run("verify", lambda: _checked(database_url), interrupted="nothing was changed", as_json=as_json)
 
 

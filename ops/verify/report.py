@@ -35,11 +35,10 @@ class Report(msgspec.Struct):
     `not_compared` counts acknowledged turns whose reply cannot be restored, because payloads were tombstoned or the
     session was erased. `noted_groups` of the `groups` have changed and their rows are updated at the next read of the
     feed, so they were not compared. `unreadable` are sessions with rows, and `damaged_tables` tables with pages, that
-    the database cannot read. `archived` of the `sessions` are in archives; without object storage they are not checked.
+    the database cannot read.
     """
 
     sessions: int = 0
-    archived: int = 0
     events: int = 0
     turns: int = 0
     groups: int = 0
@@ -60,8 +59,7 @@ class Report(msgspec.Struct):
         return tables + sessions
 
     def summary(self) -> str:
-        archived = f" ({self.archived} archived)" if self.archived else ""
         counts = f"{amount(self.events, 'event')}, {amount(self.turns, 'turn')}, {amount(self.groups, 'group')}"
-        seen = f"{amount(self.sessions, 'session')}{archived}, {counts}"
+        seen = f"{amount(self.sessions, 'session')}, {counts}"
         noted = f" ({self.noted_groups} not compared: they have just changed)" if self.noted_groups else ""
         return f"{seen}{noted}: {amount(len(self.problems), 'problem')}"

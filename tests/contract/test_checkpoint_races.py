@@ -10,7 +10,6 @@ from helpers.store import Meanwhile, Store
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound
-from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.followers import Followers
@@ -24,19 +23,18 @@ pytestmark = pytest.mark.anyio
 
 
 def sessions_of(store: Store, writer: Writer) -> Sessions:
-    cache, archives = SessionCache(store.database, store.writer, 1 << 20), Archives(store.database, writer)
-    return Sessions(store.database, writer, cache, Followers(), time.time, archives)
+    cache = SessionCache(store.database, store.writer, 1 << 20)
+    return Sessions(store.database, writer, cache, Followers(), time.time)
 
 
 def erasure_of(store: Store, writer: Writer) -> Erasure:
-    cache, archives = SessionCache(store.database, store.writer, 1 << 20), Archives(store.database, writer)
+    cache = SessionCache(store.database, store.writer, 1 << 20)
     return Erasure(
         database=store.database,
         writer=writer,
         cache=cache,
         followers=Followers(),
         clock=time.time,
-        archives=archives,
         sessions=sessions_of(store, writer),
     )
 
@@ -45,7 +43,6 @@ def restores(store: Store, writer: Writer) -> Restores:
     return Restores(
         database=store.database,
         writer=writer,
-        archives=Archives(store.database, store.writer),
         cache=SessionCache(store.database, store.writer, 1 << 20),
         followers=Followers(),
         sessions=sessions_of(store, store.writer),

@@ -4,7 +4,7 @@ databases, over a folder."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,16 +18,12 @@ from app.domain import retention
 from app.errors import PayloadsUnavailable, PayloadTombstoned, StartupError
 from app.sessions.replay_payloads import payload_of, values
 from app.store import reads
-from app.store.archives.format import object_of
-from app.store.archives.opened import OpenArchives
-from app.store.archives.parquet import encode
-from app.store.archives.rows import AddArchive, Archive, places_in, read_whole
 from app.store.log import StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
 from app.store.packs import rows
 from app.store.packs.bucket import GAP_BYTES, Bucket
 from app.store.packs.collector import Collector
-from app.store.packs.format import InPack, Packed, build, frame_bytes, read_index
+from app.store.packs.format import Packed, build, frame_bytes, read_index
 from app.store.packs.move import START, Key, Mover
 from app.store.packs.reader import load_chunks
 from app.store.packs.rows import MoveChunks, Moved, NotePlace, TakeKeeping
@@ -479,29 +475,8 @@ async def test_an_erasure_ends_while_payloads_are_moved(yard: Yard) -> None:
     await moving
 
 
-async def archived(yard: Yard, session_id: str) -> None:
-    """Archive a session of one turn with one frame, in the same bucket."""
-    database = yard.store.database
-    database.archives = OpenArchives(yard.bucket)
-    await yard.store.close(session_id)
-    archive_id = await yard.store.submit(AddArchive("archive", None))
-    [whole] = await database.read(lambda connection: read_whole(connection, [session_id]))
-    [chunk] = whole.rows["chunks"]
-    place = InPack(chunk["location"], chunk["pack_offset"], chunk["pack_length"])
-    data = await yard.bucket.read(place.pack, place.offset, place.length)
-    at_home = {**chunk, "data": data, "location": None, "pack_offset": None, "pack_length": None}
-    whole = whole._replace(rows={**whole.rows, "chunks": [at_home]})
-    await yard.bucket.put(object_of("archive"), encode([[whole]]))
-    assert await yard.store.submit(Archive(session_id, whole.head["version"], archive_id, 0, *places_in(whole.rows)))
-
-
-async def moved_home(yard: Yard, session_id: str) -> None:
-    assert await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)) == 1
-
-
-@pytest.mark.parametrize("leave", [archived, moved_home])
 async def test_a_payload_whose_pack_is_collected_meanwhile_is_read_where_it_is_now(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Yard, str], Awaitable[None]]
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look at its row and the read of its pack, it left the pack, and the pack was deleted."""
     await yard.turn("s", text(1))
@@ -509,7 +484,7 @@ async def test_a_payload_whose_pack_is_collected_meanwhile_is_read_where_it_is_n
 
     async def too_late(name: str, parts: Sequence[tuple[int, int]]) -> list[bytes] | None:
         monkeypatch.setattr(yard.bucket, "read_parts", real)
-        await leave(yard, "s")
+        assert await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)) == 1
         await yard.round()
         assert await yard.round(KEEP_S) == []
         return await real(name, parts)

@@ -90,7 +90,6 @@ class Mortal:
         self.lanes = database.lanes
         self.unreadable = database.unreadable
         self.bucket = database.bucket
-        self.archives = database.archives
         self.dead = False
 
     async def read(self, function: Callable[..., Any], **options: Any) -> Any:

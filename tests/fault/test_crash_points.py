@@ -52,19 +52,8 @@ OF_PACKS: tuple[CrashPoint, ...] = (
     "in_move",
     "after_forgotten",
     "after_pack_deleted",
-    "before_archive_put",
-    "after_archive_put",
-    "in_archive",
-    "after_archived",
-    "after_archive_rewritten",
-    "after_archive_forgotten",
-    "before_bring_back",
-    "in_bring_back",
 )
 """Tried in `test_packs`."""
-
-OF_PARTITIONS: tuple[CrashPoint, ...] = ("in_begin_partition", "in_move_rows", "in_drop_partition")
-"""Tried in `test_partitions`."""
 
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
@@ -314,7 +303,6 @@ def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
         "after_tombstones",
         "after_freed",
         "after_components",
-        "after_entries_dropped",
         "in_erase",
         "after_erase",
     ],
@@ -435,6 +423,4 @@ def test_every_point_is_tried() -> None:
     )
     marked = [mark for test in tests for mark in test.pytestmark]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
-    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_PACKS, *OF_PARTITIONS} == set(
-        POINTS
-    )
+    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_PACKS} == set(POINTS)

@@ -1,5 +1,4 @@
-"""Replay payloads in a bucket that is slow, fails, is full or goes away; `kill -9` around each step of a pack and of an
-archive."""
+"""Replay payloads in a bucket that is slow, fails, is full or goes away; `kill -9` around each step of a pack."""
 
 from __future__ import annotations
 
@@ -39,13 +38,6 @@ BOTH = pytest.mark.parametrize(
     "database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.untimed)], indirect=True
 )
 POINTS: tuple[CrashPoint, ...] = ("before_put", "after_put", "in_commit", "after_commit")
-ARCHIVING: tuple[CrashPoint, ...] = ("before_archive_put", "after_archive_put", "in_archive", "after_archived")
-BRINGING_BACK: tuple[CrashPoint, ...] = (
-    "before_bring_back",
-    "in_bring_back",
-    "after_archive_rewritten",
-    "after_archive_forgotten",
-)
 COLLECTING: tuple[CrashPoint, ...] = ("after_repacked", "in_move", "after_forgotten", "after_pack_deleted")
 
 
@@ -102,12 +94,6 @@ class Site:
         assert response.status_code == 200, response.text
         return response.content
 
-    def archive(self, stand: Stand) -> int:
-        """Archive all sessions; how many were."""
-        response = stand.http.post("/archives")
-        assert response.status_code == 200, response.text
-        return int(response.json()["archived"])
-
     def frames_of(self, session_id: str) -> list[bytes]:
         """The frames that only this session has in the bucket, by the packs' own indexes.
 
@@ -132,7 +118,7 @@ class Site:
         assert not self.left_of(first.id, frames)
         with ThreadPoolExecutor(AGENTS) as pool:
             list(pool.map(lambda talk: self.erase(stand, talk.id), others))
-        until(lambda: self.bucket.archives() == self.bucket.packs() == {}, WITHIN_S)
+        until(lambda: self.bucket.packs() == {}, WITHIN_S)
 
     def left_of(self, session_id: str, frames: Sequence[bytes]) -> list[str]:
         """The packs that name the session or have one of its frames."""
@@ -263,76 +249,6 @@ def test_a_collection(site: Site, tally: Tally, point: CrashPoint) -> None:
         site.ends_empty(stand)
 
 
-@pytest.mark.fault(21, "kill -9 around an archive")
-@pytest.mark.parametrize("point", ARCHIVING)
-@BOTH
-def test_an_archive(site: Site, tally: Tally, point: CrashPoint) -> None:
-    """Its sessions are in the database or in an archive, and exported as before."""
-    with site.serving() as stand:
-        site.crowd(stand)
-        before = site.close(stand)
-    with site.serving(**{VARIABLE: f"{point}:1"}) as stand:
-        with contextlib.suppress(httpx.TransportError):
-            site.archive(stand)
-        site.server.ended()
-        tally.tried += 1
-        site.server.start()
-        assert site.exported(stand) == before
-        site.archive(stand)
-        assert site.archive(stand) == 0
-        assert site.exported(stand) == before
-        site.verified(stand, tally)
-        site.ends_empty(stand)
-
-
-@pytest.mark.fault(21, "kill -9 around an archive")
-@pytest.mark.parametrize("point", BRINGING_BACK)
-@BOTH
-def test_an_archive_is_left(site: Site, tally: Tally, point: CrashPoint) -> None:
-    """A session is brought back and rewarded, another one is erased."""
-    with site.serving() as stand:
-        site.crowd(stand)
-        site.close(stand)
-        assert site.archive(stand) == AGENTS
-    with site.serving(**{VARIABLE: f"{point}:1"}) as stand:
-        rewarded, erased = (stand.known(talk.id) for talk in site.talks[:2])
-        with contextlib.suppress(httpx.TransportError):
-            stand.http.put(f"{rewarded.path}/reward", json={"reward": 0.5})
-            site.is_erased(stand, erased.id)
-        site.server.ended()
-        tally.tried += 1
-        site.server.start()
-        assert stand.http.put(f"{rewarded.path}/reward", json={"reward": 0.25}).status_code == 200
-        assert [row["reward"] for row in rewarded.rows()] == [0.25]
-        site.erase(stand, erased.id)
-        assert not any(erased.id.encode() in body for body in site.bucket.archives().values())
-        site.archive(stand)
-        assert len(stand.rows()) == AGENTS - 1
-        kept = [one for one in site.acknowledged if one.session_id != erased.id]
-        verified(site.url, kept, tally)
-        site.ends_empty(stand)
-
-
-@pytest.mark.fault(20, "an erasure in a bucket that keeps versions, or beside an upload")
-@pytest.mark.parametrize("held", ["/archive/sessions/", "/archive/samples/"])
-@BOTH
-def test_an_erasure_waits_for_an_archive_that_is_being_written(site: Site, tally: Tally, held: str) -> None:
-    with site.serving() as stand, ThreadPoolExecutor(1) as pool:
-        site.crowd(stand, 1)
-        site.close(stand)
-        erased = site.talks[0]
-        site.bucket.held = held
-        archiving = pool.submit(site.archive, stand)
-        assert site.bucket.reached.wait(WITHIN_S)
-        tally.tried += 1
-        assert not site.is_erased(stand, erased.id)
-        site.bucket.released.set()
-        assert archiving.result() < AGENTS
-        site.erase(stand, erased.id)
-        assert not any(erased.id.encode() in body for body in site.bucket.archives().values())
-        site.ends_empty(stand)
-
-
 @pytest.mark.fault(19, "an object is deleted behind the server's back")
 @BOTH
 def test_a_lost_object(site: Site, tally: Tally) -> None:
@@ -358,10 +274,9 @@ def test_versions_are_erased_too(site: Site, tally: Tally) -> None:
     with site.serving() as stand:
         site.crowd(stand, 2)
         site.close(stand)
-        site.archive(stand)
         site.crowd(stand, 2)
         tally.tried += 1
         site.verified(stand, tally)
-        assert {"/archive/" in name for name in site.bucket.versions()} == {True, False}
+        assert site.bucket.versions()
         site.ends_empty(stand)
         assert site.bucket.versions() == []

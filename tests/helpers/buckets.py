@@ -81,10 +81,6 @@ class TestBucket:
         """The packs by their names."""
         return self._objects(lambda key: frame_bytes(key) is not None)
 
-    def archives(self) -> dict[str, bytes]:
-        """The objects of archives by their names."""
-        return self._objects(lambda key: "/archive/" in key)
-
     def _objects(self, is_wanted: Callable[[str], bool]) -> dict[str, bytes]:
         listed = self._s3.list_objects_v2(Bucket=self.name).get("Contents", [])
         found = {}
@@ -98,10 +94,10 @@ class TestBucket:
         self._s3.put_bucket_versioning(Bucket=self.name, VersioningConfiguration={"Status": "Enabled"})
 
     def versions(self) -> list[str]:
-        """The names of packs and archives of which a version or a delete marker is left."""
+        """The names of packs of which a version or a delete marker is left."""
         found = self._s3.list_object_versions(Bucket=self.name)
         every = [*found.get("Versions", []), *found.get("DeleteMarkers", [])]
-        return [one["Key"] for one in every if frame_bytes(one["Key"]) is not None or "/archive/" in one["Key"]]
+        return [one["Key"] for one in every if frame_bytes(one["Key"]) is not None]
 
     def lose(self, key: str) -> None:
         """Delete an object behind the server's back."""

@@ -16,7 +16,6 @@ from ops.simulator.process import SimulatorProcess
 ON_BOTH = frozenset(
     {
         "test_all_events",
-        "test_archives",
         "test_checkpoints",
         "test_export",
         "test_fork",
@@ -26,6 +25,8 @@ ON_BOTH = frozenset(
         "test_rollouts",
         "test_session_lists",
         "test_search",
+        "test_search_erasure",
+        "test_search_kills",
         "test_sessions",
         "test_tree",
         "test_turns",

@@ -103,7 +103,7 @@ def test_objects_that_were_left_in_a_bucket(
         until(lambda: made.http.get("/ready").status_code == 200)
         findings = answer("doctor", "--no-generate")["findings"]
     told = next(what for what in whats(findings, "database", "warning") if what.startswith("s3:"))
-    assert told.startswith("s3://old/place still had replay payloads or archives of this store")
+    assert told.startswith("s3://old/place still had replay payloads of this store")
     assert f"{told}: start with TURNLOG_PAYLOADS_FROM set to it" in log
 
 

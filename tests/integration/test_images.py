@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,23 +212,6 @@ def test_a_restored_checkpoint_has_the_images(stand: Stand) -> None:
     talk.add(asks("chat", "Or it?", image("chat", JPEG), image("chat", PNG)), sim=PLAIN)
     assert [base64.b64decode(one["bytes"]) for one in inline_row(talk)["images"]] == [PNG, JPEG, PNG]
     assert problems(stand) == []
-
-
-def test_archives_have_the_images(sglang: SimulatorProcess, places: Places, tmp_path: Path) -> None:
-    with serving(
-        places.new("images"), sglang.base_url, environment={"TURNLOG_PAYLOADS": f"file://{tmp_path}"}
-    ) as stand:
-        talk = stand.talk()
-        talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
-        talk.add(asks("chat", "And these?", image("chat", PNG), image("chat", JPEG)), sim=PLAIN)
-        assert stand.http.delete(talk.path).status_code == 204
-        before = inline_row(talk)
-        assert stand.http.post("/archives", json={}).json()["archived"] == 1
-        assert inline_row(talk) == before
-        assert stand.http.get(f"{talk.path}/images/{sha256(JPEG)}").content == JPEG
-        assert stand.http.post("/archives/restore", json={"session_id": talk.id}).json()["restored"]
-        assert inline_row(talk) == before
-        assert problems(stand) == []
 
 
 def test_with_a_tokenizer_a_turn_with_images_is_captured(tito: Stand) -> None:

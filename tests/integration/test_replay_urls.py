@@ -43,21 +43,17 @@ def test_the_same_rows(stand: Stand) -> None:
     talk = stand.talk()
     for text in ("Hello", "And then?", "Once more"):
         talk.say(text)
-    for is_archived in (False, True):
-        if is_archived:
-            stand.http.delete(talk.path)
-            assert stand.http.post("/archives").json()["archived"] == 1
-        [whole] = talk.rows(replay="true")
-        with Turnlog(stand.base_url) as client, httpx.Client() as http:
-            [row] = client.export(session_id=talk.id, replay="urls", url_s=60)
-            assert "routed_experts" not in row
-            assert set(row["replay_urls"]) == set(KINDS)
-            for kind in KINDS:
-                links = row["replay_urls"][kind]
-                assert all(("frame" if is_archived else "url") in chunk for chunk in links["chunks"])
-                found = fetch_payload(links, http)
-                assert (found.tobytes(), list(found.shape)) == given(whole, kind)
-                assert np.array_equal(found, fetch_payload(links))
+    [whole] = talk.rows(replay="true")
+    with Turnlog(stand.base_url) as client, httpx.Client() as http:
+        [row] = client.export(session_id=talk.id, replay="urls", url_s=60)
+        assert "routed_experts" not in row
+        assert set(row["replay_urls"]) == set(KINDS)
+        for kind in KINDS:
+            links = row["replay_urls"][kind]
+            assert all("url" in chunk for chunk in links["chunks"])
+            found = fetch_payload(links, http)
+            assert (found.tobytes(), list(found.shape)) == given(whole, kind)
+            assert np.array_equal(found, fetch_payload(links))
 
 
 def test_wrong_bytes_are_not_given(stand: Stand) -> None:

@@ -19,12 +19,12 @@ from helpers.answering import Answer, Answering
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from turnlog.keeper.options import BACKLOG
 
 from app.assembly import DRAIN_S
 from app.settings import PREFIX, Settings
 from turnlog.cli.commands import app
 from turnlog.cli.serve import STOP_S
+from turnlog.supervisor import BACKLOG
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "ops" / "deploy"

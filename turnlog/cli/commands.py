@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from turnlog.cli import (
-    archives,
     checkpoints,
     export,
     fleet,
@@ -54,10 +53,7 @@ for _panel, _name, _function in (
     (ORDER, "resume", fleet.resume),
     (KEEP, "verify", maintain.verify),
     (KEEP, "backup", maintain.backup),
-    (KEEP, "backups", maintain.backups),
     (KEEP, "restore", maintain.restore),
-    (KEEP, "vacuum", maintain.vacuum),
-    (KEEP, "retain", maintain.retain),
     (KEEP, "replay", maintain.replay),
 ):
     _calls_server = _panel in (OBSERVE, MAKE, ORDER)
@@ -69,7 +65,6 @@ for _name, _program in (("simulator", serving.simulator), ("demo", serving.demo)
     )(_program)
 app.add_typer(fleet.engines_app, name="engines", rich_help_panel=ORDER)
 app.add_typer(checkpoints.checkpoint_app, name="checkpoint", rich_help_panel=ORDER)
-app.add_typer(archives.archive_app, name="archive", rich_help_panel=KEEP)
 app.add_typer(payloads.payloads_app, name="payloads", rich_help_panel=KEEP)
 
 

@@ -27,8 +27,6 @@ import msgspec
 from app.crash_points import reach
 from app.errors import AppError
 from app.store import incarnations
-from app.store.archives.format import archive_of
-from app.store.archives.keeping import ArchiveKeeper
 from app.store.packs.format import Entry, InPack, Packed, distinct_bytes, frame_bytes, read_index
 from app.store.packs.rows import (
     ChunkRow,
@@ -47,7 +45,6 @@ from app.store.packs.rows import (
     rows_of,
 )
 from app.store.packs.writer import PACK_BYTES, PackWriter
-from app.store.partitions import PartitionKeeper
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from workers import codec
@@ -110,8 +107,6 @@ class Collector:
         self._lease_s = lease_s
         self._clock = clock
         self._keep_s = keep_s
-        self._archives = ArchiveKeeper(database, writer, packs.bucket, clock, keep_s=keep_s)
-        self._partitions = PartitionKeeper(database, writer, clock)
         self._dead_since: dict[str, float] = {}
         self._examined: set[str] = set()  # dead packs without bytes of erased sessions
         self._told_of: str | None = None
@@ -158,19 +153,15 @@ class Collector:
             pending = await self._database.read(erasures)
             holding: set[str] = set()
             seen: set[str] = set()
-            archives: set[str] = set()
             async for page in self._bucket.pages():
                 packs = [one for one in page if frame_bytes(one.name) is not None]
-                archives.update(name for one in page if (name := archive_of(one.name)) is not None)
                 seen.update(one.name for one in packs)
                 holding |= await self._page(token, packs, pending)
             self._dead_since = {name: since for name, since in self._dead_since.items() if name in seen}
             self._examined &= seen
-            holding |= await self._archives.round(token, archives, pending)
             if done := sorted(pending - holding):
                 await self._writer.submit(EndErasures(token, done))
-            await self._note_place(is_used=bool(seen or archives))
-            await self._partitions.round(token)
+            await self._note_place(is_used=bool(seen))
 
     async def _note_place(self, *, is_used: bool) -> None:
         """Note in the store where its objects are, so that a start without this place's settings can warn of them."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from app.domain.events import ChunkKey
-from app.errors import PayloadsUnavailable, SessionUnreadable
+from app.errors import PayloadsUnavailable
 from app.store import reads
 from app.store.bulk import StoredSession
 from app.store.packs.format import InPack
@@ -41,19 +41,15 @@ async def fetch_packed(database: Database, sessions: Iterable[StoredSession]) ->
     """Fetch the chunks of sessions that are in packs. Raises PayloadsUnavailable, StoreUnavailable."""
     for stored in sessions:
         if stored.packed:
-            try:
-                frames = await fetch_frames(database, stored.session_id, stored.packed)
-            except SessionUnreadable:  # it was archived meanwhile, and the archive is damaged
-                frames = dict.fromkeys(stored.packed)
-            stored.chunks.update(frames)
+            stored.chunks.update(await fetch_frames(database, stored.session_id, stored.packed))
             stored.packed.clear()
 
 
 async def fetch_frames(database: Database, session_id: str, places: Mapping[ChunkKey, InPack]) -> Frames:
     """The frames in packs; None for one that is lost. One that is tombstoned meanwhile is left out.
 
-    Between the look at a chunk's row and that at its pack, the chunk may be moved to another pack or into the database,
-    or its session archived. It is then read where it is. Raises PayloadsUnavailable, SessionUnreadable,
+    Between the look at a chunk's row and that at its pack, the chunk may be moved to another pack or into the database.
+    It is then read where it is. Raises PayloadsUnavailable, SessionUnreadable,
     StoreUnavailable.
     """
     frames: Frames = {}

@@ -105,7 +105,6 @@ class Transactions(ABC):
     is_sqlite = False
     lanes = 1
     bucket = None
-    archives = None
 
     def __init__(self) -> None:
         self.unreadable = Unreadable()

@@ -1,1 +1,0 @@
-"""Archives: closed sessions whose events and content are Parquet files in object storage."""
