@@ -49,7 +49,6 @@ from app.api.page import routes as ui
 from app.api.replies import error_parts, send_reply
 from app.api.request_ids import RequestIds
 from app.api.security_headers import hardened
-from app.api.state import Services
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import AppError, StartupError
@@ -57,6 +56,7 @@ from app.extras import install
 from app.features import search
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
+from app.services import Services
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal

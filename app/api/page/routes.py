@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -15,11 +15,14 @@ from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.page.rollout_view import MAX_STEPS
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
-from app.api.state import Services, services
+from app.api.state import services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(prefix="/ui/api", tags=["Page"])
 
