@@ -63,7 +63,7 @@ class Fork(BaseOperation, frozen=True):
         if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
-        rollouts.adopt(tx, self.fork_id, None)
+        rollouts.adopt(tx, {self.fork_id: None})
         rollouts.note(tx, self.forked.created.config.group_id)
         self._copy(tx)
         appended = append(tx, self.fork_id, 1, self.at, self.forked.events)
