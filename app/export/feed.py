@@ -48,12 +48,12 @@ from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.sessions.groups import settle_groups
 from app.store import group_reads
+from app.store.broken import Unreadable
 from app.store.damaged import split
 from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
-from app.store.unreadable import Unreadable
 
 ACKS_AT_ONCE = 200
 """Groups acknowledged in one transaction."""

@@ -18,8 +18,7 @@ from app.api.page.watch import Listener
 from app.api.parameters import PageCursor
 from app.api.state import services
 from app.errors import StoreUnavailable
-from app.sessions.log_end import POLL_S
-from app.sessions.log_position import LogPosition
+from app.sessions.log_end import POLL_S, LogPosition
 
 if TYPE_CHECKING:
     from app.services import Services
