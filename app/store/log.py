@@ -222,7 +222,7 @@ Tombstones = tuple[str, int, Iterable[ChunkKey]]
 """A session, the event that frees chunks, and their keys."""
 
 
-def tombstones(session_id: str, appended: Appended) -> list[Tombstones]:
+def tombstones_of(session_id: str, appended: Appended) -> list[Tombstones]:
     """Those that the events say."""
     events = ((recorded.seq, recorded.event) for recorded in appended.events)
     return [(session_id, seq, event.freed) for seq, event in events if isinstance(event, BlobsTombstoned)]

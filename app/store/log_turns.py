@@ -31,7 +31,7 @@ from app.store.log import (
     free_chunks,
     refused,
     size_of,
-    tombstones,
+    tombstones_of,
 )
 
 
@@ -250,7 +250,7 @@ class Commit(SetOperation, TurnOperation, frozen=True):
         ]
         freed: list[Tombstones] = []
         for commit, appended in zip(winners, append_all(tx, logs), strict=True):
-            freed += tombstones(commit.session_id, appended)
+            freed += tombstones_of(commit.session_id, appended)
             outcomes[commit.session_id] = appended
         free_chunks(tx, freed)
         reach("in_commit")

@@ -1,7 +1,7 @@
 """Replay payloads in the database and in object storage: what a turn costs the database, the server and the client.
 
 The same turns on one PostgreSQL: without replay payloads, with them in the database, and in a bucket of a local S3
-server, also of one that takes 30 ms longer for each PUT. The ceiling is what the database's CPU would allow on one core.
+server, also of one that takes 30 ms longer for each PUT. The ceiling is what the database's CPU allows on one core.
 """
 
 from __future__ import annotations
