@@ -62,7 +62,7 @@ async def main(arguments: argparse.Namespace) -> int:
         primary(arguments.folder) as database,
         simulator(everywhere) as engine,
         folder_for_bench(arguments.folder) as folder,
-        S3Server(folder, 0) as fast,
+        S3Server(folder) as fast,
         S3Server(folder, 30) as slow,
     ):
         whole = size.script()
@@ -125,7 +125,7 @@ def _without_payloads(script: Script) -> Script:
 class S3Server(OwnProcess):
     """A local S3 server that takes `ms` milliseconds longer for each PUT."""
 
-    def __init__(self, folder: Path, ms: int) -> None:
+    def __init__(self, folder: Path, ms: int = 0) -> None:
         command = [sys.executable, "-c", SERVE, PORT, str(ms)]
         super().__init__(command, folder / f"s3-{ms}.log", environment=dict(os.environ))
 
