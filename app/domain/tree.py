@@ -213,9 +213,9 @@ class TreeIndex:
         """Has a turn's request one of these hashes?"""
         return any(body_hash in self._by_body for body_hash in body_hashes)
 
-    def with_body(self, *body_hashes: str) -> Iterator[int]:
-        """The turns whose request has one of these hashes, the newest first."""
-        return (number for body_hash in body_hashes for number in self._by_body.all(body_hash))
+    def with_body(self, body_hash: str) -> Iterable[int]:
+        """The turns whose request has this hash, the newest first."""
+        return self._by_body.all(body_hash)
 
     def has_children(self, parent: int) -> bool:
         """Does a turn continue `parent`?"""

@@ -241,7 +241,7 @@ class Claims:
             return None
         left = await self._lease_left(busy.incarnation)
         repeats = own.has_key(busy.retry_key, busy.body_hash) or (
-            own.mark.key is None and own.mark.is_retry and busy.body_hash in (own.body_hash, own.raw_hash)
+            own.mark.key is None and own.mark.is_retry and busy.body_hash == own.body_hash
         )
         if left is None or repeats:
             return left

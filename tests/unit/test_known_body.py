@@ -60,12 +60,9 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "slice": [bytes(raw) for raw in request.messages[1:]],
         "params": [(name, bytes(raw)) for name, raw in request.params.items()],
         "tools": None if request.tools is None else bytes(request.tools),
-        "hash": request.body_hash,
         "stream": (request.stream, request.stream_mode),
         "ids": request.ids,
-        "places": None
-        if layout is None
-        else (layout.starts, layout.ends, [(state.messages, state.reader.hexdigest()) for state in layout.hashed]),
+        "places": None if layout is None else (layout.starts, layout.ends),
         "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
     }
 
