@@ -28,8 +28,8 @@ from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
 from app.sessions.session_list import SessionList
 from app.settings import Settings
-from app.store.cached_figures import CachedFigures
 from app.store.engine import Database
+from app.store.figures import CachedFigures
 from app.upstream.client import EngineClient
 from workers.pool import Pool
 

@@ -46,12 +46,12 @@ from app.export.row import Fields
 from app.lazy_import import LazyImport, loaded
 from app.sessions.groups import settle_groups
 from app.store import group_reads
+from app.store.broken import Unreadable
 from app.store.damaged import split
 from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
-from app.store.unreadable import Unreadable
 
 if TYPE_CHECKING:
     from app.export.exporter import Exporter

@@ -48,7 +48,7 @@ class Identity(msgspec.Struct, frozen=True):
     begun_hash: str | None = None
 
     def has_body(self, body_hash: str, agent_id: str | None = None) -> bool:
-        return (body_hash, agent_id) == (self.body_hash, self.agent_id)
+        return body_hash == self.body_hash and agent_id == self.agent_id
 
     def has_key(self, key: str | None, body_hash: str) -> bool:
         """Does the turn with this key and body hash have this request's key?

@@ -70,7 +70,7 @@ def migrate(
     with _refusals():
         url = settings_for(database_url).database_url
     upgrade(url)
-    from app.store.revision import revision_head
+    from app.store.opening import revision_head
 
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine

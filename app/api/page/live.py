@@ -17,8 +17,7 @@ from app.api.page.watch import Listener
 from app.api.parameters import PageCursor
 from app.api.state import Services, services
 from app.errors import StoreUnavailable
-from app.sessions.log_end import POLL_S
-from app.sessions.log_position import LogPosition
+from app.sessions.log_end import POLL_S, LogPosition
 
 router = APIRouter(prefix="/ui/api", tags=["Page"])
 
