@@ -21,11 +21,11 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import reads, sqlite_engine
-from app.store.async_engine import AsyncEngine, create_async_engine
 from app.store.broken import BrokenRow, Unreadable, damage
 from app.store.dialect import (
     Compiler,
@@ -118,11 +118,6 @@ async def revision_without_room(url: str) -> str | None:
         return None
     finally:
         opened.close()
-
-
-def load_driver(url: str) -> None:
-    """Import the driver, without opening a connection."""
-    make_url(url).get_dialect().import_dbapi()
 
 
 def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
