@@ -278,7 +278,6 @@ tombstone_event = select(events.c.seq).where(
     events.c.seq == bindparam("place", type_=BigInteger),
     events.c.type == "BlobsTombstoned",
 )
-event_at = select(events.c.at).where(of_session(events), events.c.seq == bindparam("place", type_=BigInteger))
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
     .where(of_session(chunks), chunks.c.tombstoned_by.is_(None))
