@@ -34,8 +34,8 @@ from app.store.log import (
     append,
     append_all,
     blob_row,
+    free_chunks,
     refused,
-    tombstone_chunks,
 )
 from app.store.objects import names
 
@@ -312,7 +312,7 @@ class FreeChunks(BaseOperation, frozen=True):
         found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
         if found and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
             return False  # A crash of PostgreSQL has undone the event, which was not synced: the next round writes it.
-        tombstone_chunks(tx, self.session_id, [(row[0], row[1]) for row in found], self.by)
+        free_chunks(tx, [(self.session_id, self.by, [(row[0], row[1]) for row in found])])
         return len(found) == self.most
 
 

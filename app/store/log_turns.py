@@ -21,15 +21,17 @@ from app.store.log import (
     SetOperation,
     StoredBlob,
     StoredChunk,
+    Tombstones,
     TurnOperation,
     abandon,
     advance_head,
     append_all,
     blob_row,
     chunk_row,
+    free_chunks,
     refused,
     size_of,
-    tombstone,
+    tombstones_of,
 )
 
 
@@ -246,9 +248,11 @@ class Commit(SetOperation, TurnOperation, frozen=True):
             (commit.session_id, versions[commit.session_id] - len(commit.events) + 1, commit.at, commit.events)
             for commit in winners
         ]
+        freed: list[Tombstones] = []
         for commit, appended in zip(winners, append_all(tx, logs), strict=True):
-            tombstone(tx, commit.session_id, appended)
+            freed += tombstones_of(commit.session_id, appended)
             outcomes[commit.session_id] = appended
+        free_chunks(tx, freed)
         reach("in_commit")
         return [outcomes.get(commit.session_id) or commit._failure(tx) for commit in operations]
 

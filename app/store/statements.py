@@ -238,12 +238,24 @@ dead_open_turns = (
 )
 drop_open_turn = delete(open_turns).where(_fenced(open_turns))
 drop_staged = delete(chunks).where(_fenced(chunks))
-_is_chunk = _fenced(chunks) & (chunks.c.number == bindparam("place")) & chunks.c.tombstoned_by.is_(None)
-tombstone_chunk = update(chunks).where(_is_chunk).values(data=None, tombstoned_by=bindparam("by"))
+
+
+def _tombstone_chunks(given: Any) -> Executable:
+    """Returns the objects that nothing refers to any more."""
+    is_live = chunks.c.tombstoned_by.is_(None)
+    return (
+        update(chunks)
+        .where(
+            chunks.c.session_id == given.sid, chunks.c.fence == given.fenced, chunks.c.number == given.place, is_live
+        )
+        .values(data=None, tombstoned_by=given.by)
+        .returning(chunks.c.location, chunks.c.session_id)
+    )
+
+
+tombstone_chunks = ForEach(_tombstone_chunks, sid=Text, fenced=BigInteger, place=Integer, by=BigInteger)
 _dead = ["name", "session_id", "since"]
-queue_object = insert(dead_objects).from_select(
-    _dead, select(chunks.c.location, chunks.c.session_id, now()).where(_is_chunk, chunks.c.location.is_not(None))
-)
+queue_object = insert(dead_objects).values(since=now())
 queue_objects = insert(dead_objects).from_select(
     _dead,
     select(chunks.c.location, chunks.c.session_id, now()).where(
