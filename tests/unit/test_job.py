@@ -13,12 +13,11 @@ from helpers.replies import GONE, Changes, Text, body_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers import codec, job, payloads, seek
+from workers import codec, job, payloads
 from workers.codec import Facts, Wire
-from workers.job import Job, WorkerResult
+from workers.job import WINDOW, Job, WorkerResult
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import Want
-from workers.seek import WINDOW
 
 EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
 BOTH = (EXPERTS, POSITIONS)
@@ -234,7 +233,7 @@ def test_a_key_at_the_end_of_what_is_searched_at_a_time(short: int) -> None:
     padding = WINDOW - bare.index(b'"routed_experts"') - short
     body = sglang(TEXT, {CONTENT: "x" * (padding + 1)})
     assert body.index(b'"routed_experts"') == WINDOW - short
-    assert seek.long_values(memoryview(body)).base64_bytes == len(TEXT)
+    assert job.find_long_values(memoryview(body)).base64_bytes == len(TEXT)
     done = done_of(body)
     check(body, done, routed_experts=TEXT)
     assert TEXT.encode() not in wire_of(done).reply
@@ -300,9 +299,9 @@ def test_a_payload_that_holds_the_prompts_text() -> None:
 
 def test_how_much_of_a_body_is_base64() -> None:
     both = sglang(TEXT, {f"{META}.indexer_topk": "AAAA"})
-    assert seek.long_values(memoryview(both)).base64_bytes == len(TEXT) + len('"AAAA"')
-    assert seek.long_values(memoryview(sglang(LISTS))).base64_bytes == 0
-    assert seek.long_values(memoryview(body_of("sglang", {"usage": GONE}))).base64_bytes == 0
+    assert job.find_long_values(memoryview(both)).base64_bytes == len(TEXT) + len('"AAAA"')
+    assert job.find_long_values(memoryview(sglang(LISTS))).base64_bytes == 0
+    assert job.find_long_values(memoryview(body_of("sglang", {"usage": GONE}))).base64_bytes == 0
 
 
 PARTS = ["routed_experts", '"', "\\", ":", " ", "@turnlog:0@", "[[", "]]", "é", "[1, 2, 3]", "A" * 20]

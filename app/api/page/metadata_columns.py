@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from app.sessions.group_list import GroupList, GroupRow
+from app.sessions.groups import GroupList, GroupRow
 from app.sessions.session_list import SessionList, SessionListPage, SessionQuery, SessionRow
 from app.store import metadata_reads
 from app.store.engine import Database
