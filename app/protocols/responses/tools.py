@@ -15,7 +15,7 @@ import msgspec
 from app.domain.left_out import SERVER_TOOL, left_out_at
 from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.responses.values import (
+from app.protocols.responses.items import (
     fields,
     flag_or_none,
     items,
