@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import sys
 
 from alembic import context
@@ -39,17 +38,8 @@ def _migrate(connection: Connection) -> None:
 
 
 def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _compared: object) -> bool:
-    """Does the schema in code have such an item? It knows nothing of partitions (revision
-    0014), and nothing of words that are searched (`store.search`)."""
-    if not reflected:
-        return True
-    match kind:
-        case "column":
-            return name not in ("part", WORDS)
-        case "table":
-            return not re.fullmatch(r"\w+_p\d+", name or "") and not is_full_text(name or "")
-        case _:
-            return name != WORDS_INDEX
+    """Does the schema in code have such an item? It knows nothing of words that are searched (`store.search`)."""
+    return not reflected or not (name in (WORDS, WORDS_INDEX) or (kind == "table" and is_full_text(name or "")))
 
 
 async def _online(url: str) -> None:

@@ -1,238 +1,249 @@
-"""Backs up an SQLite store while a server writes to it: `turnlog backup PLACE` or `python -m ops.backup PLACE`.
+"""Copies of a store: `turnlog backup FILE` makes one beside a running server, `turnlog restore FILE` puts it in place.
 
-PLACE is a file to make, or a bucket or folder that keeps many backups and gets only the blocks that it does not have
-(`ops/blocks`). The copy is written under a temporary name, checked and synced; only then it is renamed, or uploaded. So
-an interrupted run leaves no copy, never an incomplete one. For a PostgreSQL store the command says what to use.
+Both are for SQLite. PostgreSQL has its own tools; `turnlog restore` without a file then finishes what they loaded. A
+restored store gets a new epoch, so that cursors of the replaced one are refused, and the server processes that it names
+have ended (`app/store/restored.py`).
 """
 
 from __future__ import annotations
 
-import fcntl
+import asyncio
 import os
-import shlex
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
+from sqlalchemy import Connection
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
-from app.store.salvage import Damage
-from ops.backups import MIB, delete_old, described, fields_of
-from ops.blocks.bucket import Bucket, bucket_url
-from ops.blocks.pace import Pace
-from ops.blocks.running import under_way
-from ops.blocks.upload import upload
-from ops.keeping import (
-    CommandResult,
-    Progress,
-    check_sqlite,
-    copy_sqlite,
-    is_sound,
-    require_store,
-    run,
-    run_as_turnlog,
-    settings_for,
-    sqlite_path,
-    sync,
-)
-from ops.salvage import is_damage, outcome, refusal
-from ops.salvage import salvage as copy_rest
+from app.sessions.projections import refuse_if_served
+from app.store import restored
+from app.store.engine import Database, create_engine, sqlite_lock
+from app.store.lock import Held
+from app.store.projections import require_revision
+from app.store.revision import require_known
+from ops.store_command import DONE, CommandResult, Progress, require_store, run, settings_for, sqlite_path
 
-PERCENT = 25.0
-"""How much of the time a backup works, if not said otherwise."""
+MIB = 1 << 20
 
-SPARE_BYTES = 64 * MIB
-"""Room that a temporary copy leaves on its disk, beside the size of the store."""
+STEP_PAGES = 2000
+"""Pages copied in one step: about 8 MiB."""
+
+POSTGRES = "a PostgreSQL store is copied with PostgreSQL's own tools, such as pg_dump: docs/runbook.md#point-in-time"
 
 
-class Options(NamedTuple):
-    """`salvage`: copy what can be read of a damaged store. `percent`: the share of the time that it works. `keep`: how
-    many backups to keep in a bucket; None for all. `scratch`: the folder of the temporary copy; None: the store's."""
-
-    salvage: bool = False
-    percent: float = PERCENT
-    keep: int | None = None
-    scratch: Path | None = None
+def backup(database_url: str | None, copy: Path, *, as_json: bool = False) -> int:
+    """Run `turnlog backup` and return its exit code. `database_url`: None for the store of the service's settings."""
+    return run("backup", partial(_back_up, database_url, copy), interrupted="there is no copy", as_json=as_json)
 
 
-def perform(database_url: str | None, place: str, options: Options, *, as_json: bool = False) -> int:
-    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
-    settings."""
-    work = partial(_backup, database_url, place, options)
-    return run("backup", work, interrupted="there is no copy", as_json=as_json)
+def restore(database_url: str | None, copy: Path | None, *, as_json: bool = False) -> int:
+    """Run `turnlog restore` and return its exit code. `copy`: None for PostgreSQL."""
+    again = "run it again before a server starts"
+    return run("restore", partial(_restore, database_url, copy), interrupted=again, as_json=as_json)
 
 
-def _backup(database_url: str | None, place: str, options: Options) -> CommandResult:
+def _back_up(database_url: str | None, copy: Path) -> CommandResult:
     url = settings_for(database_url).database_url
     source = sqlite_path(url)
-    bucket = bucket_url(place)
     if source is None:
-        raise StartupError(_for_postgres(url, None if bucket else place))
+        raise StartupError(POSTGRES)
     require_store(url)
-    if bucket is not None:
-        return _to_bucket(source, bucket, options)
-    if options.keep is not None or options.scratch is not None:
-        raise StartupError("--keep and --scratch are for a bucket or a folder that exists")
-    copy = Path(place)
     if copy.exists():
         raise StartupError(f"{copy} is there already")
-    sessions, revision, missing = backup(source, copy, salvage=options.salvage, percent=options.percent)
+    sessions = copy_store(source, copy, Progress("backup"), mode="mode=rw")
     size = copy.stat().st_size
-    line = f"{copy}: {size / MIB:.1f} MiB, {sessions} sessions, revision {revision}"
-    return outcome(line, {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision}, missing)
+    return CommandResult(
+        DONE,
+        [f"{copy}: {size / MIB:.1f} MiB, {sessions} sessions"],
+        {"copy": str(copy), "bytes": size, "sessions": sessions},
+    )
 
 
-def _to_bucket(source: Path, url: str, options: Options) -> CommandResult:
-    """Make a temporary copy, and upload what the bucket does not have of it. Raises StartupError."""
-    bucket = Bucket(url, create=True)
-    temporary = (options.scratch or source.parent) / f"{source.name}.backup.partial"
-    progress = Progress("backup")
-    with under_way(bucket, "backup") as this_run:
-        if this_run.others("prune"):
-            raise StartupError(f"another run deletes old backups in {url}: run this one again when it has ended")
-        _require_room(source, temporary)
-        with _temporary(temporary) as handle:
-            made = _copied(source, temporary, handle, progress, salvage=options.salvage, percent=options.percent)
-            head = upload(
-                bucket,
-                temporary,
-                progress,
-                still_valid=this_run.renew,
-                percent=options.percent,
-                sessions=made.sessions,
-                revision=made.revision,
-                incomplete=made.missing is not None,
-            )
-            temporary.unlink()
-    line = f"{url}: backup {head.name}: {described(head)}"
-    fields = {"place": url, **fields_of(head)}
-    if options.keep is not None:
-        deletion = delete_old(bucket, options.keep, progress)
-        line, fields = f"{line}; {deletion.line}", {**fields, **deletion.fields}
-    return outcome(line, fields, made.missing)
+def copy_store(source: Path, copy: Path, progress: Callable[[str], None], *, mode: str) -> int:
+    """Copy a store as of one moment, while a server may write to it; returns the number of its sessions.
 
-
-def _require_room(source: Path, temporary: Path) -> None:
-    """Raises StartupError if the temporary copy could fill the disk that a running server writes to."""
-    files = (source, Path(f"{source}-wal"))
-    needed = sum(one.stat().st_size for one in files if one.exists()) + SPARE_BYTES
-    free = shutil.disk_usage(temporary.parent).free
-    if free < needed:
-        raise StartupError(
-            f"the temporary copy needs {needed / MIB:.0f} MiB, and {temporary.parent} has {free / MIB:.0f}: "
-            "name another folder with --scratch"
-        )
-
-
-class Copied(NamedTuple):
-    """The number of sessions in a copy, its revision, and the content that a damaged store has lost."""
-
-    sessions: int
-    revision: str
-    missing: Damage | None
-
-
-def backup(source: Path, copy: Path, *, salvage: bool = False, percent: float = PERCENT) -> Copied:
-    """Make the copy. With `salvage`, copy the readable part of a damaged store.
-
-    Raises StartupError, DamagedStore, OSError, sqlite3.Error.
+    The copy is checked and on disk before it gets its name: a killed run leaves only `<copy>.partial`, which the next
+    one replaces. `mode` is that of the source's SQLite URI. Raises StartupError if it is damaged or no store,
+    sqlite3.Error, OSError.
     """
     unfinished = copy.with_name(f"{copy.name}.partial")
-    with _temporary(unfinished) as handle:
-        made = _copied(source, unfinished, handle, Progress("backup"), salvage=salvage, percent=percent)
-        os.replace(unfinished, copy)
-    sync(copy.absolute().parent)
-    return made
-
-
-@contextmanager
-def _temporary(unfinished: Path) -> Iterator[int]:
-    """An empty file for this run alone, removed if the run fails; yields its descriptor.
-
-    Raises StartupError if another run has it, OSError.
-    """
-    handle = os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o600)
+    _create(unfinished)
     try:
-        _lock_temporary(handle, unfinished)
-        try:
-            yield handle
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+        _copy_pages(f"{source.resolve().as_uri()}?{mode}", unfinished, progress)
+        sessions = _check(unfinished)
+        os.replace(unfinished, copy)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    _sync(copy.absolute().parent)
+    return sessions
+
+
+def _create(path: Path) -> None:
+    """An empty file that only its owner may read, in place of what an earlier run left."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def _copy_pages(source: str, target: Path, progress: Callable[[str], None]) -> None:
+    handle = os.open(target, os.O_RDWR)
+    stepped_at = time.monotonic()
+
+    def step(_: int, left: int, pages: int) -> None:
+        """Work half of the time, and never sync a whole copy at once: both would hold up the server's commits."""
+        nonlocal stepped_at
+        os.fdatasync(handle)
+        time.sleep(time.monotonic() - stepped_at)
+        stepped_at = time.monotonic()
+        progress(f"{100 * (pages - left) // max(pages, 1)} % of {pages} pages copied")
+
+    try:
+        with (
+            closing(sqlite3.connect(source, uri=True, isolation_level=None)) as read,
+            closing(sqlite3.connect(target, isolation_level=None)) as written,
+        ):
+            written.execute("PRAGMA journal_mode = OFF")
+            written.execute("PRAGMA synchronous = OFF")
+            # Without an open transaction SQLite begins anew after each commit of the server, and under load never ends.
+            read.execute("BEGIN")
+            read.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            read.backup(written, pages=STEP_PAGES, progress=step)
+        os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _copied(
-    source: Path, unfinished: Path, handle: int, progress: Progress, *, salvage: bool, percent: float
-) -> Copied:
-    """Copy the store, check the copy and sync it. Raises as `backup`."""
-    pace = Pace(percent)
-
-    def step(where: str) -> None:
-        progress(where)
-        os.fdatasync(handle)  # A whole copy synced at once would hold up the server's own commits.
-        pace.rest()
-
-    missing = None
-    if not _copy(source, unfinished, step):
-        if not salvage:
-            raise refusal(source, progress, "there is no copy")
-        os.ftruncate(handle, 0)
-        missing = copy_rest(source, unfinished, progress)
-        check_sqlite(unfinished, progress)
-        sync(unfinished)
-    return Copied(*_inspect(unfinished), missing)
-
-
-def _copy(source: Path, unfinished: Path, step: Callable[[str], None]) -> bool:
-    """Copy the store; False if it is damaged. Raises StartupError if the file is not a database, sqlite3.Error."""
-    try:
-        with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
-            copy_sqlite(read, unfinished, step)
-        return is_sound(unfinished, step)
-    except sqlite3.Error as error:
-        if not is_damage(error):
-            raise
-        return False
-
-
-def _lock_temporary(handle: int, unfinished: Path) -> None:
-    """Lock the temporary file and empty it, which removes the leftovers of an earlier run.
-
-    Raises StartupError if another run still has the lock.
-    """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise StartupError(f"another run is writing {unfinished}") from None
-    os.ftruncate(handle, 0)
-
-
-def _inspect(path: Path) -> tuple[int, str]:
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)) as connection:
+def _check(path: Path) -> int:
+    """The number of sessions. Raises StartupError if the file is damaged, no store, or of a newer version."""
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)) as connection:
+        try:
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise StartupError(f"the store is damaged: {verdict}".splitlines()[0])
             (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-            (count,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
-    except (sqlite3.Error, TypeError) as error:
-        raise StartupError("this is not a Turnlog store") from error
-    return int(count), str(revision)
+            (sessions,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
+        except sqlite3.Error as error:
+            raise StartupError(f"this is not a Turnlog store that can be read: {error}") from error
+    require_known(revision)
+    return int(sessions)
 
 
-def _for_postgres(url: str, file: str | None) -> str:
-    """What to use instead; the command has no password, which comes from `~/.pgpass` or a prompt."""
-    if file is None:
-        return "a PostgreSQL store is backed up with PostgreSQL's own tools: docs/runbook.md#point-in-time"
-    given = make_url(url)._replace(drivername="postgresql", password=None)  # `set` ignores arguments that are None
-    place = given.difference_update_query(["prepared_statement_cache_size", "password"]).render_as_string(False)
-    command = f"pg_dump --format=custom --file={shlex.quote(file)} --dbname={shlex.quote(place)}"
-    return f"a PostgreSQL store is copied with PostgreSQL's own tools: {command} (docs/runbook.md)"
+def _restore(database_url: str | None, copy: Path | None) -> CommandResult:
+    settings = settings_for(database_url, "lease_s")
+    path = sqlite_path(settings.database_url)
+    if path is None:
+        if copy is not None:
+            raise StartupError("load a PostgreSQL copy with pg_restore first, then run this without a file")
+        return asyncio.run(_finish_postgres(settings.database_url, settings.lease_s))
+    if copy is None:
+        raise StartupError("name the copy to restore")
+    if not copy.is_file():
+        raise StartupError(f"there is no copy {copy}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = sqlite_lock(settings.database_url)
+    assert lock is not None
+    try:
+        lock.acquire()
+    except Held as held:
+        raise StartupError(f"a server runs on {path}: {held} has it; stop it first") from None
+    try:
+        return _put_in_place(copy, path)
+    finally:
+        lock.release()
 
 
-if __name__ == "__main__":
-    run_as_turnlog("backup")
+def _put_in_place(copy: Path, path: Path) -> CommandResult:
+    """Replace the store at `path`, which is kept under another name. If the copy is no store, nothing is changed."""
+    staged = path.with_name(f"{path.name}.restoring")
+    # Immutable, if it has no WAL: so it may be on a medium that is read-only.
+    mode = "mode=ro" if Path(f"{copy}-wal").exists() else "immutable=1"
+    copy_store(copy, staged, Progress("restore"), mode=mode)
+    epoch = asyncio.run(_start_epoch(f"sqlite+aiosqlite:///{staged}"))
+    _merge_wal(staged)
+    with suppress(FileNotFoundError):
+        shutil.copymode(path, staged)
+        with suppress(PermissionError):
+            shutil.chown(staged, path.stat().st_uid, path.stat().st_gid)
+    _sync(staged)
+    kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
+    was_there = path.exists()
+    with suppress(sqlite3.Error):
+        if was_there:
+            _merge_wal(path)
+    # The old store goes first, with its WAL: SQLite would apply that to any new file of the name.
+    for suffix in ("", "-wal"):
+        with suppress(FileNotFoundError):
+            os.rename(f"{path}{suffix}", f"{kept}{suffix}")
+    Path(f"{path}-shm").unlink(missing_ok=True)
+    _sync(path.parent)
+    os.rename(staged, path)
+    _sync(path.parent)
+    lines = [f"{path} is now {copy}, in epoch {epoch}: older export cursors are refused"]
+    if was_there:
+        lines.append(f"the replaced store is {kept}: remove it when it is no longer needed")
+    return CommandResult(DONE, lines, {"store": str(path), "epoch": epoch, "kept": str(kept) if was_there else None})
+
+
+def _merge_wal(path: Path) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+
+async def _start_epoch(url: str) -> str:
+    """Start a new epoch, end the old processes and drop the snapshots, in one transaction; returns the new epoch."""
+
+    def start_epoch(connection: Connection) -> str:
+        restored.end_incarnations(connection)
+        restored.forget_place(connection)
+        restored.drop_snapshots(connection)
+        return restored.raise_epoch(connection)
+
+    engine = create_engine(url)
+    try:
+        async with engine.begin() as connection:
+            return await connection.run_sync(start_epoch)
+    finally:
+        await engine.dispose()
+
+
+async def _finish_postgres(url: str, lease_s: float) -> CommandResult:
+    """Finish the restore of a PostgreSQL store that was loaded from a dump or recovered to an earlier time."""
+    progress = Progress("restore")
+    database, engine = Database(url), create_engine(url)
+    try:
+        await require_revision(database)
+        await refuse_if_served(database, lease_s)
+        epoch = await _start_epoch(url)
+        newest, ahead = await database.read(restored.newest_tx)
+        after: str | None = "" if ahead else None
+        while after is not None:
+            async with engine.begin() as connection:
+                after = await connection.run_sync(partial(restored.rebase, after=after))
+            progress(f"events up to session {after} have new positions")
+    finally:
+        await engine.dispose()
+        await database.close()
+    name = make_url(url).database
+    lines = [f"{name} is in epoch {epoch}: older export cursors are refused"]
+    if ahead:
+        lines.append(
+            f"its events have transactions of another server, up to {newest}; they now come before this server's"
+        )
+    return CommandResult(DONE, lines, {"store": name, "epoch": epoch, "rebased": bool(ahead)})
+
+
+def _sync(path: Path) -> None:
+    """Fsync a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

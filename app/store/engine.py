@@ -320,7 +320,7 @@ class Database:
             return StoreUnavailable(f"the database answered {why}")
         if session_id:
             return self.unreadable.error(session_id, f"the database answered {why}")
-        return StoreDamaged(f"a page of the database is damaged ({why}): run ops.verify")
+        return StoreDamaged(f"a page of the database is damaged ({why}): run `turnlog verify`")
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
         async with self._readers:

@@ -1,4 +1,4 @@
-"""Opens S3, Google Cloud Storage and Azure, for payloads and for backups.
+"""Opens S3, Google Cloud Storage and Azure.
 
 Credentials, regions and endpoints come from the environment, by the names that each vendor's own tools use
 (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_KEY`, …).

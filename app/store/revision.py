@@ -24,17 +24,17 @@ def revision_head() -> str:
     return max(revisions - followed, default="")
 
 
-def is_newer(revision: str | None) -> bool:
-    """Was the database migrated by newer code?"""
-    return bool(revision) and revision not in _named()[0]
+def is_known(revision: str | None) -> bool:
+    """Can this code serve such a database, or migrate it?"""
+    return not revision or revision in _named()[0]
 
 
 def require_known(revision: str | None) -> None:
-    """Raises StartupError for a database that a newer version has migrated."""
-    if is_newer(revision):
+    """Raises StartupError for a database of another version."""
+    if not is_known(revision):
         raise StartupError(
-            f"the database is at revision {revision}, this version needs {revision_head()}: a newer version has "
-            "migrated it; run that one, or restore a backup from before (docs/runbook.md)"
+            f"the database is at revision {revision}, this version needs {revision_head()}: another version made it, "
+            "from before the first release, and this one cannot read it; export it with the checkout that made it"
         )
 
 

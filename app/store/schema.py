@@ -1,6 +1,6 @@
 """The tables, alike on SQLite and PostgreSQL.
 
-The key of what is of a session begins with it, so that PostgreSQL can partition or distribute by it. `events`
+The key of what is of a session begins with it, so that PostgreSQL can distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
 content that events refer to; `refused_replies` are for diagnosis; `staged_tokens` and `snapshots` may be emptied
 at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
@@ -68,6 +68,17 @@ incarnations = Table(
     Column("ended_at", Double),
 )
 """The processes that have served this store; times are the database's own clock."""
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("holder", BigInteger),
+    Column("fence", BigInteger, nullable=False),
+    Column("until", Double, nullable=False),
+)
+"""Which process does a background work (`store.leases`): `holder` is its incarnation, null once released. A row stays,
+since `fence` only grows; `until` is the database's clock."""
 
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")

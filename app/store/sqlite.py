@@ -313,7 +313,7 @@ def _last_position(connection: sqlite3.Connection) -> int:
             why = damage(error)
             if why is None:
                 raise
-            log.warning("the end of the events cannot be read (%s): run ops.verify", why)
+            log.warning("the end of the events cannot be read (%s): run `turnlog verify`", why)
             continue
         found += [place for place in row or (0,) if isinstance(place, int)]
     return max(found, default=NEVER_REACHED)

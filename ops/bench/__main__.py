@@ -12,7 +12,6 @@ from pathlib import Path
 import uvloop
 
 from ops.bench import (
-    backup,
     export,
     latency,
     live,
@@ -43,7 +42,6 @@ BENCHMARKS = {
     "search": search,
     "staging": staging,
     "export": export,
-    "backup": backup,
     "postgres": postgres,
     "sessions": live_sessions,
     "workers": workers,

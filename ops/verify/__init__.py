@@ -1,4 +1,4 @@
-"""Checks that the store holds what its log says: `turnlog verify` or `python -m ops.verify`.
+"""Checks that the store holds what its log says: `turnlog verify`.
 
 The log is the truth: all other stored data is compared with a fold of it. The check writes nothing and takes no lock,
 so a server may run. Each session and each page of groups is read as a consistent state.
@@ -22,7 +22,7 @@ from app.store.engine import Database
 from app.store.packs.opening import open_bucket
 from app.store.packs.reader import load_chunks
 from app.store.packs.rows import places_of
-from ops.keeping import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
+from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
@@ -110,8 +110,7 @@ async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Repo
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
-    """Run the command and return its exit code (see `ops.keeping`). If `database_url` is None, it uses the store from
-    the service's settings."""
+    """Run the command and return its exit code. `database_url`: None for the store of the service's settings."""
     return run("verify", lambda: _checked(database_url), interrupted="nothing was changed", as_json=as_json)
 
 

@@ -77,7 +77,7 @@ async def check_order(database: Database, report: Report, progress: Callable[[st
     """Check that no two events have the same position, and that no event names a transaction that has not begun."""
     newest, ahead = await database.read(restored.newest_tx)
     if ahead:
-        report.found(STORE, f"events of transaction {newest}, which this server has not begun yet: run ops.restore")
+        report.found(STORE, f"events of transaction {newest}, which this server has not begun: run `turnlog restore`")
     after: Position = (0, 0)
     seen = 0
     while len(page := await database.read(partial(_positions, since=after))) > 1:

@@ -176,11 +176,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Made:
             filled = stand.talk(session_id=name)
             for number in range(5):
                 say(filled, f"Question {number}")
-        stand.server.stop()
         path = stand.server.database_path
         noted = report_of(path)
-        # Nothing is due, but groups are brought up to date.
-        assert run_module("ops.retain", environment=stand.server.environment).returncode == 0
+        # A request to the feed brings groups up to date.
+        assert stand.http.get("/export/groups", params={"consumer": "trainer", "size": 1}).status_code == 200
+        stand.server.stop()
         return Made(path, held, noted)
 
 
@@ -279,7 +279,7 @@ def test_the_command_says_what_is_wrong_and_how_it_ended(sound: Made, tmp_path: 
         url = f"sqlite+aiosqlite:///{name}"
         # A mistake in a setting that has nothing to do with the store is not in the way.
         environment = {**os.environ, "TURNLOG_WORKERS": "many"}
-        outcomes[name] = run_module("ops.verify", "--database-url", url, environment=environment)
+        outcomes[name] = run_module("turnlog.cli", "verify", "--database-url", url, environment=environment)
     assert [one.returncode for one in outcomes.values()] == [0, 1, 2]
     sound_one, damaged, none = outcomes.values()
     assert sound_one.stdout.endswith("2 groups: 0 problems\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 import httpx
 import pytest
-from helpers.databases import database_at
+from helpers.databases import database_at, run_module
 from helpers.pages import HOWS, PAGE_BYTES, How, kept, overwrite, pages, primary_key, root
 from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
@@ -140,6 +141,20 @@ def test_changed_bytes_in_a_list_give_nothing_wrong_and_are_found(
             assert found_otherwise(damaged.path)
     if len(rows) < SESSIONS:
         assert asyncio.run(verify_url(f"sqlite+aiosqlite:///{damaged.path}")).problems
+
+
+def test_verify_goes_on_and_names_sessions_and_tables(whole: Whole, tmp_path: Path) -> None:
+    rng = random.Random("verify")
+    damaged = Damaged(whole, tmp_path, [page.number for page in six(whole.path, rng)], "zeros", rng)
+    url = f"sqlite+aiosqlite:///{damaged.path}"
+    report = asyncio.run(verify_url(url))
+    assert report.sessions == len(whole.session_ids)
+    assert set(report.unreadable) == damaged.lost_with_replay
+    assert {"events", "turns", "blobs", "chunks"} == set(report.damaged_tables)
+    done = run_module("turnlog.cli", "verify", "--database-url", url, environment=os.environ)
+    assert done.returncode == 1, done.stderr
+    assert "damaged tables: blobs, chunks, events, turns" in done.stdout
+    assert all(name in done.stdout for name in damaged.lost_with_replay)
 
 
 def test_a_key_that_leads_backwards_ends_no_walk_in_a_circle(

@@ -116,11 +116,9 @@ def test_a_second_server_is_refused_without_the_lock_file(
 def test_what_needs_a_stopped_server_is_refused_without_the_lock_file(own: Stand, tmp_path: Path, tally: Tally) -> None:
     own.talk().say("Hello")
     copy = str(tmp_path / "copy.db")
-    beside = [("ops.backup", copy), ("ops.verify",), ("ops.compact",)]
+    beside = [("turnlog.cli", "backup", copy), ("turnlog.cli", "verify")]
     stopped = [
-        ("ops.restore", copy),
-        ("ops.compact", "--full"),
-        ("ops.retain",),
+        ("turnlog.cli", "restore", copy),
         ("app.replay", "--heads", "--fix"),
         ("alembic", "downgrade", "-1"),
     ]

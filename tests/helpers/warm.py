@@ -39,6 +39,7 @@ LOADED = (
     "asyncpg",
     "alembic.config",
     "ops.verify",
+    "turnlog.cli.commands",
     "ops.simulator.app",
 )
 READ_AT_START = ("PYTHON", "PROMETHEUS_MULTIPROC_DIR")

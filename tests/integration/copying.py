@@ -21,7 +21,8 @@ from ops.verify import Acknowledged, Report, verify
 def command(
     stand: Stand, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return run_module(*arguments, environment={**stand.server.environment, **(environment or {})})
+    """`turnlog` with these arguments."""
+    return run_module("turnlog.cli", *arguments, environment={**stand.server.environment, **(environment or {})})
 
 
 def failure(stand: Stand, *arguments: str, environment: Mapping[str, str] | None = None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -14,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.databases import Postgres, run_module
+from helpers.databases import Postgres
 from helpers.warm import popen
 from sqlalchemy import text
 
 from app.store.engine import create_engine
 from integration.copying import Writers, checked, command, failure, url_of
 from integration.stand import Stand, error_of, serving, until
-from ops.backup import backup
 from ops.simulator.process import SimulatorProcess
 from ops.verify import verify_url
 
@@ -41,7 +39,7 @@ def test_a_copy_made_under_load_is_whole_and_takes_the_stores_place(own: Stand, 
         own.http.get("/health")
     before = list(writers.held)
     copy = tmp_path / "copy.db"
-    done = command(own, "ops.backup", str(copy))
+    done = command(own, "backup", str(copy))
     assert done.returncode == 0, done.stderr
     held = writers.stop()
     assert len(held) > len(before)
@@ -51,9 +49,9 @@ def test_a_copy_made_under_load_is_whole_and_takes_the_stores_place(own: Stand, 
     assert (report.problems, report.missing) == ([], [])
     cursor = own.http.get("/export").headers["x-turnlog-next-cursor"]
 
-    assert "a server runs on" in failure(own, "ops.restore", str(copy))
+    assert "a server runs on" in failure(own, "restore", str(copy))
     own.server.kill()
-    done = command(own, "ops.restore", str(copy))
+    done = command(own, "restore", str(copy))
     assert done.returncode == 0, done.stderr
     [kept] = [name for name in os.listdir(own.server.database_path.parent) if ".replaced-" in name]
     assert asyncio.run(checked(url_of(own.server.database_path.parent / kept), held)).missing == []
@@ -75,11 +73,11 @@ def test_a_gate_that_a_copy_brings_back_ends_with_its_lease(own: Stand, tmp_path
     for name, lease_s in (("over", 1), ("still", 600)):
         assert own.http.post(f"/adapters/{name}/pause", json={"lease_s": lease_s}).status_code == 200
     copy = tmp_path / "copy.db"
-    assert command(own, "ops.backup", str(copy)).returncode == 0
+    assert command(own, "backup", str(copy)).returncode == 0
     assert own.http.post("/adapters/still/resume").status_code == 200
     until(lambda: not gate("over")["paused"])
     own.server.kill()
-    assert command(own, "ops.restore", str(copy)).returncode == 0
+    assert command(own, "restore", str(copy)).returncode == 0
     own.server.start()
     until(lambda: not gate("over")["paused"])
     own.talk(adapter="over").say("Hello")
@@ -95,13 +93,13 @@ def test_a_copy_does_not_mix_with_the_log_of_the_store_that_it_replaces(own: Sta
     talk = own.talk(session_id="early")
     talk.say("Hello")
     copy = tmp_path / "copy.db"
-    backup(own.server.database_path, copy)
+    assert command(own, "backup", str(copy)).returncode == 0
     copied = list(talk.messages)
     talk.say("After the copy")
     own.talk(session_id="late")
     own.server.kill()
     assert Path(f"{own.server.database_path}-wal").stat().st_size > 0
-    assert command(own, "ops.restore", str(copy)).returncode == 0
+    assert command(own, "restore", str(copy)).returncode == 0
     assert asyncio.run(verify_url(url_of(own.server.database_path))).problems == []
     own.server.start()
     assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
@@ -114,12 +112,12 @@ def test_a_restore_whose_place_was_left_half_changed_is_done_by_the_next(own: St
     """As if it had been killed when the old store was away already, and its log of writes not yet."""
     own.talk(session_id="early").say("Hello")
     copy = tmp_path / "copy.db"
-    backup(own.server.database_path, copy)
+    assert command(own, "backup", str(copy)).returncode == 0
     own.talk(session_id="late")
     own.server.kill()
     os.rename(own.server.database_path, tmp_path / "away.db")
     (own.server.database_path.parent / "turnlog.db.restoring").write_bytes(b"half a copy")
-    assert command(own, "ops.restore", str(copy)).returncode == 0
+    assert command(own, "restore", str(copy)).returncode == 0
     own.server.start()
     assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
 
@@ -128,18 +126,18 @@ def test_what_cannot_be_copied_or_restored_is_said_in_a_line(own: Stand, tmp_pat
     own.talk(session_id="kept").say("Hello")
     there = tmp_path / "there.db"
     there.write_bytes(b"something else")
-    assert "is there already" in failure(own, "ops.backup", str(there))
+    assert "is there already" in failure(own, "backup", str(there))
     assert there.read_bytes() == b"something else"
     assert "there is no database" in failure(
-        own, "ops.backup", "--database-url", url_of(tmp_path / "none.db"), str(tmp_path / "copy.db")
+        own, "backup", "--database-url", url_of(tmp_path / "none.db"), str(tmp_path / "copy.db")
     )
     assert not (tmp_path / "none.db").exists()
     own.server.stop()
-    assert "is not an SQLite database" in failure(own, "ops.restore", str(there))
+    assert "SQLITE_NOTADB" in failure(own, "restore", str(there))
     with closing(sqlite3.connect(tmp_path / "foreign.db")) as connection, connection:
         connection.execute("CREATE TABLE something (a)")
-    assert "revision none" in failure(own, "ops.restore", str(tmp_path / "foreign.db"))
-    assert "name the copy" in failure(own, "ops.restore")
+    assert "not a Turnlog store" in failure(own, "restore", str(tmp_path / "foreign.db"))
+    assert "name the copy" in failure(own, "restore")
     own.server.start()
     assert len(own.known("kept").committed()) == 1
 
@@ -155,25 +153,25 @@ def test_a_copy_of_a_damaged_store_is_no_copy(own: Stand, tmp_path: Path) -> Non
         for page in range(size // 4096 // 2, size // 4096):
             file.seek(page * 4096)
             file.write(os.urandom(4096))
-    said = failure(own, "ops.backup", str(tmp_path / "copy.db"))
+    said = failure(own, "backup", str(tmp_path / "copy.db"))
     assert "damaged" in said or "SQLITE_CORRUPT" in said
     assert list(tmp_path.glob("copy*")) == []
 
 
 def test_a_copy_that_is_cut_short_is_not_there_and_the_next_run_makes_it(own: Stand, tmp_path: Path) -> None:
-    """Frozen and killed in the middle of copying some hundred MiB."""
+    """Killed in the middle of copying some hundred MiB."""
     own.server.stop()
     with closing(sqlite3.connect(own.server.database_path)) as connection, connection:
         connection.execute("CREATE TABLE ballast AS SELECT randomblob(100000000) AS data")
     copy, partial = tmp_path / "copy.db", tmp_path / "copy.db.partial"
-    run = popen([sys.executable, "-m", "ops.backup", str(copy)], env=own.server.environment, stderr=subprocess.PIPE)
+    run = popen(
+        [sys.executable, "-m", "turnlog.cli", "backup", str(copy)], env=own.server.environment, stderr=subprocess.PIPE
+    )
     until(lambda: partial.exists() and partial.stat().st_size > 0)
-    run.send_signal(signal.SIGSTOP)
-    assert "another run is writing" in failure(own, "ops.backup", str(copy))
     run.kill()
     run.communicate()
     assert not copy.exists()
-    done = command(own, "ops.backup", str(copy))
+    done = command(own, "backup", str(copy))
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("copy*")) == [copy]
 
@@ -203,14 +201,6 @@ def sql(url: str, *statements: str) -> list[Any]:
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize("url", ["postgresql+asyncpg://u:s3cret@h/d", "postgresql+asyncpg://u@h/d?password=s3cret"])
-def test_the_command_for_postgresql_is_told_without_the_password(tmp_path: Path, url: str) -> None:
-    done = run_module("ops.backup", "--database-url", url, str(tmp_path / "copy.dump"), environment=os.environ)
-    assert done.returncode == 2
-    assert f"pg_dump --format=custom --file={tmp_path / 'copy.dump'} --dbname=postgresql://u@h/d " in done.stderr
-    assert "s3cret" not in done.stdout + done.stderr
-
-
 def test_a_dump_of_postgresql_is_finished_by_the_command(
     sglang: SimulatorProcess, postgres: Postgres, postgres_url: str, tmp_path: Path, binaries: Path
 ) -> None:
@@ -220,8 +210,8 @@ def test_a_dump_of_postgresql_is_finished_by_the_command(
         for number in range(3):
             stand.talk(session_id=f"early-{number}").say("Hello")
         cursor = stand.http.get("/export").headers["x-turnlog-next-cursor"]
-        assert "pg_dump --format=custom" in failure(stand, "ops.backup", str(tmp_path / "copy.dump"))
-        assert "processes serve this database" in failure(stand, "ops.restore")
+        assert "PostgreSQL's own tools" in failure(stand, "backup", str(tmp_path / "copy.dump"))
+        assert "processes serve this database" in failure(stand, "restore")
     plain = postgres_url.replace("+asyncpg", "")
     with postgres.database(template="template1") as restored:
         for arguments in (
@@ -231,12 +221,12 @@ def test_a_dump_of_postgresql_is_finished_by_the_command(
             subprocess.run([binaries / arguments[0], *arguments[1:]], check=True, capture_output=True)
         sql(restored, "UPDATE events SET tx = tx + 4000000000")
         [problem] = asyncio.run(verify_url(restored)).problems
-        assert "run ops.restore" in problem.what
+        assert "run `turnlog restore`" in problem.what
         environment = {"TURNLOG_DATABASE_URL": restored}
         with serving(tmp_path / "second", sglang.base_url, environment=environment) as stand:
             assert stand.rows() == [], "exports stay below the newest transaction of the server"
         newest = sql(restored, "SELECT max(id) FROM incarnations")[0][0]
-        done = command(stand, "ops.restore")
+        done = command(stand, "restore")
         assert done.returncode == 0, done.stderr
         assert asyncio.run(verify_url(restored)).problems == []
         with serving(tmp_path / "third", sglang.base_url, environment=environment) as stand:

@@ -45,7 +45,9 @@ def test_a_base_backup_and_the_archived_log_give_the_store_of_a_moment(
             until(lambda: cluster.sql("SELECT pg_is_in_recovery()") == "f")
             environment["TURNLOG_DATABASE_URL"] = cluster.url
             # Refused until the lease of the process that served at that moment has ended.
-            until(lambda: run_module("ops.restore", environment={**os.environ, **environment}).returncode == 0)
+            until(
+                lambda: run_module("turnlog.cli", "restore", environment={**os.environ, **environment}).returncode == 0
+            )
             report = asyncio.run(checked(cluster.url, held))
             assert (report.problems, report.missing) == ([], [])
             with serving(tmp_path / "second", sglang.base_url, environment=environment) as stand:

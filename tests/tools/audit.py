@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from app.store.engine import Database
-from ops.keeping import silent
+from ops.store_command import silent
 from ops.verify import Acknowledged, Problem, Report, verify
 from ops.verify.acknowledged import check
 

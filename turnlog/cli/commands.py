@@ -53,10 +53,7 @@ for _panel, _name, _function in (
     (ORDER, "resume", fleet.resume),
     (KEEP, "verify", maintain.verify),
     (KEEP, "backup", maintain.backup),
-    (KEEP, "backups", maintain.backups),
     (KEEP, "restore", maintain.restore),
-    (KEEP, "vacuum", maintain.vacuum),
-    (KEEP, "retain", maintain.retain),
     (KEEP, "replay", maintain.replay),
 ):
     _calls_server = _panel in (OBSERVE, MAKE, ORDER)

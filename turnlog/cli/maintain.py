@@ -1,6 +1,6 @@
 """Maintenance commands. They open the database themselves; some require that no server runs.
 
-Exit codes are those of `ops.keeping`: 1 means that a problem was found, 2 that the command could not run.
+Exit codes are those of `ops.store_command`: 1 means that a problem was found, 2 that the command could not run.
 """
 
 from __future__ import annotations
@@ -21,77 +21,30 @@ def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json =
     raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
 
 
-Keep = Annotated[int | None, typer.Option("--keep", min=1, help="Delete all but the newest N backups.")]
-
-
 def backup(
     ctx: typer.Context,
-    place: Annotated[str, typer.Argument(help="A file to make; or a folder or URL (s3, gs, az, file) with backups.")],
-    keep: Keep = None,
-    percent: Annotated[
-        float, typer.Option("--percent", min=1, max=100, help="How much of the time it may work.")
-    ] = 25.0,
-    scratch: Annotated[
-        Path | None, typer.Option("--scratch", help="The folder of the temporary copy; default: the store's.")
-    ] = None,
-    salvage: Annotated[bool, typer.Option("--salvage", help="Of a damaged store copy what can be read.")] = False,
+    copy: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make.")],
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Back up an SQLite store while its server runs; for PostgreSQL, print how."""
-    from ops.backup import Options, perform
+    """Copy an SQLite store while its server runs. PostgreSQL has its own tools (docs/runbook.md)."""
+    from ops.backup import backup
 
-    options = Options(salvage=salvage, percent=percent, keep=keep, scratch=scratch)
-    raise typer.Exit(perform(database_url, place, options, as_json=wants_json(ctx, as_json)))
-
-
-def backups(
-    ctx: typer.Context,
-    place: Annotated[str, typer.Argument(help="The folder or URL.")],
-    keep: Keep = None,
-    as_json: Json = False,
-) -> None:
-    """List the backups in a bucket or folder, oldest first."""
-    from ops.backups import perform
-
-    raise typer.Exit(perform(place, keep, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(backup(database_url, copy, as_json=wants_json(ctx, as_json)))
 
 
 def restore(
     ctx: typer.Context,
-    place: Annotated[
-        str | None, typer.Argument(help="The file, folder or URL that was given to backup; none for PostgreSQL.")
+    copy: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The file that backup made; none for PostgreSQL.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--at", help="One of a bucket's backups; default: the newest.")] = None,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Replace an SQLite store by a backup, or finish the restore of a PostgreSQL one. No server may run."""
-    from ops.restore import perform
+    """Put a backup in the place of an SQLite store, or finish the restore of a PostgreSQL one. No server may run."""
+    from ops.backup import restore
 
-    raise typer.Exit(perform(database_url, place, name, as_json=wants_json(ctx, as_json)))
-
-
-def vacuum(
-    ctx: typer.Context,
-    full: Annotated[bool, typer.Option("--full", help="Write all content anew; on SQLite no server may run.")] = False,
-    salvage: Annotated[
-        bool, typer.Option("--salvage", help="With --full: of a damaged store keep what can be read.")
-    ] = False,
-    database_url: DatabaseUrl = None,
-    as_json: Json = False,
-) -> None:
-    """Return unused space, which also removes traces of erased content."""
-    from ops.compact import perform
-
-    raise typer.Exit(perform(database_url, full=full, salvage=salvage, as_json=wants_json(ctx, as_json)))
-
-
-def retain(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
-    """Close, free and erase once what is due by the server's settings. On SQLite no server may run."""
-    from ops.retain import perform
-
-    raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(restore(database_url, copy, as_json=wants_json(ctx, as_json)))
 
 
 def replay(

@@ -61,25 +61,23 @@ def serve(
 
 def migrate(
     ctx: typer.Context,
-    revision: Annotated[str, typer.Argument(help="Up to this one.")] = "head",
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
     """Migrate the database to this version, as `alembic upgrade head` does in a checkout."""
-    from ops.keeping import settings_for
+    from ops.store_command import settings_for
 
     with _refusals():
         url = settings_for(database_url).database_url
-    upgrade(url, revision)
+    upgrade(url)
     from app.store.revision import revision_head
 
-    reached = revision_head() if revision == "head" else revision
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine
 
-        machine({"revision": reached})
+        machine({"revision": revision_head()})
     else:
-        say(f"the database is at revision {reached}")
+        say(f"the database is at revision {revision_head()}")
 
 
 def bench(ctx: typer.Context) -> None:
@@ -147,7 +145,7 @@ def _listening(host: str, port: int) -> Listening:
         raise Failure(str(error)) from None
 
 
-def upgrade(url: str, revision: str = "head") -> None:
+def upgrade(url: str) -> None:
     """Run the migrations that were installed with the code. Raises Failure."""
     from alembic import command
     from alembic.config import Config
@@ -159,7 +157,7 @@ def upgrade(url: str, revision: str = "head") -> None:
     config.set_main_option("script_location", str(ROOT / "migrations").replace("%", "%%"))
     config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
     try:
-        command.upgrade(config, revision)
+        command.upgrade(config, "head")
     except CommandError as error:
         raise Failure(str(error)) from None
     except SystemExit as error:  # the migrations' environment reports its errors so

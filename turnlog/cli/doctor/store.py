@@ -33,7 +33,7 @@ SLOW_SYNC_MS = 20.0
 """Each batch of commits waits for an fsync: disks take under 5 ms; a slower one is on a network or worn."""
 
 MIGRATE = "turnlog migrate, with the server stopped (turnlog serve does it at its start)"
-NEWER = "a newer version has migrated it: run that one, or restore a backup from before"
+OF_ANOTHER_VERSION = "another version made it, from before the first release: export it with the checkout that made it"
 
 
 def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
@@ -69,15 +69,14 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
 
 
 def _revision(found: str) -> Generator[Finding, None, bool]:
-    from app.store.revision import is_newer, revision_head
+    from app.store.revision import is_known, revision_head
 
     head = revision_head()
     if found == head:
         yield ok("database", f"at revision {head}, as this version needs")
         return True
-    yield problem(
-        "database", f"at revision {found or 'none'}, this version needs {head}", NEWER if is_newer(found) else MIGRATE
-    )
+    todo = MIGRATE if is_known(found) else OF_ANOTHER_VERSION
+    yield problem("database", f"at revision {found or 'none'}, this version needs {head}", todo)
     return False
 
 
@@ -178,7 +177,7 @@ def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
         yield problem("database", f"{path} cannot be read: {error}", "docs/runbook.md: restore the last backup")
         return None
     if row is not None and mode != "wal":
-        yield problem("database", f"journal_mode is {mode}", "turnlog vacuum --full writes the file as it should be")
+        yield problem("database", f"journal_mode is {mode}", "with sqlite3: PRAGMA journal_mode = WAL")
     yield ok("database", f"SQLite {sqlite3.sqlite_version}; a commit is synced before its reply (synchronous=FULL)")
     from app.store.lock import lock_owner
 

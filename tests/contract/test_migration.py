@@ -1,0 +1,207 @@
+"""The migration: the tables as the schema in code has them, on both databases, and who may run it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from alembic import command
+from alembic.script import ScriptDirectory
+from fault.table import Tally
+from helpers.databases import alembic_config, connected, migrate, run_module
+from sqlalchemy import Connection, inspect
+from sqlalchemy.engine import make_url
+
+from app.errors import StartupError
+from app.store.broken import Content
+from app.store.engine import Database, sqlite_lock
+from app.store.revision import revision_head, revision_of
+from app.store.schema import metadata
+from app.store.search.words import WORDS, WORDS_INDEX
+
+T = TypeVar("T")
+
+
+def on(url: str, work: Callable[[Connection], T]) -> T:
+    async def done() -> T:
+        async with connected(url, writes=True) as connection:
+            return await connection.run_sync(work)
+
+    return asyncio.run(done())
+
+
+def tables(connection: Connection) -> set[str]:
+    return set(inspect(connection).get_table_names())
+
+
+def described(connection: Connection) -> dict[str, Any]:
+    """All that the database knows of each table, but PostgreSQL's storage settings and what is searched there."""
+    inspector = inspect(connection)
+    columns = {name: inspector.get_columns(name) for name in sorted(tables(connection) - {"alembic_version"})}
+    return {
+        name: {
+            "columns": [{**one, "type": repr(one["type"])} for one in columns[name] if one["name"] != WORDS],
+            "key": inspector.get_pk_constraint(name),
+            "unique": inspector.get_unique_constraints(name),
+            "indexes": {one["name"]: _index(one) for one in inspector.get_indexes(name) if one["name"] != WORDS_INDEX},
+            "options": inspector.get_table_options(name) if connection.dialect.name == "sqlite" else {},
+        }
+        for name in columns
+    }
+
+
+def _index(reflected: Any) -> dict[str, Any]:
+    options = {key: str(value) for key, value in reflected.get("dialect_options", {}).items()}
+    return {**reflected, "dialect_options": options}
+
+
+def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
+    on(empty_url, metadata.create_all)
+    in_code = on(empty_url, described)
+    on(empty_url, metadata.drop_all)
+    migrate(empty_url)
+    assert on(empty_url, described) == in_code
+    migrate(empty_url)
+    assert on(empty_url, tables) == {*metadata.tables, "alembic_version"}
+
+
+def test_alembic_finds_no_difference_and_can_find_one(empty_url: str) -> None:
+    migrate(empty_url)
+    command.check(alembic_config(empty_url))
+    on(empty_url, lambda connection: connection.exec_driver_sql("ALTER TABLE snapshots ADD COLUMN more INTEGER"))
+    with pytest.raises(command.util.CommandError, match="New upgrade operations"):
+        command.check(alembic_config(empty_url))
+
+
+def test_postgresql_neither_samples_content_nor_compresses_it_again(postgres_url: str) -> None:
+    found = on(
+        postgres_url,
+        lambda connection: {
+            (row[0], row[1]): (row[2], row[3])
+            for row in connection.exec_driver_sql(
+                "SELECT attrelid::regclass::text, attname, attstorage::text, attstattarget FROM pg_attribute "
+                "JOIN pg_class ON pg_class.oid = attrelid WHERE relkind = 'r'"
+            )
+        },
+    )
+    content = {
+        (table.name, column.name)
+        for table in metadata.tables.values()
+        for column in table.columns
+        if isinstance(column.type, Content)
+    }
+    plain = {("events", "data"), ("fleet_events", "data")}
+    assert {place for place in content if found[place] != ("e", 0)} == plain
+    assert found["events", "data"] == ("x", 0)
+    texts = {("sessions", "note"), ("sessions", "tags"), ("search_entries", "text"), ("search_metadata", "pair")}
+    assert {found[place][1] for place in texts} == {0}
+
+
+def test_an_sqlite_file_is_set_up_for_vacuum_and_wal_and_its_user_alone(tmp_path: Path) -> None:
+    file = tmp_path / "var" / "turnlog.db"
+    before = os.umask(0o022)
+    try:
+        migrate(f"sqlite+aiosqlite:///{file}")
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o600
+    connection = sqlite3.connect(file)
+    assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    connection.close()
+
+
+def test_the_revisions_are_those_that_alembic_knows(empty_url: str) -> None:
+    """A start reads them without it."""
+    assert [revision_head()] == ScriptDirectory.from_config(alembic_config(empty_url)).get_heads()
+    assert on(empty_url, revision_of) is None
+    migrate(empty_url)
+    assert on(empty_url, revision_of) == revision_head()
+
+
+def refusal(url: str) -> str:
+    async def start() -> None:
+        database = Database(url)
+        try:
+            await database.open()
+        finally:
+            await database.close()
+
+    with pytest.raises(StartupError) as raised:
+        asyncio.run(start())
+    return str(raised.value)
+
+
+def test_a_database_without_tables_is_refused_with_one_line(empty_url: str) -> None:
+    line = refusal(empty_url)
+    assert "alembic upgrade head" in line
+    assert "\n" not in line
+
+
+@pytest.mark.fault(10, "a process meets a store of another version")
+def test_a_store_of_another_version_is_refused_with_one_line_and_left_alone(database_url: str, tally: Tally) -> None:
+    on(database_url, lambda connection: connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0017'"))
+    before = on(database_url, described)
+    migrating = run_module("alembic", "upgrade", "head", environment=environment(database_url))
+    assert migrating.returncode != 0
+    [told] = turnlog_lines(migrating.stderr)
+    for line in (refusal(database_url), told):
+        assert f"the database is at revision 0017, this version needs {revision_head()}: another version made" in line
+        assert line.endswith("export it with the checkout that made it")
+        assert "\n" not in line
+    assert (on(database_url, described), on(database_url, revision_of)) == (before, "0017")
+    tally.tried += 1
+
+
+def environment(url: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
+    return {**kept, "TURNLOG_DATABASE_URL": url}
+
+
+def turnlog_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "turnlog:" in line]
+
+
+def serve(url: str) -> str:
+    """The one line that the server prints when it refuses to start."""
+    done = run_module("uvicorn", "app.main:app", "--port", "0", environment=environment(url))
+    assert done.returncode != 0
+    printed = done.stdout + done.stderr
+    assert "Traceback" not in printed
+    [line] = turnlog_lines(printed)
+    return line
+
+
+def test_the_application_refuses_a_database_without_tables(empty_url: str) -> None:
+    assert "alembic upgrade head" in serve(empty_url)
+
+
+@pytest.fixture
+def held_url(sqlite_url: str) -> Iterator[str]:
+    """A migrated file that a process serves: this one holds its lock."""
+    lock = sqlite_lock(sqlite_url)
+    assert lock is not None
+    with lock:
+        yield sqlite_url
+
+
+def test_a_second_process_on_one_sqlite_file_is_refused(held_url: str) -> None:
+    assert f"another process (pid {os.getpid()}) serves {make_url(held_url).database}" in serve(held_url)
+
+
+def test_a_migration_under_a_running_server_is_refused(held_url: str) -> None:
+    done = run_module("alembic", "upgrade", "head", environment=environment(held_url))
+    assert done.returncode != 0
+    [line] = turnlog_lines(done.stderr)
+    assert "stop it" in line
+
+
+def test_the_documented_command_migrates(empty_url: str) -> None:
+    done = run_module("alembic", "upgrade", "head", environment=environment(empty_url))
+    assert done.returncode == 0, done.stderr
+    assert on(empty_url, tables) == {*metadata.tables, "alembic_version"}
