@@ -12,6 +12,12 @@ cost 0.2).
     after_put            a pack is in the bucket, and no row refers to it yet
     after_repacked       a pack is copied, and its chunks still refer to the old one
     after_forgotten      no row refers to a pack, which is still in the bucket
+    after_archive_put    a file is written; its sessions are still in the database
+    after_archived       they are not; the file has no end yet
+    in_content_dropped   the many rows of a large one are deleted in steps
+    after_erasing_begun  a session must leave its files; after_archive_rewritten: one is there a second time, without it
+    after_archive_deleted    the old file is gone, and the index still says that it holds erased sessions
+    after_imported       after each rollout that came back
     after_freed          after each step that frees a few chunks
     after_components     erasing a session: after each step that deletes the components of a few rewards
     after_entries_dropped    erasing a session: after each step that deletes entries of the search index
@@ -44,6 +50,16 @@ CrashPoint = Literal[
     "in_move",
     "after_forgotten",
     "after_pack_deleted",
+    "before_archive_put",
+    "after_archive_put",
+    "in_archive",
+    "after_archived",
+    "in_content_dropped",
+    "after_erasing_begun",
+    "after_archive_rewritten",
+    "after_archive_deleted",
+    "in_import",
+    "after_imported",
     "before_engine",
     "after_engine",
     "after_judged",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -14,6 +14,7 @@ from app.api.connection_limit import ConnectionLimit
 from app.api.limits import RequestMemory, peer_of, read_body
 from app.api.tokens import Tokens
 from app.assembly import Assembly
+from app.errors import AppError, SessionNotFound
 from app.event_loop_lag import LoopLag
 from app.export.feed import Feed
 from app.export.metrics import ExportMetrics
@@ -97,7 +98,15 @@ class Services(Assembly):
         self.indexed = IndexFigures()
         self.search = Search(database, self.log_end, self.session_list.newest_version)
         self.lag = LoopLag(time.monotonic)
+        self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
+        """Ask where a session is that does not exist here."""
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
+
+    async def explained(self, error: AppError) -> AppError:
+        """The error to answer, where another says more. Raises AppError."""
+        session_id = error.session_id if isinstance(error, SessionNotFound) else None
+        asked = [] if session_id is None else [await ask(session_id) for ask in self.explain]
+        return next(filter(None, asked), error)
 
     def end_waits(self) -> None:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""

@@ -55,6 +55,9 @@ class Create(BaseOperation, frozen=True):
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is not None:
             return Existing(head[1], head[3])
+        gone = tx.one(sql.archived, {"sid": self.session_id, "parent": self.parent})
+        if gone is not None:
+            return Existing("archived", self.body_hash) if gone[0] == self.session_id else Refused("archived")
         root_id = None if self.parent is None else rollouts.root_for(tx, self.parent)
         if root_id == self.session_id:
             return Circular()

@@ -6,6 +6,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Double,
+    String,
     Table,
     Text,
     bindparam,
@@ -19,6 +20,7 @@ from sqlalchemy import (
 )
 
 from app.store.dialect import now, tx_not_before, up_since
+from app.store.schema import archived as archived_table
 from app.store.schema import (
     blobs,
     chunks,
@@ -68,6 +70,15 @@ head = select(
 ).where(of_session(sessions))
 lock_head = select(sessions.c.version).where(of_session(sessions)).with_for_update()
 """Always lock the head before changing a session or its open turns; another order could deadlock."""
+archived = select(archived_table.c.session_id).where(
+    or_(
+        archived_table.c.session_id == bindparam("sid"),
+        archived_table.c.session_id == bindparam("parent", type_=String),
+    ),
+    archived_table.c.state != "writing",
+    archived_table.c.state != "copy",
+)
+"""Is the session `sid`, or `parent`, in an archive and not here, or was it erased there?"""
 
 
 def _is_open_after(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:

@@ -19,7 +19,7 @@ from app.store.broken import BrokenRow
 from app.store.damaged import PageDamaged, attempt, attempt_or, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
 from app.store.heads_view import HeadRow
-from app.store.reads import SYNCED, Position
+from app.store.reads import SYNCED, Position, last_forgotten
 from app.store.schema import events
 
 PLACES = 5000
@@ -195,7 +195,8 @@ def horizon(connection: Connection) -> Position:
     """As `reads.horizon`, from each session's own events."""
     oldest: int = connection.execute(select(oldest_tx())).scalar_one()
     places = last_places(connection, session_ids(connection), Position(oldest, 0), SYNCED)
-    return max((place for place in places.values() if place.position < BEHIND), default=Position(0, 0))
+    last = max((place for place in places.values() if place.position < BEHIND), default=Position(0, 0))
+    return max(last, last_forgotten(connection))
 
 
 def newest_version(connection: Connection) -> int | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sqlalchemy import Connection, select, tuple_
 
 from app.store.dialect import log_synced, log_written, oldest_tx, sync_delay_s
-from app.store.reads import START, Position
+from app.store.reads import START, Position, last_forgotten
 from app.store.schema import events
 
 
@@ -33,7 +33,7 @@ def end(connection: Connection) -> Position:
         .limit(1)
     )
     row = connection.execute(query).first()
-    return START if row is None else Position(*row)
+    return max(START if row is None else Position(*row), last_forgotten(connection))
 
 
 class Synced(NamedTuple):

@@ -1,8 +1,10 @@
 """The file: one row a session, complete, and useful as it is.
 
-    columns of the head     session_id, group_id, root_id, reward, status, turns, created_at, closed_at, …
+    rollout_id              the root of the rollout that it belongs to
+    columns of the head     session_id, group_id, reward, status, turns, created_at, closed_at, …
     metadata                the session's metadata, as JSON
-    samples                 its training rows as `/export?format=parquet` gives them: tokens, loss_mask, logprobs, messages
+    samples                 its training rows as `/export?format=parquet` gives them: tokens, loss_mask, logprobs,
+                            messages, …
     events_rows, turns_rows, blobs_rows, chunks_rows, refused_replies_rows
                             its rows in the database, to the byte: what an import writes
     feed                    the row of its group in the training feed
@@ -44,12 +46,12 @@ def encode(rollouts: Sequence[Rollout], samples: Sequence[Fields]) -> bytes:
     out = io.BytesIO()
     with _writer(out, schema) as writer:
         for group in _groups(rollouts):
-            listed = [session for rollout in group for session in rollout.sessions]
+            listed = [(rollout, session) for rollout in group for session in rollout.sessions]
             try:
-                table = pa.Table.from_pylist([_row(session) for session in listed], pa.schema(list(_SCHEMA)))
+                table = pa.Table.from_pylist([_row(rollout, session) for rollout, session in listed], _SCHEMA)
             except pa.ArrowException as error:  # its message shows the row
                 raise CorruptContent(f"a row that no version wrote: {type(error).__name__}") from None
-            own = [places.get(session.session_id, []) for session in listed]
+            own = [places.get(session.session_id, []) for _, session in listed]
             taken = rows.take([at for part in own for at in part]).combine_chunks()
             offsets = [0]
             for part in own:
@@ -67,12 +69,12 @@ def decode(body: bytes) -> Iterator[list[Rollout]]:
     with _readable(body) as file:
         for number in range(file.num_row_groups):
             try:
-                rows = file.read_row_group(number, [*(field.name for field in _SCHEMA)]).to_pylist()
+                rows = file.read_row_group(number, _SCHEMA.names).to_pylist()
             except (pa.ArrowException, OSError, KeyError) as error:
                 raise CorruptContent(f"the file cannot be read: {type(error).__name__}") from error
             rollouts: dict[str, list[StoredRows]] = {}
             for row in rows:
-                rollouts.setdefault(row["root_id"] or row["session_id"], []).append(_stored(row))
+                rollouts.setdefault(row["rollout_id"], []).append(_stored(row))
             yield [Rollout(root_id, members) for root_id, members in rollouts.items()]
 
 
@@ -125,11 +127,11 @@ def _samples(rows: Sequence[Fields]) -> pa.Table:
         writer.close()
 
 
-def _row(session: StoredRows) -> dict[str, Any]:
+def _row(rollout: Rollout, session: StoredRows) -> dict[str, Any]:
     metadata = next((row["data"] for row in session.rows[blobs.name] if row["kind"] == "metadata"), None)
     text = None if metadata is None else codec.decompress(metadata).decode()
     lists = {_list_of(table): session.rows[table.name] for table in CONTENT}
-    return {**session.head, "metadata": text, "feed": session.feed, **lists}
+    return {"rollout_id": rollout.root_id, **session.head, "metadata": text, "feed": session.feed, **lists}
 
 
 def _stored(row: Mapping[str, Any]) -> StoredRows:
@@ -160,11 +162,12 @@ def _list_of(table: Table) -> str:
     return f"{table.name}_rows"
 
 
-_SCHEMA = (
-    *_fields(sessions.columns),
-    pa.field("metadata", pa.string()),
-    pa.field("feed", pa.struct(_fields(groups.columns))),
-    *(
-        pa.field(_list_of(table), pa.list_(pa.struct(_fields(columns)))) for table, columns in CONTENT.items()
-    ),
+_SCHEMA = pa.schema(
+    [
+        pa.field("rollout_id", pa.string()),
+        *_fields(sessions.columns),
+        pa.field("metadata", pa.string()),
+        pa.field("feed", pa.struct(_fields(groups.columns))),
+        *(pa.field(_list_of(table), pa.list_(pa.struct(_fields(columns)))) for table, columns in CONTENT.items()),
+    ]
 )

@@ -14,7 +14,7 @@ Every operation of a run checks the fence of the lease `archive`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from sqlalchemy import (
@@ -25,7 +25,6 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    null,
     or_,
     select,
     tuple_,
@@ -35,16 +34,15 @@ from sqlalchemy import (
 from app.crash_points import reach
 from app.store import pins, rollouts
 from app.store import statements as sql
-from app.store.dialect import Tx, now, oldest_tx
+from app.store.dialect import Tx, oldest_tx
 from app.store.leases import holds_lease
-from app.store.log import StoreOperation
-from app.store.reads import FORGOTTEN, Position, forgotten
+from app.store.log import BaseOperation, StoreOperation
+from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.schema import (
     archived,
     blobs,
     chunks,
     events,
-    group_changes,
     groups,
     refused_replies,
     sessions,
@@ -52,6 +50,7 @@ from app.store.schema import (
     store_meta,
     turns,
 )
+from app.store.search.writing import erase_entries
 
 LEASE = "archive"
 
@@ -69,8 +68,8 @@ DROPPED_AT_ONCE = 16
 class StoredRows(NamedTuple):
     """A session's head, its group's row in the feed, and its rows by table: the columns of `CONTENT`."""
 
-    head: Mapping[str, Any]
-    feed: Mapping[str, Any] | None
+    head: dict[str, Any]
+    feed: dict[str, Any] | None
     rows: Mapping[str, Sequence[Mapping[str, Any]]]
 
     @property
@@ -101,9 +100,10 @@ class Place(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Roots that may leave, and the last root that was looked at; None at the end."""
+    """Roots that may leave, how many may not, and the last root that was looked at; None at the end."""
 
-    roots: list[str]
+    roots: list[Place]
+    left: int
     after: Place | None
 
 
@@ -116,7 +116,6 @@ _pinned_member = exists().where(
 )
 _may_leave = rollouts.is_finished & ~pins.is_pinned() & ~_pinned_member
 _acknowledged = exists().where(groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None))
-_noted = exists().where(group_changes.c.group_id == sessions.c.group_id)
 
 
 def candidates(connection: Connection, cutoff: float, after: Place, limit: int) -> Candidates:
@@ -131,7 +130,7 @@ def candidates(connection: Connection, cutoff: float, after: Place, limit: int) 
             place > after,
             rollouts.is_root(),
             _may_leave,
-            or_(sessions.c.group_id.is_(None), _acknowledged & ~_noted),
+            or_(sessions.c.group_id.is_(None), _acknowledged),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
         .limit(limit)
@@ -145,7 +144,8 @@ def candidates(connection: Connection, cutoff: float, after: Place, limit: int) 
     )
     held = set(connection.execute(waiting).scalars())
     last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
-    return Candidates([row[1] for row in rows if row[2] not in held], last)
+    roots = [Place(row[0], row[1]) for row in rows if row[2] not in held]
+    return Candidates(roots, len(rows) - len(roots), last)
 
 
 def stored_bytes(connection: Connection, root_id: str) -> int:
@@ -186,10 +186,17 @@ def read_rollout(connection: Connection, root_id: str) -> Rollout | None:
     return Rollout(root_id, [StoredRows(by_id[one], None if feed is None else dict(feed), content[one]) for one in ids])
 
 
-def _of_rollout(root_id: str) -> Any:
+def _of_rollout(root_id: Any) -> Any:
     return select(sessions.c.session_id).where(
         or_(sessions.c.session_id == root_id, (sessions.c.root_id == root_id) & sessions.c.root_id.is_not(None))
     )
+
+
+def identities(connection: Connection, session_ids: Sequence[str]) -> dict[str, tuple[str, float, int]]:
+    """What tells apart two sessions of one id, and a session from what it was, for those that are there."""
+    query = select(sessions.c.session_id, sessions.c.body_hash, sessions.c.created_at, sessions.c.version)
+    rows = connection.execute(query.where(sessions.c.session_id.in_(session_ids)))
+    return {row[0]: (row[1], row[2], row[3]) for row in rows}
 
 
 # The index.
@@ -214,6 +221,12 @@ def unfinished(connection: Connection, most: int = 10_000) -> list[Indexed]:
 
 def of_file(connection: Connection, file: str) -> list[Indexed]:
     return [Indexed(*row) for row in connection.execute(_index.where(archived.c.file == file))]
+
+
+def erased_among(connection: Connection, session_ids: Sequence[str]) -> list[str]:
+    is_erased = or_(archived.c.state == "erasing", archived.c.state == "erased")
+    query = select(archived.c.session_id).where(archived.c.session_id.in_(session_ids), is_erased)
+    return list(connection.execute(query).scalars())
 
 
 def of_session(connection: Connection, session_id: str) -> list[Indexed]:
@@ -264,22 +277,30 @@ class Reserve(Fenced, frozen=True):
         return True
 
 
-class Forget(Fenced, frozen=True):
+class Forget(BaseOperation, frozen=True):
     """A rollout is in the file: it leaves the database. False, and nothing is written, if anything was added since it
     was read, or a checkpoint has it.
 
     The many rows of a large one are deleted by `DropContent`, in steps.
     """
 
+    session_id: str
+    """The root."""
+    fence: int
     file: str
-    root_id: str
     versions: Mapping[str, int]
     """The rollout's sessions, and the last event of each."""
 
-    def write(self, tx: Tx) -> bool:
+    @property
+    def size(self) -> int:
+        return 1 << 20
+
+    def apply(self, tx: Tx) -> bool | None:
+        if not holds_lease(tx, LEASE, self.fence):
+            return None
         if pins.is_restoring(tx):
             return False
-        present = {row[0] for row in tx.all(_present, {"sid": self.root_id})}
+        present = {row[0] for row in tx.all(_present, {"sid": self.session_id})}
         if present != self.versions.keys():
             return False
         for session_id in sorted(self.versions):
@@ -292,17 +313,20 @@ class Forget(Fenced, frozen=True):
             line = tx.one(_state_of, {"sid": session_id, "in_file": self.file})
             if line is None or line[0] != "writing":
                 return False
-        group_id = next((row[0] for row in tx.all(_group_of, {"sid": self.root_id})), None)
-        last = forgotten(tx)
+        group = tx.one(_group_of, {"sid": self.session_id})
+        gone = tx.one(select_forgotten, {})
+        last = forgotten_place(None if gone is None else gone[0])
         for session_id in sorted(self.versions):
             place = tx.one(_last_place, {"sid": session_id})
             last = max(last, Position(*place)) if place is not None else last
             tx.run(_turn, {"sid": session_id, "in_file": self.file, "was": "writing", "to": "leaving"})
             for statement in _drop_at_once:
                 tx.run(statement, {"sid": session_id})
+            erase_entries(tx, session_id)
+            _drop_content(tx, session_id, self.file)
         tx.run(_forget_place, {})
         tx.insert(insert(store_meta), [{"key": FORGOTTEN, "value": f"{last.tx}.{last.position}"}])
-        rollouts.note(tx, group_id)
+        rollouts.note(tx, None if group is None else group[0])
         reach("in_archive")
         return True
 
@@ -319,16 +343,7 @@ class DropContent(Fenced, frozen=True):
         return DROPPED_AT_ONCE << 20
 
     def write(self, tx: Tx) -> bool:
-        for table in _IN_STEPS:
-            rows = tx.all(_some[table.name], {"sid": self.session_id, "most": DROPPED_AT_ONCE})
-            keys = [column.name for column in table.primary_key.columns][1:]
-            for row in rows:
-                own = {f"key_{name}": value for name, value in zip(keys, row, strict=True)}
-                tx.run(_drop_some[table.name], {"sid": self.session_id, **own})
-            if rows:
-                return True
-        tx.run(_turn, {"sid": self.session_id, "in_file": self.file, "was": "leaving", "to": "archived"})
-        return False
+        return _drop_content(tx, self.session_id, self.file)
 
 
 class EndFile(Fenced, frozen=True):
@@ -379,10 +394,8 @@ class BeginErasing(StoreOperation, frozen=True):
 
 
 class Import(Fenced, frozen=True):
-    """Write a rollout's rows again, with new places at the end of the order of commits. False: it is there already.
-
-    Returns the id of a session that another one has, or that was erased.
-    """
+    """Write a rollout's rows again, with new places at the end of the order of commits. False, and nothing is written,
+    if one of its sessions is there."""
 
     rollout: Rollout
 
@@ -392,7 +405,7 @@ class Import(Fenced, frozen=True):
 
     def write(self, tx: Tx) -> bool:
         heads = [session.head for session in self.rollout.sessions]
-        if tx.one(sql.head, {"sid": self.rollout.root_id}) is not None:
+        if any(tx.one(sql.head, {"sid": head["session_id"]}) is not None for head in heads):
             return False
         for session in self.rollout.sessions:
             tx.run(_imported, {"sid": session.session_id})
@@ -415,6 +428,19 @@ class Import(Fenced, frozen=True):
         return True
 
 
+def _drop_content(tx: Tx, session_id: str, file: str) -> bool:
+    room = DROPPED_AT_ONCE
+    for table in _IN_STEPS:
+        rows = tx.all(_some[table.name], {"sid": session_id, "most": room})
+        names = [f"key_{column.name}" for column in _key(table)]
+        tx.run_all(_drop_some[table.name], [{"sid": session_id, **dict(zip(names, row, strict=True))} for row in rows])
+        room -= len(rows)
+        if not room:
+            return True
+    tx.run(_turn, {"sid": session_id, "in_file": file, "was": "leaving", "to": "archived"})
+    return False
+
+
 _imported = _set_state.where(_of_sid, archived.c.state == "archived").values(state="copy")
 _group = select(groups.c.group_id).where(groups.c.group_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sql.of_session(sessions))
@@ -428,13 +454,13 @@ _last_place = (
     .limit(1)
 )
 _forget_place = delete(store_meta).where(store_meta.c.key == FORGOTTEN)
-_has_left = select(archived.c.session_id).where(
-    _file_is, or_(archived.c.state == "leaving", archived.c.state == "archived")
-).limit(1)
-_lines_of = select(archived.c.session_id, archived.c.state).where(_file_is).order_by(archived.c.session_id)
-_drop_at_once = (
-    *(delete(table).where(sql.of_session(table)) for table in (events, refused_replies, snapshots, sessions)),
+_has_left = (
+    select(archived.c.session_id)
+    .where(_file_is, or_(archived.c.state == "leaving", archived.c.state == "archived"))
+    .limit(1)
 )
+_lines_of = select(archived.c.session_id, archived.c.state).where(_file_is).order_by(archived.c.session_id)
+_drop_at_once = [delete(table).where(sql.of_session(table)) for table in (events, refused_replies, snapshots, sessions)]
 _IN_STEPS = (turns, blobs, chunks)
 
 
