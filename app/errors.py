@@ -63,11 +63,6 @@ class ThreadUnsupported(Unsupported):
     details: ClassVar[Mapping[str, str]] = {"error_code": "thread_unsupported_request"}
 
 
-class SearchOff(Unsupported):
-    code = "search_off"
-    meaning = "this server makes no search index: `TURNLOG_SEARCH` is off"
-
-
 class PreviousResponseNotFound(InvalidRequest):
     code = "previous_response_not_found"
     meaning = "`previous_response_id` names no response of this session"
@@ -328,6 +323,8 @@ class StoreUnavailable(AppError):
 class StoreDamaged(StoreUnavailable):
     """The database answers, but a page that several sessions need cannot be read. A retry does not help."""
 
+    status, code = 500, "store_damaged"
+    meaning = "a page of the database that several sessions need is damaged: `turnlog verify` names what is lost"
     retry = False
     retry_after_s = None
 

@@ -29,7 +29,6 @@ from app.api import (
     notes,
     payloads,
     responses,
-    search,
     service,
     session_lists,
     sessions,
@@ -56,11 +55,10 @@ from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import AppError, StartupError
 from app.extras import install
-from app.features import archive
+from app.features import archive, search
 from app.features.archive.routes import router as archive_router
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
-from app.sessions.indexer import Indexer
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
@@ -68,7 +66,6 @@ from app.store.engine import Database, load_driver
 from app.store.packs.left_behind import ADVICE, left_behind
 from app.store.packs.opening import open_bucket
 from app.store.packs.rows import has_packs
-from app.store.search.reading import can_search
 from app.tito.families import check_family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
@@ -124,12 +121,6 @@ async def run_services(
         made.start()
         registration.start(made.registered)
         stack.push_async_callback(registration.stop)
-        if settings.search == "on":
-            if not await database.read(can_search):
-                raise StartupError("TURNLOG_SEARCH=on needs FTS5, without which this SQLite was built")
-            indexer = Indexer(database, made.writer, made.log_end, registration.incarnation, figures=made.indexed)
-            stack.push_async_callback(indexer.stop)
-            indexer.start()
         made.health.start()
         made.pool.start()
         yield made
@@ -244,6 +235,7 @@ class Turnlog(FastAPI):
                     self._settings, self.version, self._tokens, self._connection_limit, self._load_prompts
                 )
                 self.state.services = await stack.enter_async_context(started)
+                self.state.search = await stack.enter_async_context(search.running(self.state.services))
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
                 return
@@ -283,7 +275,6 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(counting.router)
     app.include_router(service.router)
     app.include_router(exports.router)
-    app.include_router(search.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(payloads.router)
@@ -296,6 +287,10 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(ui.router)
     app.include_router(ui_live.router)
     app.include_router(ui_files.page_routes())
+    if settings.search == "on":
+        from app.features.search.routes import router
+
+        app.include_router(router)
     handle_faults(app)
     return app
 

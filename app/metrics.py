@@ -170,14 +170,8 @@ class Metrics:
         self.totals(self.pack_bytes, dict.fromkeys(("put", "read"), 0))
         self.pack_failures = self._counter("turnlog_pack_failures_total", "Requests to object storage that failed.")
         self.packs_waiting = self._gauge("turnlog_pack_waiting_bytes", "Replay payloads that wait for object storage.")
-        self.search_indexed = self._counter("turnlog_search_indexed_total", "What the search index got.", "kind")
-        self.totals(self.search_indexed, dict.fromkeys(("turns", "messages"), 0))
         self.search_failures = self._counter("turnlog_search_failures_total", "Steps of the search index that failed.")
         self.search_behind = self._largest("turnlog_search_behind_events", "Events that the search index lacks.")
-        self.search_behind_seconds = self._largest(
-            "turnlog_search_behind_seconds",
-            "Age of the newest event that the search index has, if it lacks newer ones.",
-        )
         self.janitor = self._counter("turnlog_janitor_sessions_total", "Sessions that the janitor handled.", "action")
         self.janitor_round = self._largest(
             "turnlog_janitor_last_round_timestamp_seconds",

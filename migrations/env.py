@@ -20,7 +20,6 @@ from app.store.opening import unopened
 from app.store.postgres import DRIVER_ERRORS
 from app.store.revision import require_known, revision_of
 from app.store.schema import metadata
-from app.store.search.words import WORDS, WORDS_INDEX, is_full_text
 
 PRIVATE = 0o077
 """The umask, so that other users cannot read an SQLite file, which holds prompts and replies. Its WAL gets the same
@@ -38,8 +37,8 @@ def _migrate(connection: Connection) -> None:
 
 
 def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _compared: object) -> bool:
-    """Does the schema in code have such an item? It knows nothing of words that are searched (`store.search`)."""
-    return not reflected or not (name in (WORDS, WORDS_INDEX) or (kind == "table" and is_full_text(name or "")))
+    """Does the schema in code have such an item? It knows nothing of the search's, which makes its own."""
+    return not reflected or not (name or "").startswith("search_")
 
 
 async def _online(url: str) -> None:

@@ -41,7 +41,6 @@ class TurnOpened(_Event):
     adapter: NotRequired[str | None]
     agent_id: NotRequired[str | None]
     history: NotRequired[Literal["linear", "tree"] | None]
-    is_provisional: NotRequired[bool]
 
 
 class VersionSpan(TypedDict):

@@ -86,12 +86,11 @@ class SessionFilters(TypedDict, total=False):
 class SearchFilters(TypedDict, total=False):
     """The parameters of `GET /search` but for `q`."""
 
-    role: Annotated[str, "Only messages of this role; rejected."]
+    role: Annotated[str, "Only messages of this role."]
     tool: Annotated[str, "Only calls of this tool, and its results."]
     finish_reason: Annotated[str, "Only replies that ended so."]
-    reason: Annotated[str, "Only what is in no row for this reason."]
     session_id: Annotated[str, "Only this session."]
-    metadata: Annotated[str, "Only sessions with this key=value."]
+    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
     status: Annotated[SessionStatus, "Only sessions with this status."]
     group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]

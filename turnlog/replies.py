@@ -109,21 +109,28 @@ class GroupPage(TypedDict):
 
 
 class SearchHit(TypedDict):
-    """A message that matches. `message` counts from 0 in the conversation that ends with the turn's reply; None for a
-    refused reply. `marks` are [start, end) of what matches in `snippet`."""
+    """A message that matches. `message` counts from 0 in the conversation that ends with the turn's reply. `marks` are
+    [start, end) of what matches in `snippet`, in Unicode characters."""
 
     session_id: str
     turn: int
-    message: int | None
+    message: int
     role: str
     tools: list[str]
     finish_reason: str | None
-    reason: str | None
     at: float
     status: SessionStatus
     group_id: str | None
     snippet: str
-    marks: list[list[int]]
+    marks: list[tuple[int, int]]
+
+
+class SearchPage(TypedDict):
+    """`is_current`: the index has all that was committed before the search began."""
+
+    hits: list[SearchHit]
+    next_cursor: str | None
+    is_current: bool
 
 
 class Attempt(TypedDict):

@@ -97,10 +97,6 @@ APART_BYTES = 8 << 10
 APART = b"\x02"
 """First byte of a Wire packed so; a zstd frame begins differently."""
 
-_UNCHECKED = b"\x01"
-"""First byte in earlier versions, without the CRC-32."""
-
-_UNCHECKED_HEAD = struct.Struct("<cII")
 _APART_HEAD = struct.Struct("<cIII")
 """APART, then the messages' packed size, unpacked size and CRC-32: the frame's own checksum covers all of it."""
 
@@ -168,7 +164,7 @@ def pack(content: Any) -> bytes:
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:
     """Raises CorruptContent."""
     try:
-        if kind is Wire and frame is not None and frame[:1] in (APART, _UNCHECKED):
+        if kind is Wire and frame is not None and frame[:1] == APART:
             apart: Content = _unpack_apart(frame)
             return apart
         return msgspec.msgpack.decode(decompress(frame), type=kind)
@@ -178,7 +174,7 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
 
 def unpack_messages(frame: bytes | None) -> Messages:
     """A turn's messages, from its packed Wire, without unpacking a large reply. Raises CorruptContent."""
-    if frame is None or frame[:1] not in (APART, _UNCHECKED):
+    if frame is None or frame[:1] != APART:
         wire = unpack(frame, Wire)
         return Messages(wire.messages, wire.message)
     packed, size, check, body = _apart(frame)
@@ -186,7 +182,7 @@ def unpack_messages(frame: bytes | None) -> Messages:
         if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
             raise CorruptContent(f"a frame declares {size} bytes of messages")
         raw = _decompressor().decompressobj(write_size=max(size, 1)).decompress(body[:packed])
-        if check is not None and zlib.crc32(raw) != check:
+        if zlib.crc32(raw) != check:
             raise CorruptContent("what was said is not what was stored")
         return msgspec.msgpack.decode(raw, type=Messages)
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
@@ -212,13 +208,12 @@ def _unpack_apart(frame: bytes) -> Any:
     return msgspec.structs.replace(rest, messages=turn_messages.messages, message=turn_messages.message)
 
 
-def _apart(frame: bytes) -> tuple[int, int, int | None, bytes]:
+def _apart(frame: bytes) -> tuple[int, int, int, bytes]:
     """The messages' packed and unpacked size and CRC-32, and the zstd frame. Raises CorruptContent."""
-    head = _UNCHECKED_HEAD if frame[:1] == _UNCHECKED else _APART_HEAD
-    if len(frame) < head.size:
-        raise CorruptContent(f"a frame of {len(frame)} bytes is none")
-    _, packed, size, *check = head.unpack_from(frame)
-    return packed, size, check[0] if check else None, frame[head.size :]
+    if len(frame) < _APART_HEAD.size:
+        raise CorruptContent(f"{len(frame)} bytes are not a valid frame")
+    _, packed, size, check = _APART_HEAD.unpack_from(frame)
+    return packed, size, check, frame[_APART_HEAD.size :]
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:

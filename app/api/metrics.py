@@ -90,11 +90,6 @@ def refresh(app: Services) -> None:
     metrics.total(metrics.export_rows, exported.rows)
     metrics.total(metrics.export_bytes, exported.sent_bytes)
     metrics.total(metrics.export_seconds, exported.seconds)
-    indexed = app.indexed
-    metrics.totals(metrics.search_indexed, {"turns": indexed.turns, "messages": indexed.messages})
-    metrics.total(metrics.search_failures, indexed.failures)
-    metrics.search_behind.set(indexed.events_behind)
-    metrics.search_behind_seconds.set(indexed.seconds_behind)
     done = app.janitor.done
     metrics.totals(metrics.janitor, {"closed": done.closed, "freed": done.freed, "erased": done.erased})
     if app.janitor.ended_round_at is not None:

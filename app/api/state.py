@@ -25,10 +25,8 @@ from app.lazy_import import LazyImport
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.group_list import GroupList
-from app.sessions.indexer import IndexFigures
 from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
-from app.sessions.search import Search
 from app.sessions.session_list import SessionList
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
@@ -95,8 +93,6 @@ class Services(Assembly):
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
         self.group_list = GroupList(database)
-        self.indexed = IndexFigures()
-        self.search = Search(database, self.log_end, self.session_list.newest_version)
         self.lag = LoopLag(time.monotonic)
         self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
         """Ask where a session is that does not exist here."""
@@ -123,7 +119,7 @@ def _exporter(made: Services) -> Exporter:
 
     settings = made.settings
     helpers = None
-    if settings.workers > 2:  # fewer cores gain little: docs/benchmarks.md
+    if settings.workers > 2:  # fewer cores gain little
         helpers = Helpers(
             min(settings.workers - 2, MOST_HELPERS),
             deadline_s=settings.worker_deadline_s,

@@ -2,13 +2,13 @@
 
 An event holds ids, counts, hashes and references to blobs, never content: prompts and completions are in the store's
 content tables, so that erasing them leaves the log whole. The components of a reward, a note and tags are the
-exceptions; an erasure removes them from the event. Events are stored under `name` with the integer `VERSIONS[name]`; a
-changed structure gets the next number and a step in `upcast.py`. Hashes are lower-case hex.
+exceptions; an erasure removes them from the event. Events are stored under the name of their class with its `VERSION`
+(`app.domain.encoding`). Hashes are lower-case hex.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -50,14 +50,20 @@ def shape_of(protocol: str) -> EngineShape:
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """The base of all events. `omit_defaults` keeps rows small; a default is therefore part of a version."""
 
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def upcast(cls, version: int, fields: dict[str, Any]) -> dict[str, Any]:
+        """The stored fields of a version below `VERSION` as those of the next one."""
+        raise NotImplementedError
+
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the creator of a session chose. `on_drift` came with version 2 of SessionCreated.
+    """What the creator of a session chose.
 
-    With version 3 came `on_abort` (None: what the server is set to) and `parent`, the session whose sub-agent this
-    one is. With version 5 came the histories `tree` and None: the first turn decides (`TurnOpened.history`), and
-    `stream_mode`. With version 6 came `params` and `model`, which every turn has (`app.domain.pinned`), `params_mode`,
-    and `evaluation`, which is kept for the trainer and changes nothing.
+    `history` None: the first turn decides (`TurnOpened.history`). `on_abort` None: what the server is set to. `parent`
+    is the session whose sub-agent this one is. Every turn has `params` and `model` (`app.domain.pinned`). `evaluation`
+    is kept for the trainer and changes nothing.
     """
 
     rollback_window: int
@@ -201,8 +207,8 @@ class ForkRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 class SessionCreated(Event, frozen=True):
     """`body_hash` distinguishes a repeated create from a conflicting one.
 
-    `fork` (since version 4) says that the session began as a copy; a `TurnCommitted` for each copied turn follows,
-    without a `TurnOpened`: its fence is its own `seq`.
+    `fork` says that the session began as a copy; a `TurnCommitted` for each copied turn follows, without a
+    `TurnOpened`: its fence is its own `seq`.
     """
 
     config: SessionConfig
@@ -214,11 +220,9 @@ class SessionCreated(Event, frozen=True):
 class TurnOpened(Event, frozen=True):
     """A claim was taken. Its `seq` is the fence: it only grows, and the turn's commit must name it.
 
-    `adapter` (since version 3) is the adapter that the turn is for, if Turnlog knows of one.
-
-    Since version 4: `turn` is never used again, also if the turn does not commit (`is_provisional` in older events: it
-    was); `body_hash` is of the request's canonical form, not of its bytes; `agent_id` names the agent that sent the
-    request, if it said so; `history` is the session's from now on, where its creator left that to the first turn.
+    `turn` is never used again, also if the turn does not commit. `body_hash` is of the request's canonical form.
+    `adapter` is the adapter that the turn is for, if Turnlog knows of one. `agent_id` names the agent that sent the
+    request, if it said so. `history` is the session's from now on, where its creator left that to the first turn.
     """
 
     turn: int
@@ -230,7 +234,6 @@ class TurnOpened(Event, frozen=True):
     adapter: str | None = None
     agent_id: str | None = None
     history: History | None = None
-    is_provisional: bool = False
 
 
 class TurnCommitted(Event, frozen=True):
@@ -245,30 +248,25 @@ class TurnCommitted(Event, frozen=True):
     them) and `suffix_tokens` new ones; `output_tokens` follow. `tokens_hash` is the SHA-256 of all of them as
     text (decimal, a comma after each), which has `tokens_text_bytes` bytes.
 
-    `payloads` (since version 2) are the replay payloads that came with the reply.
+    `trimmed` of the parent's last tokens are not part of the prompt, so that `base_tokens` is that much shorter.
+    `cached_tokens` of the prompt were in the engine's prefix cache, if it says. `sent_ids`: the engine was sent token
+    ids rather than messages or text. `payloads` are the replay payloads that came with the reply.
 
-    Since version 3: `trimmed` of the parent's last tokens are not part of the prompt, so that `base_tokens` is that
-    much shorter; `cached_tokens` of the prompt were in the engine's prefix cache, if it says; `sent_ids` says that the
-    engine was sent token ids rather than messages or text.
+    Generation: `dispatched` is the weight version that its adapter or engine was known to have when the (first)
+    generation began; `parts`, where the reply was joined from several; `logprobs_of`, None where it is not known or the
+    parts differ; `left_out`, what of the request the engine was not sent (`app.domain.left_out`).
 
-    Since version 4: `adapter` as in `TurnOpened`; `dispatched` is the weight version that its adapter or engine was
-    known to have when the (first) generation began; `parts`, where the reply was joined from several generations.
+    Branches: `branch` is the turn's branch in its session, numbered from 0 in the order of commits; None in copies,
+    where the fold derives it. `branch_cause` where the turn begins its branch; `carries` is then the turn of another
+    branch whose reply is among its messages. In a tree, `segment` is the branch, and turns need not commit in the order
+    of their numbers. `body_hash`, `adapter`, `agent_id` as in `TurnOpened`.
 
-    Since version 5: `timing`.
-
-    Since version 6: `branch` is the turn's branch in its session, numbered from 0 in the order of commits; None in
-    older events and in copies, where the fold derives it. `branch_cause` where the turn begins its branch; `carries` is
-    then the turn of another branch whose reply is among its messages. `body_hash`, `agent_id` as in `TurnOpened`. In a
-    tree, `segment` is the branch, and turns need not commit in the order of their numbers. `protocol` may be any that a
-    client spoke, and `echo` is the blob of what a reply in it repeats of the request. `calls_hash` is the hash of
-    a reply that calls tools, without its calls' arguments; `bare_hash` the canonical hash of one whose text begins with
-    reasoning, without that.
-
-    Since version 7: `logprobs_of`, None where it is not known or the parts differ; `left_out`, what of the request the
-    engine was not sent (`app.domain.left_out`). `given_ids` where the client was given other ids of calls than the
-    engine's. `odd_ids`: a client may return another id of one of the reply's calls. `odd_arguments`: those of a call,
-    in the reply or the new messages, are no JSON object. `images` are the blobs of the images that the new messages
-    hold, each once.
+    What clients return: `protocol` is the one that the client spoke, and `echo` the blob of what a reply in it repeats
+    of the request. `calls_hash` is the hash of a reply that calls tools, without its calls' arguments; `bare_hash` the
+    canonical hash of one whose text begins with reasoning, without that. `given_ids` where the client was given other
+    ids of calls than the engine's. `odd_ids`: a client may return another id of one of the reply's calls.
+    `odd_arguments`: those of a call, in the reply or the new messages, are no JSON object. `images` are the blobs of
+    the images that the new messages hold, each once.
     """
 
     turn: int
@@ -324,7 +322,7 @@ class TurnCommitted(Event, frozen=True):
 class TurnRejected(Event, frozen=True):
     """The open turn ended without a commit: the engine failed (`status`) or its reply was invalid.
 
-    `kept_bytes` (since version 2) of the refused reply's `reply_bytes` are kept for diagnosis.
+    `kept_bytes` of the refused reply's `reply_bytes` are kept for diagnosis.
     """
 
     turn: int
@@ -341,7 +339,7 @@ class TurnAbandoned(Event, frozen=True):
 
     Its process is dead (`owner_dead`) or could not release it (`not_released`), or it was cancelled because the session
     was closed (`session_closed`), the client disconnected (`disconnect`) or the store was taken back to a checkpoint
-    (`restored`, since version 2).
+    (`restored`).
     """
 
     turn: int
@@ -377,7 +375,7 @@ class BlobsTombstoned(Event, frozen=True):
     Their description stays in `TurnCommitted`. `freed` are the keys (fence, number) of the chunks that no payload
     refers to any more; their bytes are deleted. They left the rollback window in the commit before this event
     (`window`), the session has been closed for long enough (`closed`), or its payloads exceeded
-    TURNLOG_MAX_REPLAY_BYTES (`budget`, since version 2).
+    TURNLOG_MAX_REPLAY_BYTES (`budget`).
     """
 
     turns: tuple[int, ...]
@@ -388,9 +386,8 @@ class BlobsTombstoned(Event, frozen=True):
 class RewardAssigned(Event, frozen=True):
     """A later assignment replaces an earlier one for the same `turn` (None: the session).
 
-    `of_root` (since version 2): the reward of the root of the session's rollout, which overrides the session's own.
-    `components_erased` (since version 2): its components were deleted with the session's content. Only this event and
-    `SessionNoted` are ever rewritten.
+    `of_root`: the reward of the root of the session's rollout, which overrides the session's own. `components_erased`:
+    its components were deleted with the session's content. Only this event and `SessionNoted` are ever rewritten.
     """
 
     reward: float
@@ -436,10 +433,8 @@ class AffinityReleased(Event, frozen=True):
 
 
 class SessionClosed(Event, frozen=True):
-    """By a client (`deleted`), or by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`, since version 2).
-
-    `root` (since version 3): because the root of its rollout was closed.
-    """
+    """By a client (`deleted`), by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`), or because the root of its rollout
+    was closed (`root`)."""
 
     reason: Literal["deleted", "idle", "root"] = "deleted"
 
@@ -488,18 +483,6 @@ TYPES: dict[str, type[Event]] = {
         SessionRestored,
         SessionErased,
     )
-}
-
-VERSIONS: dict[str, int] = {
-    **dict.fromkeys(TYPES, 1),
-    "SessionCreated": 6,
-    "TurnOpened": 4,
-    "TurnCommitted": 7,
-    "TurnRejected": 2,
-    "TurnAbandoned": 2,
-    "BlobsTombstoned": 2,
-    "RewardAssigned": 2,
-    "SessionClosed": 3,
 }
 
 EXPORTED = (

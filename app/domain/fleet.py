@@ -67,7 +67,7 @@ class AdapterResumed(FleetEvent, frozen=True):
 
 
 class FleetPaused(FleetEvent, frozen=True):
-    """The gate of the whole fleet is shut; as `AdapterPaused`. `version` came with version 2."""
+    """The gate of the whole fleet is shut; see `AdapterPaused`."""
 
     closings: int
     until: float
@@ -80,7 +80,7 @@ class FleetPaused(FleetEvent, frozen=True):
 
 
 class FleetResumed(FleetEvent, frozen=True):
-    """The gate of the whole fleet is open. `version` (since version 2) is the weight version of engines that cannot say
+    """The gate of the whole fleet is open. `version` is the weight version of engines that cannot say
     theirs, if given."""
 
     closings: int
@@ -145,9 +145,6 @@ TYPES: dict[str, type[FleetEvent]] = {
         TurnsFreed,
     )
 }
-
-
-VERSIONS: dict[str, int] = {**dict.fromkeys(TYPES, 1), "FleetPaused": 2, "FleetResumed": 2}
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -176,7 +176,7 @@ def _opened(session: Session, event: TurnOpened, seq: int) -> dict[str, Any]:
     )
     return {
         "open_turns": {**session.open_turns, event.turn: opened},
-        "last_turn": session.last_turn if event.is_provisional else max(session.last_turn, event.turn),
+        "last_turn": max(session.last_turn, event.turn),
         "history": session.history or event.history,
     }
 
@@ -253,7 +253,7 @@ def _require_parent(session: Session, event: TurnCommitted) -> None:
 
 
 def _derived_branch(session: Session, event: TurnCommitted) -> tuple[int, BranchCause | None]:
-    """The branch of a turn whose event does not name it: an older one of a linear session, or a copy.
+    """The branch of a turn whose event does not name it: a copy.
 
     The newest turn is the only live one without a child.
     """

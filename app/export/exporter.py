@@ -31,7 +31,7 @@ from app.export.slices import next_rows
 from app.export.threads import Threads
 from app.export.worker import HelpedExport, MadePart
 from app.export.writing import Rows, begun, read_ahead, written
-from app.store import group_reads, reads, survey
+from app.store import bulk, group_reads, reads
 from app.store.engine import Database
 from app.store.horizon import wait_for_horizon
 from app.store.reads import Position
@@ -111,7 +111,10 @@ class Exporter:
         epoch = await self._database.read(reads.epoch)
         horizon, newest = await self._database.read(
             lambda connection: (reads.horizon(connection), group_reads.newest_version(connection)),
-            or_else=lambda connection: (survey.horizon(connection), survey.newest_version(connection)),
+            or_else=lambda connection: (
+                bulk.horizon_of_each(connection),
+                group_reads.newest_version_of_each(connection),
+            ),
         )
         given = given or Cursor(epoch, Position(0, 0))
         if given.epoch != epoch:

@@ -45,7 +45,8 @@ from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.lazy_import import LazyImport, loaded
 from app.sessions.groups import settle_groups
-from app.store import group_reads, survey
+from app.store import group_reads
+from app.store.damaged import split
 from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
@@ -139,7 +140,9 @@ class Feed:
             await settle_groups(self._database, self._writer)
             current = query.weight_version
             if current is None:
-                current = await self._database.read(group_reads.newest_version, or_else=survey.newest_version)
+                current = await self._database.read(
+                    group_reads.newest_version, or_else=group_reads.newest_version_of_each
+                )
             given = await self._lease(query, current)
         return self._lines(query, current, given)
 
@@ -152,10 +155,7 @@ class Feed:
         return Group(group_id, every, found.statistics, found.complete)
 
     async def _attempts(self, group_id: str) -> list[Attempt]:
-        found = await self._database.read(
-            partial(group_reads.attempts, group_ids=[group_id]), or_else=partial(survey.attempts, group_ids=[group_id])
-        )
-        return found[group_id]
+        return (await self._database.read(partial(group_reads.attempts, group_ids=[group_id])))[group_id]
 
     async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
         """Acknowledge groups. Idempotent. Raises CheckpointBusy."""
@@ -197,7 +197,7 @@ class Feed:
         """The groups of a page that are recent enough and were not leased meanwhile."""
         young: list[Candidate] = []
         stale: list[Candidate] = []
-        for one in await self._measured(page):
+        for one in await self._measured(await self._readable(page)):
             age = one.oldest_version
             (stale if oldest is not None and age is not None and age < oldest else young).append(one)
         if stale:
@@ -208,6 +208,18 @@ class Feed:
         by_id = {lease.group_id: lease for lease in leased}
         return [_LeasedGroup(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
 
+    async def _readable(self, page: Sequence[Candidate]) -> list[Candidate]:
+        """Without the groups that have a head on a damaged page: nobody knows all of their rewards."""
+        ids = [group.group_id for group in page]
+        attempts = await self._database.read(
+            partial(group_reads.attempts, group_ids=ids),
+            or_else=lambda connection: split(connection, ids, group_reads.attempts)[0],
+        )
+        for group_id in ids:
+            if group_id not in attempts:
+                self._database.unreadable.warn_of_group(group_id, "a page of it is damaged")
+        return [group for group in page if group.group_id in attempts]
+
     async def _measured(self, page: Sequence[Candidate]) -> list[Candidate]:
         """The groups with the oldest version among their sessions, which are closed, so that it is final."""
         unknown = [one.group_id for one in page if not one.measured]
@@ -216,7 +228,7 @@ class Feed:
             part = unknown[at : at + GROUPS_AT_ONCE]
             logs = await self._database.read(
                 partial(group_reads.turn_events, group_ids=part),
-                or_else=partial(survey.turn_events, group_ids=part),
+                or_else=partial(group_reads.turn_events_of_each, group_ids=part),
             )
             ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
         return [
@@ -240,9 +252,7 @@ class Feed:
         every = await self._attempts(group_id)
         rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
         roots = list(rewards)
-        of_agents = await self._database.read(
-            partial(group_reads.of_agents, root_ids=roots), or_else=partial(survey.of_agents, root_ids=roots)
-        )
+        of_agents = await self._database.read(partial(group_reads.of_agents, root_ids=roots))
         behind = staleness(current, given.group.oldest_version)
         line = _Line(
             group_id=group_id,

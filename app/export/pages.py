@@ -20,9 +20,10 @@ from app.export import formats
 from app.export.links import sign
 from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
-from app.store import bulk, reads, survey
+from app.store import bulk, reads
 from app.store.broken import BrokenRow
 from app.store.bulk import ExportHead, StoredSession
+from app.store.damaged import attempt_or
 from app.store.engine import Database
 from app.store.packs.reader import fetch_packed
 from app.store.reads import Connection, Position
@@ -77,22 +78,6 @@ class _Group(msgspec.Struct, frozen=True):
         return {one: self.advantages[root] for one, root in rollouts if root in self.advantages}
 
 
-class _Known(msgspec.Struct, frozen=True):
-    """All sessions, read where a damaged page prevents a query for some; `ids` include sessions without a head."""
-
-    heads: Mapping[str, ExportHead]
-    ids: Sequence[str]
-
-    def in_group(self, group_id: str) -> list[ExportHead]:
-        return [head for head in self.heads.values() if head.group_id == group_id]
-
-    def of_group(self, group_id: str | None) -> Sequence[str]:
-        """The sessions of a group (None: of all). A session whose group is unknown belongs to every group."""
-        if group_id is None:
-            return self.ids
-        return [one for one in self.ids if one not in self.heads or self.heads[one].group_id == group_id]
-
-
 class ExportPages:
     """The pages up to `high`. `grouped`: a row contains a whole group; `advantages`: each session needs one.
 
@@ -123,7 +108,7 @@ class ExportPages:
         self._url_s = url_s if replay == "urls" else None
         self._rollout_rows = RolloutRows(database, high, branches)
         self._groups: OrderedDict[str, _Group] = OrderedDict()
-        self._known: _Known | None = None
+        self._heads: dict[str, ExportHead] | None = None
         self._order: list[tuple[str, Position]] | None = None
         self.turn_bytes: int | None = None
 
@@ -174,13 +159,19 @@ class ExportPages:
             return self._places(connection, heads, changed, asked_for)
 
         def around_damage(connection: Connection) -> tuple[list[ExportPage], Position | None]:
-            known = self._surveyed(connection)
+            heads = self._every_head(connection)
             if self._order is None:
-                ids = [session_id] if session_id is not None else known.of_group(group_id)
-                places = survey.last_places(connection, ids, self._high, types)
-                self._order = sorted(places.items(), key=lambda one: one[1])
-            at = bisect_right(self._order, after, key=lambda one: one[1])
-            return self._places(connection, known.heads, self._order[at : at + PAGE], asked_for)
+                # A session whose group is not known belongs to every group.
+                in_group = [
+                    head.session_id
+                    for head in heads.values()
+                    if group_id is None or not head.is_known or head.group_id == group_id
+                ]
+                ids = [session_id] if session_id is not None else in_group
+                places = bulk.last_places_of_each(connection, ids, self._high, types)
+                self._order = sorted(places.items(), key=lambda place: place[1])
+            at = bisect_right(self._order, after, key=lambda place: place[1])
+            return self._places(connection, heads, self._order[at : at + PAGE], asked_for)
 
         if self._order is not None or after > self._high:
             places, last = await self._database.read(around_damage, one_moment=True)
@@ -195,8 +186,8 @@ class ExportPages:
             return found(connection, bulk.heads(connection, session_ids))
 
         def around_damage(connection: Connection) -> list[ExportPage]:
-            known = self._surveyed(connection)
-            return found(connection, {one: known.heads.get(one, ExportHead(one, None, 0)) for one in session_ids})
+            heads = self._every_head(connection)
+            return found(connection, {one: heads.get(one, ExportHead(one, None, 0)) for one in session_ids})
 
         def found(connection: Connection, heads: Mapping[str, ExportHead]) -> list[ExportPage]:
             there = [(one, reads.END) for one in session_ids if one in heads]
@@ -214,7 +205,10 @@ class ExportPages:
 
         def around_damage(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
             found = bulk.read_each(connection, every, self._high, replay=self._replay, images=self._images)
-            return found, self._rollout_rows.members_around_damage(connection, found)
+            members = attempt_or(connection, lambda again: self._rollout_rows.members(again, found), None)
+            if members is None:
+                members = self._rollout_rows.members_of(found, self._every_head(connection).values())
+            return found, members
 
         found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
         if self._url_s is None:
@@ -237,17 +231,12 @@ class ExportPages:
         found = [self._place(connection, head, at, asked_for) for head, at in known]
         return [place for place in found if place is not None], changed[-1][1] if changed else None
 
-    def _surveyed(self, connection: Connection) -> _Known:
-        """The heads of all sessions, read once if a group's cannot be found otherwise."""
-        if self._known is None:
-            found = survey.all_heads(connection)
-            heads = {
-                row.session_id: ExportHead(row.session_id, found.counted_in(row), row.turns, found.root_of(row))
-                for row in found.rows.values()
-            }
-            self._known = _Known(heads, sorted([*heads, *found.lost]))
+    def _every_head(self, connection: Connection) -> dict[str, ExportHead]:
+        """The heads of all sessions, read once an export, where a damaged page is in the way of a query for some."""
+        if self._heads is None:
+            self._heads = bulk.every_head(connection)
             self._groups.clear()
-        return self._known
+        return self._heads
 
     def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
         """None if the session's group comes later. `asked_for`: the group is given here, whatever its last position."""
@@ -273,17 +262,17 @@ class ExportPages:
         return known
 
     def _looked_up(self, connection: Connection, group_id: str) -> _Group:
-        if self._known is None:
-            found, rewards = bulk.group_members(connection, group_id), bulk.rewards
+        if self._heads is None:
+            found, rewards, last_places = bulk.group_members(connection, group_id), bulk.rewards, bulk.last_places
         else:
-            found, rewards = self._known.in_group(group_id), bulk.rewards_of_each
+            found = [head for head in self._heads.values() if head.group_id == group_id]
+            rewards, last_places = bulk.rewards_of_each, bulk.last_places_of_each
         roots = [member.session_id for member in found if member.root_id is None]
         taken = {member.rollout for member in found if member.turns}
         members = [member for member in found if member.turns or member.rollout not in taken]
         every = [member.session_id for member in members]
         ends: Mapping[str, Position] = {}
         if self._grouped:
-            last_places = bulk.last_places if self._known is None else survey.last_places
             ends = last_places(connection, every, self._high, EXPORTED)
         return _Group(
             ends=ends,

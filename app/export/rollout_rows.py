@@ -16,9 +16,9 @@ import msgspec
 from app.domain.branches import Branches, Picker, pick
 from app.domain.fold import fold
 from app.export.faults import told
-from app.store import bulk, rollouts, survey
-from app.store.bulk import StoredSession
-from app.store.damaged import PageDamaged, attempt, split
+from app.store import bulk, rollouts
+from app.store.bulk import ExportHead, StoredSession
+from app.store.damaged import split
 from app.store.ports import Database
 from app.store.reads import SPAN, Connection, EventRow, Position, decode_events
 
@@ -42,7 +42,6 @@ class RolloutRows:
         self._database = database
         self._high = high
         self._counts: OrderedDict[str, int] = OrderedDict()
-        self._surveyed: list[tuple[str, str]] | None = None
 
     def members(self, connection: Connection, stored: Stored) -> Members:
         """All sessions of these sessions' rollouts that are not counted yet."""
@@ -51,15 +50,10 @@ class RolloutRows:
         found = [one for part in parts for one in rollouts.members(connection, part, status=("open", "closed"))]
         return _with_roots(found)
 
-    def members_around_damage(self, connection: Connection, stored: Stored) -> Members:
-        try:
-            return attempt(connection, lambda again: self.members(again, stored))
-        except PageDamaged:
-            roots = set(self._uncounted(stored))
-            if self._surveyed is None:
-                heads = survey.all_heads(connection).rows.values()
-                self._surveyed = [(one.session_id, one.root_id) for one in heads if one.root_id is not None]
-            return _with_roots(one for one in self._surveyed if one[1] in roots)
+    def members_of(self, stored: Stored, heads: Iterable[ExportHead]) -> Members:
+        """The same, of the heads of all sessions."""
+        roots = set(self._uncounted(stored))
+        return _with_roots((head.session_id, head.rollout) for head in heads if head.root_id in roots)
 
     def _uncounted(self, stored: Stored) -> list[str]:
         return sorted({one.rollout_id for one in stored.values()} - self._counts.keys())

@@ -26,7 +26,6 @@ from app.store.log_sessions import Erase, FreeChunks, FreeReplay
 from app.store.packs import rows as packs
 from app.store.packs.collector import Collector
 from app.store.ports import Database, Writer
-from app.store.search.writing import DropEntries, MergeShard, dirty_shards
 from app.store.statements import ENDED
 
 log = logging.getLogger("turnlog.sessions")
@@ -36,9 +35,6 @@ FREED_AT_ONCE = 4
 
 REWARDS_AT_ONCE = 16
 """Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
-
-ENTRIES_AT_ONCE = 200
-"""Entries of the search index, of at most about 32 KiB each, that one transaction deletes."""
 
 
 class Erasure:
@@ -64,6 +60,8 @@ class Erasure:
         self._collector = collector
         self.elsewhere: list[Callable[[str], Awaitable[bool | None]]] = []
         """Erase a session where a feature has it, and a root's rollout. None: it is not there; False: that goes on."""
+        self.forget: list[Callable[[str], Awaitable[None]]] = []
+        """What features do with a session that has been erased, before that is answered."""
 
     async def erase(self, session_id: str) -> bool:
         """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
@@ -80,7 +78,6 @@ class Erasure:
             if all(answer is None for answer in before):
                 raise
         left = [await ask(session_id) for ask in self.elsewhere]
-        await forget_words(self._database, self._writer)
         await self._database.empty_log_file()
         if self._collector is None:
             return False not in left
@@ -137,16 +134,15 @@ class Erasure:
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
+        if isinstance(erased, Appended) or erased == Refused("erased"):  # a retry, after a crash in between, too
+            for forget in self.forget:
+                await forget(session_id)
         return erased != Refused("open")
 
     async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id, unless_pinned=unless_pinned)
         upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        more = True
-        while more:
-            more = await self._writer.submit(DropEntries(session_id, ENTRIES_AT_ONCE, unless_pinned))
-            reach("after_entries_dropped")
         has_packs = self._database.bucket is not None
         return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
 
@@ -166,10 +162,3 @@ class Erasure:
                 await self._writer.submit(EraseComponents(session_id, rewritten, freed, unless_pinned))
                 reach("after_components")
             after = rows[-1].seq
-
-
-async def forget_words(database: Database, writer: Writer) -> None:
-    """Take what was deleted from SQLite's full-text tables out of them for good, in steps."""
-    for shard in await database.read(dirty_shards):
-        while await writer.submit(MergeShard(shard)):
-            pass

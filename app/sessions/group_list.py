@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from app.domain import cursors, groups
 from app.domain.groups import Attempt
-from app.store import group_reads, survey, survey_lists
+from app.store import group_reads
 from app.store.engine import Database
 from app.store.group_reads import FeedLease
 from app.store.reads import Connection
@@ -56,24 +56,15 @@ class GroupList:
         after = None if cursor is None else cursors.decode_text(cursor, "this list")
 
         def read(connection: Connection) -> GroupPage:
-            found = group_reads.ids(connection, after, limit + 1)
-            shown = found[:limit]
-            return page(found, group_reads.attempts(connection, shown), group_reads.leases(connection, shown))
-
-        def around_damage(connection: Connection) -> GroupPage:
-            found = survey_lists.group_ids(connection, after, limit + 1)
-            shown = found[:limit]
-            return page(found, survey.attempts(connection, shown), survey_lists.leases(connection, shown))
-
-        def page(
-            found: Sequence[str], attempts: Mapping[str, Sequence[Attempt]], leases: Mapping[str, FeedLease]
-        ) -> GroupPage:
+            ids = group_reads.ids(connection, after, limit + 1)
+            attempts = group_reads.attempts(connection, ids[:limit])
+            leases = group_reads.leases(connection, ids[:limit])
             return GroupPage(
-                groups=[_row(one, attempts[one], leases.get(one)) for one in found[:limit]],
-                next_cursor=cursors.encode_text(found[limit - 1]) if len(found) > limit else None,
+                groups=[_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in ids[:limit]],
+                next_cursor=cursors.encode_text(ids[limit - 1]) if len(ids) > limit else None,
             )
 
-        return await self._database.read(read, or_else=around_damage)
+        return await self._database.read(read)
 
 
 def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> GroupRow:

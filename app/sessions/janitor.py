@@ -11,23 +11,28 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from app.domain.fleet import fold
 from app.errors import AppError, SessionUnreadable, StoreDamaged
-from app.sessions.erasure import Erasure, forget_words
+from app.sessions.erasure import Erasure
 from app.sessions.groups import settle_groups
 from app.sessions.lifecycle import Sessions
 from app.settings import Settings
-from app.store import group_reads, reads, survey_lists
+from app.store import group_reads, reads
+from app.store.damaged import of_readable
 from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.ports import Database, Writer
+from app.store.reads import Connection
 from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.janitor")
+
+T = TypeVar("T", str, tuple[float, str])
 
 STEP = 50
 """Sessions read in one query."""
@@ -158,10 +163,7 @@ class Janitor:
         if fleet.was_shut_after(self._clock() - GATED_S):
             return
         after = ""
-        while found := await self._database.read(
-            partial(reads.idle_sessions, since=since, after=after, limit=STEP),
-            or_else=partial(survey_lists.idle_sessions, since=since, after=after),
-        ):
+        while found := await self._listed(partial(reads.idle_sessions, since=since, after=after, limit=STEP)):
             for session_id in found:
                 with suppress(SessionUnreadable, StoreDamaged):
                     closed = await self._sessions.apply(
@@ -193,9 +195,8 @@ class Janitor:
         after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
         while found := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
             for place in found:
-                for session_id in await self._database.read(
-                    partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff),
-                    or_else=partial(survey_lists.holding_sessions, group_id=place[1], cutoff=cutoff),
+                for session_id in await self._listed(
+                    partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff)
                 ):
                     with suppress(SessionUnreadable, StoreDamaged):
                         await self._erasure.free_replay(session_id, unless_pinned=True)
@@ -213,7 +214,6 @@ class Janitor:
                 await self._erasure.drop_content(session_id, unless_pinned=True)
                 self.done.erased += 1
         if self._erased_in_log_file:
-            await forget_words(self._database, self._writer)
             await self._database.empty_log_file()
             self._erased_in_log_file = False
 
@@ -225,21 +225,18 @@ class Janitor:
 
         Sessions whose group is not acknowledged are left out if the retention waits for that.
         """
-        asked = partial(self._closed_page, cutoff, holding, self._settings.retain_until_ack)
-        while found := await asked(after):
+        acknowledged = self._settings.retain_until_ack
+        read = partial(reads.closed_sessions, cutoff=cutoff, limit=STEP, holding=holding, acknowledged=acknowledged)
+        while found := await self._listed(partial(read, after=after)):
             for place in found:
                 yield place
                 await asyncio.sleep(self._rest_s)
             after = found[-1]
 
-    async def _closed_page(
-        self, cutoff: float, holding: bool, acknowledged: bool, after: tuple[float, str]
-    ) -> list[tuple[float, str]]:
-        return await self._database.read(
-            lambda connection: reads.closed_sessions(
-                connection, cutoff, after, STEP, holding=holding, acknowledged=acknowledged
-            ),
-            or_else=lambda connection: survey_lists.closed_sessions(
-                connection, cutoff, after, holding=holding, acknowledged=acknowledged
-            ),
-        )
+    async def _listed(self, read: Callable[..., list[T]]) -> list[T]:
+        """What `read` lists; around damaged pages all of it at once, of the sessions that can be read."""
+
+        def around_damage(connection: Connection) -> list[T]:
+            return sorted(of_readable(connection, lambda again, ids: read(again, among=ids)))
+
+        return await self._database.read(read, or_else=around_damage)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from app.domain import patterns
-from app.store.heads_view import HeadFilter
+from app.store.heads_view import HeadFilter, Status
 from app.store.reads import Connection
-
-Status = Literal["open", "closed", "erased", "set_aside"]
 
 Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
@@ -42,6 +40,24 @@ class SessionConditions(BaseModel):
         description="Only sessions whose newest weight version is at least this many versions behind the newest one.",
     )
     tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
+
+    metadata: list[str] = Field(
+        default=[],
+        max_length=20,
+        description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
+        "key leads into an object.",
+    )
+
+    @field_validator("metadata", mode="after")
+    @classmethod
+    def _pairs(cls, given: list[str]) -> list[str]:
+        if any(not one.partition("=")[0] or "=" not in one for one in given):
+            raise ValueError("metadata must be key=value")
+        return given
+
+    @property
+    def wanted_metadata(self) -> list[tuple[str, str]]:
+        return [(one.partition("=")[0], one.partition("=")[2]) for one in self.metadata]
 
     def of_heads(self, newest: int | None) -> HeadFilter:
         """`newest` is the newest weight version; not used without `min_staleness`."""

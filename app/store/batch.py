@@ -42,7 +42,7 @@ from app.store.log import Appended, Operation, append_all, refused, tombstone
 from app.store.log_sessions import Create
 from app.store.log_turns import Claim, Commit, Pinned
 from app.store.rollouts import note_adopted
-from app.store.schema import group_changes, open_turns, sessions
+from app.store.schema import archived, group_changes, open_turns, sessions
 
 Kind = TypeVar("Kind", bound=Operation[Any])
 
@@ -79,7 +79,10 @@ class _Batch:
         for place, operation in enumerate(self._operations):
             if operation.session_id in locked_elsewhere:
                 self._outcomes[place] = DEFERRED
-        self._apply_kind(Create, lambda one: one.session_id not in locked and one.parent is None, self._create)
+        creates = any(isinstance(operation, Create) for operation in self._operations)
+        gone = {row[0] for row in tx.all(_archived, {"sids": missing})} if missing and creates else set()
+        known = locked | gone
+        self._apply_kind(Create, lambda one: one.session_id not in known and one.parent is None, self._create)
         self._apply_kind(Claim, lambda one: one.tree is None, self._claim)
         self._apply_kind(Commit, lambda one: not (one.staged or one.decided_at or one.opened_at), self._commit)
         for place, operation in enumerate(self._operations):
@@ -262,6 +265,11 @@ _advance_heads = (
 )
 _pinned_upto = pins.upto_of_each(any_(bindparam("sids", type_=ARRAY(String))))
 _insert_note = insert(group_changes)
+_archived = select(archived.c.session_id).where(
+    archived.c.session_id == any_(bindparam("sids", type_=ARRAY(String))),
+    archived.c.state != "writing",
+    archived.c.state != "copy",
+)
 _note_adopted = note_adopted(any_(bindparam("sids", type_=ARRAY(String))))
 _adopted = (
     select(sessions.c.root_id, sessions.c.session_id)

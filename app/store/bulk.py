@@ -9,16 +9,33 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Select, case, or_, select
 
-from app.domain.events import ChunkKey, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
+from app.domain.encoding import decode
+from app.domain.events import ChunkKey, RewardAssigned, SessionErased, UnknownEvent
 from app.domain.fold import fold
 from app.domain.groups import Root
-from app.domain.upcast import decode
 from app.store import rollouts
-from app.store.damaged import PageDamaged, attempt, split
+from app.store.broken import BrokenRow
+from app.store.damaged import attempt_or, session_ids, split
+from app.store.dialect import AlchemyTx, oldest_tx
 from app.store.packs.format import InPack
-from app.store.reads import FRAME, SPAN, EventRow, Frames, Position, at_or_before, decode_events, frame_of
+from app.store.reads import (
+    FRAME,
+    SPAN,
+    START,
+    SYNCED,
+    EventRow,
+    Frames,
+    Position,
+    at_or_before,
+    decode_events,
+    event_rows,
+    frame_of,
+)
 from app.store.rollouts import RESTORED, REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
+
+BEHIND = 1 << 62
+"""Position of the first session of which nobody knows where it stands; no writer ever comes so far."""
 
 
 class StoredSession(msgspec.Struct, frozen=True):
@@ -52,13 +69,15 @@ class StoredSession(msgspec.Struct, frozen=True):
 class ExportHead(msgspec.Struct, frozen=True):
     """A session's number of committed turns (a measure of its size), and its rollout.
 
-    `group_id` is the group that counts it. `root_id` is the rollout's root, None for the root itself.
+    `group_id` is the group that counts it. `root_id` is the rollout's root, None for the root itself. `is_known` False:
+    neither head nor log can be read.
     """
 
     session_id: str
     group_id: str | None
     turns: int
     root_id: str | None = None
+    is_known: bool = True
 
     @property
     def rollout(self) -> str:
@@ -75,6 +94,39 @@ def heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, Expor
     return {row[0]: ExportHead(*row) for row in connection.execute(query)}
 
 
+def every_head(connection: Connection) -> dict[str, ExportHead]:
+    """Of all sessions, around damaged pages: a lost head is what the log says.
+
+    Where that is lost too, the session is in no known group (`is_known`).
+    """
+    ids = session_ids(connection)
+    every, _ = split(connection, ids, heads)
+    lost = [session_id for session_id in ids if session_id not in every]
+    for session_id in lost:
+        every[session_id] = attempt_or(connection, partial(_head_by_log, session_id=session_id), None) or ExportHead(
+            session_id, None, 0, is_known=False
+        )
+    for session_id in lost:
+        head = every[session_id]
+        root = every.get(head.rollout)
+        if root is None:
+            every[session_id] = msgspec.structs.replace(head, root_id=None)
+        elif root is not head:
+            every[session_id] = msgspec.structs.replace(head, group_id=root.group_id)
+    return every
+
+
+def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
+    try:
+        session = fold(session_id, decode_events(event_rows(connection, session_id)))
+    except UnknownEvent:
+        return None
+    if session is None:
+        return None
+    root_id = rollouts.root_in_logs(AlchemyTx(connection), session_id, session.config.parent)
+    return ExportHead(session_id, session.config.group_id, len(session.turns), root_id)
+
+
 def read_sessions(
     connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
 ) -> dict[str, StoredSession]:
@@ -88,42 +140,13 @@ def read_sessions(
 def read_each(
     connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
 ) -> dict[str, StoredSession]:
-    """As `read_sessions`, but a damaged page affects only the sessions on it."""
-    found, lost = split(connection, session_ids, partial(_read_part, upto=upto, replay=replay, images=images))
+    """As `read_sessions`, but a damaged page affects only the sessions on it: they have `damage`, and no content."""
+    readable, lost = split(connection, session_ids, partial(_read_part, upto=upto, replay=replay, images=images))
     for session_id, why in lost.items():
-        found[session_id] = _read_damaged(connection, session_id, upto, why, replay=replay, images=images)
-    return found
-
-
-def _read_damaged(
-    connection: Connection, session_id: str, upto: Position, why: str, *, replay: bool, images: bool = False
-) -> StoredSession:
-    """A session that cannot be read whole. If only its head is lost, it is complete, since its log says the same."""
-    stored = StoredSession(session_id, "", None, [], {}, {}, {})
-    try:
-        heads = attempt(connection, lambda again: _stored_heads(again, [session_id]))
-    except PageDamaged:
-        pass
-    else:
-        return msgspec.structs.replace(heads.get(session_id, stored), damage=why)
-    try:
-        attempt(connection, lambda again: read_content(again, {session_id: stored}, upto, replay=replay, images=images))
-    except PageDamaged as error:
-        return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, packed={}, damage=str(error))
-    return msgspec.structs.replace(stored, status=_status(session_id, stored.events))
-
-
-def _status(session_id: str, log: Sequence[EventRow]) -> str:
-    """What the log says; of one that cannot be folded, as far as the types of its events tell."""
-    try:
-        session = fold(session_id, decode_events(log))
-    except UnknownEvent:
-        session = None
-    if session is not None:
-        return session.status
-    if _is_erased(log):
-        return "erased"
-    return "closed" if any(row.type == SessionClosed.__name__ for row in log) else "open"
+        head = attempt_or(connection, partial(_stored_heads, session_ids=[session_id]), {}).get(session_id)
+        stored = head or StoredSession(session_id, "", None, [], {}, {}, {})
+        readable[session_id] = msgspec.structs.replace(stored, damage=why)
+    return readable
 
 
 def _is_erased(log: Sequence[EventRow]) -> bool:
@@ -255,6 +278,45 @@ def last_places(
         for session_id, tx, position in connection.execute(query):
             found[session_id] = Position(tx, position)
     return found
+
+
+def last_places_of_each(
+    connection: Connection, session_ids: Sequence[str], upto: Position, types: Sequence[str]
+) -> dict[str, Position]:
+    """As `last_places`, by each session's own events: the index over the order may be what is damaged.
+
+    A session with an event that cannot be read stands behind all others, at a place that no event has.
+    """
+    places, lost = split(connection, session_ids, partial(_last_places, upto=upto, types=types))
+    places |= {session_id: Position(upto.tx, BEHIND + at) for at, session_id in enumerate(sorted(lost), start=1)}
+    return places
+
+
+def _last_places(
+    connection: Connection, session_ids: Sequence[str], upto: Position, types: Sequence[str]
+) -> dict[str, Position]:
+    """Raises BrokenRow."""
+    query = (
+        select(events.c.session_id, events.c.tx, events.c.position)
+        .where(events.c.session_id.in_(session_ids), events.c.type.in_(types))
+        .order_by(events.c.session_id, events.c.seq)
+    )
+    places: dict[str, Position] = {}
+    for session_id, tx, position in connection.execute(query):
+        if not (isinstance(tx, int) and isinstance(position, int)):
+            raise BrokenRow("a text or bytes where a number was stored")
+        place = Position(tx, position)
+        # A damaged index may lead to another session's rows.
+        if place <= upto and session_id in session_ids:
+            places[session_id] = max(place, places.get(session_id, place))
+    return places
+
+
+def horizon_of_each(connection: Connection) -> Position:
+    """As `reads.horizon`, by each session's own events."""
+    oldest: int = connection.execute(select(oldest_tx())).scalar_one()
+    places = last_places_of_each(connection, session_ids(connection), Position(oldest, 0), SYNCED).values()
+    return max([place for place in places if place.position < BEHIND], default=START)
 
 
 def _parts(session_ids: Sequence[str]) -> Iterable[Sequence[str]]:

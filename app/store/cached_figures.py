@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from app.errors import AppError
-from app.store import survey_lists
+from app.errors import AppError, StoreDamaged
 from app.store.engine import Database
 from app.store.figures import Figures, figures
 from app.tasks import cancelled
@@ -53,10 +52,10 @@ class CachedFigures:
     async def _read(self) -> None:
         began = self._clock()
         try:
-            self._known = await self._database.read(figures, or_else=survey_lists.figures)
+            self._known = await self._database.read(figures)
             self.is_up = True
         except AppError as error:
-            self.is_up = False
+            self.is_up = isinstance(error, StoreDamaged)
             log.warning("the store's figures cannot be read: %s", error)
         ended = self._clock()
         self._due_at = ended + max(FRESH_S, SHARE * (ended - began))

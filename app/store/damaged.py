@@ -1,6 +1,7 @@
 """Reads around damaged pages: the sessions that can be read, and why the others cannot.
 
-Far slower than an ordinary read; used only after one that met a damaged page (`Database.read`, `or_else`).
+Far slower than an ordinary read; used only after one that met a damaged page (`Database.read`, `or_else`). Exports,
+the training feed and the janitor step over what is damaged; lists do not, and say so.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Select, Table, select
+from sqlalchemy import Connection, Table, select
 from sqlalchemy.exc import DBAPIError
 
 from app.store.broken import BrokenRow, damage
@@ -27,7 +28,7 @@ PAGE = 512
 """Ids read together."""
 
 LISTED: Sequence[Table] = (sessions, events, turns)
-"""A session whose page is lost in one of these tables is usually found in another."""
+"""A session whose page is lost in one of these tables is usually named by another."""
 
 
 class PageDamaged(Exception):
@@ -59,113 +60,96 @@ def attempt_or(connection: Connection, read: Callable[[Connection], T], default:
 def split(
     connection: Connection, ids: Sequence[str], read: Callable[[Connection, Sequence[str]], Mapping[str, T]]
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """The result of `read` for each session, and the reason for each that cannot be read."""
-    found: dict[str, T] = {}
+    """What `read` gives of sessions (or groups), and the reason for each that cannot be read."""
+    readable: dict[str, T] = {}
     lost: dict[str, str] = {}
     parts = [ids[at : at + AT_ONCE] for at in range(0, len(ids), AT_ONCE)]
     while parts:
         part = parts.pop()
         try:
-            found |= attempt(connection, lambda again: read(again, part))  # noqa: B023
+            readable |= attempt(connection, lambda again: read(again, part))  # noqa: B023
         except PageDamaged as error:
             if len(part) == 1:
                 lost[part[0]] = str(error)
             else:
                 middle = len(part) // 2
                 parts += [part[:middle], part[middle:]]
-    return found, lost
+    return readable, lost
+
+
+def of_readable(connection: Connection, read: Callable[[Connection, Sequence[str]], Sequence[T]]) -> list[T]:
+    """What `read` gives of all sessions that can be read, a few at a time, in no order."""
+    rows, _ = split(connection, session_ids(connection), lambda again, ids: {ids[0]: read(again, ids)})
+    return list(chain.from_iterable(rows.values()))
 
 
 def session_ids(connection: Connection, tables: Sequence[Table] = LISTED) -> list[str]:
-    """Every session that a readable table or index still names.
-
-    Where one table has a damaged page, reading resumes at the next id that another table names.
-    """
-    known: set[str] = set(_by_creation(connection))
-    holes = []
+    """Every session that a readable page of these tables or of their keys still names."""
+    known: set[str] = set()
+    holes: list[Table] = []
     for table in tables:
-        found, is_whole = _walked(connection, table, ())
-        known |= found
+        ids, is_whole = _walked(connection, table, ())
+        known |= ids
         if not is_whole:
             holes.append(table)
+    # Reading goes on behind a hole at the next id that another table names.
     for table in holes:
         known |= _walked(connection, table, sorted(known))[0]
     return sorted(known)
 
 
-def _by_creation(connection: Connection) -> set[str]:
-    """From both ends of the index over creation times, which names sessions whose rows may be lost."""
-    found: set[str] = set()
-    for newest_first in (False, True):
-        place = (sessions.c.created_at, sessions.c.session_id)
-        query = select(sessions.c.session_id).order_by(*(one.desc() if newest_first else one for one in place))
-        at = 0
-        while page := _page_or_none(connection, query.offset(at).limit(PAGE)):
-            found.update(page)
-            at += PAGE
-        if page is not None:
-            break
-    return found
-
-
-def _page_or_none(connection: Connection, query: Select[Any]) -> Sequence[str] | None:
-    """None where the page is damaged. SQLite may also return a blob as an id, without an error."""
-    page = attempt_or(connection, lambda again: list(again.execute(query).scalars()), None)
-    return page if page is not None and all(isinstance(one, str) for one in page) else None
-
-
 def _walked(connection: Connection, table: Table, known: Sequence[str]) -> tuple[set[str], bool]:
-    """The sessions in a table by its key, skipping to the next of `known` at a damaged page; was all of it readable?"""
+    """A table's sessions by its key, a damaged page skipped up to the next of `known`; was all of it readable?"""
     column = table.c.session_id
-    found: set[str] = set()
+    ids: set[str] = set()
     is_whole = True
     where, after, limit = column > "", "", PAGE
     while True:
         query = select(column).where(where).distinct().order_by(column).limit(limit)
-        page = _page_or_none(connection, query)
-        if page and not _goes_on(connection, after, page):
-            found.update(page)
+        page: Sequence[Any] | None = attempt_or(connection, lambda again: again.execute(query).scalars().all(), None)  # noqa: B023
+        if page is not None and not _is_sound(connection, after, page):
             page = None
-        if page is None and limit > 1:
+        if page is not None:
+            ids.update(page)
+            if len(page) < limit:
+                return ids, is_whole
+            after, limit = page[-1], min(PAGE, limit * 8)
+            where = column > after
+        elif limit > 1:
             limit = max(1, limit // 8)
-            continue
-        if page is None:
+        else:
             is_whole = False
             at = bisect_right(known, after)
             if at == len(known):
-                return found, is_whole
+                return ids, is_whole
             after = known[at]
             where = column >= after
-            continue
-        found.update(page)
-        if len(page) < limit:
-            return found, is_whole
-        after, limit = page[-1], min(PAGE, limit * 8)
-        where = column > after
 
 
-def _goes_on(connection: Connection, after: str, page: Sequence[str]) -> bool:
-    """Is it in order? On SQLite a changed key may be smaller than those before it, and a walk would never end."""
-    if connection.dialect.name != "sqlite":  # it orders by its own collation
+def _is_sound(connection: Connection, after: str, page: Sequence[Any]) -> bool:
+    """Of changed bytes SQLite gives a blob as an id, or a key smaller than those before it: a walk would never end."""
+    if not all(isinstance(session_id, str) for session_id in page):
+        return False
+    if not page or connection.dialect.name != "sqlite":  # PostgreSQL orders by its own collation
         return True
-    return page[0] >= after and all(one < other for one, other in pairwise(page))
+    return page[0] >= after and all(before < session_id for before, session_id in pairwise(page))
 
 
 def rows_in_parts(
     connection: Connection, low: int, high: int, read: Callable[[Connection, int, int], Sequence[T]]
 ) -> tuple[list[T], list[int]]:
     """The rows numbered `low` to `high`, and the unreadable numbers. `read` takes the first and last number."""
-    found: list[T] = []
+    rows: list[T] = []
     lost: list[int] = []
     waiting = [(low, high)] if low <= high else []
     while waiting:
         first, last = waiting.pop()
         try:
-            found += attempt(connection, partial(read, first=first, last=last))  # type: ignore[call-arg]
+            rows += attempt(connection, partial(read, first=first, last=last))  # type: ignore[call-arg]
         except PageDamaged:
             if first == last:
                 lost.append(first)
             else:
                 middle = (first + last) // 2
                 waiting += [(first, middle), (middle + 1, last)]
-    return found, sorted(lost)
+    return rows, sorted(lost)

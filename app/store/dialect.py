@@ -152,22 +152,6 @@ class change_pins(_Expression):
     postgresql = "pg_advisory_xact_lock(8384003170512)"
 
 
-class keep_sessions(_Expression):
-    """Until the transaction ends, no session is erased; others may do the same meanwhile. SQLite has one writer."""
-
-    inherit_cache = True
-    sqlite = "1"
-    postgresql = "pg_advisory_xact_lock_shared(8384003170513)"
-
-
-class erase_sessions(_Expression):
-    """Wait for the transactions that keep the sessions; until this one ends, no other begins to."""
-
-    inherit_cache = True
-    sqlite = "1"
-    postgresql = "pg_advisory_xact_lock(8384003170513)"
-
-
 class used_bytes(_Expression):
     """The database's size in bytes, without free pages."""
 

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 LANES = 3
 """Open PostgreSQL transactions of one process: while one waits for the disk, the next is filled. One costs less CPU and
-has a worse p99, six the reverse (docs/benchmarks.md)."""
+has a worse p99, six the reverse."""
 
 SPARE_WRITERS = 3
 """More connections for writes: operations without a session, the heartbeat, ending dead processes."""
@@ -320,7 +320,7 @@ class Database:
             return StoreUnavailable(f"the database answered {why}")
         if session_id:
             return self.unreadable.error(session_id, f"the database answered {why}")
-        return StoreDamaged(f"a page of the database is damaged ({why}): run `turnlog verify`")
+        return StoreDamaged(f"a page of the database is damaged ({why}): `turnlog verify` names what is lost")
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
         async with self._readers:

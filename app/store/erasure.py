@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import msgspec
 from sqlalchemy import Connection, bindparam, select, update
 
-from app.domain import upcast
-from app.domain.events import VERSIONS, Event, RewardAssigned, SessionNoted, UnknownEvent
+from app.domain.encoding import decode, encode
+from app.domain.events import Event, RewardAssigned, SessionNoted, UnknownEvent
 from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
@@ -41,12 +41,12 @@ _some_rewards = _rewards.limit(bindparam("most"))
 _rewrite = (
     update(events)
     .where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
-    .values(version=VERSIONS[REWARD], data=bindparam("left"))
+    .values(version=RewardAssigned.VERSION, data=bindparam("left"))
 )
 _empty_notes = (
     update(events)
     .where(events.c.session_id == bindparam("sid"), events.c.type == NOTE)
-    .values(version=VERSIONS[NOTE], data=upcast.encode(SessionNoted(erased=True)))
+    .values(version=SessionNoted.VERSION, data=encode(SessionNoted(erased=True)))
 )
 
 
@@ -76,14 +76,14 @@ def without_components(rows: Iterable[RewardRow]) -> list[Rewritten]:
     found: list[Rewritten] = []
     for row in rows:
         try:
-            event = upcast.decode(REWARD, row.version, row.data)
+            event = decode(REWARD, row.version, row.data)
         except UnknownEvent:
             if row.data != UNREADABLE:
                 found.append(Rewritten(row.seq, UNREADABLE))
             continue
         if isinstance(event, RewardAssigned) and event.components:
             left = msgspec.structs.replace(event, components={}, components_erased=True)
-            found.append(Rewritten(row.seq, upcast.encode(left)))
+            found.append(Rewritten(row.seq, encode(left)))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 from sqlalchemy import BigInteger, Connection, bindparam, func, insert, literal, select
 
-from app.domain import upcast
+from app.domain.encoding import decode, encode
 from app.domain.events import UnknownEvent, name_of
 from app.domain.fleet import AdapterPaused, FleetEvent, FleetPaused, Placed
 from app.errors import StoreUnavailable
@@ -74,7 +74,7 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
     placed = []
     for seq, at, name, version, data in rows:
         try:
-            event = upcast.decode(name, version, data)
+            event = decode(name, version, data)
         except UnknownEvent as error:
             raise StoreUnavailable(f"the fleet's log cannot be read at {seq}: {error}") from error
         assert isinstance(event, FleetEvent)
@@ -110,9 +110,9 @@ class AppendFleet(StoreOperation, frozen=True):
                     "seq": last + 1,
                     "key": event.key,
                     "type": name,
-                    "version": upcast.VERSIONS[name],
+                    "version": event.VERSION,
                     "at": at,
-                    "data": upcast.encode(event),
+                    "data": encode(event),
                 }
             ],
         )

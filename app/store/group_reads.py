@@ -10,6 +10,7 @@ from sqlalchemy import Connection, and_, case, func, or_, select, tuple_
 from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.domain.groups import Attempt
 from app.store import pins, reads, rollouts
+from app.store.damaged import attempt_or, of_readable, split
 from app.store.dialect import now
 from app.store.rollouts import group, in_groups, is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions
@@ -164,6 +165,16 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     return found
 
 
+def turn_events_of_each(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
+    """As `turn_events`, less the sessions of which an event is on a damaged page."""
+    events_of: TurnEvents = {}
+    for group_id in group_ids:
+        query = select(sessions.c.session_id).where(in_groups([group_id]), sessions.c.status == "closed")
+        ids = attempt_or(connection, lambda again: again.execute(query).scalars().all(), [])  # noqa: B023
+        events_of[group_id], _ = split(connection, ids, turn_events_of)
+    return events_of
+
+
 def turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[reads.EventRow]]:
     """The same events of some sessions."""
     return {
@@ -176,6 +187,17 @@ def newest_version(connection: Connection) -> int | None:
     """The largest weight version of any session."""
     found: int | None = connection.execute(select(func.max(sessions.c.weight_version))).scalar_one()
     return found
+
+
+def newest_version_of_each(connection: Connection) -> int | None:
+    """The same, of the sessions that can be read."""
+
+    def read(again: Connection, session_ids: Sequence[str]) -> list[int | None]:
+        query = select(func.max(sessions.c.weight_version)).where(sessions.c.session_id.in_(session_ids))
+        return [again.execute(query).scalar_one()]
+
+    versions = (version for version in of_readable(connection, read) if version is not None)
+    return max(versions, default=None)
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -216,13 +238,19 @@ def acknowledged(connection: Connection, after: tuple[float, str], limit: int) -
     return [(row[0], row[1]) for row in connection.execute(query)]
 
 
-def holding_sessions(connection: Connection, group_id: str, cutoff: float) -> list[str]:
-    """A group's sessions, closed at or before `cutoff`, that still hold a replay payload or a refused reply."""
+def holding_sessions(
+    connection: Connection, group_id: str, cutoff: float, among: Sequence[str] | None = None
+) -> list[str]:
+    """A group's sessions, closed at or before `cutoff`, that still hold a replay payload or a refused reply.
+
+    `among`: only those of these.
+    """
     query = select(sessions.c.session_id).where(
         in_groups([group_id]),
         sessions.c.status == "closed",
         sessions.c.closed_at <= cutoff,
         ~pins.is_pinned(),
         reads.holds_payload(),
+        *reads.of_these(among),
     )
     return list(connection.execute(query).scalars())

@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from app.domain import upcast
+from app.domain.encoding import encode
 from app.domain.events import (
-    VERSIONS,
     BlobsTombstoned,
     Event,
     Recorded,
@@ -99,9 +98,9 @@ def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) 
                 "session_id": session_id,
                 "seq": seq,
                 "type": name,
-                "version": VERSIONS[name],
+                "version": event.VERSION,
                 "at": at,
-                "data": upcast.encode(event),
+                "data": encode(event),
                 "of_session": session_id,
                 "last_seq": seq - 1,
             }

@@ -34,7 +34,6 @@ from app.store.log import (
     refused,
 )
 from app.store.packs.rows import note_erasure
-from app.store.search.writing import erase_entries
 
 
 class Create(BaseOperation, frozen=True):
@@ -328,7 +327,6 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
-        erase_entries(tx, self.session_id)
         if self.has_packs:
             note_erasure(tx, self.session_id)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])

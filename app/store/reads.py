@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
-from app.domain import upcast
+from app.domain.encoding import decode
 from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent
 from app.domain.fold import fold
 from app.domain.patterns import MAX_INTEGER
@@ -35,26 +35,8 @@ from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-12"
+SNAPSHOT_FORMAT = "session-1"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
-
-
-class Head(msgspec.Struct, frozen=True):
-    """A session's row: `version` is its last seq, times are seconds since the epoch."""
-
-    session_id: str
-    version: int
-    status: str
-    turns: int
-    group_id: str | None
-    reward: float | None
-    created_at: float
-    updated_at: float
-    note: str | None = None
-    tags: list[str] = []
-
-
-_HEAD = tuple(sessions.c[name] for name in Head.__struct_fields__[:-2])
 
 
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -69,11 +51,6 @@ START = Position(0, 0)
 
 END = Position(MAX_INTEGER, MAX_INTEGER)
 """Behind everything."""
-
-
-def head(connection: Connection, session_id: str) -> Head | None:
-    row = connection.execute(select(*_HEAD).where(sessions.c.session_id == session_id)).first()
-    return None if row is None else Head(*row)
 
 
 def read_all_rows(connection: Connection, session_id: str) -> None:
@@ -114,6 +91,11 @@ def event_rows(
     return [EventRow(*row) for row in connection.execute(query)]
 
 
+def last_seq(connection: Connection, session_id: str) -> int:
+    """The number of a log's last event; 0 where there is none."""
+    return connection.execute(select(func.max(events.c.seq)).where(events.c.session_id == session_id)).scalar() or 0
+
+
 def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
     """Raises UnknownEvent, also if a damaged page holds something else than an event."""
     return [_recorded(row) for row in rows]
@@ -122,7 +104,7 @@ def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
 def _recorded(row: EventRow) -> Recorded:
     if not (isinstance(row.seq, int) and isinstance(row.at, float) and isinstance(row.version, int)):
         raise UnknownEvent("a row that is no event's")
-    return Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data or b""))
+    return Recorded(row.seq, row.at, decode(row.type, row.version, row.data or b""))
 
 
 def load_events(connection: Connection, session_id: str, *, after: int = 0, limit: int | None = None) -> list[Recorded]:
@@ -273,17 +255,23 @@ def database_bytes(connection: Connection) -> int:
     return size
 
 
-def idle_sessions(connection: Connection, since: float, after: str, limit: int) -> list[str]:
-    """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout."""
+def idle_sessions(
+    connection: Connection, since: float, after: str, limit: int, among: Sequence[str] | None = None
+) -> list[str]:
+    """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout.
+
+    `among`: only those of these, without a limit.
+    """
     query = (
         select(sessions.c.session_id)
         .where(
             sessions.c.session_id > after,
             sessions.c.status == "open",
             is_idle(literal(since)),
+            *of_these(among),
         )
         .order_by(sessions.c.session_id)
-        .limit(limit)
+        .limit(limit if among is None else None)
     )
     return list(connection.execute(query).scalars())
 
@@ -296,19 +284,26 @@ def closed_sessions(
     *,
     holding: bool,
     acknowledged: bool = False,
+    among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
     """Sessions closed or set aside at or before `cutoff`, after `after` in the order of (closed_at, id), without those
     that a checkpoint has.
 
     `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a
-    group that the training feed's consumer has not acknowledged.
+    group that the training feed's consumer has not acknowledged. `among`: only those of these, without a limit.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
         select(sessions.c.closed_at, sessions.c.session_id)
-        .where(sessions.c.status.in_(ENDED), sessions.c.closed_at <= cutoff, place > after, ~pins.is_pinned())
+        .where(
+            sessions.c.status.in_(ENDED),
+            sessions.c.closed_at <= cutoff,
+            place > after,
+            ~pins.is_pinned(),
+            *of_these(among),
+        )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
-        .limit(limit)
+        .limit(limit if among is None else None)
     )
     if holding:
         query = query.where(holds_payload())
@@ -317,6 +312,11 @@ def closed_sessions(
         consumed = exists().where(groups.c.group_id == counted_in, groups.c.acked_at.is_not(None))
         query = query.where(or_(counted_in.is_(None), consumed))
     return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:
+    """Condition on heads; None: any."""
+    return [] if session_ids is None else [sessions.c.session_id.in_(session_ids)]
 
 
 def holds_payload() -> ColumnElement[bool]:

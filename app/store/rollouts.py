@@ -36,9 +36,9 @@ from sqlalchemy import (
     update,
 )
 
+from app.domain.encoding import decode
 from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent
 from app.domain.groups import Root
-from app.domain.upcast import decode
 from app.store.dialect import Tx
 from app.store.schema import events, group_changes, sessions
 

@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_2, the first.
+Revision: first_3, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_2"
+revision = "first_3"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -149,26 +149,6 @@ CREATE TABLE snapshots (
     session_id VARCHAR(128) NOT NULL, seq BIGINT NOT NULL, format VARCHAR(32) NOT NULL, data {bytes} NOT NULL,
     CONSTRAINT pk_snapshots PRIMARY KEY (session_id)
 );
-CREATE TABLE search_state (
-    key VARCHAR(32) NOT NULL, value TEXT NOT NULL,
-    CONSTRAINT pk_search_state PRIMARY KEY (key)
-);
-CREATE TABLE search_entries (
-    id {id}, shard INTEGER NOT NULL, session_id VARCHAR(128) NOT NULL, turn INTEGER NOT NULL, message INTEGER,
-    role TEXT NOT NULL, tools TEXT, finish_reason TEXT, reason TEXT, at {double} NOT NULL, text TEXT NOT NULL,
-    CONSTRAINT pk_search_entries PRIMARY KEY (id)
-);
-CREATE INDEX ix_search_entries_session_id_turn ON search_entries (session_id, turn);
-CREATE INDEX ix_search_entries_reason ON search_entries (reason, id) WHERE reason IS NOT NULL;
-CREATE TABLE search_shards (
-    id INTEGER NOT NULL, entries INTEGER NOT NULL, size BIGINT NOT NULL, dirty BOOLEAN NOT NULL,
-    CONSTRAINT pk_search_shards PRIMARY KEY (id)
-);
-CREATE TABLE search_metadata (
-    pair VARCHAR(256) NOT NULL, session_id VARCHAR(128) NOT NULL,
-    CONSTRAINT pk_search_metadata PRIMARY KEY (pair, session_id)
-);
-CREATE INDEX ix_search_metadata_session_id ON search_metadata (session_id);
 INSERT INTO store_meta (key, value) VALUES ('epoch', '1');
 """
 
@@ -181,10 +161,6 @@ ALTER TABLE open_turns SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuu
 ALTER TABLE group_changes SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000);
 ALTER TABLE sessions ALTER note SET STATISTICS 0, ALTER tags SET STATISTICS 0;
 ALTER TABLE events ALTER data SET STATISTICS 0;
-ALTER TABLE search_entries ADD COLUMN words tsvector;
-CREATE INDEX ix_search_entries_words ON search_entries USING gin (words);
-ALTER TABLE search_entries ALTER text SET STATISTICS 0, ALTER words SET STATISTICS 0;
-ALTER TABLE search_metadata ALTER pair SET STATISTICS 0;
 """
 
 COMPRESSED = (

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 from sqlalchemy import Connection, select
 
-from app.domain import upcast
+from app.domain.encoding import decode
 from app.domain.events import UnknownEvent
 from app.domain.fleet import AdapterPaused, AdapterResumed, Fleet, FleetEvent, FleetPaused, FleetResumed, Placed, apply
 from app.store.affinities import State
@@ -57,7 +57,7 @@ class _Log:
             self._found(seq, f"follows event {self.seq}")
         self.seq = seq
         try:
-            event = upcast.decode(name, version, data)
+            event = decode(name, version, data)
         except UnknownEvent as error:
             self._found(seq, f"cannot be read: {error}")
             return

@@ -40,8 +40,6 @@ from app.store.schema import (
     events,
     open_turns,
     refused_replies,
-    search_entries,
-    search_metadata,
     sessions,
     snapshots,
     staged_tokens,
@@ -185,10 +183,11 @@ class SessionCheck:
                 case TurnCommitted(turn=turn, fence=fence) if turn <= copied:
                     self._expect(fence == recorded.seq, f"turn {turn} is a copy, with fence {fence} at {recorded.seq}")
                     last = max(last, fence)
-                case TurnOpened(turn=turn, is_provisional=is_provisional):
+                case TurnOpened(turn=turn):
                     opened[recorded.seq] = turn
-                    is_new = is_provisional or turn > last_number
-                    self._expect(is_new, f"event {recorded.seq} gives turn {turn} a number after {last_number}")
+                    self._expect(
+                        turn > last_number, f"event {recorded.seq} gives turn {turn} a number after {last_number}"
+                    )
                     last_number = max(last_number, turn)
                 case TurnCommitted() | TurnRejected() | TurnAbandoned() as ended:
                     found = opened.pop(ended.fence, None)
@@ -234,7 +233,7 @@ class SessionCheck:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
 
     def _check_erased(self) -> None:
-        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots, search_entries, search_metadata):
+        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots):
             left = self._rows(table, func.count())[0][0]
             self._expect(left == 0, f"erased, but {left} rows are left in {table.name}")
         for recorded in self._log:

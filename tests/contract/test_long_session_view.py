@@ -13,7 +13,7 @@ from sqlalchemy import insert
 from app.api.page import conversation
 from app.api.page.conversation import MAX_MESSAGES, Conversations
 from app.api.page.session_view import SessionViews
-from app.domain import upcast
+from app.domain.encoding import encode
 from app.domain.events import Event, name_of
 from app.store.schema import events, turns
 from workers import codec
@@ -37,7 +37,7 @@ async def lengthened(store: Store, size: int = 1) -> None:
             "type": name_of(event),
             "version": 1 if seq == 1 else 5,
             "at": float(seq),
-            "data": upcast.encode(event),
+            "data": encode(event),
             "position": seq,
         }
         for seq, event in enumerate(log, 1)

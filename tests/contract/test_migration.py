@@ -22,7 +22,6 @@ from app.store.broken import Content
 from app.store.engine import Database, sqlite_lock
 from app.store.revision import revision_head, revision_of
 from app.store.schema import metadata
-from app.store.search.words import WORDS, WORDS_INDEX
 
 T = TypeVar("T")
 
@@ -45,10 +44,10 @@ def described(connection: Connection) -> dict[str, Any]:
     columns = {name: inspector.get_columns(name) for name in sorted(tables(connection) - {"alembic_version"})}
     return {
         name: {
-            "columns": [{**one, "type": repr(one["type"])} for one in columns[name] if one["name"] != WORDS],
+            "columns": [{**one, "type": repr(one["type"])} for one in columns[name]],
             "key": inspector.get_pk_constraint(name),
             "unique": inspector.get_unique_constraints(name),
-            "indexes": {one["name"]: _index(one) for one in inspector.get_indexes(name) if one["name"] != WORDS_INDEX},
+            "indexes": {one["name"]: _index(one) for one in inspector.get_indexes(name)},
             "options": inspector.get_table_options(name) if connection.dialect.name == "sqlite" else {},
         }
         for name in columns
@@ -98,7 +97,7 @@ def test_postgresql_neither_samples_content_nor_compresses_it_again(postgres_url
     plain = {("events", "data"), ("fleet_events", "data")}
     assert {place for place in content if found[place] != ("e", 0)} == plain
     assert found["events", "data"] == ("x", 0)
-    texts = {("sessions", "note"), ("sessions", "tags"), ("search_entries", "text"), ("search_metadata", "pair")}
+    texts = {("sessions", "note"), ("sessions", "tags")}
     assert {found[place][1] for place in texts} == {0}
 
 

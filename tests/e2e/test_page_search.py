@@ -67,7 +67,7 @@ def test_many_hits_are_paged_and_filtered(searched: Stand, watch: Watch) -> None
 
 def test_without_an_index_it_says_how(page_stand: PageStand, watch: Watch) -> None:
     watched = watch(page_stand.stand.server.base_url)
-    watched.expected = ("400 (Bad Request)",)
+    watched.expected = ("404 (Not Found)",)
     page = watched.open("#/search?q=anything")
     expect(page.locator("main .message")).to_contain_text("TURNLOG_SEARCH=on")
 

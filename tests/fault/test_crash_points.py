@@ -303,7 +303,6 @@ def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
         "after_tombstones",
         "after_freed",
         "after_components",
-        "after_entries_dropped",
         "in_erase",
         "after_erase",
     ],

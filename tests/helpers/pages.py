@@ -15,7 +15,7 @@ How = Literal["zeros", "random", "flipped"]
 
 HOWS: Sequence[How] = ("zeros", "random", "flipped")
 
-NEEDED = ("events", "turns", "blobs")
+NEEDED = ("sessions", "events", "turns", "blobs")
 """Tables that every export of a session needs; one with replay payloads needs its chunks too."""
 
 Kept = dict[tuple[str, str], list[Any] | None]

@@ -26,6 +26,8 @@ ON_BOTH = frozenset(
         "test_rollouts",
         "test_session_lists",
         "test_search",
+        "test_search_erasure",
+        "test_search_kills",
         "test_sessions",
         "test_tree",
         "test_turns",

@@ -106,7 +106,7 @@ def test_what_left_comes_back_to_the_byte(own: Stand, tmp_path: Path) -> None:
             assert error_of(refused) == (404, "session_archived")
             assert step["file"] in refused.json()["error"]["message"]
     assert error_of(own.http.post("/sessions", json={"session_id": one.id})) == (409, "session_closed")
-    assert error_of(own.http.post("/sessions", json={"parent": one.id})) == (404, "session_closed")
+    assert error_of(own.http.post("/sessions", json={"parent_session_id": one.id})) == (404, "session_closed")
     assert archived(own, tmp_path)["archived"] == 0
     assert imported(own, step["file"]) == {"imported": 6, "there": 0}
     assert exported(own) == before

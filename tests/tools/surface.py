@@ -53,12 +53,10 @@ def settings() -> Iterator[str]:
 
 def events() -> Iterator[str]:
     """Each event with the version under which it is written, and its fields."""
-    from app.domain import events as module
-    from app.domain import upcast
+    from app.domain.encoding import TYPES
 
-    for name, version in upcast.VERSIONS.items():
-        fields = getattr(getattr(module, name, None), "__struct_fields__", ())
-        yield f"event {name} {version} {' '.join(fields)}"
+    for name, kind in TYPES.items():
+        yield f"event {name} {kind.VERSION} {' '.join(kind.__struct_fields__)}"
 
 
 def commands() -> Iterator[str]:

@@ -11,8 +11,7 @@ import pytest
 import turnlog
 from app.api.events import EventParameters as EventsRoute
 from app.api.exports import ExportParameters as ExportRoute
-from app.api.search import SearchQuery
-from app.api.session_lists import ListedSession, SessionListQuery
+from app.api.session_lists import SessionListQuery
 from app.api.sessions import CreateSession
 from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
@@ -20,11 +19,11 @@ from app.domain.groups import Attempt, Statistics
 from app.export.feed import FeedQuery, Group
 from app.export.formats import SHAPES
 from app.export.shapes.turnlog import COLUMNS
+from app.features.search.routes import SearchQuery
 from app.fleet.pauses import AdapterState
 from app.sessions.group_list import GroupRow
-from app.sessions.search import Hit
 from app.sessions.session_filter import Status
-from app.sessions.session_list import Sort, State
+from app.sessions.session_list import SessionRow, Sort, State
 from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
 from app.store.groups import Acknowledged
 from turnlog import client, events, parameters, replies, rows
@@ -66,9 +65,8 @@ def test_shapes_and_event_types_are_the_servers() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (replies.ListedSession, ListedSession),
+        (replies.ListedSession, SessionRow),
         (replies.ListedGroup, GroupRow),
-        (replies.SearchHit, Hit),
         (replies.Group, Group),
         (replies.Attempt, Attempt),
         (rows.Statistics, Statistics),

@@ -67,12 +67,6 @@ def test_what_was_said_is_unpacked_alone(wire: Wire) -> None:
     assert (frame[:1] == APART) == (wire is LARGE)
 
 
-def test_a_large_wire_of_an_earlier_version_is_read() -> None:
-    frame = compress(msgspec.msgpack.encode(LARGE))
-    assert unpack(frame, Wire) == LARGE
-    assert unpack_messages(frame) == Messages(LARGE.messages, LARGE.message)
-
-
 def test_a_reply_that_is_packed_apart_is_not_looked_at_for_what_was_said() -> None:
     frame = pack(LARGE)
     assert unpack_messages(frame[: len(frame) // 2]) == Messages(LARGE.messages, LARGE.message)
@@ -207,10 +201,3 @@ def test_cut_and_paste_to_the_byte(ids: tuple[list[int], bytes], before: bytes, 
 @settings(max_examples=50, deadline=None)
 def test_rendered_ids_are_json(ids: list[int], separator: str) -> None:
     assert json.loads(render_ids(memoryview(int32(ids)).cast("i"), separator)) == ids
-
-
-def test_what_was_said_in_a_frame_of_an_earlier_version_is_read() -> None:
-    frame = pack(LARGE)
-    earlier = b"\x01" + frame[1:9] + frame[13:]
-    assert unpack(earlier, Wire) == LARGE
-    assert unpack_messages(earlier) == unpack_messages(frame)

@@ -25,7 +25,7 @@ STABLE = {
     "UpstreamTimeout": (504, "upstream_timeout"),
     "NoUpstream": (503, "no_upstream"),
     "StoreUnavailable": (503, "store_unavailable"),
-    "StoreDamaged": (503, "store_unavailable"),
+    "StoreDamaged": (500, "store_damaged"),
     "StoreFull": (507, "store_full"),
 }
 

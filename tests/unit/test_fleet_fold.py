@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 
-from app.domain import upcast
+from app.domain.encoding import decode, encode
 from app.domain.fleet import (
     TYPES,
     AdapterPaused,
@@ -81,18 +79,7 @@ def test_it_is_known_whether_turns_were_held_back_lately() -> None:
 def test_events_are_read_as_they_were_written(event: FleetEvent) -> None:
     name = type(event).__name__
     assert TYPES[name] is type(event)
-    assert upcast.decode(name, upcast.VERSIONS[name], upcast.encode(event)) == event
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "event"),
-    [
-        ("FleetPaused", '{"closings":1,"until":800.0}', FleetPaused(1, 800.0)),
-        ("FleetResumed", '{"closings":1}', FleetResumed(1)),
-    ],
-)
-def test_events_of_the_first_version_name_no_weights(name: str, data: str, event: FleetEvent) -> None:
-    assert upcast.decode(name, 1, f"{data}#{zlib.crc32(data.encode()):08x}".encode()) == event
+    assert decode(name, event.VERSION, encode(event)) == event
 
 
 def test_the_fleets_weights_are_those_that_the_last_resume_named() -> None:

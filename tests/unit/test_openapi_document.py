@@ -24,7 +24,7 @@ KIND = re.compile(r":\w+(?=})")
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return openapi.document(create_app(Settings()))
+    return openapi.document(create_app(Settings(search="on")))
 
 
 def test_it_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_it_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> No
         return {"app": app.title}
 
     monkeypatch.setattr(openapi, "document", document)
-    request = Request({"type": "http", "app": create_app(Settings())})
+    request = Request({"type": "http", "app": create_app(Settings(search="on"))})
     reply = asyncio.run(service.openapi_json(request))
     assert reply.body == b'{"app":"Turnlog"}'
     assert threads not in ([], [threading.get_ident()])
@@ -52,7 +52,7 @@ def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_every_route_is_in_it(document: dict[str, Any]) -> None:
     routes = {
         f"{method} {KIND.sub('', route.path)}"
-        for route in openapi.routes_of(create_app(Settings()).routes)
+        for route in openapi.routes_of(create_app(Settings(search="on")).routes)
         for method in (route.methods or set()) - {"HEAD"}
     }
     turns = {f"POST {prefix}{route}" for route in ROUTES for prefix in ("", "/sessions/{session_id}")}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 
+from app.domain.encoding import decode, encode
 from app.domain.events import (
     BlobRef,
     Event,
@@ -28,7 +29,6 @@ from app.domain.events import (
 )
 from app.domain.fold import RECENT_BLOBS, apply, fold
 from app.domain.session import AssignedReward, OpenTurn, decode_session, encode_session
-from app.domain.upcast import VERSIONS, decode, encode
 
 
 def two_turns() -> Book:
@@ -229,4 +229,4 @@ def test_what_every_log_keeps(steps: list[str]) -> None:
 def test_every_event_survives_its_row(steps: list[str]) -> None:
     for recorded in log_of(steps).events:
         name = type(recorded.event).__name__
-        assert decode(name, VERSIONS[name], encode(recorded.event)) == recorded.event
+        assert decode(name, recorded.event.VERSION, encode(recorded.event)) == recorded.event

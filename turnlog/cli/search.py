@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
+from turnlog.cli.run import Failure, printed_as_json, say, say_if_none
 
 PAGE = 100
 """The largest page that the server gives."""
@@ -18,12 +18,11 @@ def search(
     q: Annotated[
         str | None, typer.Argument(help="Words; '\"a phrase\"', -without, a OR b.", show_default=False)
     ] = None,
-    role: Annotated[str | None, typer.Option(help="Only messages of this role; `rejected`: refused replies.")] = None,
+    role: Annotated[str | None, typer.Option(help="Only messages of this role.")] = None,
     tool: Annotated[str | None, typer.Option(help="Only calls of this tool, and its results.")] = None,
     finish_reason: Annotated[str | None, typer.Option(help="Only replies that ended so.")] = None,
-    reason: Annotated[str | None, typer.Option(help="Only what is in no row for this reason.")] = None,
     session: Annotated[str | None, typer.Option(help="Only this session.")] = None,
-    metadata: Annotated[str | None, typer.Option(help="Only sessions with this `key=value`.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option(help="Only sessions with this `key=value`; repeatable.")] = None,
     status: Annotated[str | None, typer.Option(help="Only sessions with this status.")] = None,
     group: Annotated[str | None, typer.Option(help="Only sessions of this group.")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Only sessions with this attempt number.")] = None,
@@ -35,7 +34,6 @@ def search(
     tag: Annotated[str | None, typer.Option(help="Only sessions with this tag.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many.")] = 20,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier search ended.")] = None,
-    reindex: Annotated[bool, typer.Option("--reindex", help="Make the index anew, and search for nothing.")] = False,
 ) -> None:
     """Find messages, tool calls and tool results over all sessions, newest first."""
     wish = {
@@ -43,7 +41,6 @@ def search(
         "role": role,
         "tool": tool,
         "finish_reason": finish_reason,
-        "reason": reason,
         "session_id": session,
         "metadata": metadata,
         "status": status,
@@ -56,14 +53,13 @@ def search(
         "min_staleness": min_staleness,
         "tag": tag,
     }
+    from turnlog.errors import NotFound
+
     server = remote(ctx)
-    if reindex:
-        if any(value is not None for value in wish.values()):
-            raise UsageError("--reindex stands alone")
-        server.call("POST", "/search/reindex")
-        say("the search index is being made anew")
-        return
-    found = server.read("GET", "/search", parameters={**wish, "limit": limit, "cursor": cursor})
+    try:
+        found = server.read("GET", "/search", parameters={**wish, "limit": limit, "cursor": cursor})
+    except NotFound:
+        raise Failure("the server's search is off: start it with TURNLOG_SEARCH=on") from None
     if printed_as_json(ctx, found):
         return
     _print_hits(found["hits"])
@@ -84,7 +80,6 @@ def _print_hits(hits: list[dict[str, Any]]) -> None:
         Column("role"),
         Column("tools", long=True),
         Column("at", lambda hit: when(hit["at"])),
-        Column("why not in rows", "reason"),
         Column("text", lambda hit: " ".join(hit["snippet"].split()), long=True),
     ]
     table(columns, hits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -24,8 +23,8 @@ class ListedSessions(msgspec.Struct, frozen=True):
 
     sessions: Sequence[SessionRow]
     next_cursor: str | None
-    total: int
-    total_is_exact: bool
+    total: int | msgspec.UnsetType
+    total_is_exact: bool | msgspec.UnsetType
     metadata: Mapping[str, Mapping[str, str]]
 
 
@@ -61,7 +60,7 @@ class MetadataColumns:
         if not columns:
             return ListedGroups(found.groups, found.next_cursor, {})
         ids = [row.group_id for row in found.groups]
-        first = await self._database.read(lambda c: metadata_reads.first_of_groups(c, ids), or_else=lambda _: {})
+        first = await self._database.read(lambda c: metadata_reads.first_of_groups(c, ids))
         return ListedGroups(found.groups, found.next_cursor, await self._values(first, columns))
 
     async def _values(self, sessions: Mapping[str, str], columns: str | None) -> dict[str, dict[str, str]]:
@@ -70,7 +69,7 @@ class MetadataColumns:
         if not keys:
             return {}
         ids = list(sessions.values())
-        stored = await self._database.read(lambda c: metadata_reads.metadata_of(c, ids), or_else=lambda _: {})
+        stored = await self._database.read(lambda c: metadata_reads.metadata_of(c, ids))
         return await asyncio.to_thread(
             lambda: {
                 name: values
@@ -89,14 +88,9 @@ def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:
     return {key: text for key in keys if (text := _text_of(metadata, key)) is not None}
 
 
-def _text_of(metadata: Any, key: str) -> str | None:
-    """The value at `key` itself, else where its dots lead; None where there is nothing."""
-    value = metadata.get(key) if isinstance(metadata, dict) else None
-    if value is None:
-        value = metadata
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-    if value is None:
+def _text_of(metadata: object, key: str) -> str | None:
+    value = metadata_reads.value_of(metadata, key)
+    if value is None or value is metadata_reads.MISSING:
         return None
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…"

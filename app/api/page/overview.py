@@ -13,7 +13,7 @@ import msgspec
 from app.fleet.pauses import AdapterState, FleetGate, Pauses
 from app.sessions.registration import Registration
 from app.sessions.session_list import SessionList
-from app.store import heads_view, reads, survey_lists
+from app.store import heads_view, reads
 from app.store.engine import Database
 from app.store.heads_view import HeadCounts
 from app.turn.stages import RecentTurnStats
@@ -124,11 +124,7 @@ class Overviews:
             lambda connection: (
                 heads_view.claims(connection, at - ACTIVE_S),
                 self._sessions.newest_version(connection),
-            ),
-            or_else=lambda connection: (
-                survey_lists.claims(connection, at - ACTIVE_S),
-                self._sessions.newest_version_of_each(connection),
-            ),
+            )
         )
         held = self._sessions.held()
         unclaimed = sum(not has_claim for has_claim in held.values())
@@ -164,10 +160,7 @@ class Overviews:
         """The count of sessions and the database's size, from memory if they are recent enough."""
         began = time.monotonic()
         if self._counted is None or began >= self._counted.due_at:
-            counts = await self._database.read(
-                partial(heads_view.counts, since=at - ACTIVE_S),
-                or_else=partial(survey_lists.counts, since=at - ACTIVE_S),
-            )
+            counts = await self._database.read(partial(heads_view.counts, since=at - ACTIVE_S))
             size = await self._database.read(reads.database_bytes)
             ended = time.monotonic()
             self._counted = _Counted(counts, size, at, ended + COUNT_PAUSE * (ended - began))

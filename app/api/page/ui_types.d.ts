@@ -21,6 +21,7 @@ export interface Me {
 export interface SessionRow {
   session_id: string;
   version: number;
+  status: "open" | "closed" | "erased" | "set_aside";
   state: State;
   turns: number;
   group_id: string | null;
@@ -458,11 +459,10 @@ export interface VersionRow {
 export interface SearchHit {
   session_id: string;
   turn: number;
-  message: number | null;
+  message: number;
   role: string;
   tools: string[];
   finish_reason: string | null;
-  reason: string | null;
   at: number;
   status: string;
   group_id: string | null;

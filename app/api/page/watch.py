@@ -210,14 +210,7 @@ class Watch:
             rows.extend(self._sessions.rows(connection, list({*found.session_ids, *(held ^ self._held)}), at_gates))
             return found
 
-        def around_damage(connection: Connection) -> Tail:
-            rows.clear()
-            found = tail.since(connection, self._position.place, BATCH)
-            changed = list({*found.session_ids, *(held ^ self._held)})
-            rows.extend(self._sessions.rows_of_each(connection, changed, at_gates))
-            return found
-
-        new = await self._database.read(read, or_else=around_damage)
+        new = await self._database.read(read)
         if not new.holds:
             log.warning(
                 "the log's event at %s, which listeners have seen, is lost: they read the list again", self._position

@@ -35,6 +35,7 @@ async def running(app: Services) -> AsyncIterator[Archive]:
         app.registration.incarnation,
         lease_s=math.inf if app.database.is_sqlite else app.settings.lease_s,
         timeout_s=app.settings.payloads_timeout_s,
+        forget=app.erasure.forget,
     )
     app.explain.append(archive.where_is)
     app.erasure.elsewhere.append(archive.erase)

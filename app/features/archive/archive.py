@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -76,7 +76,8 @@ SCHEMES = ("s3://", "gs://", "az://", "file:///")
 
 class Archive:
     """`clock` gives seconds, `incarnation` this process's number in the store; `lease_s` seconds without a heartbeat
-    mean that another process is dead. Runs a task from `start` to `stop`."""
+    mean that another process is dead. `forget`: what other features do with a session that left. Runs a task from
+    `start` to `stop`."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Archive:
         *,
         lease_s: float,
         timeout_s: float,
+        forget: Sequence[Callable[[str], Awaitable[None]]],
     ) -> None:
         self._database = database
         self._writer = writer
@@ -98,6 +100,7 @@ class Archive:
         self._incarnation = incarnation
         self._lease_s = lease_s
         self._timeout_s = timeout_s
+        self._forget = forget
         self._buckets: dict[str, Bucket] = {}
         self._one = asyncio.Lock()
         self._due = asyncio.Event()
@@ -244,6 +247,8 @@ class Archive:
         for rollout in gone:
             for session in rollout.sessions:
                 self._cache.drop(session.session_id)
+                for forget in self._forget:
+                    await forget(session.session_id)
         await self._finish(fence)
         return gone, len(body)
 

@@ -50,7 +50,6 @@ from app.store.schema import (
     store_meta,
     turns,
 )
-from app.store.search.writing import erase_entries
 
 LEASE = "archive"
 
@@ -322,7 +321,6 @@ class Forget(BaseOperation, frozen=True):
             tx.run(_turn, {"sid": session_id, "in_file": self.file, "was": "writing", "to": "leaving"})
             for statement in _drop_at_once:
                 tx.run(statement, {"sid": session_id})
-            erase_entries(tx, session_id)
             _drop_content(tx, session_id, self.file)
         tx.run(_forget_place, {})
         tx.insert(insert(store_meta), [{"key": FORGOTTEN, "value": f"{last.tx}.{last.position}"}])

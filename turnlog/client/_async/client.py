@@ -132,12 +132,13 @@ class AsyncTurnlog:
         self, q: str | None = None, limit: int | None = None, **filters: Unpack[SearchFilters]
     ) -> AsyncIterator[SearchHit]:
         """Messages, tool calls and results that match, at most `limit`, newest first: session, turn, message, a snippet
-        and the places in it that match. `metadata` is `key=value`. Needs the admin token.
+        and the places in it that match. Needs the admin token.
 
-        Raises InvalidRequest, also if the server makes no search index (`search_off`); TypeError and ValueError before
-        anything is sent.
+        Raises InvalidRequest; NotFound if the server's search is off; TypeError and ValueError before anything is sent.
         """
         given = {**checked(SearchFilters, filters), **present({"q": q})}
+        if "metadata" in given:
+            given["metadata"] = metadata_filter(given["metadata"])
         async for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
             yield cast(SearchHit, one)
 

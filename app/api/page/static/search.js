@@ -16,10 +16,10 @@ import { named, visible } from "./visible.js";
 
 const PAGE = 20;
 const TYPING_MS = 300;
-const ROLES = ["system", "developer", "user", "assistant", "tool", "rejected"];
+const ROLES = ["system", "developer", "user", "assistant", "tool"];
 /** The fields' names are the parameters of GET /search; those that need no other are the first ones. */
-const ENOUGH = ["q", "role", "tool", "finish_reason", "reason", "metadata"];
-const FIELDS = [...ENOUGH, "status", "group_id", "attempt", "engine", "min_staleness", "tag"];
+const ENOUGH = ["q", "role", "tool", "finish_reason"];
+const FIELDS = [...ENOUGH, "metadata", "status", "group_id", "attempt", "engine", "min_staleness", "tag"];
 
 export class SearchView extends View {
   /** @param {HTMLElement} root @param {Place} place */
@@ -114,7 +114,7 @@ export class SearchView extends View {
     setText(this.found, "");
     replace(this.list);
     replace(this.foot);
-    if (error instanceof ApiError && error.code === "search_off") {
+    if (error instanceof ApiError && error.status === 404) {
       const how = h("p", null, "Start the server with ", h("code", null, "TURNLOG_SEARCH=on"), ".");
       replace(this.problem, message("empty", "Search is off.", how));
     } else super.onFailure(error);
@@ -143,7 +143,6 @@ function fields() {
     field("Role", choice("role", ROLES)),
     field("Tool", textField("tool")),
     field("Finish reason", textField("finish_reason")),
-    field("In no row because", textField("reason")),
     field("Metadata key=value", textField("metadata")),
     field("Status", choice("status", ["open", "closed"])),
     field("Group", textField("group_id")),
@@ -156,19 +155,18 @@ function fields() {
 
 /** @param {SearchHit} hit @returns {HTMLElement} */
 function hitItem(hit) {
-  const { session_id, turn, message: index, role, tools, finish_reason, reason, at, status, group_id } = hit;
+  const { session_id, turn, role, tools, finish_reason, at, status, group_id } = hit;
   return h(
     "li",
     { class: "panel" },
     h(
       "p",
       { class: "who" },
-      h("a", { href: sessionHref(session_id, { turn: index === null ? null : turn }) }, named(session_id), ` turn ${turn}`),
+      h("a", { href: sessionHref(session_id, { turn }) }, named(session_id), ` turn ${turn}`),
       h("strong", null, named(role)),
       tools.map((tool) => h("code", null, named(tool))),
       badge(status),
       finish_reason !== null && h("span", { class: "note" }, named(finish_reason)),
-      reason !== null && badge(reason, "warn"),
       group_id !== null && h("a", { href: groupHref(group_id) }, named(group_id)),
       since(at),
     ),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from app.domain.search_text import words_of
 from app.errors import InvalidRequest
+from app.features.search.text import words_of
 
 MAX_TERMS = 32
 

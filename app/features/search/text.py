@@ -15,14 +15,8 @@ MAX_NAME, MAX_TOOLS = 256, 256
 """Characters of a role's or tool's name, and names of tools of one message, that are searched: PostgreSQL's index takes
 1 MiB of a message."""
 
-MAX_PAIR = 256
-"""Characters of a key and its value in metadata."""
-
-MAX_PAIRS = 64
-"""Values of a session's metadata that are searched."""
-
 MAX_DEPTH = 8
-"""How deep objects in content or metadata are looked into."""
+"""How deep objects in content are looked into."""
 
 _SAID = ("reasoning_content", "reasoning", "thinking", "content", "refusal", "text", "output", "arguments", "input")
 """Fields with text, in the order in which they are read."""
@@ -56,18 +50,8 @@ def read_message(raw: bytes, called: Mapping[str, str]) -> tuple[MessageText, di
 
 def name_of(text: str) -> str:
     """A name as the index has it: short, and without NUL, which PostgreSQL's text cannot hold, or line feeds, which
-    stand between the names (`app.domain.notes`)."""
+    stand between the names."""
     return text[:MAX_NAME].replace("\0", " ").replace("\n", " ").encode("utf-8", "replace").decode()
-
-
-def pairs_of(metadata: bytes) -> list[str]:
-    """A session's metadata as `key=value`, with dots into objects; values are texts as they are, others as JSON."""
-    try:
-        found = msgspec.json.decode(metadata)
-    except msgspec.MsgspecError:
-        return []
-    every = (f"{key}={value}"[:MAX_PAIR].replace("\0", " ") for key, value in _scalars(found, "", MAX_DEPTH))
-    return sorted(set(list(every)[:MAX_PAIRS]))
 
 
 def words_of(text: str) -> str:
@@ -137,13 +121,3 @@ def _strings(value: Any, depth: int) -> Iterator[str]:
             yield from _strings(one, depth - 1)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield str(value)
-
-
-def _scalars(value: Any, prefix: str, depth: int) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and depth:
-        for key, one in value.items():
-            yield from _scalars(one, f"{prefix}.{key}" if prefix else str(key), depth - 1)
-    elif isinstance(value, str):
-        yield prefix, value
-    elif not isinstance(value, list | dict):
-        yield prefix, msgspec.json.encode(value).decode()

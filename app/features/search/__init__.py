@@ -1,0 +1,85 @@
+"""Search over all messages: a follower of the log, and an index of its own. Only `TURNLOG_SEARCH=on` loads the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sqlalchemy import text
+
+from app.errors import AppError
+from app.store.sqlite_engine import file_of
+
+if TYPE_CHECKING:
+    from app.api.state import Services
+    from app.features.search.index import Index
+    from app.features.search.routes import Search
+    from app.store.engine import Database
+
+log = logging.getLogger("turnlog.search")
+
+TABLES = ("search_messages", "search_state")
+"""PostgreSQL's; the index makes them, no migration does."""
+
+
+@contextlib.asynccontextmanager
+async def running(app: Services) -> AsyncIterator[Search | None]:
+    """The search while its follower runs; None where it is off."""
+    if app.settings.search == "off":
+        try:
+            await _discard_index(app.database)
+        except (AppError, OSError) as error:
+            log.warning("a search index that nobody keeps up cannot be removed: %s", error)
+        yield None
+        return
+    from app.features.search.follower import Follower
+    from app.features.search.routes import Search
+
+    index = _index(app)
+    follower = Follower(app.database, app.log_end, app.all_events, index, app.metrics)
+    app.erasure.forget.append(index.forget)
+    with contextlib.suppress(AppError):  # the follower tries again
+        await index.open()
+    follower.start()
+    try:
+        yield Search(app, index)
+    finally:
+        await follower.stop()
+
+
+def _index(app: Services) -> Index:
+    if app.database.is_sqlite:
+        from app.features.search.index import SqliteIndex
+
+        return SqliteIndex(app.database)
+    from app.features.search.postgres import PostgresIndex
+
+    return PostgresIndex(app.database, app.writer, app.registration.incarnation, app.settings.lease_s)
+
+
+def index_file(database: Database) -> Path:
+    """SQLite's index lies beside the database."""
+    return Path(f"{file_of(database.url)}.search")
+
+
+def remove_file(file: Path) -> bool:
+    """Remove an SQLite index with its log; was there one?"""
+    was_there = file.exists()
+    for path in (file, *(file.with_name(f"{file.name}-{suffix}") for suffix in ("wal", "shm"))):
+        path.unlink(missing_ok=True)
+    return was_there
+
+
+async def _discard_index(database: Database) -> None:
+    """Remove an index that was made while the search was on: no erasure would clean it. Raises StoreUnavailable."""
+    if database.is_sqlite:
+        if remove_file(index_file(database)):
+            log.warning("TURNLOG_SEARCH is off: the search index has been removed")
+        return
+    look = text("SELECT to_regclass('search_messages') IS NOT NULL")
+    if await database.read(lambda connection: connection.execute(look).scalar_one()):
+        drop = text(f"DROP TABLE IF EXISTS {', '.join(TABLES)}")
+        await database.write(lambda tx: tx.one(drop, {}), durable=True)

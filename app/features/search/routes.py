@@ -1,0 +1,159 @@
+"""`GET /search`, and what it reads: the index, and the heads of the sessions that have what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, cast
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import Field
+
+from app.api.describe import JSON, READ, describe, json_reply
+from app.api.parameters import LIMIT, PageCursor, require_known
+from app.api.state import Services
+from app.domain import cursors
+from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.errors import InvalidRequest
+from app.features.search.index import FIRST, Index, Message, Wanted
+from app.features.search.query import Query as SearchedFor
+from app.features.search.query import parse, snippet
+from app.sessions.log_position import decode_position
+from app.sessions.session_filter import SessionConditions
+from app.store import heads_view, metadata_reads
+from app.store.heads_view import HeadFilter, HeadRow
+from app.store.reads import Connection
+from turnlog import replies as wire
+from turnlog.parameters import SessionStatus
+
+router = APIRouter(tags=["Search"])
+
+FEW_SESSIONS = 1000
+"""Where the filters leave at most so many sessions, only their messages are looked at."""
+
+AT_ONCE, LOOKED_AT = 200, 5000
+"""Messages that one read of the index gives, and one request looks at, if most are of sessions that do not match."""
+
+Text = Annotated[str | None, Field(pattern=NO_NUL)]
+
+
+class SearchQuery(SessionConditions):
+    """What to search for, and in which sessions."""
+
+    q: Text = Field(default=None, max_length=1000, description="Words and phrases.")
+    role: Text = Field(default=None, max_length=64, description="Only messages of this role.")
+    tool: Text = Field(default=None, max_length=256, description="Only calls of this tool, and its results.")
+    finish_reason: Text = Field(default=None, max_length=64, description="Only replies that ended so.")
+    session_id: str | None = Field(default=None, pattern=ID, description="Only this session.")
+    limit: int = Field(default=20, ge=1, le=100, description=LIMIT)
+    cursor: PageCursor = None
+
+
+class Search:
+    """The search of one process, which it has as `app.state.search`."""
+
+    def __init__(self, app: Services, index: Index) -> None:
+        self._database = app.database
+        self._log_end = app.log_end
+        self._newest_version = app.session_list.newest_version
+        self._index = index
+
+    async def page(self, query: SearchQuery) -> wire.SearchPage:
+        """Raises InvalidRequest for a query without a word, or for nothing to search for; StoreUnavailable."""
+        parsed = None if query.q is None else parse(query.q)
+        if not any((parsed, query.role, query.tool, query.finish_reason, query.session_id)):
+            raise InvalidRequest("q, role, tool, finish_reason or session_id must be given")
+        before = FIRST if query.cursor is None else _place(query.cursor)
+        end = await self._log_end.present()
+        position = await self._index.position()
+        filtered = await self._database.read(lambda connection: self._heads(connection, query))
+        few = await self._few(query, filtered)
+        hits: list[tuple[Message, HeadRow]] = []
+        looked_at, size = 0, query.limit + 1
+        while len(hits) <= query.limit and looked_at < LOOKED_AT:
+            wanted = Wanted(parsed, query.role, query.tool, query.finish_reason, few, before, size)
+            messages = await self._index.find(wanted)
+            heads = await self._of({message.session_id for message in messages}, filtered, query.wanted_metadata)
+            hits += [(message, heads[message.session_id]) for message in messages if message.session_id in heads]
+            if len(messages) < size:
+                before = 0
+                break
+            before, looked_at, size = messages[-1].id, looked_at + len(messages), AT_ONCE
+        if len(hits) > query.limit:
+            before = hits[query.limit - 1][0].id
+        place = None if position is None else decode_position(position, "the search index").place
+        return wire.SearchPage(
+            hits=[_hit(message, head, parsed) for message, head in hits[: query.limit]],
+            next_cursor=cursors.encode(before) if before else None,
+            is_current=place is not None and place >= end,
+        )
+
+    def _heads(self, connection: Connection, query: SearchQuery) -> HeadFilter:
+        return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
+
+    async def _few(self, query: SearchQuery, filtered: HeadFilter) -> Sequence[str] | None:
+        """The sessions that match; None: any, or too many to name."""
+        if query.session_id is not None:
+            return [query.session_id]
+        if filtered == HeadFilter():
+            return None
+        ids = await self._database.read(lambda connection: heads_view.some(connection, filtered, FEW_SESSIONS + 1))
+        return None if len(ids) > FEW_SESSIONS else ids
+
+    async def _of(
+        self, session_ids: Collection[str], filtered: HeadFilter, metadata: Sequence[tuple[str, str]]
+    ) -> dict[str, HeadRow]:
+        """The heads of those that match, and are not erased."""
+        ids = sorted(session_ids)
+
+        def read(connection: Connection) -> dict[str, HeadRow]:
+            heads = {row.session_id: row for row in heads_view.of(connection, ids, filtered) if row.status != "erased"}
+            if not metadata:
+                return heads
+            matching = metadata_reads.matches(connection, list(heads), metadata)
+            return {session_id: head for session_id, head in heads.items() if matching.get(session_id)}
+
+        return await self._database.read(read)
+
+
+def _place(cursor: str) -> int:
+    """Raises InvalidRequest."""
+    place: int = cursors.decode(cursor, int, "this search")
+    if not 0 <= place <= MAX_INTEGER:
+        raise InvalidRequest("cursor is not one of this search")
+    return place
+
+
+def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> wire.SearchHit:
+    shown = snippet(message.text, query)
+    return wire.SearchHit(
+        session_id=message.session_id,
+        turn=message.turn,
+        message=message.message,
+        role=message.role,
+        tools=message.tools.strip("\n").split("\n") if message.tools else [],
+        finish_reason=message.finish_reason,
+        at=message.at,
+        status=cast(SessionStatus, head.status),
+        group_id=head.group_id,
+        snippet=shown.text,
+        marks=list(shown.marks),
+    )
+
+
+@router.get("/search")
+@describe(
+    "Find messages over all sessions",
+    "page",
+    json_reply(wire.SearchPage, "The newest messages that match."),
+    errors=(InvalidRequest, *READ),
+)
+async def search(request: Request, query: Annotated[SearchQuery, Query()]) -> Response:
+    """Messages, tool calls and tool results that match, newest first, paged by cursor; a page may have fewer hits than
+    `limit` though others follow. At least one of `q`, `role`, `tool`, `finish_reason`, `session_id` is needed.
+
+    Only where `TURNLOG_SEARCH` is on.
+    """
+    require_known(request, SearchQuery)
+    of_app: Search = request.app.state.search
+    return Response(msgspec.json.encode(await of_app.page(query)), media_type=JSON)
