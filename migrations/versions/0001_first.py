@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_3, the first.
+Revision: first_2, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_3"
+revision = "first_2"
 down_revision = None
 branch_labels = None
 depends_on = None

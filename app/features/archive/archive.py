@@ -60,6 +60,9 @@ FILE_BYTES = 32 << 20
 LARGEST_BYTES = 256 << 20
 """A rollout with more content than this stays: it would be one transaction of an import."""
 
+INLINE = 64
+"""Logs of at most so many events are folded on the event loop."""
+
 AT_ONCE = 100
 """Operations submitted together, and sessions shaped together."""
 
@@ -191,9 +194,7 @@ class Archive:
     async def _readable(self, root_id: str) -> Rollout | None:
         """A rollout with all of its content, checked; None if it must stay."""
         try:
-            if await self._database.read(partial(rows.stored_bytes, root_id=root_id)) > LARGEST_BYTES:
-                return None
-            read = partial(rows.read_rollout, root_id=root_id)
+            read = partial(rows.read_rollout, root_id=root_id, largest=LARGEST_BYTES)
             rollout = await self._database.read(read, one_moment=True, session_id=root_id)
             if rollout is None:
                 return None
@@ -206,7 +207,8 @@ class Archive:
     async def _whole(self, session: StoredRows) -> StoredRows:
         """The session with the bytes of its chunks. Raises CorruptContent, UnknownEvent, PayloadsUnavailable."""
         log_rows = [reads.EventRow(*(row[name] for name in reads.EventRow._fields)) for row in session.rows["events"]]
-        folded = await asyncio.to_thread(reads.fold_rows, session.session_id, None, log_rows)
+        fold = partial(reads.fold_rows, session.session_id, None, log_rows)
+        folded = fold() if len(log_rows) <= INLINE else await asyncio.to_thread(fold)
         if folded is None or folded.version != session.head["version"]:
             raise CorruptContent("its log is not whole")
         for table, column in (("turns", "facts"), ("turns", "wire"), ("blobs", "data")):

@@ -147,7 +147,7 @@ def candidates(connection: Connection, cutoff: float, after: Place, limit: int) 
     return Candidates(roots, len(rows) - len(roots), last)
 
 
-def stored_bytes(connection: Connection, root_id: str) -> int:
+def _stored_bytes(connection: Connection, root_id: str) -> int:
     """About how many bytes of content a rollout has."""
     ids = _of_rollout(root_id).where(_is_closed)
     sizes = (
@@ -164,9 +164,13 @@ def stored_bytes(connection: Connection, root_id: str) -> int:
     return sum(int(connection.execute(query).scalar_one()) for query in of_each)
 
 
-def read_rollout(connection: Connection, root_id: str) -> Rollout | None:
-    """A rollout's closed sessions, the root first, with all rows but the bytes of chunks that are elsewhere. None if it
-    is not complete on the disk yet: a transaction that began before its last event may still run."""
+def read_rollout(connection: Connection, root_id: str, largest: int) -> Rollout | None:
+    """A rollout's closed sessions, the root first, with all rows but the bytes of chunks that are elsewhere.
+
+    None if it has more than `largest` bytes of content, or if a transaction that began before its last event may still
+    run: a reader of the log could then pass over what that one appends."""
+    if _stored_bytes(connection, root_id) > largest:
+        return None
     heads = connection.execute(select(sessions).where(sessions.c.session_id.in_(_of_rollout(root_id)), _is_closed))
     by_id = {head["session_id"]: dict(head) for head in heads.mappings()}
     oldest: int = connection.execute(select(oldest_tx())).scalar_one()
