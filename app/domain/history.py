@@ -308,7 +308,7 @@ class Incoming:
         parent = self._deepest(session, index, agent_id)
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 
-    def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
+    def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
         """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
         whole = self

@@ -71,7 +71,7 @@ def tombstones(
     uses.add(own)
     pinned, every = _pinned(session, pinned_upto), session.every_payload
     dropped = _behind_window(session, _superseded(session, index), index if session.is_tree else None, pinned)
-    dropped += [turn for turn in session.aside_payloads if turn not in pinned]
+    dropped += [turn for turn in session.undone_payloads if turn not in pinned]
     freed = [key for turn in dropped for key in uses.remove(every[turn])]
     over = _over_budget(session, set(dropped), uses, max_bytes, pinned)
     freed += over.freed

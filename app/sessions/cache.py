@@ -261,7 +261,7 @@ class SessionCache:
         """
         if live.index.odd_calls.unread:
             await self._read_odd_calls(live, live.index.odd_calls)
-        if live.session.aside and live.every_index.odd_calls.unread:
+        if live.session.undone and live.every_index.odd_calls.unread:
             await self._read_odd_calls(live, live.every_index.odd_calls)
 
     async def _read_odd_calls(self, live: CacheEntry, odd: OddCalls) -> None:

@@ -113,15 +113,8 @@ def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) 
     ]
 
 
-def advance_head(
-    tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0, committed: int = 0
-) -> Appended:
-    changes = {"sid": session_id, "count": len(new), "freed": freed, "committed": committed, "at": at}
-    return append_after(tx, session_id, at, new, tx.one(sql.advance_head, changes))
-
-
-def append_after(tx: Tx, session_id: str, at: float, new: Sequence[Event], head: Row | None) -> Appended:
-    """Write events of which the last gets the version in `head`."""
+def advance_head(tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0) -> Appended:
+    head = tx.one(sql.advance_head, {"sid": session_id, "count": len(new), "freed": freed, "at": at})
     assert head is not None, f"open turn of session {session_id} without a head"
     return append(tx, session_id, head[0] - len(new) + 1, at, new)
 
@@ -154,17 +147,51 @@ class StoreOperation(BaseOperation, frozen=True):
         return ""
 
 
-def holds(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: float | None) -> bool:
-    """Does this process still hold the open turn under this fence? `opened_at` as in `Commit`."""
-    tx.lock(sql.lock_head, {"sid": session_id})
-    statement = sql.holds_open_turn if opened_at is None else sql.holds_opened_turn
-    return tx.one(statement, held_by(session_id, fence, incarnation, opened_at)) is not None
+class SetOperation(BaseOperation, frozen=True):
+    """An operation that is applied in sets: one statement does it for many sessions.
+
+    Those that lose their claim, or come too late, do not fail the others. `is_of_set`: it may be one of a set.
+    """
+
+    @property
+    def is_of_set(self) -> bool:
+        return True
+
+    @classmethod
+    def apply_set(cls, tx: Tx, operations: Sequence[Any]) -> list[Any]:
+        """The outcomes of operations of this kind on different sessions, in the same order."""
+        raise NotImplementedError
+
+    def apply(self, tx: Tx) -> Any:
+        return self.apply_set(tx, [self])[0]
 
 
-def held_by(session_id: str, fence: int, incarnation: int, opened_at: float | None) -> dict[str, Any]:
-    """Parameters of the statements on a held open turn."""
-    held = {"sid": session_id, "fenced": fence, "incarnation": incarnation}
-    return held if opened_at is None else {**held, "opened_at": opened_at}
+class TurnOperation(BaseOperation, frozen=True):
+    """An operation on an open turn, by the process that holds it.
+
+    A claim is told by its fence, the process, and when it was taken: where a PostgreSQL crash undid a claim, its fence
+    may be that of another turn.
+    """
+
+    session_id: str
+    fence: int
+    incarnation: int
+    opened_at: float
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Parameters of the statements on a held open turn."""
+        return {
+            "sid": self.session_id,
+            "fenced": self.fence,
+            "holder": self.incarnation,
+            "claimed_at": self.opened_at,
+        }
+
+    def holds(self, tx: Tx) -> bool:
+        """Does the process still hold the turn?"""
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        return tx.one(sql.holds_open_turn, self.held) is not None
 
 
 def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:

@@ -56,7 +56,7 @@ class Fork(BaseOperation, frozen=True):
         taken = tx.one(sql.head, {"sid": self.fork_id})
         if taken is not None:
             return Existing(taken[1], taken[3])
-        if tx.one(sql.archived, {"sid": self.fork_id, "parent": None}) is not None:
+        if tx.each(sql.archived, [{"sid": self.fork_id}]):
             return Existing("archived", self.forked.created.body_hash)
         tx.lock(sql.lock_head, {"sid": self.session_id})
         source = tx.one(sql.head, {"sid": self.session_id})
@@ -65,7 +65,7 @@ class Fork(BaseOperation, frozen=True):
         if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
-        rollouts.adopt(tx, self.fork_id, None)
+        rollouts.adopt(tx, {self.fork_id: None})
         rollouts.note(tx, self.forked.created.config.group_id)
         self._copy(tx)
         appended = append(tx, self.fork_id, 1, self.at, self.forked.events)

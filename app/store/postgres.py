@@ -27,7 +27,7 @@ from sqlalchemy.sql import Executable, Insert
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
 from app.store.async_engine import AsyncConnection, AsyncEngine
-from app.store.dialect import Compiler, ConnectionLost, Parameters, Row, Tx
+from app.store.dialect import Compiler, ConnectionLost, ForEach, Parameters, Row, Tx
 from app.store.ports import Committed
 from app.store.schema import events
 
@@ -131,6 +131,9 @@ class PostgresTx:
             text = self._bind(statement, parameters[0])[0]
             values = [self._bind(statement, one)[1] for one in parameters]
             self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
+
+    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
+        return self.all(statement.many, {name: [row[name] for row in rows] for name in rows[0]}) if rows else ()
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if not rows:

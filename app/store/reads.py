@@ -115,7 +115,7 @@ def load_events(connection: Connection, session_id: str, *, after: int = 0, limi
 def session_rows(connection: Connection, session_id: str) -> tuple[Session | None, list[EventRow]]:
     """A session's snapshot, if any, and the events after it.
 
-    A snapshot is ignored if its last event is not in the log, because a database crash undid it.
+    A snapshot is ignored if its last event is not in the log, because a database crash undid it, and after a restore.
     """
     snapshot = load_snapshot(connection, session_id)
     if snapshot is not None:
@@ -126,8 +126,9 @@ def session_rows(connection: Connection, session_id: str) -> tuple[Session | Non
 
 
 def continues(snapshot: Session, rows: Sequence[EventRow]) -> bool:
-    """Is the first of these events the snapshot's last?"""
-    return bool(rows) and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.last_event_at)
+    """Is the first of these events the snapshot's last, and does none go back to before it?"""
+    is_last = bool(rows) and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.last_event_at)
+    return is_last and all(row.type != "SessionRestored" for row in rows[1:])
 
 
 def fold_rows(session_id: str, snapshot: Session | None, rows: Iterable[EventRow]) -> Session | None:

@@ -199,7 +199,7 @@ class Turns:
     def _proven_chat(self, session: Session, proof: str) -> Turn | None:
         """Raises Restored if it is set aside."""
         number = self._services.proofs.turn_of(session.session_id, proof) or 0
-        if number in session.aside:
+        if number in session.undone:
             raise Restored.of(session.session_id, number)
         turn = session.turns.get(number)
         return turn if turn is not None and turn.shape == "chat" else None

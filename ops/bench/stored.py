@@ -28,7 +28,7 @@ from app.store.batch import apply_all
 from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create
-from app.store.log_turns import Claim, Commit
+from app.store.log_turns import Claim, Commit, Known
 from ops.bench.load import opening_messages
 from workers import codec
 from workers.codec import TOKEN_BYTES, Facts, Wire
@@ -185,9 +185,10 @@ class _Log:
         self._messages += len(stored.messages) + 1
         self._tokens += stored.suffix_tokens + stored.output_tokens
         blobs = [self._params] if event.new_blobs else []
+        held = (self._session_id, fence, self._incarnation, self._at)
         return (
-            Claim(self._session_id, fence - 1, self._at, self._at, opened, 8.0),
-            Commit(self._session_id, fence, self._incarnation, self._at, [event], stored.facts, stored.wire, blobs),
+            Claim(self._session_id, Known(fence - 1, self._at, opened.turn - 1), self._at, opened, 8.0),
+            Commit(*held, self._at, Known(fence, self._at, opened.turn - 1), [event], stored.facts, stored.wire, blobs),
         )
 
     def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:

@@ -17,6 +17,7 @@ from app.domain.events import (
     ChunkRef,
     Recorded,
     SessionCreated,
+    SessionRestored,
     TurnAbandoned,
     TurnCommitted,
     TurnOpened,
@@ -221,12 +222,14 @@ class SessionCheck:
                     )
 
     def _snapshot(self, session: Session) -> None:
-        """Check the snapshot. One whose last event was lost in a crash of the database is ignored here and by
-        readers."""
+        """Check the snapshot. One whose last event was lost in a crash of the database, or after which there was a
+        restore, is ignored here and by readers."""
         start = reads.load_snapshot(self._connection, self._session_id)
         if start is None or all((one.seq, one.at) != (start.version, start.last_event_at) for one in self._log):
             return
         later = [recorded for recorded in self._log if recorded.seq > start.version]
+        if any(isinstance(recorded.event, SessionRestored) for recorded in later):
+            return
         self._expect(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")
 
     def _committed(self) -> Iterator[TurnCommitted]:
