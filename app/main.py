@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +28,6 @@ from app.api import (
     images,
     models,
     notes,
-    payloads,
     responses,
     service,
     session_lists,
@@ -63,15 +63,13 @@ from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
 from app.store.engine import Database, load_driver
-from app.store.packs.left_behind import ADVICE, left_behind
-from app.store.packs.opening import open_bucket
-from app.store.packs.rows import has_packs
+from app.store.objects.rows import NoteObjects, has_objects, url_of_objects
 from app.tito.families import check_family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
 
 if TYPE_CHECKING:
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
@@ -99,10 +97,7 @@ async def run_services(
         database = Database(settings.database_url, metrics.committed, end_without_store, bucket)
         stack.push_async_callback(database.close)
         await database.open()
-        if bucket is None:
-            await _require_nothing_in_bucket(database)
-        for what in await database.read(lambda connection: left_behind(connection, settings.bucket_url)):
-            log.warning("%s: %s", what, ADVICE)
+        await _require_objects(database, bucket)
         client = _client(settings)
         stack.push_async_callback(client.close)
         prompts = await _prompts(settings, load_prompts)
@@ -111,6 +106,7 @@ async def run_services(
         made = Services(settings, release, database, client, registration, prompts, metrics, tokens, connection_limit)
         stack.push_async_callback(made.stop)
         await _open(made)
+        await made.writer.submit(NoteObjects(None if bucket is None else bucket.url, secrets.token_hex(8)))
         stack.push_async_callback(made.health.stop)
         stack.push_async_callback(made.pool.stop, 0)
         stack.push_async_callback(made.drain)
@@ -134,24 +130,28 @@ async def _open(made: Services) -> None:
         raise StartupError(f"the fleet's log cannot be read: {error}") from error
 
 
-async def _require_nothing_in_bucket(database: Database) -> None:
-    """Raises StartupError."""
-    if await database.read(has_packs):
-        raise StartupError(
-            "replay payloads of this store are in object storage: set TURNLOG_PAYLOADS to it, or, if new ones should "
-            "go into the database, TURNLOG_PAYLOADS_FROM"
-        )
+async def _require_objects(database: Database, bucket: Bucket | None) -> None:
+    """Is the object storage there that the store refers to? Raises StartupError."""
+    if not await database.read(has_objects):
+        return
+    url = await database.read(url_of_objects)
+    if bucket is None:
+        raise StartupError(f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}")
+    if url != bucket.url:
+        log.warning("replay payloads of this store were written to %s, and are read from %s now", url, bucket.url)
 
 
 async def _bucket(settings: Settings) -> Bucket | None:
     """The object storage of replay payloads. Raises StartupError if there is no such bucket."""
-    bucket = open_bucket(settings)
-    if bucket is None:
+    if settings.payloads == "database":
         return None
+    from app.store.objects.bucket import Bucket  # a twentieth of a second, which most starts do not need
+
+    bucket = Bucket(settings.payloads, settings.payloads_timeout_s)
     if silent := await bucket.probe():
         log.warning("%s; turns with replay payloads wait for it", silent)
-    if bucket.versions is not None:
-        log.warning("%s keeps old versions: %s", bucket.url, bucket.versions.consequence)
+    if bucket.keeps_versions:
+        log.warning("%s keeps old versions: %s", bucket.url, bucket.consequence_of_versions)
     return bucket
 
 
@@ -277,7 +277,6 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(exports.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
-    app.include_router(payloads.router)
     app.include_router(archive_router)
     app.include_router(fleet_routes.router)
     app.include_router(checkpoints.router)

@@ -201,7 +201,6 @@ async def _start_epoch(url: str) -> str:
 
     def start_epoch(connection: Connection) -> str:
         restored.end_incarnations(connection)
-        restored.forget_place(connection)
         restored.drop_snapshots(connection)
         return restored.raise_epoch(connection)
 

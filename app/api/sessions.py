@@ -344,7 +344,7 @@ async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     return {"session_id": session_id, "seq": seq}
 
 
-ERASING = Reply("Erased from the database; packs in object storage still hold bytes of it: repeat.", {}, status=202)
+ERASING = Reply("Erased from the database; object storage may still have payloads of it: repeat.", {}, status=202)
 
 
 @router.delete("/sessions/{session_id}", status_code=204)

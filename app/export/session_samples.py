@@ -20,7 +20,7 @@ from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.tree_nodes import node_tree
 from app.store import bulk, reads
 from app.store.bulk import StoredSession
-from app.store.packs.reader import fetch_packed
+from app.store.objects.reader import fetch_objects
 from app.store.reads import Connection
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
@@ -58,7 +58,7 @@ class SessionSamples:
         stored, members = await self._cache.database.read(read, session_id=session_id)
         if session_id not in stored:
             raise SessionNotFound.of(session_id)
-        await fetch_packed(self._cache.database, stored.values())
+        await fetch_objects(self._cache.database, stored.values())
         stored = await rollout_rows.counted(stored, members)
         try:
             found = await asyncio.to_thread(known, stored[session_id])

@@ -55,7 +55,7 @@ from app.store.unreadable import Unreadable
 from app.tasks import uncancelled
 
 if TYPE_CHECKING:
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
 
 T = TypeVar("T")
 

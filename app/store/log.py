@@ -6,7 +6,7 @@ does not fail the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from app.domain.encoding import encode
 from app.domain.events import (
     BlobsTombstoned,
+    ChunkKey,
     Event,
     Recorded,
     TurnAbandoned,
@@ -21,7 +22,7 @@ from app.domain.events import (
 )
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
-from app.store.packs.format import InPack, place_columns
+from app.store.objects import names
 
 Result = TypeVar("Result", covariant=True)
 
@@ -72,14 +73,15 @@ class StoredBlob(msgspec.Struct, frozen=True):
 
 
 class StoredChunk(msgspec.Struct, frozen=True):
-    """A chunk of a replay payload. Its key is its turn's fence and `number`. `data` is empty if it is in a pack."""
+    """A chunk of a replay payload. Its key is its turn's fence and `number`. `data` is empty if it is
+    the object `location`."""
 
     number: int
     kind: str
     size: int
     hash: str
     data: bytes
-    place: InPack | None = None
+    location: str | None = None
 
 
 def append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]) -> Appended:
@@ -195,7 +197,8 @@ class TurnOperation(BaseOperation, frozen=True):
 
 
 def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
-    """Abandon open turns of others; those that have ended meanwhile are skipped."""
+    """Abandon open turns of others; those that have ended meanwhile are skipped. Whose process lives may be writing
+    objects of it: these are not deleted before it has ended."""
     tx.lock(sql.lock_head, {"sid": session_id})
     abandoned = [
         TurnAbandoned(row[0], row[1], reason)
@@ -206,16 +209,27 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: 
         return Appended(())
     for event in abandoned:
         tx.run(sql.drop_staged, {"sid": session_id, "fenced": event.fence})
+    if reason in ("session_closed", "restored"):
+        written = {fence: incarnation for _, fence, incarnation, *_ in holders}
+        for event in abandoned:
+            incarnation = written[event.fence]
+            prefix = names.of_turn(session_id, incarnation, event.fence)
+            tx.run(sql.queue_prefix, {"object": prefix, "sid": session_id, "incarnation": incarnation})
     return advance_head(tx, session_id, at, abandoned, freed=len(abandoned))
 
 
 def tombstone(tx: Tx, session_id: str, appended: Appended) -> None:
-    """Delete the bytes that the tombstones among the events free."""
+    """Delete the bytes that the tombstones among the events free, and queue their objects."""
     for recorded in appended.events:
         if isinstance(recorded.event, BlobsTombstoned):
             freed = recorded.event.freed
-            keys = [{"sid": session_id, "fenced": fence, "place": number} for fence, number in freed]
-            tx.run_all(sql.tombstone_chunk, [{**key, "by": recorded.seq} for key in keys])
+            tombstone_chunks(tx, session_id, freed, recorded.seq)
+
+
+def tombstone_chunks(tx: Tx, session_id: str, keys: Iterable[ChunkKey], by: int) -> None:
+    rows = [{"sid": session_id, "fenced": fence, "place": number, "by": by} for fence, number in keys]
+    tx.run_all(sql.queue_object, rows)
+    tx.run_all(sql.tombstone_chunk, rows)
 
 
 def size_of(stored: Sequence[StoredBlob] | Sequence[StoredChunk]) -> int:
@@ -230,8 +244,8 @@ def chunk_row(session_id: str, fence: int, chunk: StoredChunk) -> dict[str, Any]
         "kind": chunk.kind,
         "size": chunk.size,
         "hash": chunk.hash,
-        "data": None if chunk.place else chunk.data,
-        **place_columns(chunk.place),
+        "data": None if chunk.location else chunk.data,
+        "location": chunk.location,
     }
 
 

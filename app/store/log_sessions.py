@@ -35,8 +35,9 @@ from app.store.log import (
     append_all,
     blob_row,
     refused,
+    tombstone_chunks,
 )
-from app.store.packs.rows import note_erasure
+from app.store.objects import names
 
 
 class Create(SetOperation, frozen=True):
@@ -317,22 +318,20 @@ class FreeChunks(BaseOperation, frozen=True):
         found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
         if found and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
             return False  # A crash of PostgreSQL has undone the event, which was not synced: the next round writes it.
-        for fence, number in found:
-            tx.run(sql.tombstone_chunk, {"sid": self.session_id, "fenced": fence, "place": number, "by": self.by})
+        tombstone_chunks(tx, self.session_id, [(row[0], row[1]) for row in found], self.by)
         return len(found) == self.most
 
 
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or set aside; its events stay.
 
-    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). `has_packs`: there
-    is object storage, where the collector must finish. `unless_pinned`: refused if a checkpoint has the session.
+    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). Its
+    objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
     at: float
     components_upto: int = 0
-    has_packs: bool = False
     unless_pinned: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
@@ -347,8 +346,8 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
-        if self.has_packs:
-            note_erasure(tx, self.session_id)
+        tx.run(sql.unqueue_objects, {"sid": self.session_id})
+        tx.run(sql.queue_prefix, {"object": names.folder_of(self.session_id), "sid": self.session_id})
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased

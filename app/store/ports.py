@@ -17,7 +17,7 @@ from app.store.log import Operation
 from app.store.unreadable import Unreadable
 
 if TYPE_CHECKING:
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
 
 T = TypeVar("T")
 

@@ -19,24 +19,28 @@ from sqlalchemy import (
     delete,
     exists,
     insert,
+    literal,
     or_,
     select,
     update,
 )
 
 from app.store.dialect import ForEach, now, tx_not_before, up_since
-from app.store.schema import archived as archived_sessions
 from app.store.schema import (
+    SESSION_ID,
     blobs,
     chunks,
+    dead_objects,
     events,
     incarnations,
     open_turns,
     refused_replies,
     sessions,
     snapshots,
+    store_meta,
     turns,
 )
+from app.store.schema import archived as archived_sessions
 
 members = sessions.alias("members")
 """The sessions of a rollout, without its root."""
@@ -244,13 +248,39 @@ dead_open_turns = (
 )
 drop_open_turn = delete(open_turns).where(_fenced(open_turns))
 drop_staged = delete(chunks).where(_fenced(chunks))
-tombstone_chunk = (
-    update(chunks)
-    .where(
-        _fenced(chunks),
-        chunks.c.number == bindparam("place"),
-    )
-    .values(data=None, tombstoned_by=bindparam("by"))
+_is_chunk = _fenced(chunks) & (chunks.c.number == bindparam("place")) & chunks.c.tombstoned_by.is_(None)
+tombstone_chunk = update(chunks).where(_is_chunk).values(data=None, tombstoned_by=bindparam("by"))
+_dead = ["name", "session_id", "since"]
+queue_object = insert(dead_objects).from_select(
+    _dead, select(chunks.c.location, chunks.c.session_id, now()).where(_is_chunk, chunks.c.location.is_not(None))
+)
+queue_objects = insert(dead_objects).from_select(
+    _dead,
+    select(chunks.c.location, chunks.c.session_id, now()).where(
+        of_session(chunks), chunks.c.tombstoned_by.is_(None), chunks.c.location.is_not(None)
+    ),
+)
+"""All objects of a session that is about to lose its chunks."""
+
+OBJECTS = "objects"
+"""Key of `store_meta`: the URL of the object storage, if the store has any."""
+
+_has_objects = exists().where(store_meta.c.key == OBJECTS)
+insert_dead_object = insert(dead_objects)
+unqueue_objects = delete(dead_objects).where(of_session(dead_objects), dead_objects.c.incarnation.is_(None))
+queue_prefix = insert(dead_objects).from_select(
+    [*_dead, "incarnation"],
+    select(
+        bindparam("object", type_=dead_objects.c.name.type),
+        bindparam("sid", type_=SESSION_ID),
+        literal(0.0),
+        bindparam("incarnation", type_=BigInteger),
+    ).where(_has_objects),
+)
+"""`incarnation` may still be writing objects of these names; null for nobody."""
+
+take_copies = delete(dead_objects).where(
+    dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type), dead_objects.c.incarnation.is_not(None)
 )
 chunk_numbers = select(chunks.c.number).where(_fenced(chunks))
 tombstone_event = select(events.c.seq).where(

@@ -52,7 +52,7 @@ async def main(arguments: argparse.Namespace) -> int:
         places: dict[str, tuple[Script, Mapping[str, str]]] = {
             "none": (_without_payloads(whole), {}),
             "database": (whole, {}),
-            "folder": (whole, {"TURNLOG_PAYLOADS": f"file://{folder}/packs"}),
+            "folder": (whole, {"TURNLOG_PAYLOADS": f"file://{folder}/objects"}),
             "bucket": (whole, s3.bucket()),
         }
         for number in range(arguments.rounds):

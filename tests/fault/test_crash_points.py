@@ -45,15 +45,8 @@ OF_CHECKPOINTS: tuple[CrashPoint, ...] = (
 )
 """Tried in `test_checkpoint_crashes`."""
 
-OF_PACKS: tuple[CrashPoint, ...] = (
-    "before_put",
-    "after_put",
-    "after_repacked",
-    "in_move",
-    "after_forgotten",
-    "after_pack_deleted",
-)
-"""Tried in `test_packs`."""
+OF_OBJECTS: tuple[CrashPoint, ...] = ("before_put", "after_put", "after_copied", "after_object_deleted")
+"""Tried in `test_objects`."""
 
 OF_ARCHIVES: tuple[CrashPoint, ...] = (
     "before_archive_put",
@@ -437,6 +430,6 @@ def test_every_point_is_tried() -> None:
     )
     marked = [mark for test in tests for mark in test.pytestmark]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
-    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_PACKS, *OF_ARCHIVES} == set(
+    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_OBJECTS, *OF_ARCHIVES} == set(
         POINTS
     )

@@ -178,6 +178,9 @@ def test_steps_and_rows_for_other_tools(own: Stand, tmp_path: Path) -> None:
         assert sample["tokens"] == rows[talk.id]["tokens"]
         assert sample["loss_mask"] == rows[talk.id]["loss_mask"]
         assert row["events_rows"][0]["type"] == "SessionCreated"
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_parquet(files[0], columns=["session_id", "samples"]).explode("samples")
+    assert [list(sample["tokens"]) for sample in frame["samples"]] == [rows[talks[0].id]["tokens"]]
 
 
 def test_an_archived_session_is_erased(own: Stand, tmp_path: Path) -> None:

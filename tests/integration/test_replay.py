@@ -41,7 +41,7 @@ NESTED = {"experts": {"nested": True}, "indexer_topk": {"nested": True}}
 
 @pytest.fixture(
     scope="module",
-    params=["sglang", "sglang pool", "sglang packs", "vllm", pytest.param("vllm pool", marks=pytest.mark.long)],
+    params=["sglang", "sglang pool", "sglang objects", "vllm", pytest.param("vllm pool", marks=pytest.mark.long)],
 )
 def line(
     request: pytest.FixtureRequest,
@@ -50,16 +50,17 @@ def line(
     places: Places,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Recorded]:
-    """A server that asks for both kinds: judged where it is, or all in the pool; kept in the database, or in packs."""
+    """A server that asks for both kinds: judged where it is, or in the pool; kept in the database, or as objects."""
     kind, _, how = request.param.partition(" ")
     engine = sglang if kind == "sglang" else vllm
-    packs = {"TURNLOG_PAYLOADS": f"file://{tmp_path_factory.mktemp('packs')}"}
-    settings = {"": {}, "pool": POOL, "packs": packs}[how]
+    folder = tmp_path_factory.mktemp("objects")
+    settings = {"": {}, "pool": POOL, "objects": {"TURNLOG_PAYLOADS": f"file://{folder}"}}[how]
     with pytest.MonkeyPatch.context() as environment:
         for name, value in settings.items():
             environment.setenv(name, value)  # for `turnlog verify` in this process
         with recorded(places.new("replay"), engine.base_url, {**BOTH, **settings}) as made:
             yield made
+            assert any(folder.glob("*/*")) is (how == "objects")
 
 
 @pytest.fixture(scope="module")

@@ -57,16 +57,18 @@ def test_the_same_rows(stand: Stand) -> None:
 
 
 def test_wrong_bytes_are_not_given(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello")
+    talks = [stand.talk(), stand.talk()]
     with Turnlog(stand.base_url) as client:
-        [row] = client.export(session_id=talk.id, replay="urls")
-    links = row["replay_urls"]["routed_experts"]
+        for talk in talks:
+            talk.say(f"Hello from {talk.id}")
+        found = [next(iter(client.export(session_id=talk.id, replay="urls"))) for talk in talks]
+    links, others = (row["replay_urls"]["routed_experts"] for row in found)
+    other = others["chunks"][0]["url"]
     [chunk] = links["chunks"]
     assert fetch_payload(links).shape == tuple(links["shape"])
     for change, error in (
         ({"hash": "0" * 32}, NotTurnlog),
-        ({"offset": chunk["offset"] + 1}, NotTurnlog),
+        ({"url": other}, NotTurnlog),
         ({"url": chunk["url"].replace("/run/", "/gone/")}, Unreachable),
         ({"url": "http://127.0.0.1:9/"}, Unreachable),
     ):

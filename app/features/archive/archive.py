@@ -42,7 +42,8 @@ from app.lazy_import import LazyImport
 from app.sessions.cache import SessionCache
 from app.store import reads
 from app.store.leases import ReleaseLease, TakeLease
-from app.store.packs.reader import load_chunks
+from app.store.objects.names import PROBE
+from app.store.objects.reader import load_chunks
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile
@@ -50,7 +51,7 @@ from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
     from app.export.exporter import Exporter
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
 
 log = logging.getLogger("turnlog.archive")
 
@@ -71,8 +72,6 @@ EVERY_S = 30.0
 
 LEASE_S = 3600.0
 """A process that dies gives the lease up sooner: its heartbeat ends."""
-
-PROBE = "turnlog-probe"
 
 SCHEMES = ("s3://", "gs://", "az://", "file:///")
 
@@ -318,10 +317,11 @@ class Archive:
             await self._writer.submit(rows.BeginErasing(session_id))
             reach("after_erasing_begun")
             lines = await self._database.read(partial(rows.of_session, session_id=session_id))
-        is_going_on = any(line.state == "erasing" for line in lines)
-        if is_going_on:
+        if any(line.state == "erasing" for line in lines):
             self._due.set()
-        return None if not lines else not is_going_on
+            return False
+        ids = [line.session_id for line in lines]
+        return None if not lines else not await self._database.read(partial(rows.have_objects, session_ids=ids))
 
     # Back.
 
@@ -375,23 +375,15 @@ class Archive:
 
     async def _read(self, file: str) -> bytes | None:
         """None: there is no such file. Raises as `_bucket`, PayloadsUnavailable."""
-
-        def read() -> bytes:
-            with self._bucket(file.rpartition("/")[0]).open(_name(file)) as opened:
-                return opened.read()
-
-        try:
-            return await asyncio.to_thread(read)
-        except FileNotFoundError:
-            return None
+        return await self._bucket(file.rpartition("/")[0]).read(_name(file))
 
     async def _delete(self, file: str) -> None:
         """Delete a file, with all of its versions."""
         bucket = self._bucket(file.rpartition("/")[0])
-        if not bucket.is_folder and bucket.versions is None:
-            await bucket.probe()  # does the bucket keep versions?
-            await bucket.delete([PROBE])
-        await bucket.delete([_name(file)])
+        if not bucket.is_folder and not bucket.keeps_versions:
+            await bucket.probe()  # which tells whether it does
+            await bucket.delete(PROBE)
+        await bucket.delete(_name(file))
 
     def _bucket(self, url: str) -> Bucket:
         """Raises InvalidRequest, Unsupported."""
@@ -399,7 +391,7 @@ class Archive:
             raise InvalidRequest(f"{url:.200}: a URL begins with {', '.join(SCHEMES)}")
         if find_spec("pyarrow") is None:
             raise Unsupported(f"archives need pyarrow on the server (turnlog[parquet]): {install('parquet')}")
-        from app.store.packs.bucket import Bucket
+        from app.store.objects.bucket import Bucket
 
         url = url.rstrip("/")
         if url not in self._buckets:

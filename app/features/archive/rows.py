@@ -42,6 +42,7 @@ from app.store.schema import (
     archived,
     blobs,
     chunks,
+    dead_objects,
     events,
     groups,
     refused_replies,
@@ -53,7 +54,7 @@ from app.store.schema import (
 
 LEASE = "archive"
 
-_NOT_IN_FILES = {"session_id", "tx", "position", "location", "pack_offset", "pack_length"}
+_NOT_IN_FILES = {"session_id", "tx", "position", "location"}
 CONTENT: dict[Any, list[Column[Any]]] = {
     table: [column for column in table.columns if column.name not in _NOT_IN_FILES]
     for table in (events, turns, blobs, chunks, refused_replies)
@@ -232,6 +233,14 @@ def erased_among(connection: Connection, session_ids: Sequence[str]) -> list[str
     return list(connection.execute(query).scalars())
 
 
+def have_objects(connection: Connection, session_ids: Sequence[str]) -> bool:
+    """Do replay payloads of these sessions, which are not in the database, wait for their deletion?"""
+    gone = dead_objects.c.session_id.in_(session_ids) & ~exists().where(
+        sessions.c.session_id == dead_objects.c.session_id
+    )
+    return connection.execute(select(dead_objects.c.name).where(gone).limit(1)).first() is not None
+
+
 def of_session(connection: Connection, session_id: str) -> list[Indexed]:
     """A session in files, and for a root its whole rollout."""
     query = _index.where(or_(archived.c.session_id == session_id, archived.c.root_id == session_id))
@@ -325,6 +334,7 @@ class Forget(BaseOperation, frozen=True):
             tx.run(_turn, {"sid": session_id, "in_file": self.file, "was": "writing", "to": "leaving"})
             for statement in _drop_at_once:
                 tx.run(statement, {"sid": session_id})
+            tx.run(sql.queue_objects, {"sid": session_id})
             _drop_content(tx, session_id, self.file)
         tx.run(_forget_place, {})
         tx.insert(insert(store_meta), [{"key": FORGOTTEN, "value": f"{last.tx}.{last.position}"}])
@@ -393,6 +403,7 @@ class BeginErasing(StoreOperation, frozen=True):
 
     def apply(self, tx: Tx) -> None:
         tx.run(_begin_erasing, {"sid": self.session_id})
+        tx.run(_hurry_objects, {"sid": self.session_id})
 
 
 class Import(Fenced, frozen=True):
@@ -443,6 +454,15 @@ def _drop_content(tx: Tx, session_id: str, file: str) -> bool:
     return False
 
 
+_hurry_objects = (
+    update(dead_objects)
+    .where(
+        dead_objects.c.session_id.in_(
+            select(archived.c.session_id).where(or_(_of_sid, archived.c.root_id == bindparam("sid")))
+        )
+    )
+    .values(since=0.0)
+)
 _imported = _set_state.where(_of_sid, archived.c.state == "archived").values(state="copy")
 _group = select(groups.c.group_id).where(groups.c.group_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sql.of_session(sessions))
