@@ -178,9 +178,15 @@ def test_steps_and_rows_for_other_tools(own: Stand, tmp_path: Path) -> None:
         assert sample["tokens"] == rows[talk.id]["tokens"]
         assert sample["loss_mask"] == rows[talk.id]["loss_mask"]
         assert row["events_rows"][0]["type"] == "SessionCreated"
+
+
+def test_pandas_reads_it(own: Stand, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    frame = pandas.read_parquet(files[0], columns=["session_id", "samples"]).explode("samples")
-    assert [list(sample["tokens"]) for sample in frame["samples"]] == [rows[talks[0].id]["tokens"]]
+    talk = ended(own)
+    [row] = talk.rows()
+    file = archived(own, tmp_path)["file"].removeprefix("file://")
+    frame = pandas.read_parquet(file, columns=["session_id", "samples"]).explode("samples")
+    assert [list(sample["tokens"]) for sample in frame["samples"]] == [row["tokens"]]
 
 
 def test_an_archived_session_is_erased(own: Stand, tmp_path: Path) -> None:
