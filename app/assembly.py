@@ -154,7 +154,7 @@ class Assembly:
     ) -> Claims:
         return Claims(
             retries=self.retries,
-            limits=settings,
+            settings=settings,
             cache=self.cache,
             writer=self.writer,
             followers=self.followers,

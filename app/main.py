@@ -9,8 +9,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import cache, partial
+from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,6 @@ from app.api.page import routes as ui
 from app.api.replies import error_parts, send_reply
 from app.api.request_ids import RequestIds
 from app.api.security_headers import hardened
-from app.api.state import Services
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import AppError, StartupError
@@ -59,10 +57,11 @@ from app.features import archive, search
 from app.features.archive.routes import router as archive_router
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
+from app.services import Services
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
-from app.store.engine import Database, load_driver
+from app.store.engine import Database
 from app.store.objects.rows import NoteObjects, has_objects, url_of_objects
 from app.tito.families import check_family
 from app.turn.stages import RecentTurnStats
@@ -85,9 +84,8 @@ async def run_services(
     release: str,
     tokens: Tokens,
     connection_limit: ConnectionLimit,
-    load_prompts: Callable[[], Prompts | None],
 ) -> AsyncIterator[Services]:
-    """The components that live as long as the process. `load_prompts` is called on a thread. Raises StartupError."""
+    """The components that live as long as the process. Raises StartupError."""
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -100,7 +98,8 @@ async def run_services(
         await _require_objects(database, bucket)
         client = _client(settings)
         stack.push_async_callback(client.close)
-        prompts = await _prompts(settings, load_prompts)
+        check_family(settings.tito_family)
+        prompts = await asyncio.to_thread(_load_prompts, settings)  # takes seconds
         registration = Registration(database)
         await registration.attempt()
         made = Services(settings, release, database, client, registration, prompts, metrics, tokens, connection_limit)
@@ -163,21 +162,15 @@ def _client(settings: Settings) -> EngineClient:
     )
 
 
-async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Prompts | None:
-    """The tokenizer, or None. It is loaded on a thread, since that takes seconds. Raises StartupError."""
-    check_family(settings.tito_family)
-    return await asyncio.to_thread(load)
-
-
-def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
-    """The prompts of a tokenizer, or None. Raises StartupError."""
-    if tokenizer is None:
+def _load_prompts(settings: Settings) -> Prompts | None:
+    """The prompts of the tokenizer, or None. Raises StartupError."""
+    if settings.tokenizer is None:
         return None
     try:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
-    prompts = Loader.load(tokenizer, tito_family)
+    prompts = Loader.load(settings.tokenizer, settings.tito_family)
     for shape, why in prompts.findings.refused.items():
         log.warning("turns that continue %s begin a new row: %s", shape, why)
     return prompts
@@ -196,7 +189,6 @@ class Turnlog(FastAPI):
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
         self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
-        self._load_prompts = cache(partial(_loaded, settings.tokenizer, settings.tito_family))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -209,12 +201,6 @@ class Turnlog(FastAPI):
             await self._requests(without_prefix(scope), receive, send)
         else:
             await super().__call__(scope, receive, send)
-
-    def warm(self) -> None:
-        """Load the driver and the tokenizer ahead of the start, for a standby process. Opens no file or connection."""
-        load_driver(self._settings.database_url)
-        with contextlib.suppress(StartupError):  # the start reports it
-            self._load_prompts()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._guard.refusal(scope)
@@ -231,9 +217,7 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(
-                    self._settings, self.version, self._tokens, self._connection_limit, self._load_prompts
-                )
+                started = run_services(self._settings, self.version, self._tokens, self._connection_limit)
                 self.state.services = await stack.enter_async_context(started)
                 self.state.search = await stack.enter_async_context(search.running(self.state.services))
             except StartupError as error:

@@ -25,8 +25,8 @@ from app.errors import StartupError
 from app.store import restored
 from app.store.engine import Database, create_engine, sqlite_lock
 from app.store.lock import Held
+from app.store.opening import require_known
 from app.store.projections import refuse_if_served, require_revision
-from app.store.revision import require_known
 from ops.store_command import DONE, CommandResult, Progress, require_store, run, settings_for, sqlite_path
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
@@ -20,12 +20,15 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from app.api.describe import TEXT, Reply, describe
-from app.api.state import Services, services
+from app.api.state import services
 from app.domain.events import is_number
 from app.domain.fleet import Gate
 from app.fleet.member import Health, Member
 from app.metrics import FOLDER
 from app.store.figures import Figures
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Service"])
 

@@ -411,7 +411,7 @@ class Incoming:
 
     def _compare(self, index: TreeIndex) -> None:
         prefix = None if self._left_out else self._prefix
-        repeated = self._known_turn(index, prefix) if prefix else index.repeated(self)
+        repeated = self._known_turn(index, prefix) if prefix else index.repeated(len(self), self.spelling)
         if repeated is not None and repeated.agent_id != self._agent_id:
             # Another agent may mean other replies by the same bytes.
             repeated = None if index.has_bare_replies or index.odd_calls else repeated

@@ -163,8 +163,8 @@ def _continuing(session: Session, index: TreeIndex, number: int) -> set[int]:
 
 
 def _pinned(session: Session, upto: int) -> set[int]:
-    """The turns whose payloads a turn in flight of a tree may share, and those that a checkpoint needs."""
-    continued = {one.parent for one in session.open_turns.values()} if session.is_tree else set()
+    """The turns whose payloads a turn in flight may share, and those that a checkpoint needs."""
+    continued = {one.parent for one in session.open_turns.values()}
     return continued | {turn.number for turn in session.every_turn if turn.seq <= upto} if upto else continued
 
 

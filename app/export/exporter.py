@@ -33,8 +33,8 @@ from app.export.worker import HelpedExport, MadePart
 from app.export.writing import Rows, begun, read_ahead, written
 from app.store import bulk, group_reads, reads
 from app.store.engine import Database
-from app.store.horizon import wait_for_horizon
 from app.store.reads import Position
+from app.store.tail import wait_for_horizon
 
 
 class Export(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
 from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
+from app.export.shapes import miles
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.tree_nodes import node_tree
@@ -86,8 +87,6 @@ class SessionSamples:
             if prompts is None
             else [prompts.decode(row.sample.tokens[row.sample.prompt_length :].tolist()) for row in rows]
         )
-        from app.export.shapes import miles
-
         return miles.samples_body(rows, metadata, reason, responses, self._versions, metadata.get("tree"))
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:

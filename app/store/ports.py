@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.sql import Executable
 
+from app.store.broken import Unreadable
 from app.store.dialect import Parameters, Row, Tx
 from app.store.log import Operation
-from app.store.unreadable import Unreadable
 
 if TYPE_CHECKING:
     from app.store.objects.bucket import Bucket

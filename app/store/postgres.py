@@ -22,11 +22,11 @@ import asyncpg
 from sqlalchemy import Connection, bindparam, func, select, text
 from sqlalchemy.engine import AdaptedConnection
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.sql import Executable, Insert
 
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
-from app.store.async_engine import AsyncConnection, AsyncEngine
 from app.store.dialect import Compiler, ConnectionLost, ForEach, Parameters, Row, Tx
 from app.store.ports import Committed
 from app.store.schema import events

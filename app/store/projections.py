@@ -23,9 +23,8 @@ from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
 from app.store.dialect import AlchemyTx, Row, Tx, WriteConflict
 from app.store.engine import Database
-from app.store.opening import unopened
+from app.store.opening import require_head, revision_of, unopened
 from app.store.reads import EventRow, decode_events
-from app.store.revision import require_head, revision_of
 from app.store.rollouts import note, root_in_logs
 from app.store.schema import events, group_changes, incarnations, open_turns, sessions
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from app.crash_points import reach
 from app.domain import decide
@@ -30,6 +30,7 @@ from app.errors import (
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Clock, refusal
+from app.settings import Settings
 from app.store.log import Appended, Refused
 from app.store.log_turns import AbandonLost, Busy, Claim, Known, Reject, Release, TooMany
 from app.store.ports import Writer
@@ -59,16 +60,6 @@ RELEASE_RETRY_S = 1.0
 """Pause between attempts to release claims while the store is unavailable."""
 
 
-class TurnLimits(Protocol):
-    """The most turns that a session may have, in flight and altogether."""
-
-    @property
-    def max_open_turns(self) -> int: ...
-
-    @property
-    def max_turns(self) -> int: ...
-
-
 class Claims:
     """The claims of this process. `incarnation()` is the process's id in the store.
 
@@ -87,10 +78,10 @@ class Claims:
         lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
         retries: Retries,
-        limits: TurnLimits,
+        settings: Settings,
     ) -> None:
         self._retries = retries
-        self._limits = limits
+        self._settings = settings
         self._incarnation = incarnation
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
@@ -130,7 +121,7 @@ class Claims:
                 self._cache.drop(session_id)
                 raise refusal(session_id, outcome.status)
             if isinstance(outcome, TooMany):
-                raise _too_many_open(session_id, self._limits.max_open_turns)
+                raise _too_many_open(session_id, self._settings.max_open_turns)
             if isinstance(outcome, Busy):
                 left = await self._check_busy(session_id, outcome, context.identity)
                 if left is not None:
@@ -175,7 +166,7 @@ class Claims:
             self._clock(),
             opened,
             self._lease_s(),
-            most=self._limits.max_open_turns if session.is_tree else 1,
+            most=self._settings.max_open_turns if session.is_tree else 1,
             is_retry=is_retry,
             unlike=[other.fence for other in held if not identity.has_body(other.body_hash, other.agent_id)],
             is_alone=is_alone,
@@ -198,7 +189,7 @@ class Claims:
 
     def _require_room(self, session: Session) -> None:
         """Raises TooManyTurns."""
-        if len(session.turns) >= self._limits.max_turns:
+        if len(session.turns) >= self._settings.max_turns:
             raise TooManyTurns(
                 f"session {session.session_id} has {len(session.turns)} turns, the most that it may have"
             )
@@ -241,7 +232,7 @@ class Claims:
             return None
         left = await self._lease_left(busy.incarnation)
         repeats = own.has_key(busy.retry_key, busy.body_hash) or (
-            own.mark.key is None and own.mark.is_retry and busy.body_hash in (own.body_hash, own.raw_hash)
+            own.mark.key is None and own.mark.is_retry and busy.body_hash == own.body_hash
         )
         if left is None or repeats:
             return left

@@ -228,7 +228,6 @@ class Turns:
         identity = Identity(
             sender.mark,
             canonical_hash(request, history.whole_hash),
-            request.body_hash,
             sender.agent_id,
             history.begun_reply,
             None if begun is None else canonical_hash(request, begun),

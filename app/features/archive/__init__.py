@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from app.api.state import Services
     from app.features.archive.archive import Archive
+    from app.services import Services
 
 
 @contextlib.asynccontextmanager

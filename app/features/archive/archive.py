@@ -38,7 +38,6 @@ from app.export.row import Fields
 from app.extras import install
 from app.features.archive import rows
 from app.features.archive.rows import Place, Rollout, StoredRows
-from app.lazy_import import LazyImport
 from app.sessions.cache import SessionCache
 from app.store import reads
 from app.store.leases import ReleaseLease, TakeLease
@@ -86,7 +85,7 @@ class Archive:
         database: Database,
         writer: Writer,
         cache: SessionCache,
-        exporter: LazyImport[Exporter],
+        exporter: Exporter,
         clock: Callable[[], float],
         incarnation: Callable[[], int],
         *,
@@ -254,10 +253,9 @@ class Archive:
         return gone, len(body)
 
     async def _samples(self, session_ids: Sequence[str]) -> list[Fields]:
-        exporter = await self._exporter()
         query = ExportQuery(format="parquet")
         parts = [session_ids[at : at + AT_ONCE] for at in range(0, len(session_ids), AT_ONCE)]
-        return [row for part in parts for row in await exporter.rows(part, query) if "excluded" not in row]
+        return [row for part in parts for row in await self._exporter.rows(part, query) if "excluded" not in row]
 
     # What is left to do.
 

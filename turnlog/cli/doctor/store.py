@@ -67,7 +67,7 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
 
 
 def _revision(found: str) -> Generator[Finding, None, bool]:
-    from app.store.revision import is_known, revision_head
+    from app.store.opening import is_known, revision_head
 
     head = revision_head()
     if found == head:
