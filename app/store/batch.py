@@ -32,6 +32,8 @@ _lock_heads = _known.order_by(sessions.c.session_id).with_for_update(skip_locked
 
 def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
     """The outcomes in the same order. An operation without a session runs alone."""
+    if len(operations) == 1 and not tx.is_remote:
+        return [operations[0].apply(tx)]
     deferred = _lock(tx, operations) if tx.is_remote and operations[0].session_id else set()
     outcomes: dict[int, Any] = {
         place: DEFERRED for place, operation in enumerate(operations) if operation.session_id in deferred

@@ -34,8 +34,8 @@ from app.store.log import (
     append,
     append_all,
     blob_row,
+    free_chunks,
     refused,
-    tombstone_chunks,
 )
 from app.store.objects import names
 
@@ -318,12 +318,12 @@ class FreeChunks(BaseOperation, frozen=True):
         found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
         if found and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
             return False  # A crash of PostgreSQL has undone the event, which was not synced: the next round writes it.
-        tombstone_chunks(tx, self.session_id, [(row[0], row[1]) for row in found], self.by)
+        free_chunks(tx, [(self.session_id, self.by, [(row[0], row[1]) for row in found])])
         return len(found) == self.most
 
 
 class Erase(BaseOperation, frozen=True):
-    """Delete the content of a session that is closed or set aside; its events stay.
+    """Delete the content of a session that is closed or undone; its events stay.
 
     The components of rewards up to event `components_upto` were removed before (`EraseComponents`). Its
     objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.

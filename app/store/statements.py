@@ -52,7 +52,7 @@ def of_session(table: Table) -> ColumnElement[bool]:
 
 
 has_rows = or_(sessions.c.status == "open", sessions.c.status == "closed")
-"""Condition on heads: neither erased nor set aside."""
+"""Condition on heads: neither erased nor undone."""
 
 
 def _fenced(table: Table) -> ColumnElement[bool]:
@@ -103,7 +103,7 @@ def _has_event(given: Any) -> ColumnElement[bool]:
 
 def _claim_heads(given: Any) -> Executable:
     """Count a turn as open: in an open session whose log goes on from what the caller knows, where no turn has been
-    committed or set aside since, and fewer than `most` are open."""
+    committed or undone since, and fewer than `most` are open."""
     restored = exists().where(
         events.c.session_id == given.sid, events.c.seq > given.known, events.c.type == "SessionRestored"
     )
@@ -209,7 +209,7 @@ def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
 
 
 close_idle_head = close_head.where(is_idle(bindparam("idle_since", type_=Double)))
-ENDED = ("closed", "set_aside")
+ENDED = ("closed", "undone")
 """What a session may be whose content is freed or erased."""
 erase_head = (
     update(sessions)
@@ -248,12 +248,24 @@ dead_open_turns = (
 )
 drop_open_turn = delete(open_turns).where(_fenced(open_turns))
 drop_staged = delete(chunks).where(_fenced(chunks))
-_is_chunk = _fenced(chunks) & (chunks.c.number == bindparam("place")) & chunks.c.tombstoned_by.is_(None)
-tombstone_chunk = update(chunks).where(_is_chunk).values(data=None, tombstoned_by=bindparam("by"))
+
+
+def _tombstone_chunks(given: Any) -> Executable:
+    """Returns the objects that nothing refers to any more."""
+    is_live = chunks.c.tombstoned_by.is_(None)
+    return (
+        update(chunks)
+        .where(
+            chunks.c.session_id == given.sid, chunks.c.fence == given.fenced, chunks.c.number == given.place, is_live
+        )
+        .values(data=None, tombstoned_by=given.by)
+        .returning(chunks.c.location, chunks.c.session_id)
+    )
+
+
+tombstone_chunks = ForEach(_tombstone_chunks, sid=Text, fenced=BigInteger, place=Integer, by=BigInteger)
 _dead = ["name", "session_id", "since"]
-queue_object = insert(dead_objects).from_select(
-    _dead, select(chunks.c.location, chunks.c.session_id, now()).where(_is_chunk, chunks.c.location.is_not(None))
-)
+queue_object = insert(dead_objects).values(since=now())
 queue_objects = insert(dead_objects).from_select(
     _dead,
     select(chunks.c.location, chunks.c.session_id, now()).where(
@@ -288,7 +300,6 @@ tombstone_event = select(events.c.seq).where(
     events.c.seq == bindparam("place", type_=BigInteger),
     events.c.type == "BlobsTombstoned",
 )
-event_at = select(events.c.at).where(of_session(events), events.c.seq == bindparam("place", type_=BigInteger))
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
     .where(of_session(chunks), chunks.c.tombstoned_by.is_(None))

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import bindparam, delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.fleet import EngineListed
@@ -32,6 +32,8 @@ from workers.codec import Facts, Wire
 
 LEASE_S = 8.0
 CLAIMED_AT = 2.0
+
+event_at = select(events.c.at).where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
 START = reads.Position(0, 0)
 FAR = reads.Position(1 << 62, 1 << 62)
 

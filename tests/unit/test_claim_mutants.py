@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from helpers.log import BODY, opened, payload
-from helpers.store import LEASE_S, commit, create, release, reward, stage
+from helpers.store import LEASE_S, commit, create, event_at, release, reward, stage
 from sqlalchemy import bindparam, insert, literal, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -22,7 +22,7 @@ from app.store import statements as sql
 from app.store.batch import apply_all
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
-from app.store.log_sessions import Close, FreeChunks, FreeReplay
+from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay, SaveSnapshot
 from app.store.log_turns import (
     AbandonLost,
     Busy,
@@ -34,7 +34,7 @@ from app.store.log_turns import (
     Stage,
     Stale,
 )
-from app.store.schema import checkpoint_sessions, checkpoints, chunks, open_turns, sessions
+from app.store.schema import checkpoint_sessions, checkpoints, chunks, open_turns, sessions, snapshots
 from app.store.schema import staged_tokens as staged_tokens_table
 from app.store.staged_tokens import StagedRow, StageTokens, TakeOverStaged
 from tests.tools.simulation.service import register
@@ -282,6 +282,19 @@ def a_claims_answer_is_lost(shared: Shared) -> None:
     assert shared.do(AbandonLost(1, 9.0, {("s", 2.5)})) == 1
 
 
+def a_session_is_erased(shared: Shared) -> None:
+    """A snapshot of it is saved late."""
+    shared.do(Close("s", 5.0))
+    shared.do(Erase("s", 6.0))
+    shared.do(SaveSnapshot("s", 3, "format", b"what it said"))
+    assert not shared.alter(lambda tx: tx.all(select(snapshots.c.seq), {}))
+
+
+def _save_anyway(snapshot: SaveSnapshot, tx: Tx) -> None:
+    row = {"session_id": snapshot.session_id, "seq": snapshot.seq, "format": snapshot.format, "data": snapshot.data}
+    tx.insert(sql.insert_snapshot, [row])
+
+
 def _has_payload(shared: Shared) -> None:
     """Turn 1 is on disk, with a payload of one chunk; its last event is 3, of 3.0."""
     shared.takes(1)
@@ -313,7 +326,7 @@ def fits(kind: type[BaseOperation], *fields: str) -> Mutant:
         head = tx.one(sql.head, {"sid": "s"})
         assert head is not None
         version = head[0] if "version" in fields else _expected(operation)
-        last = tx.one(sql.event_at, {"sid": "s", "place": version})
+        last = tx.one(event_at, {"sid": "s", "place": version})
         known = {
             "version": version,
             "last_event_at": -1.0 if last is None else last[0],
@@ -397,6 +410,7 @@ CASES = (
     Case("Commit.staged", staged_chunks_are_lost, unchanged, ((Commit, "staged", set()),)),
     Case("_is_open", staged_tokens_are_in_use, unchanged, ((staged_tokens, "_take_over", _taken_over),)),
     Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
+    Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),
     Case("FreeReplay.version", a_closed_session_changes, fits(FreeReplay, "version")),
     Case("FreeReplay.unless_pinned", a_closed_session_is_in_a_checkpoint, fits(FreeReplay, "unless_pinned")),
     Case("FreeChunks.by", a_freeing_is_lost, unchanged, ((sql, "tombstone_event", select(literal(1))),)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.store import event_at
 from sqlalchemy import func, select, update
 
 from app.domain import retention
@@ -26,7 +27,7 @@ from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
-from app.store.log_sessions import Close, SaveSnapshot
+from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
@@ -107,7 +108,7 @@ def the_cached_version_is_trusted(patch: Patch) -> None:
 
 def _newest(tx: Tx, operation: Claim | Commit) -> Known:
     head = tx.one(sql.head, {"sid": operation.session_id})
-    last = None if head is None else tx.one(sql.event_at, {"sid": operation.session_id, "place": head[0]})
+    last = None if head is None else tx.one(event_at, {"sid": operation.session_id, "place": head[0]})
     return operation.known if head is None or last is None else Known(head[0], last[0], head[4])
 
 
@@ -185,15 +186,6 @@ def the_cache_skips_events(patch: Patch) -> None:
         return plain(self, [recorded for recorded in events if recorded.seq == self.session.version + 1]) or True
 
     patch.setattr(CacheEntry, "advance", advance)
-
-
-def a_snapshot_outlives_an_erasure(patch: Patch) -> None:
-    def apply(self: SaveSnapshot, tx: Tx) -> None:
-        tx.run(sql.drop_snapshot, {"sid": self.session_id})
-        row = {"session_id": self.session_id, "seq": self.seq, "format": self.format, "data": self.data}
-        tx.insert(sql.insert_snapshot, [row])
-
-    patch.setattr(SaveSnapshot, "apply", apply)
 
 
 def a_gate_holds_nobody(patch: Patch) -> None:
@@ -319,7 +311,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
 RARER: tuple[Callable[[Patch], None], ...] = (
     an_append_does_not_look,
     a_lease_never_ends,
-    a_snapshot_outlives_an_erasure,
     the_cache_is_not_refreshed,
     a_close_leaves_the_turn_open,
     keys_are_forgotten,
