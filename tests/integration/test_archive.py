@@ -287,8 +287,8 @@ def test_kill_9_while_an_archived_session_is_erased(own: Stand, tmp_path: Path, 
     with killed_at(own, point):
         for _ in range(100):
             own.http.delete(erased.path, params={"erase": "true"})
-    until(lambda: all(erased.id.encode() not in file.read_bytes() for file in tmp_path.iterdir()))
     until(lambda: own.http.delete(erased.path, params={"erase": "true"}).status_code == 204)
+    assert all(erased.id.encode() not in file.read_bytes() for file in tmp_path.iterdir())
     assert error_of(own.http.get(kept.path)) == (404, "session_archived")
     [file] = tmp_path.iterdir()
     assert imported(own, file.as_uri()) == {"imported": 1, "there": 0}
