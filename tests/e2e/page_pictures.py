@@ -33,7 +33,6 @@ VIEWS = {
     "tree": "#/session/deep-research-5",
     "rollouts": "#/group/retail%2Forder-17/rollouts?sort=best",
     "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
-    "compared": "#/session/deep-research-5?branch=0&against=2",
     "checkpoints": "#/checkpoints",
     "checkpoint": f"#/checkpoint/{CHECKPOINT}",
 }
@@ -74,11 +73,10 @@ DOCUMENTED = (
     ("diff", "light"),
     ("exports", "light"),
     ("tree", "light"),
-    ("compared", "light"),
     ("checkpoint", "light"),
 )
 BUSY_S = 12.0
-"""So long the server works before the pictures: the dead engine is known as such then, and the sparkline is a line."""
+"""So long the server works before the pictures: the dead engine is known as such then."""
 
 SHOWN_MS = 700
 

@@ -106,7 +106,7 @@ def test_live_rows_change_in_place(watched: Watched, page_stand: PageStand) -> N
     page.wait_for_selector("th[aria-sort=descending]:has-text('Created')")
     expect(page.locator(ROWS).first).to_have_attribute("data-key", "live-2")
     stand.talk(session_id="live-3")
-    page.wait_for_selector("button.changed:has-text('1 new')")
+    page.wait_for_selector("button.changed:has-text('Changes')")
     assert "live-3" not in keys(page)
     page.click("button.changed")
     expect(page.locator(ROWS).first).to_have_attribute("data-key", "live-3")

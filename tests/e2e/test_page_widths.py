@@ -28,7 +28,7 @@ VIEWS = {
     "#/checkpoints": "main tbody tr[data-key]",
     "#/checkpoint/step-40": "main tbody tr[data-key]",
     "#/session/deep-research-5": ".said",
-    "#/session/deep-research-5?branch=0&against=2": ".sides .said",
+    "#/rollouts?sessions=deep-research-5@0,deep-research-5@2&diff=deep-research-5@0,deep-research-5@2": ".difflist li",
     "#/session/deep-research-5/tokens": ".tokens .tok",
 }
 """Addresses, and what is there once the view is."""

@@ -7,7 +7,6 @@ import { columnsField, columnsOf, DEFAULT_ORDER } from "./filters.js";
 import { count, decimal } from "./format.js";
 import { groupHref, queryOf, setQuery } from "./route.js";
 import { badgeCell, linkCell, textCell } from "./rows.js";
-import { SavedViews } from "./saved.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
 import { visibleText } from "./visible.js";
@@ -47,7 +46,6 @@ export class GroupsView extends View {
     this.table = this.#newTable();
     this.columns = columnsField();
     this.columns.addEventListener("change", () => this.#open(this.only ?? "", this.columns.querySelector("input")?.value ?? ""));
-    this.saved = new SavedViews();
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
     this.total = h("span", { role: "status" });
     const copy = copyButtons(() => ({ path: "/ui/api/groups", parameters: this.#parameters(null) }));
@@ -55,7 +53,7 @@ export class GroupsView extends View {
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Groups"),
-      bar([this.chips, this.saved.element], [this.columns, this.total, again, copy]),
+      bar(this.chips, [this.columns, this.total, again, copy]),
       this.problem,
       this.table.element,
     );

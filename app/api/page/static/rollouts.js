@@ -110,8 +110,10 @@ export class RolloutsView extends View {
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
     for (const row of rows) {
-      const head = this.data.column(row.session_id)?.head;
-      if (head && row.version > head.version) this.data.refresh(row.session_id);
+      for (const column of this.data.columns) {
+        const isIt = column.sessionId === row.session_id && column.head;
+        if (isIt && row.version > isIt.version) this.data.refresh(column);
+      }
     }
     if (this.id && rows.some((row) => row.group_id === this.id && !this.ids.includes(row.session_id))) this.changed();
   }
@@ -226,15 +228,15 @@ export class RolloutsView extends View {
   /** @param {number} at */
   #headKey(at) {
     const column = this.columns[at];
-    const key = [column?.sessionId, column?.head?.version, column?.head?.branch, String(column?.error ?? ""), at === 0];
-    return JSON.stringify([...key, this.differences[at], this.chosen.includes(column?.sessionId ?? "")]);
+    const key = [column?.key, column?.head?.version, column?.head?.branch, String(column?.error ?? ""), at === 0];
+    return JSON.stringify([...key, this.differences[at], this.chosen.includes(column?.key ?? "")]);
   }
 
   /** @param {number} at @returns {Child} */
   #head(at) {
     const column = this.columns[at];
     if (!column) return null;
-    const id = column.sessionId;
+    const id = column.key;
     return columnHead(column, {
       isReference: at === 0,
       differsFrom: this.differences[at] ?? null,
@@ -243,7 +245,7 @@ export class RolloutsView extends View {
         const others = this.chosen.filter((one) => one !== id);
         this.#choose(isChosen ? [...others, id].slice(-2) : others);
       },
-      onBranch: (branch) => this.data.choose(id, branch),
+      onBranch: (branch) => this.data.choose(column, branch),
     });
   }
 
@@ -254,7 +256,7 @@ export class RolloutsView extends View {
     if (!column || !mark) return "none";
     const step = this.data.step(column, row);
     const state = step instanceof Error ? "failed" : step ? "read" : "loading";
-    return `${column.sessionId} ${mark[0]} ${mark[1]} ${state} ${this.differences[at] === row}`;
+    return `${column.key} ${mark[0]} ${mark[1]} ${state} ${this.differences[at] === row}`;
   }
 
   /** @param {number} at @param {number} row @returns {Child} */

@@ -6,7 +6,6 @@ import { announce, badge, bar, button, h, message, replace, setText } from "./do
 import { choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 import { count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery } from "./route.js";
-import { SavedViews } from "./saved.js";
 import { View } from "./view.js";
 import { named, visible } from "./visible.js";
 
@@ -40,7 +39,7 @@ export class SearchView extends View {
       root,
       h("h1", { class: "visually-hidden" }, "Search"),
       foldedForm(this.closed, this.form),
-      bar([this.found, new SavedViews().element], copyButtons(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } }))),
+      bar(this.found, copyButtons(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } }))),
       this.problem,
       this.list,
       this.foot,

@@ -1,14 +1,12 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { ApiError } from "./api.js";
 import { copyButtons } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
 import { addressOf, columnsField, columnsOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
 import { count, decimal } from "./format.js";
 import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { badgeCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
-import { SavedViews } from "./saved.js";
-import { MOST_ARRIVED, SessionList } from "./sessionlist.js";
+import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
 import { visibleText } from "./visible.js";
@@ -18,7 +16,7 @@ import { visibleText } from "./visible.js";
 /** @import {Column} from "./rows.js" */
 /** @import {Place} from "./view.js" */
 
-const POLL_MS = 5000;
+const POLL_MS = 2000;
 
 export class SessionsView extends View {
   /** @param {HTMLElement} root @param {Place} place */
@@ -36,8 +34,7 @@ export class SessionsView extends View {
       this.#open({ sort, order, ...filters });
     }, columnsField());
     this.total = h("span", { role: "status" });
-    this.changes = button("", () => this.refresh(), { class: "changed", hidden: true });
-    this.saved = new SavedViews();
+    this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const copy = copyButtons(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
@@ -46,7 +43,7 @@ export class SessionsView extends View {
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar([this.presets, this.saved.element], [this.compare, this.changes, this.total, again, copy]),
+      bar(this.presets, [this.compare, this.changes, this.total, again, copy]),
       this.problem,
       this.table.element,
     );
@@ -64,10 +61,8 @@ export class SessionsView extends View {
       label: "Sessions",
       columns: [this.#pickColumn(), ...columns(this.newestVersion), ...keys.map((key) => this.#metadataColumn(key))],
       keyOf: (row) => row.session_id,
-      isDim: (row) => this.list.unmatched.has(row.session_id),
       onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
       onNearEnd: () => this.list.error || this.list.more(),
-      onReleased: () => this.#show(),
     });
   }
 
@@ -149,49 +144,33 @@ export class SessionsView extends View {
     return this.list.refresh();
   }
 
-  /** Time and gates change what matches without an event. */
-  async #poll() {
+  /** The list of newest changes follows by itself while nobody reads it; time and gates change what matches without an event. */
+  #poll() {
     const { list, table } = this;
-    if (list.isLoading) return;
-    if (needsPolling(list.query) && !table.isHeld) list.refresh();
-    else if (list.isTotalOld) await list.recount().catch(ignoreRefusal);
+    if (list.isLoading || table.isHeld || !table.isAtTop) return;
+    if ((list.hasNews && list.isByChange) || needsPolling(list.query)) list.refresh();
   }
 
   #show() {
     const { list, table } = this;
-    if (table.isAtTop && !table.isHeld && !list.isLoading) list.rearrange();
     table.show(list.rows, list.total, list.isLoading);
     table.element.classList.toggle("stale", list.isLoading && !list.isLoaded);
     const more = list.isTotalExact ? "" : "+";
     setText(this.total, list.isLoaded ? `${count(list.total)}${more} ${list.total === 1 ? "session" : "sessions"}` : "");
-    this.#showChanges();
+    this.changes.hidden = !list.hasNews || (list.isByChange && table.isAtTop);
     this.#showFoot();
     replace(this.problem, list.error !== null && failure(list.error, () => list.refresh()));
-  }
-
-  #showChanges() {
-    const { arrived, unmatched } = this.list;
-    const parts = [];
-    if (arrived.size) parts.push(`${count(arrived.size)}${arrived.size < MOST_ARRIVED ? "" : "+"} new`);
-    if (unmatched.size) parts.push(`${count(unmatched.size)} no longer match`);
-    this.changes.hidden = !parts.length;
-    setText(this.changes, `${parts.join(", ")}: show`);
   }
 
   #showFoot() {
     const { list, table } = this;
     if (!list.isLoaded) table.setFoot(list.isLoading && "Loading …");
-    else if (!list.rows.length) table.setFoot(nothing(list.query));
+    else if (!list.byId.size) table.setFoot(nothing(list.query));
     else if (list.nextCursor) {
       const more = button("Load more", () => list.more());
-      table.setFoot(`${count(list.rows.length)} of ${count(list.total)} loaded`, more);
-    } else table.setFoot(`All ${count(list.rows.length)} shown`);
+      table.setFoot(`${count(list.byId.size)} of ${count(list.total)} loaded`, more);
+    } else table.setFoot(`All ${count(list.byId.size)} shown`);
   }
-}
-
-/** A total that cannot be read is read again later; the banner tells a lost connection. @param {unknown} error */
-function ignoreRefusal(error) {
-  if (!(error instanceof ApiError)) throw error;
 }
 
 /** @param {ListQuery} query @returns {HTMLElement} */

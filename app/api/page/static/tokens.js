@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { copyButtons } from "./copy.js";
-import { badge, button, chip, failure, h, message, replace, setText } from "./dom.js";
+import { badge, button, chip, h, message, replace } from "./dom.js";
 import { count } from "./format.js";
 import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
 import { sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
@@ -15,8 +15,6 @@ import { named, visibleText } from "./visible.js";
 
 /** Tokens of a page, each an element. */
 const PAGE = 2000;
-/** Tokens that are read at a time to be counted, the most that the server gives. */
-const COUNTED = 10000;
 /** Boundaries between weight versions that get a button, and branches that get a link. */
 const JUMPS = 40;
 
@@ -138,7 +136,6 @@ export class TokensView extends View {
     const statistics = new TokenStatistics();
     statistics.add(page.tokens);
     showStatistics(this.statistics, statistics, `these ${count(page.tokens.length)} tokens`);
-    if (page.total > page.tokens.length) this.statistics.append(this.#countAllButton(page));
   }
 
   #renderTitle() {
@@ -346,35 +343,6 @@ export class TokensView extends View {
         ` · logprob ${logprob.toFixed(6)}, probability ${Math.exp(logprob).toPrecision(4)}`,
       version >= 0 && [" · weights ", named(versions[version] ?? "?")],
     );
-  }
-
-  /** @param {TokenPage} page */
-  #countAllButton(page) {
-    const press = async () => {
-      made.disabled = true;
-      try {
-        await this.#countAll(page, made);
-      } catch (error) {
-        if (this.closed.aborted) return;
-        made.replaceWith(failure(error));
-      }
-    };
-    const made = button(`count all ${count(page.total)} tokens`, press);
-    return made;
-  }
-
-  /** Read the whole branch, without keeping it. @param {TokenPage} page @param {HTMLElement} progress */
-  async #countAll({ branch, total }, progress) {
-    const statistics = new TokenStatistics();
-    while (statistics.tokens < total) {
-      const parameters = { seq: this.seq, branch, start: statistics.tokens, limit: COUNTED };
-      const { tokens } = /** @type {TokenPage} */ (await get(this.path, parameters, this.closed));
-      if (!tokens.length || !progress.isConnected) break;
-      statistics.add(tokens);
-      setText(progress, `${count(statistics.tokens)} of ${count(total)}`);
-    }
-    if (!progress.isConnected) return;
-    showStatistics(this.statistics, statistics, `all ${count(statistics.tokens)} tokens of the branch`);
   }
 }
 
