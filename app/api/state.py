@@ -110,7 +110,7 @@ def _exporter(made: Services) -> Exporter:
 
     settings = made.settings
     helpers = None
-    if settings.workers > 2:  # fewer cores gain little: docs/benchmarks.md
+    if settings.workers > 2:  # fewer cores gain little
         helpers = Helpers(
             min(settings.workers - 2, MOST_HELPERS),
             deadline_s=settings.worker_deadline_s,

@@ -11,7 +11,7 @@ from app.domain.events import Recorded, SessionErased, UnknownEvent
 from app.errors import NotFound, SessionNotFound, SessionUnreadable
 from app.sessions.followers import Followers, wait_for_change
 from app.sessions.inspection import event_fields
-from app.store import reads
+from app.store import heads_view, reads
 from app.store.ports import Database
 from workers import codec
 from workers.codec import CorruptContent
@@ -24,7 +24,7 @@ async def event_lines(
     database: Database, followers: Followers, session_id: str, after: int, follow: bool
 ) -> AsyncIterator[bytes]:
     """The events after seq `after` as NDJSON. Raises SessionNotFound before the first line."""
-    if await database.read(lambda connection: reads.head(connection, session_id), session_id=session_id) is None:
+    if await database.read(lambda connection: heads_view.head(connection, session_id), session_id=session_id) is None:
         raise SessionNotFound(f"session {session_id} does not exist")
     return _event_lines(database, followers, session_id, after, follow)
 
@@ -64,7 +64,7 @@ async def refused_reply(database: Database, session_id: str, fence: int) -> tupl
     """The size of a refused reply and the part of it that was kept. Raises SessionNotFound, NotFound,
     SessionUnreadable."""
     head, found = await database.read(
-        lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
+        lambda c: (heads_view.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
     )
     if head is None:
         raise SessionNotFound(f"session {session_id} does not exist")

@@ -10,7 +10,7 @@ from app.domain.events import Recorded, TurnCommitted, UnknownEvent
 from app.domain.fold import apply
 from app.domain.session import Session
 from app.errors import InvalidRequest, NotFound, SessionNotFound, SessionUnreadable
-from app.store import heads_view, reads
+from app.store import reads
 from app.store.engine import Database
 from app.store.reads import EventRow
 
@@ -49,7 +49,7 @@ async def session_at(database: Database, session_id: str, seq: int | None = None
     rows, last = await database.read(
         lambda connection: (
             reads.event_rows(connection, session_id, limit=seq),
-            heads_view.last_seq(connection, session_id),
+            reads.last_seq(connection, session_id),
         ),
         session_id=session_id,
     )

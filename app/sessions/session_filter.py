@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from app.domain import patterns
-from app.store.heads_view import HeadFilter
+from app.store.heads_view import HeadFilter, Status
 from app.store.reads import Connection
-
-Status = Literal["open", "closed", "erased", "set_aside"]
 
 Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]

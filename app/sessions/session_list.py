@@ -14,10 +14,10 @@ from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.sessions.session_filter import SessionConditions
-from app.store import group_reads, heads_view, session_metadata
+from app.store import group_reads, heads_view, metadata_reads
 from app.store.damaged import split
 from app.store.engine import Database
-from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
+from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder, Status
 from app.store.reads import Connection
 
 State = Literal["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"]
@@ -44,25 +44,28 @@ CursorFields = tuple[
 
 MAX_SECONDS = 10 * 365 * 86_400
 
-MAX_CLAIMED = 10_000
-"""The most open turns read for the filters `claimed` and `gated`: the oldest."""
-
 
 class SessionRow(msgspec.Struct, frozen=True):
-    """A session in a list. `staleness`: how many weight versions its newest turn is behind the newest one."""
+    """A session in a list. `version` is its last event, times are seconds since the epoch.
+
+    `state` is `status`, or what an open session is doing: `claimed`: a turn is in flight, since `claimed_since`;
+    `gated`: it waits at a gate; else `idle`. `staleness`: how many weight versions its newest turn is behind the
+    newest one.
+    """
 
     session_id: str
     version: int
-    state: State
+    status: Status
     turns: int
     group_id: str | None
-    attempt: int | None
     reward: float | None
+    created_at: float
+    updated_at: float
+    state: State
+    attempt: int | None
     weight_version: int | None
     staleness: int | None
     engine: str | None
-    created_at: float
-    updated_at: float
     claimed_since: float | None
     closed_at: float | None
     note: str | None
@@ -98,13 +101,13 @@ class SessionQuery(SessionFilter):
     q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
 
 
-class SessionListPage(msgspec.Struct, frozen=True):
+class SessionListPage(msgspec.Struct, frozen=True, omit_defaults=True):
     """A page. `total` is the number of matches up to 100,000; beyond that, `total_is_exact` is False."""
 
     sessions: Sequence[SessionRow]
     next_cursor: str | None
-    total: int
-    total_is_exact: bool
+    total: int | msgspec.UnsetType = msgspec.UNSET
+    total_is_exact: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class SessionList:
@@ -125,8 +128,8 @@ class SessionList:
     async def page(
         self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool = True
     ) -> SessionListPage:
-        """One page. Without `counted` its `total` is 0. With a metadata filter the total is that of this page, and
-        a page may have fewer rows than `limit` though others follow.
+        """One page; both totals only with `counted`. With a metadata filter they are those of this page, which may
+        have fewer rows than `limit` though others follow.
 
         Raises InvalidRequest for an invalid cursor, StoreUnavailable.
         """
@@ -144,14 +147,16 @@ class SessionList:
         if len(rows) > limit:
             after = _cursor_behind(rows[limit - 1], query)
         rows = rows[:limit]
-        return SessionListPage(rows, after, len(rows), total_is_exact=cursor is None and after is None)
+        if not counted:
+            return SessionListPage(rows, after)
+        return SessionListPage(rows, after, len(rows), cursor is None and after is None)
 
     async def _with_metadata(self, rows: Sequence[SessionRow], query: SessionQuery) -> set[str]:
         """The ids of those that have the metadata."""
         wanted = query.wanted_metadata
 
         def read(connection: Connection, ids: Sequence[str]) -> dict[str, bool]:
-            return session_metadata.matches(connection, ids, wanted)
+            return metadata_reads.matches(connection, ids, wanted)
 
         ids = [row.session_id for row in rows if row.state != "erased"]
         found = await self._database.read(
@@ -161,30 +166,47 @@ class SessionList:
 
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionListPage:
         after = None if cursor is None else _place_of(cursor, query)
+        order, descending = _order_of(query)
         held = self.held()
-
-        def page(found: Sequence[HeadRow], total: int, is_exact: bool, newest: int | None) -> SessionListPage:
-            return SessionListPage(
-                sessions=[session_row(row, newest, held) for row in found[:limit]],
-                next_cursor=_cursor_behind(found[limit - 1], query) if len(found) > limit else None,
-                total=min(total, COUNTED),
-                total_is_exact=is_exact,
-            )
 
         def read(connection: Connection) -> SessionListPage:
             newest = self.newest_version(connection)
-            if query.state == "gated" or _needs_claim(query):
-                rows, is_exact = self._in_flight(connection, query, newest, held)
-                return page(_sorted(rows, query, after)[: limit + 1], len(rows), is_exact, newest)
-            wanted = _wanted(query, newest, held)
+            wanted = self._wanted(query, newest, held)
+            total = heads_view.count(connection, wanted) if counted else COUNTED + 1
+            is_of_few = total <= COUNTED or wanted.claimed_before is not None or wanted.among is not None
+            heads = heads_view.page(
+                connection,
+                wanted,
+                order=order,
+                newest_first=descending,
+                after=after,
+                limit=limit + 1,
+                many=wanted == HeadFilter() or not is_of_few,
+            )
+            page = SessionListPage(
+                sessions=[session_row(head, newest, held) for head in heads[:limit]],
+                next_cursor=_cursor_behind(heads[limit - 1], query) if len(heads) > limit else None,
+            )
             if not counted:
-                return page(_page(connection, wanted, query, after, limit + 1, many=True), 0, False, newest)
-            total = heads_view.count(connection, wanted)
-            is_exact = total <= COUNTED
-            found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == HeadFilter())
-            return page(found, total, is_exact, newest)
+                return page
+            return msgspec.structs.replace(page, total=min(total, COUNTED), total_is_exact=total <= COUNTED)
 
         return await self._database.read(read)
+
+    def _wanted(self, query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
+        is_open = query.state not in (None, "closed", "erased", "set_aside")
+        status: Any = "open" if is_open else query.status or query.state
+        is_idle = query.state == "idle"
+        needs_claim = query.state == "claimed" or query.stuck_s is not None or query.sort == "claimed_since"
+        return msgspec.structs.replace(
+            query.of_heads(newest),
+            status=status,
+            idle=is_idle,
+            claimed_before=self._clock() - (query.stuck_s or 0.0) if needs_claim else None,
+            among=held.keys() if query.state == "gated" else None,
+            but=held.keys() if is_idle else (),
+            begins=query.q,
+        )
 
     def rows(self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]) -> list[SessionRow]:
         """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `held`."""
@@ -199,86 +221,28 @@ class SessionList:
         sampled = group_reads.newest_version(connection)
         return max(versions if sampled is None else [*versions, sampled], default=None)
 
-    def _in_flight(
-        self, connection: Connection, query: SessionQuery, newest: int | None, held: Mapping[str, bool]
-    ) -> tuple[list[HeadRow], bool]:
-        """All matches if only sessions with a turn in flight can match, so that their ids are known first.
 
-        False if there are too many open turns to read all of them.
-        """
-        if _needs_claim(query):
-            before = None if query.stuck_s is None else self._clock() - query.stuck_s
-            claimed = heads_view.claimed(connection, before, MAX_CLAIMED)
-            ids = [one for one in claimed if one in held] if query.state == "gated" else claimed
-            rows = heads_view.of(connection, ids, _wanted(query, newest, held))
-            return [row for row in rows if row.claimed_since is not None], len(claimed) < MAX_CLAIMED
-        return heads_view.of(connection, list(held), _wanted(query, newest, held)), True
-
-
-def session_row(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
-    known = {name: getattr(row, name) for name in _AS_STORED}
-    return SessionRow(state=_state(row, held), staleness=staleness(newest, row.weight_version), **known)
+def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
+    stored = {name: getattr(head, name) for name in _AS_STORED}
+    return SessionRow(state=_state(head, held), staleness=staleness(newest, head.weight_version), **stored)
 
 
 _AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name not in ("state", "staleness"))
 
 
-def _state(row: HeadRow, held: Mapping[str, bool]) -> State:
-    match row.status:
-        case "closed":
-            return "closed"
-        case "erased":
-            return "erased"
-        case "set_aside":
-            return "set_aside"
-        case _:
-            if row.session_id in held:
-                return "gated"
-            return "idle" if row.claimed_since is None else "claimed"
+def _state(head: HeadRow, held: Mapping[str, bool]) -> State:
+    if head.status != "open":
+        return head.status
+    if head.session_id in held:
+        return "gated"
+    return "idle" if head.claimed_since is None else "claimed"
 
 
-def _needs_claim(query: SessionQuery) -> bool:
-    return query.state == "claimed" or query.stuck_s is not None or query.sort == "claimed_since"
-
-
-def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
-    is_open = query.state not in (None, "closed", "erased", "set_aside")
-    status: Any = "open" if is_open else query.status or query.state
-    is_idle = query.state == "idle"
-    return msgspec.structs.replace(
-        query.of_heads(newest), status=status, idle=is_idle, but=held.keys() if is_idle else (), begins=query.q
-    )
-
-
-def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | SortOrder, bool]:
+def _order_of(query: SessionQuery) -> tuple[SortOrder, bool]:
     """The sort column, and whether it descends: the stalest sessions have the lowest version."""
     if query.sort == "staleness":
         return "weight_version", query.order == "asc"
     return query.sort, query.order == "desc"
-
-
-def _page(
-    connection: Connection, wanted: HeadFilter, query: SessionQuery, after: Place | None, limit: int, *, many: bool
-) -> list[HeadRow]:
-    column, descending = _order_of(query)
-    assert column != "claimed_since"
-    return heads_view.page(
-        connection, wanted, order=column, newest_first=descending, after=after, limit=limit, many=many
-    )
-
-
-def _sorted(rows: Sequence[HeadRow], query: SessionQuery, after: Place | None) -> list[HeadRow]:
-    """The rows after `after`, in the store's order."""
-    column, descending = _order_of(query)
-    places = {(getattr(row, column), row.session_id): row for row in rows}
-    valued = sorted((place for place in places if place[0] is not None), reverse=descending)
-    others = sorted((place for place in places if place[0] is None), reverse=descending)
-    if after is not None and after[0] is not None:
-        valued = [place for place in valued if (place < after if descending else place > after)]
-    elif after is not None:
-        valued = []
-        others = [place for place in others if (place[1] < after[1] if descending else place[1] > after[1])]
-    return [places[place] for place in (*valued, *others)]
 
 
 def _cursor_behind(row: HeadRow | SessionRow, query: SessionQuery) -> str:

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 LANES = 3
 """Open PostgreSQL transactions of one process: while one waits for the disk, the next is filled. One costs less CPU and
-has a worse p99, six the reverse (docs/benchmarks.md)."""
+has a worse p99, six the reverse."""
 
 SPARE_WRITERS = 3
 """More connections for writes: operations without a session, the heartbeat, ending dead processes."""

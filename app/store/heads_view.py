@@ -7,7 +7,7 @@ head, so that turns need not maintain more indexes (see `schema.sessions`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,9 +16,11 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_,
 from app.domain import notes
 from app.store.dialect import begins_with, contains
 from app.store.reads import SPAN
-from app.store.schema import events, open_turns, sessions
+from app.store.schema import open_turns, sessions
 
-SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version"]
+Status = Literal["open", "closed", "erased", "set_aside"]
+
+SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version", "claimed_since"]
 
 NULLABLE = frozenset({"reward", "weight_version"})
 """Columns that may be null: such sessions come last in either direction."""
@@ -33,11 +35,11 @@ LISTED = 10_000
 
 
 class HeadRow(msgspec.Struct, frozen=True):
-    """A head, and the time its open turn was claimed. Times are seconds since the epoch."""
+    """A head: `version` is its last seq, times are seconds since the epoch, `claimed_since` of its oldest open turn."""
 
     session_id: str
     version: int
-    status: str
+    status: Status
     turns: int
     group_id: str | None
     attempt: int | None
@@ -57,22 +59,31 @@ class HeadRow(msgspec.Struct, frozen=True):
         return notes.parted(self.joined_tags)
 
 
-COLUMN_OF: Mapping[str, str] = {
-    name: "tags" if name == "joined_tags" else name for name in HeadRow.__struct_fields__ if name != "claimed_since"
-}
-"""The column of `sessions` that a field of a row comes from."""
-
-_ROW = tuple(sessions.c[name] for name in COLUMN_OF.values())
+_claimed_since = (
+    select(func.min(open_turns.c.opened_at))
+    .where(open_turns.c.session_id == sessions.c.session_id)
+    .correlate(sessions)
+    .scalar_subquery()
+)
+_STORED = HeadRow.__struct_fields__[:-2]
+_ROW = (
+    *(sessions.c[name] for name in _STORED),
+    sessions.c.tags,
+    case((sessions.c.open_turns > 0, _claimed_since)),
+)
 
 
 class HeadFilter(msgspec.Struct, frozen=True):
-    """Conditions on heads; None: any. `idle`: without an open turn. `but`: ids to leave out.
+    """Conditions on heads; None: any. `idle`: without an open turn. `claimed_before`: with one that was claimed at or
+    before this time. `among`: only these ids; `but`: ids to leave out; of both LISTED at most.
 
     `most_version` is the largest weight version, `begins` the beginning of the id, `tag` one of its tags.
     """
 
-    status: Literal["open", "closed", "erased", "set_aside"] | None = None
+    status: Status | None = None
     idle: bool = False
+    claimed_before: float | None = None
+    among: Collection[str] | None = None
     but: Collection[str] = ()
     group_id: str | None = None
     attempt: int | None = None
@@ -104,14 +115,19 @@ def page(
     `many`: many heads match, so follow the order's index, if there is one. If few match, they are found first and then
     sorted.
     """
-    value = sessions.c[order] if many else sessions.c[order] + 0
+    value = _claimed_since if order == "claimed_since" else sessions.c[order] if many else sessions.c[order] + 0
     direction = [one.desc() if newest_first else one.asc() for one in (value, sessions.c.session_id)]
     if order in NULLABLE:
         direction[0] = direction[0].nulls_last()
     query = filtered(select(*_ROW), wanted).order_by(*direction).limit(limit)
     if after is not None:
         query = query.where(_after(value, after, newest_first=newest_first, nullable=order in NULLABLE))
-    return _with_claims(connection, [HeadRow(*row) for row in connection.execute(query)])
+    return [HeadRow(*row) for row in connection.execute(query)]
+
+
+def head(connection: Connection, session_id: str) -> HeadRow | None:
+    """One session's."""
+    return next(iter(of(connection, [session_id])), None)
 
 
 def count(connection: Connection, wanted: HeadFilter) -> int:
@@ -128,20 +144,12 @@ def some(connection: Connection, wanted: HeadFilter, limit: int) -> list[str]:
 
 def of(connection: Connection, session_ids: Sequence[str], wanted: HeadFilter | None = None) -> list[HeadRow]:
     """The heads of these sessions that match `wanted`, in no order."""
-    found: list[HeadRow] = []
+    rows: list[HeadRow] = []
     for at in range(0, len(session_ids), SPAN):
         query = filtered(select(*_ROW), wanted or HeadFilter())
         part = sessions.c.session_id.in_(session_ids[at : at + SPAN])
-        found += [HeadRow(*row) for row in connection.execute(query.where(part))]
-    return _with_claims(connection, found)
-
-
-def claimed(connection: Connection, before: float | None, limit: int) -> list[str]:
-    """Sessions with a turn claimed at or before `before` (None: at any time), oldest first."""
-    query = select(open_turns.c.session_id).order_by(open_turns.c.opened_at, open_turns.c.session_id).limit(limit)
-    if before is not None:
-        query = query.where(open_turns.c.opened_at <= before)
-    return list(connection.execute(query).scalars())
+        rows += [HeadRow(*row) for row in connection.execute(query.where(part))]
+    return rows
 
 
 class HeadCounts(msgspec.Struct, frozen=True):
@@ -206,17 +214,14 @@ def claims(connection: Connection, since: float) -> ClaimCounts:
     return ClaimCounts(row[0], row[1] or 0)
 
 
-def last_seq(connection: Connection, session_id: str) -> int:
-    """The number of a log's last event; 0 where there is none."""
-    return connection.execute(select(func.max(events.c.seq)).where(events.c.session_id == session_id)).scalar() or 0
-
-
 def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
     """The query, of heads that match."""
     head = sessions.c
     conditions: list[ColumnElement[bool] | None] = [
         None if wanted.status is None else head.status == wanted.status,
         head.open_turns == 0 if wanted.idle else None,
+        None if wanted.claimed_before is None else head.session_id.in_(_claimed(wanted.claimed_before)),
+        None if wanted.among is None else head.session_id.in_(list(wanted.among)[:LISTED]),
         head.session_id.not_in(list(wanted.but)[:LISTED]) if wanted.but else None,
         None if wanted.group_id is None else head.group_id == wanted.group_id,
         None if wanted.attempt is None else head.attempt == wanted.attempt,
@@ -243,15 +248,5 @@ def _after(value: ColumnElement[float], after: Place, *, newest_first: bool, nul
     return or_(later, value.is_(None)) if nullable else later
 
 
-def _with_claims(connection: Connection, rows: Sequence[HeadRow]) -> list[HeadRow]:
-    """Add claim times, read after the heads; a turn claimed in between appears in the next read."""
-    since: dict[str, float] = {}
-    ids = [row.session_id for row in rows if row.status == "open"]
-    for at in range(0, len(ids), SPAN):
-        query = select(open_turns.c.session_id, func.min(open_turns.c.opened_at)).group_by(open_turns.c.session_id)
-        part = query.where(open_turns.c.session_id.in_(ids[at : at + SPAN]))
-        since |= {row[0]: row[1] for row in connection.execute(part)}
-    return [
-        msgspec.structs.replace(row, claimed_since=since[row.session_id]) if row.session_id in since else row
-        for row in rows
-    ]
+def _claimed(before: float) -> Select[Any]:
+    return select(open_turns.c.session_id).where(open_turns.c.opened_at <= before)

@@ -60,7 +60,7 @@ IDLE_S = 10.0
 AT_ONCE = 6
 """Single statements that run at a time, each on one of the connections for reads (`engine.READERS`).
 
-Measured with turns that all miss the cache (docs/benchmarks.md): with three, turns wait for each other and make smaller
+Measured with turns that all miss the cache: with three, turns wait for each other and make smaller
 batches, with eight it is as with six.
 """
 

@@ -39,24 +39,6 @@ SNAPSHOT_FORMAT = "session-1"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
-class Head(msgspec.Struct, frozen=True):
-    """A session's row: `version` is its last seq, times are seconds since the epoch."""
-
-    session_id: str
-    version: int
-    status: str
-    turns: int
-    group_id: str | None
-    reward: float | None
-    created_at: float
-    updated_at: float
-    note: str | None = None
-    tags: list[str] = []
-
-
-_HEAD = tuple(sessions.c[name] for name in Head.__struct_fields__[:-2])
-
-
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A place in the order of commits."""
 
@@ -69,11 +51,6 @@ START = Position(0, 0)
 
 END = Position(MAX_INTEGER, MAX_INTEGER)
 """Behind everything."""
-
-
-def head(connection: Connection, session_id: str) -> Head | None:
-    row = connection.execute(select(*_HEAD).where(sessions.c.session_id == session_id)).first()
-    return None if row is None else Head(*row)
 
 
 def read_all_rows(connection: Connection, session_id: str) -> None:
@@ -112,6 +89,11 @@ def event_rows(
     if limit is not None:
         query = query.limit(limit)
     return [EventRow(*row) for row in connection.execute(query)]
+
+
+def last_seq(connection: Connection, session_id: str) -> int:
+    """The number of a log's last event; 0 where there is none."""
+    return connection.execute(select(func.max(events.c.seq)).where(events.c.session_id == session_id)).scalar() or 0
 
 
 def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:

@@ -35,12 +35,12 @@ Result = TypeVar("Result")
 log = logging.getLogger("turnlog.writer")
 
 MAX_BATCH = 512
-"""Operations in one transaction. With 64 clients, limits of 8, 16 and 32 cost as much CPU a turn (docs/benchmarks.md):
+"""Operations in one transaction. With 64 clients, limits of 8, 16 and 32 cost as much CPU a turn:
 what bounds a batch is how many turns wait."""
 
 MAX_BATCH_BYTES = 4 << 20
 """Bytes in one transaction: a larger one would delay the others' fsync. Limits from 64 KiB to 16 MiB made no difference
-to turns of 64 KiB, of which few come together (docs/benchmarks.md)."""
+to turns of 64 KiB, of which few come together."""
 
 CONFLICT_TRIES = 5
 """Attempts of a batch that conflicts with another process's transaction."""
@@ -52,8 +52,8 @@ GATHER_S = 0.003
 """While a transaction is open, how long operations wait for others before a further one is opened for them. They wait
 for nothing once that transaction has ended, and if none is open.
 
-Against 0 it saves a tenth of the server's and of the database's CPU with 64 clients, and changes no latency with four
-(docs/benchmarks.md); 10 ms save no more.
+Against 0 it saves a tenth of the CPU of server and database with 64 clients, and changes no latency with four; 10 ms
+save no more.
 """
 
 MAX_INLINE = 8

@@ -1,4 +1,4 @@
-"""One HTTP client for all engines: aiohttp, chosen by measurement (docs/benchmarks.md).
+"""One HTTP client for all engines: aiohttp.
 
 httpx scans every pooled connection on each request, which costs milliseconds at 64 clients.
 """

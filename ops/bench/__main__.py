@@ -11,44 +11,16 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import (
-    export,
-    latency,
-    live,
-    live_sessions,
-    load,
-    long,
-    page,
-    payloads,
-    postgres,
-    prompts,
-    protocols,
-    replies,
-    staging,
-    startup,
-    tree,
-    turns,
-    workers,
-)
+from ops.bench import export, payloads, peer, sessions, startup, turns
+from ops.bench.measure import print_results
 
 BENCHMARKS = {
     "turns": turns,
-    "latency": latency,
-    "load": load,
-    "long": long,
-    "live": live,
-    "replies": replies,
-    "staging": staging,
-    "export": export,
-    "postgres": postgres,
-    "sessions": live_sessions,
-    "workers": workers,
+    "peer": peer,
+    "sessions": sessions,
     "payloads": payloads,
+    "export": export,
     "startup": startup,
-    "tree": tree,
-    "protocols": protocols,
-    "prompts": prompts,
-    "page": page,
 }
 
 
@@ -60,7 +32,11 @@ def main(given: Sequence[str] | None = None, prog: str = "python -m ops.bench") 
         own = names.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
         own.add_argument("--folder", type=Path, help="folder for the databases, on the disk to measure")
         module.add_arguments(own)
+    names.add_parser("results", help="print all saved results as a Markdown table")
     arguments = parser.parse_args(given)
+    if arguments.name == "results":
+        print_results()
+        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the child processes
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code: int = runner.run(BENCHMARKS[arguments.name].main(arguments))

@@ -1,5 +1,4 @@
-"""Speed and memory of `/export` for each format on a full store, compared with plain reads of the same bytes, and with
-the least that an export costs as the store is."""
+"""Speed, CPU and memory of `/export` for each format on a full store, beside a plain read of the same bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +20,8 @@ from sqlalchemy import Connection, text
 from app.store.engine import Database
 from app.store.schema import sessions
 from ops.bench import client
-from ops.bench.ideal_export import ideal_cpu_s
-from ops.bench.latency import timed
-from ops.bench.measure import cpu_s, family, save_figures, stat, table
-from ops.bench.sessions import Conversation, opening_messages
-from ops.bench.sizes import MIB
+from ops.bench.load import Conversation, opening_messages, timed_turn
+from ops.bench.measure import cpu_s, resident_bytes, save_figures, stat, table
 from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started
 from ops.bench.stored import StoredSession, StoredTurn, write_sessions
 from ops.server import ServerProcess
@@ -42,6 +38,8 @@ FORMS = (
     "ndjson trl",
     "parquet trl",
 )
+
+MIB = 1 << 20
 
 POOL = 2048
 """Number of different turns from which all sessions are composed. It exceeds the rows of a Parquet row group; otherwise
@@ -61,10 +59,7 @@ READS = {
 }
 """The queries of the plain read, and how many of their last columns are content."""
 
-SAMPLE_S = 0.05
-
-LOOK_S = 0.2
-"""How often new processes are looked for: a large export starts some."""
+SAMPLE_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +128,7 @@ async def made_turns(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int
             for number in range(count):
                 await connection.json("POST", "/sessions", {"session_id": f"pool-{number}"})
                 body = Conversation(opening_messages(size, seed=number), sim).body()
-                await timed(connection, f"/sessions/pool-{number}/v1/chat/completions", body)
+                await timed_turn(connection, f"/sessions/pool-{number}/v1/chat/completions", body)
     database = _database(server)
     try:
         frames = await database.read(lambda c: c.execute(text("SELECT facts, wire FROM turns")).all())
@@ -187,7 +182,6 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu
     cpu = time.process_time()
     read_s = await _plain_read(server, stored)
     read_cpu = time.process_time() - cpu
-    ideal_cpu = read_cpu + await _ideal_cpu_s(server, format, shape)
     with started(server, cpu_sets):
         await _download(server, format, shape, limit=1)
         cpu = _cpu_s(server.pid)
@@ -204,17 +198,11 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu
         "rows/s": count / seconds,
         "seconds": seconds,
         "output MB/s": downloaded.size / seconds / 1e6,
-        "stored MB/s": stored / seconds / 1e6,
-        "plain read MB/s": stored / read_s / 1e6,
-        "ratio": read_s / seconds,
+        "of the plain read's pace": read_s / seconds,
         "CPU us a row": cpu / count * 1e6,
         "plain CPU us": read_cpu / count * 1e6,
-        "ideal CPU us": ideal_cpu / count * 1e6,
-        "CPU ratio": read_cpu / cpu,
-        "ideal CPU ratio": read_cpu / ideal_cpu,
-        "peak MiB": peak.most.resident / MIB,
-        "before MiB": peak.before.resident / MIB,
-        "peak MiB, shared once": peak.most.proportional / MIB,
+        "peak MiB": peak.most / MIB,
+        "before MiB": peak.before / MIB,
     }
 
 
@@ -224,33 +212,18 @@ def _cpu_s(pid: int) -> float:
     return cpu_s(pid) + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-class _Held(NamedTuple):
-    """Bytes of memory: resident pages, with those that several processes share counted for each, or once."""
-
-    resident: int
-    proportional: int
-
-
 class _Peak(threading.Thread):
-    """Samples the memory of a process and its children and keeps the maximum."""
+    """Samples the memory of a process and its children, which a large export starts, and keeps the maximum."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._pid = pid
-        self._pids = family(pid)
-        self._looked = time.monotonic()
         self._stopped = threading.Event()
-        self.before = self.most = self._held()
+        self.before = self.most = resident_bytes(pid)
 
     def run(self) -> None:
         while not self._stopped.wait(SAMPLE_S):
-            if time.monotonic() - self._looked > LOOK_S:
-                self._pids, self._looked = family(self._pid), time.monotonic()
-            held = self._held()
-            self.most = _Held(*map(max, self.most, held))
-
-    def _held(self) -> _Held:
-        return _Held(*map(sum, zip(*map(_held_by, self._pids), strict=True)))
+            self.most = max(self.most, resident_bytes(self._pid))
 
     def __enter__(self) -> _Peak:
         self.start()
@@ -259,17 +232,6 @@ class _Peak(threading.Thread):
     def __exit__(self, *raised: object) -> None:
         self._stopped.set()
         self.join()
-
-
-def _held_by(pid: int) -> _Held:
-    """Nothing for a process that has ended."""
-    found = {"Rss": 0, "Pss": 0}
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            name, _, size = line.partition(":")
-            if name in found:
-                found[name] = int(size.split()[0]) * 1024
-    return _Held(found["Rss"], found["Pss"])
 
 
 class Incomplete(Exception):
@@ -294,14 +256,6 @@ async def _download(server: ServerProcess, format: str, shape: str, limit: int |
             if format == "ndjson":
                 lines += piece.count(b"\n")
     return _Downloaded(size, lines)
-
-
-async def _ideal_cpu_s(server: ServerProcess, format: str, shape: str) -> float:
-    database = _database(server)
-    try:
-        return await database.read(lambda connection: ideal_cpu_s(connection, format, shape))
-    finally:
-        await database.close()
 
 
 async def _plain_read(server: ServerProcess, stored: int) -> float:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,27 @@ def save_figures(name: str, figures: Any) -> None:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"written to {path}", flush=True)
+
+
+def print_results() -> None:
+    """Print all saved figures as one Markdown table."""
+    print("| benchmark | figure | value |\n| --- | --- | --- |")
+    for path in sorted(RESULTS.glob("*.json")):
+        for name, value in _flat(json.loads(path.read_text())):
+            print(f"| {path.stem} | {name} | {_shown(value)} |")
+
+
+def _flat(figures: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The figures of nested objects, and of rows, which are named by their texts."""
+    if isinstance(figures, dict):
+        for name, value in figures.items():
+            yield from _flat(value, f"{before}{name} ")
+    elif isinstance(figures, list) and all(isinstance(row, dict) for row in figures):
+        for row in figures:
+            texts = " ".join(value for value in row.values() if isinstance(value, str))
+            yield from _flat({name: x for name, x in row.items() if not isinstance(x, str)}, f"{before}{texts}: ")
+    else:
+        yield before.strip(), figures
 
 
 def _shown(value: Any) -> str:

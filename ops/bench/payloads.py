@@ -17,12 +17,10 @@ from typing import Any
 import httpx
 import msgspec
 
+from ops.bench.load import REQUESTED_FIELDS, SIZES, Script
 from ops.bench.measure import cpu_s, save_figures, table
-from ops.bench.postgres import measure_turns
 from ops.bench.primary import primary
-from ops.bench.sessions import Script
-from ops.bench.sizes import REQUESTED_FIELDS, SIZES
-from ops.bench.stand import Cores, folder_for_bench, simulator
+from ops.bench.stand import Cores, Side, folder_for_bench, simulator, turnlog
 from ops.server import PORT, OwnProcess
 
 CEILING = "database's ceiling, turns/s"
@@ -50,7 +48,7 @@ async def main(arguments: argparse.Namespace) -> int:
         folder_for_bench(arguments.folder) as folder,
         S3Server(folder) as s3,
     ):
-        whole = await size.script(engine.base_url)
+        whole = size.script()
         places: dict[str, tuple[Script, Mapping[str, str]]] = {
             "none": (_without_payloads(whole), {}),
             "database": (whole, {}),
@@ -61,9 +59,16 @@ async def main(arguments: argparse.Namespace) -> int:
             for place in arguments.places:
                 script, environment = places[place]
                 before = cpu_s(s3.pid)
-                row = await measure_turns(
-                    database, engine, 1, arguments, everywhere, script, size.turns_per_session, environment
-                )
+                store = database.new_database()
+                with turnlog(engine, everywhere, arguments.folder, environment, store.url) as server:
+                    side = Side(
+                        [server],
+                        script,
+                        clients=arguments.clients,
+                        turns_per_session=size.turns_per_session,
+                        database=store,
+                    )
+                    row = (await side.measured(arguments.seconds)).figures()
                 storage = (cpu_s(s3.pid) - before) * 1000 / max(row["turns"], 1)
                 rows.append({"round": number + 1, "payloads": place, **row, "storage ms/turn": storage})
     shown = [_shown(row) for row in rows]
@@ -75,9 +80,9 @@ async def main(arguments: argparse.Namespace) -> int:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     load = ("round", "payloads", "turns/s", "p50 ms", "p99 ms", "transactions a turn")
-    costs = ("server CPU ms a turn", "database ms/turn", "storage ms/turn", "WAL KiB a turn", "reply KiB")
+    costs = ("server CPU ms a turn", "database CPU ms a turn", "storage ms/turn", "WAL KiB a turn", "reply KiB")
     found = {name: row[name] for name in (*load, *costs)}
-    return {**found, CEILING: 1000 / row["database ms/turn"]}
+    return {**found, CEILING: 1000 / row["database CPU ms a turn"]}
 
 
 def _medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import asyncpg
 from sqlalchemy.engine import make_url
@@ -28,11 +29,13 @@ SETTINGS = {
 }
 """Settings that matter for the benchmarks; all others are PostgreSQL's defaults."""
 
+REPORT_DELAY_S = 1.0
+
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 _COUNTED = """
 SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()), wal_bytes::bigint,
-       (SELECT coalesce(sum(fsyncs), 0)::bigint FROM pg_stat_io WHERE object = 'wal'), wal_fpi FROM pg_stat_wal
+       wal_fpi FROM pg_stat_wal
 """
 
 
@@ -53,12 +56,12 @@ class Primary:
     def stop(self) -> None:
         self._server.cleanup()
 
-    def new_database(self) -> str:
-        """Create an empty database; returns its URL for the service."""
+    def new_database(self) -> Database:
+        """Create an empty database."""
         name = f"bench_{next(self._numbers)}"
         self._server.psql(f"CREATE DATABASE {name};")
         parts = make_url(self._server.get_uri())
-        return parts.set(drivername="postgresql+asyncpg", database=name).render_as_string(False)
+        return Database(parts.set(drivername="postgresql+asyncpg", database=name).render_as_string(False), self)
 
     def cpu_s(self) -> float:
         """CPU seconds of all processes of the server, including those that have ended."""
@@ -76,31 +79,39 @@ def primary(folder: Path | None = None) -> Iterator[Primary]:
             server.stop()
 
 
-class Counted(NamedTuple):
-    """Counters of the server, or their growth: committed transactions, bytes of WAL, syncs of the WAL, and pages that
-    are whole in the WAL."""
+class Work(NamedTuple):
+    """What a server has done so far, or in between: CPU seconds, committed transactions of a database, bytes of WAL,
+    and pages that are whole in the WAL."""
 
+    cpu_s: float
     commits: int
     wal_bytes: int
-    syncs: int
     full_pages: int
 
-    def since(self, before: Counted) -> Counted:
-        return Counted(*(after - earlier for after, earlier in zip(self, before, strict=True)))
+    def since(self, before: Work) -> Work:
+        return Work._make(after - earlier for after, earlier in zip(self, before, strict=True))
 
 
-async def counted(url: str) -> Counted:
-    """Read the counters. They may be one second old, since a backend reports at most once a second."""
-    connection = await asyncpg.connect(plain_url(url))
-    try:
-        return Counted(*await connection.fetchrow(_COUNTED))
-    finally:
-        await connection.close()
+class Database(NamedTuple):
+    """An own database of a server. `url` is for the service."""
 
+    url: str
+    server: Primary
 
-def plain_url(url: str) -> str:
-    """The service's URL in the form that asyncpg accepts."""
-    return make_url(url).set(drivername="postgresql").render_as_string(False)
+    async def work(self) -> Work:
+        """Takes a second: a backend reports its counters at most once in one."""
+        cpu = self.server.cpu_s()
+        await asyncio.sleep(REPORT_DELAY_S)
+        return Work(cpu, *await self.row(_COUNTED))
+
+    async def row(self, query: str) -> Sequence[Any]:
+        """The first row of a query's result."""
+        connection = await asyncpg.connect(make_url(self.url).set(drivername="postgresql").render_as_string(False))
+        try:
+            row: Sequence[Any] = await connection.fetchrow(query)
+            return row
+        finally:
+            await connection.close()
 
 
 def _cpu_s(pid: int, *, ended: bool) -> float:

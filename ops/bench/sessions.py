@@ -1,254 +1,287 @@
-"""Runs concurrent sessions of short turns against a server.
+"""Many live sessions on PostgreSQL, replay payloads in a bucket: sizes, memory, and what a turn and an export cost.
 
-Every client has one connection and one session at a time. It starts a new session after a few turns, so that histories
-stay short. Sessions are created before the measurement, so the figures are of turns only.
+The sessions are created by turns through the real server; then random ones of them go on. PostgreSQL, the S3 server,
+the server, the engine simulator and the clients share all cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import itertools
-import json
+import hashlib
+import os
 import random
-import re
-import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
 
+import aiohttp
+import httpx
 import msgspec
 
 from ops.bench.client import Broken, Connection
-from ops.simulator.tokenizer import WORDS
+from ops.bench.load import Conversation, error_code, opening_messages, reply_message
+from ops.bench.measure import cpu_s, percentile, report, resident_bytes
+from ops.bench.payloads import S3Server
+from ops.bench.primary import Database, primary
+from ops.bench.stand import Cores, folder_for_bench, simulator
+from ops.server import ServerProcess
 
-SIM = b'{"completion_tokens":11,"tool_calls":false,"reasoning":false}'
-"""Makes replies of about 2 KiB for requests of 2 KiB; most of a reply are the prompt's token ids."""
+MIB = 1 << 20
 
-HISTORY_MESSAGE_BYTES = 8192
-"""Size of the messages of which large requests consist, as in a long history of tool results."""
+BYTES_PER_TOKEN = 4.9
+"""Approximate bytes of text for each token of the simulator's vocabulary."""
 
-TURN_GROWTH_BYTES = 130
-"""Approximate bytes that a turn adds to the next request: the reply's message and a short question."""
+TEMPLATE_TOKENS = 10
+"""Tokens of a turn's prompt that are not its question's words."""
 
-CREATE_AHEAD = 1.25
-"""Factor for the number of sessions created before a measurement, over the number that the warm-up's rate predicts."""
+EXPERTS = {"layers": 4, "top_k": 2, "experts": 64}
+"""Shape of a token's routing payload: 8 ids, stored as 8 bytes before compression."""
 
+KEPT = 16384
+"""Sessions whose conversation is remembered, so that they can go on: more than are continued in one measurement, so
+that none is found in a cache because it was continued a moment ago."""
 
-HEAD_BYTES = 65536
-"""In a longer reply the message is searched within this many bytes; the rest are ids and payloads."""
+QUESTIONS = 64
+RETRIES = 5
+JANITOR_S, WARM_UP_S = 20.0, 3.0
 
-
-class _Choice(msgspec.Struct):
-    message: msgspec.Raw
-
-
-class _Reply(msgspec.Struct):
-    choices: tuple[_Choice]
-
-
-_decode_reply = msgspec.json.Decoder(_Reply).decode
-_decode_head = json.JSONDecoder().raw_decode
-_MESSAGE = re.compile(rb'"choices": ?\[\{"index": ?0, ?"message": ?')
-
-
-def reply_message(body: bytes) -> bytes:
-    """The assistant message of a chat reply, as raw JSON.
-
-    The simulator writes it before ids and payloads, so that finding it does not require reading 50 MiB.
-    """
-    begin = _MESSAGE.search(body, 0, HEAD_BYTES) if len(body) > HEAD_BYTES else None
-    if begin is None:
-        return bytes(_decode_reply(body).choices[0].message)
-    text = body[begin.end() : begin.end() + HEAD_BYTES].decode("latin-1")  # one character for each byte
-    return body[begin.end() : begin.end() + _decode_head(text)[1]]
+_SIZES = """
+SELECT sum(pg_total_relation_size(c.oid))::bigint, sum(pg_indexes_size(c.oid))::bigint
+FROM pg_class c WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace
+"""
+_CLOSED = "SELECT count(*) FROM sessions WHERE status = 'closed'"
 
 
-class _Content(msgspec.Struct):
-    content: msgspec.Raw
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sessions", type=int, default=100_000)
+    parser.add_argument("--turns", type=int, default=2, help="turns of each session")
+    parser.add_argument("--new-tokens", type=int, default=150, help="new tokens of a turn's prompt")
+    parser.add_argument("--output-tokens", type=int, default=50)
+    parser.add_argument("--clients", type=int, default=128, help="clients that fill")
+    parser.add_argument("--load-clients", type=int, default=16, help="clients of the measured turns")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measured turns")
+    parser.add_argument("--cache-mib", type=float, default=256.0, help="session cache of the server, in MiB")
 
 
-class _Output(msgspec.Struct):
-    output: msgspec.Raw
+async def main(arguments: argparse.Namespace) -> int:
+    everywhere = Cores(os.sched_getaffinity(0), os.sched_getaffinity(0))
+    with (
+        primary(arguments.folder) as postgres,
+        simulator(everywhere) as engine,
+        folder_for_bench(arguments.folder) as folder,
+        S3Server(folder) as s3,
+    ):
+        database = postgres.new_database()
+        environment = {
+            **s3.bucket(),
+            "TURNLOG_REPLAY": "routed_experts",
+            "TURNLOG_MOE_LAYERS": str(EXPERTS["layers"]),
+            "TURNLOG_MOE_TOPK": str(EXPERTS["top_k"]),
+            "TURNLOG_CACHE_BYTES": str(int(arguments.cache_mib * MIB)),
+        }
+        upstreams = [engine.base_url]
+        server = ServerProcess(folder, upstreams=upstreams, database_url=database.url, environment=environment)
+        sessions = _Sessions(server.migrate().base_url, arguments)
+        with server:
+            figures = await _measured("filling: ", server, database, sessions.fill(arguments.sessions))
+            await database.row("CHECKPOINT")
+            size, indexes = await database.row(_SIZES)
+            figures |= {"database MiB": size / MIB, "of it indexes MiB": indexes / MIB, **_cached(server)}
+            figures["server's memory MiB"] = resident_bytes(server.pid) / MIB
+            stop = asyncio.Event()
+            asyncio.get_running_loop().call_later(arguments.seconds, stop.set)
+            figures |= await _measured("", server, database, sessions.go_on(stop, arguments.load_clients))
+            figures |= await _exported(server, sessions, arguments.load_clients)
+            figures |= await _restarted(server, sessions)
+        closing = {**environment, "TURNLOG_IDLE_CLOSE_S": "1"}
+        figures |= await _closed(ServerProcess(folder, database_url=database.url, environment=closing), database)
+    report(f"sessions-{arguments.sessions}", {**figures, "errors": sessions.errors})
+    return 1 if sessions.errors else 0
 
 
-def _messages_reply(body: bytes) -> bytes:
-    return b'{"role":"assistant","content":' + bytes(msgspec.json.decode(body, type=_Content).content) + b"}"
+class _Turns:
+    """Seconds of each turn that was answered, and of all of them together."""
+
+    def __init__(self) -> None:
+        self.latencies: list[float] = []
+        self.seconds = 0.0
 
 
-def _responses_reply(body: bytes) -> bytes:
-    return bytes(msgspec.json.decode(body, type=_Output).output).strip()[1:-1]
+class _Sessions:
+    """The live sessions of a server. Their ids are in no order, as those of real sessions. `errors`: replies that were
+    repeated."""
 
-
-class Wire(NamedTuple):
-    """A protocol: its route, the field of a request's history, fields that it needs, and what a reply adds to the
-    history, as raw JSON."""
-
-    route: str
-    history: bytes
-    needed: bytes
-    added: Callable[[bytes], bytes]
-
-
-CHAT = Wire("/v1/chat/completions", b"messages", b"", reply_message)
-WIRES = {
-    "chat": CHAT,
-    "messages": Wire("/v1/messages", b"messages", b',"max_tokens":4096', _messages_reply),
-    "responses": Wire("/v1/responses", b"input", b"", _responses_reply),
-}
-
-
-def error_code(body: bytes) -> str:
-    """The `code` of an error reply; "?" if it has none."""
-    found = re.search(rb'"code":\s*"([a-z_]+)"', body)
-    return found[1].decode() if found else "?"
-
-
-class Conversation:
-    """The requests of one session: each repeats the previous one and adds the reply's message and a question."""
-
-    def __init__(self, opening: list[bytes], sim: bytes = SIM, more: bytes = b"", wire: Wire = CHAT) -> None:
-        self._front = b'{"model":"simulator","sim":%b%b%b,"%b":[' % (sim, more, wire.needed, wire.history)
-        self._messages = list(opening)
-        self.turns = 0
-
-    def body(self) -> tuple[bytes, ...]:
-        """The next request's body, in pieces."""
-        return (self._front, b",".join(self._messages), b"]}")
-
-    def answered(self, message: bytes, question: bytes | None = None) -> None:
-        """Add a reply's message and the next question."""
-        self.turns += 1
-        self._messages += [message, question or b'{"role":"user","content":"And then, after step %d?"}' % self.turns]
-
-
-def opening_messages(size: int, seed: int = 0) -> list[bytes]:
-    """Messages of about `size` bytes in total, in the simulator's vocabulary, so that they compress like prose."""
-    rng = random.Random(seed)
-    messages: list[bytes] = []
-    while size > 0:
-        wanted = max(40, min(size, HISTORY_MESSAGE_BYTES) - 30)
-        text = " ".join(rng.choices(WORDS, k=wanted // 3))[:wanted]
-        messages.append(msgspec.json.encode({"role": "user", "content": text}))
-        size -= len(messages[-1])
-    return messages
-
-
-class Script(NamedTuple):
-    """The content of each session of a load: its first messages, and the `sim` and other fields of every request."""
-
-    opening: list[bytes]
-    sim: bytes = SIM
-    more: bytes = b""
-    wire: Wire = CHAT
-
-    def begin(self) -> Conversation:
-        return Conversation(self.opening, self.sim, self.more, self.wire)
-
-
-def short_turns(request_bytes: int, turns_per_session: int) -> Script:
-    """A script with requests of `request_bytes` on average."""
-    growth = TURN_GROWTH_BYTES * (turns_per_session - 1) // 2
-    return Script(opening_messages(max(64, request_bytes - growth - 140)))
-
-
-class Tally(msgspec.Struct):
-    """What the clients measured in one period. `latencies` are in seconds; `late` turns ended after the period."""
-
-    latencies: list[float] = []
-    late: int = 0
-    errors: dict[str, int] = {}
-    request_bytes: int = 0
-    reply_bytes: int = 0
-    created_within: int = 0
-    seconds: float = 0.0
-
-    def failed(self, what: str) -> None:
-        self.errors[what] = self.errors.get(what, 0) + 1
-
-
-class Load:
-    """`clients` concurrent clients of `base_url`, created once and measured over any number of periods.
-
-    `headers` are added to each request: whole lines, each with CRLF.
-    """
-
-    def __init__(
-        self, base_url: str, script: Script, *, clients: int, turns_per_session: int, headers: str = ""
-    ) -> None:
+    def __init__(self, base_url: str, arguments: argparse.Namespace) -> None:
+        self.errors = 0
         self._base_url = base_url
-        self._headers = headers
-        self._name = f"bench-{secrets.token_hex(3)}"
-        self._script = script
-        self._clients = clients
-        self._turns_per_session = turns_per_session
-        self.answered = 0
-        self._ready: deque[str] = deque()
-        self._names: Iterator[int] = itertools.count()
-        self._tally = Tally()
-        self._until = 0.0
+        self._arguments = arguments
+        self._rng = random.Random(1)
+        output = arguments.output_tokens
+        self._sim = msgspec.json.encode(
+            {"completion_tokens": output, "tool_calls": False, "reasoning": False, "experts": EXPERTS}
+        )
+        size = int((arguments.new_tokens - TEMPLATE_TOKENS) * BYTES_PER_TOKEN)
+        self._questions = [opening_messages(size, seed=number)[0] for number in range(QUESTIONS)]
+        self._kept: dict[str, Conversation] = {}
 
-    async def run(self, seconds: float) -> Tally:
-        """Run all clients for `seconds` and count the turns that end within that time."""
-        self._tally = tally = Tally()
+    async def fill(self, count: int) -> _Turns:
+        """Create the sessions, each with its turns."""
+        turns, numbers = _Turns(), iter(range(count))
         began = time.perf_counter()
-        self._until = began + seconds
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._clients):
-                group.create_task(self._client())
-        tally.seconds = time.perf_counter() - began
-        return tally
+            for _ in range(self._arguments.clients):
+                group.create_task(self._fill(numbers, turns))
+        turns.seconds = time.perf_counter() - began
+        return turns
 
-    async def create_ahead(self, turns: float) -> None:
-        """Create sessions for about `turns` turns."""
-        wanted = int(turns * CREATE_AHEAD / self._turns_per_session) + self._clients - len(self._ready)
-        shares = [wanted // self._clients + (index < wanted % self._clients) for index in range(self._clients)]
+    async def _fill(self, numbers: Iterator[int], turns: _Turns) -> None:
+        async with await Connection.connect(self._base_url) as connection:
+            for number in numbers:
+                # as random as a server's own id, so that neighbours in an index are not neighbours in time
+                name = f"live-{hashlib.md5(str(number).encode(), usedforsecurity=False).hexdigest()}"
+                await connection.json("POST", "/sessions", {"session_id": name})
+                conversation = Conversation([self._question(number)], self._sim)
+                for _ in range(self._arguments.turns):
+                    await self._turn(connection, name, conversation, turns)
+                # reservoir sampling: each session is as likely to be kept
+                if len(self._kept) < KEPT or self._rng.randrange(number) < KEPT:
+                    self._kept[name] = conversation
+                if len(self._kept) > KEPT:
+                    del self._kept[next(iter(self._kept))]
+
+    async def go_on(self, stop: asyncio.Event, clients: int) -> _Turns:
+        """Further turns of random sessions, until `stop` is set; at most one client uses a session at a time."""
+        names = sorted(self._kept)
+        self._rng.shuffle(names)
+        turns = _Turns()
+        began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for share in shares:
-                group.create_task(self._create(share))
+            for number in range(clients):
+                group.create_task(self._go_on(names[number::clients], turns, stop))
+        turns.seconds = time.perf_counter() - began
+        return turns
 
-    async def _create(self, count: int) -> None:
-        async with await Connection.connect(self._base_url, self._headers) as connection:
-            for _ in range(count):
-                self._ready.append(await self._new_session(connection))
+    async def _go_on(self, names: Sequence[str], turns: _Turns, stop: asyncio.Event) -> None:
+        async with await Connection.connect(self._base_url) as connection:
+            while names:
+                for name in names:
+                    if stop.is_set():
+                        return
+                    await self._turn(connection, name, self._kept[name], turns)
 
-    async def _new_session(self, connection: Connection) -> str:
-        name = f"{self._name}-{next(self._names)}"
-        await connection.json("POST", "/sessions", {"session_id": name})
-        return name
+    async def first_turn(self) -> None:
+        """A further turn of one session."""
+        name = self._rng.choice(sorted(self._kept))
+        async with await Connection.connect(self._base_url) as connection:
+            await self._turn(connection, name, self._kept[name], _Turns())
 
-    async def _client(self) -> None:
-        """Run turns until the time is over. After an error of the connection, continue on a new one."""
-        while time.perf_counter() < self._until:
-            try:
-                async with await Connection.connect(self._base_url, self._headers) as connection:
-                    while time.perf_counter() < self._until:
-                        await self._session(connection)
-            except (Broken, OSError) as error:
-                self._tally.failed(type(error).__name__)
-
-    async def _session(self, connection: Connection) -> None:
-        if self._ready:
-            name = self._ready.popleft()
-        else:
-            self._tally.created_within += 1
-            name = await self._new_session(connection)
-        conversation = self._script.begin()
-        wire = self._script.wire
-        path = f"/sessions/{name}{wire.route}"
-        while conversation.turns < self._turns_per_session and time.perf_counter() < self._until:
-            body = conversation.body()
+    async def _turn(self, connection: Connection, name: str, conversation: Conversation, turns: _Turns) -> None:
+        body = conversation.body()
+        for attempt in range(RETRIES):
             began = time.perf_counter()
-            response = await connection.request("POST", path, body)
-            ended = time.perf_counter()
-            if response.status != 200:
-                self._tally.failed(f"{response.status} {error_code(response.body)}")
+            response = await connection.request("POST", f"/sessions/{name}/v1/chat/completions", body)
+            if response.status == 200:
+                turns.latencies.append(time.perf_counter() - began)
+                conversation.answered(reply_message(response.body), self._question(conversation.turns + 1))
                 return
-            self.answered += 1
-            if ended > self._until:
-                self._tally.late += 1
-            else:
-                self._tally.latencies.append(ended - began)
-                self._tally.request_bytes += sum(map(len, body))
-                self._tally.reply_bytes += len(response.body)
-            conversation.answered(wire.added(response.body))
+            self.errors += 1
+            await asyncio.sleep(0.1 * 2**attempt)
+        raise Broken(f"session {name}: {response.status} {error_code(response.body)}")
+
+    def _question(self, number: int) -> bytes:
+        return self._questions[number % QUESTIONS]
+
+
+async def _measured(
+    name: str, server: ServerProcess, database: Database, running: Coroutine[Any, Any, _Turns]
+) -> dict[str, Any]:
+    """What the turns cost each."""
+    before, hits = await database.work(), _lookups(server)
+    cpu = cpu_s(server.pid)
+    turns = await running
+    cpu = cpu_s(server.pid) - cpu
+    work = (await database.work()).since(before)
+    hits = [after - earlier for after, earlier in zip(_lookups(server), hits, strict=True)]
+    count = max(len(turns.latencies), 1)
+    figures = {
+        "turns": count,
+        "turns/s": count / turns.seconds,
+        "p50 ms": percentile(turns.latencies, 50) * 1000,
+        "p99 ms": percentile(turns.latencies, 99) * 1000,
+        "server CPU ms a turn": cpu * 1000 / count,
+        "database CPU ms a turn": work.cpu_s * 1000 / count,
+        "WAL KiB a turn": work.wal_bytes / count / 1024,
+        "full pages of it KiB": work.full_pages * 8 / count,
+        "transactions a turn": work.commits / count,
+        "turns that miss the cache": hits[1] / max(sum(hits), 1),
+    }
+    return {f"{name}{what}": value for what, value in figures.items()}
+
+
+async def _exported(server: ServerProcess, sessions: _Sessions, clients: int) -> dict[str, Any]:
+    """The whole export while turns go on."""
+    stop = asyncio.Event()
+    going_on = asyncio.create_task(sessions.go_on(stop, clients))
+    size = rows = 0
+    began = time.perf_counter()
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=MIB) as http,
+        http.get(f"{server.base_url}/export", raise_for_status=True) as response,
+    ):
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            rows += piece.count(b"\n")
+    seconds = time.perf_counter() - began
+    stop.set()
+    turns = await going_on
+    return {
+        "export s": seconds,
+        "export rows": rows,
+        "export MiB": size / MIB,
+        "export: turns/s meanwhile": len(turns.latencies) / turns.seconds,
+        "export: p99 ms meanwhile": percentile(turns.latencies, 99) * 1000,
+    }
+
+
+async def _restarted(server: ServerProcess, sessions: _Sessions) -> dict[str, Any]:
+    """After `kill -9`."""
+    server.kill()
+    began = time.perf_counter()
+    server.start()
+    up = time.perf_counter() - began
+    await sessions.first_turn()
+    return {
+        "restart until /health s": up,
+        "restart until a turn s": time.perf_counter() - began,
+        "memory after a restart MiB": resident_bytes(server.pid) / MIB,
+    }
+
+
+async def _closed(server: ServerProcess, database: Database) -> dict[str, Any]:
+    """The janitor's pace at closing idle sessions."""
+    with server:
+        await asyncio.sleep(WARM_UP_S)
+        before = (await database.row(_CLOSED))[0]
+        await asyncio.sleep(JANITOR_S)
+        after = (await database.row(_CLOSED))[0]
+    return {"janitor: sessions closed a second": (after - before) / JANITOR_S}
+
+
+def _cached(server: ServerProcess) -> dict[str, float]:
+    """Memory of a session in the server's cache."""
+    size, count = _metrics(server, "turnlog_cache_bytes", "turnlog_cache_sessions")
+    return {"cache: KiB a session": size / max(count, 1) / 1024}
+
+
+def _lookups(server: ServerProcess) -> list[float]:
+    """How often a turn found its session's messages in the cache, and how often it had to read them."""
+    name = 'turnlog_cache_{}_total{{content="messages"}}'
+    return _metrics(server, name.format("hits"), name.format("misses"))
+
+
+def _metrics(server: ServerProcess, *names: str) -> list[float]:
+    """Of a metric that is not there yet, 0."""
+    text = httpx.get(f"{server.base_url}/metrics", timeout=60).raise_for_status().text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return [float(values.get(name, 0.0)) for name in names]

@@ -1,21 +1,24 @@
-"""The setup of all benchmarks: servers on one core, the engine simulator and the clients on another."""
+"""The setup of all benchmarks: servers on one core, the engine simulator and the clients on another; their profile."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
+import subprocess
+import sys
+import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from ops.bench.client import Broken, Connection
+from ops.bench.load import Load, Script, Tally
 from ops.bench.measure import cpu_s, percentile
-from ops.bench.sessions import Load, Script, Tally
-from ops.server import OwnProcess, ServerProcess
+from ops.bench.primary import Database, Work
+from ops.server import ROOT, OwnProcess, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 WARM_UP_S = 2.0
@@ -90,10 +93,12 @@ def turnlog(
 
 
 class Period(NamedTuple):
-    """What the clients of some servers measured in one period, and the CPU seconds that the servers used."""
+    """What the clients of some servers measured in one period, the CPU seconds that the servers used, and on PostgreSQL
+    what the database did."""
 
     tallies: Sequence[Tally]
     cpu_s: float
+    database: Work | None = None
 
     @property
     def turns(self) -> int:
@@ -119,14 +124,20 @@ class Period(NamedTuple):
 
     def figures(self) -> dict[str, Any]:
         latencies = self.latencies
-        return {
+        turns = max(self.turns, 1)
+        figures = {
             "turns/s": self.turns / self.seconds,
             "server CPU ms a turn": self.cpu_ms,
-            "server CPU": self.cpu_s / self.seconds,
             "p50 ms": percentile(latencies, 50) * 1000,
-            "p95 ms": percentile(latencies, 95) * 1000,
             "p99 ms": percentile(latencies, 99) * 1000,
             "reply KiB": sum(one.reply_bytes for one in self.tallies) / max(len(latencies), 1) / 1024,
+        }
+        if self.database is not None:
+            figures["database CPU ms a turn"] = self.database.cpu_s * 1000 / turns
+            figures["transactions a turn"] = self.database.commits / turns
+            figures["WAL KiB a turn"] = self.database.wal_bytes / turns / 1024
+        return {
+            **figures,
             "turns": self.turns,
             "sessions created within": sum(one.created_within for one in self.tallies),
             "errors": sum(self.errors.values()),
@@ -137,9 +148,17 @@ class Side:
     """One or several servers on one store, and the clients distributed over them."""
 
     def __init__(
-        self, servers: Sequence[OwnProcess], script: Script, *, clients: int, turns_per_session: int, headers: str = ""
+        self,
+        servers: Sequence[OwnProcess],
+        script: Script,
+        *,
+        clients: int,
+        turns_per_session: int,
+        headers: str = "",
+        database: Database | None = None,
     ) -> None:
         self._servers = servers
+        self._database = database
         share, more = divmod(clients, len(servers))
         self._loads = [
             Load(
@@ -165,11 +184,15 @@ class Side:
         await self._create_ahead(self._pace * seconds)
 
     async def run_period(self, seconds: float) -> Period:
-        before = self.cpu_s()
-        tallies = [await self._loads[0].run(seconds)] if len(self._loads) == 1 else await self._all(seconds)
-        found = Period(tallies, self.cpu_s() - before)
-        self._pace = max(self._pace, found.turns / found.seconds)
-        return found
+        work = None if self._database is None else await self._database.work()
+        before = self._cpu_s()
+        tallies = await asyncio.gather(*(load.run(seconds) for load in self._loads))
+        cpu = self._cpu_s() - before
+        if self._database is not None and work is not None:
+            work = (await self._database.work()).since(work)
+        period = Period(tallies, cpu, work)
+        self._pace = max(self._pace, period.turns / period.seconds)
+        return period
 
     async def measured(self, seconds: float) -> Period:
         """Warm up, create sessions, measure."""
@@ -177,39 +200,38 @@ class Side:
         await self.create_ahead(seconds)
         return await self.run_period(seconds)
 
-    @property
-    def answered(self) -> int:
-        """All turns answered so far."""
-        return sum(load.answered for load in self._loads)
-
-    def cpu_s(self) -> float:
-        """Of the servers, in seconds."""
+    def _cpu_s(self) -> float:
         return sum(cpu_s(server.pid) for server in self._servers)
-
-    async def _all(self, seconds: float) -> list[Tally]:
-        return list(await asyncio.gather(*(load.run(seconds) for load in self._loads)))
 
     async def _create_ahead(self, turns: float) -> None:
         for load in self._loads:
             await load.create_ahead(turns / len(self._loads))
 
 
-class WriterFigures(msgspec.Struct):
-    """The writer's counters in `/health`."""
+def source_tree(commit: str, folder: Path) -> Path:
+    """The path of a source tree: `commit` itself if it is a folder, else an extracted commit. Raises CalledProcessError
+    if the repository does not have it."""
+    if (Path(commit) / "app").is_dir():
+        return Path(commit).resolve()
+    tree = folder / "before"
+    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(tree, filter="data")
+    return tree
 
-    operations: int
-    transactions: int
-    durable_transactions: int
 
-
-class _Health(msgspec.Struct):
-    writer: WriterFigures
-
-
-async def writer_counters(base_url: str) -> WriterFigures:
-    """Read the writer's counters from `/health`. Raises Broken."""
-    async with await Connection.connect(base_url) as connection:
-        response = await connection.request("GET", "/health")
-    if response.status != 200:
-        raise Broken(f"/health answered {response.status}")
-    return msgspec.json.decode(response.body, type=_Health).writer
+async def top_frames(pid: int, seconds: float, folder: Path, count: int = 10) -> list[tuple[str, str]]:
+    """The innermost frames in which a process spends its CPU, each with its share, by py-spy. Raises OSError without
+    py-spy, CalledProcessError."""
+    path = folder / "profile.raw"
+    command = ["py-spy", "record", "--pid", str(pid), "--rate", "200", "--duration", str(int(seconds))]
+    command += ["--nonblocking", "--format", "raw", "--output", str(path)]
+    search = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "PATH": search}
+    await asyncio.to_thread(subprocess.run, command, env=environment, check=True, capture_output=True)
+    leaves: Counter[str] = Counter()
+    for line in path.read_text(errors="replace").splitlines():
+        stack, _, samples = line.rpartition(" ")
+        leaves[stack.rpartition(";")[2]] += int(samples)
+    total = max(leaves.total(), 1)
+    return [(frame, f"{samples / total:.1%}") for frame, samples in leaves.most_common(count)]

@@ -8,9 +8,8 @@ from statistics import median
 from typing import Any
 
 from ops.bench.client import Connection
-from ops.bench.latency import timed
+from ops.bench.load import Conversation, opening_messages, timed_turn
 from ops.bench.measure import save_figures, table
-from ops.bench.sessions import Conversation, opening_messages
 from ops.bench.stand import cores, folder_for_bench, pinned, simulator
 from ops.bench.stored import fill
 from ops.server import ServerProcess
@@ -60,7 +59,7 @@ async def _first_turn(server: ServerProcess, cpus: set[int], session_id: str) ->
         up = time.perf_counter() - began
         async with await Connection.connect(server.base_url) as connection:
             await connection.json("POST", "/sessions", {"session_id": session_id})
-            await timed(connection, f"/sessions/{session_id}/v1/chat/completions", body)
+            await timed_turn(connection, f"/sessions/{session_id}/v1/chat/completions", body)
         return up, time.perf_counter() - began
     finally:
         server.stop()

@@ -29,7 +29,7 @@ from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create
 from app.store.log_turns import Claim, Commit
-from ops.bench.sessions import opening_messages
+from ops.bench.load import opening_messages
 from workers import codec
 from workers.codec import TOKEN_BYTES, Facts, Wire
 from workers.parse import token_text

@@ -54,6 +54,6 @@ def produce(arguments: list[str], log: str) -> None:
     with open(log, "a") as said, open(f"{log}.errors", "a") as errors:
         os.dup2(said.fileno(), 1)
         os.dup2(errors.fileno(), 2)
-    from turnlog.feeds import transfer_queue  # its packages are not there for every test
+    from turnlog.integrations import transfer_queue  # its packages are not there for every test
 
     raise SystemExit(transfer_queue.main(arguments))

@@ -20,7 +20,7 @@ conformance = pytest.importorskip("nemo_gym.token_id_capture.conformance", reaso
 from nemo_gym.token_id_capture import TokenEntry, TokenSource  # noqa: E402
 from nemo_gym.token_id_capture.consumer import trajectories_from_source  # noqa: E402
 
-from turnlog.feeds.nemo_gym import CallMissing, TurnlogTokenCapture  # noqa: E402
+from turnlog.integrations.nemo_gym import CallMissing, TurnlogTokenCapture  # noqa: E402
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.anyio]
 

@@ -25,15 +25,15 @@ TASKS, ATTEMPTS, KILLS = 6, 4, 8
 ADAPTERS = {
     "verl": (
         "verl.experimental.agent_loop.agent_loop",
-        "turnlog.feeds.verl_loop",
-        ["turnlog.feeds.verl_loop", "openai"],
+        "turnlog.integrations.verl",
+        ["turnlog.integrations.verl", "openai"],
         "prompt_ids",
         "reward_score",
     ),
     "skyrl": (
         "skyrl.train.generators.base",
-        "turnlog.feeds.skyrl",
-        ["turnlog.feeds.skyrl", "openai", "skyrl.train.utils.trainer_utils"],
+        "turnlog.integrations.skyrl",
+        ["turnlog.integrations.skyrl", "openai", "skyrl.train.utils.trainer_utils"],
         "prompt_token_ids",
         "rewards",
     ),
@@ -55,7 +55,7 @@ async def play(session: AsyncSession, *_: Any) -> None:
 
 async def verl_batch(url: str) -> list[list[int]]:
     """The token ids of each output."""
-    from turnlog.feeds.verl_loop import TurnlogAgentLoop
+    from turnlog.integrations.verl import TurnlogAgentLoop
 
     class Loop(TurnlogAgentLoop):
         play = staticmethod(play)
@@ -71,7 +71,7 @@ async def skyrl_batch(url: str) -> list[list[int]]:
     from skyrl.train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
-    from turnlog.feeds.skyrl import TurnlogGenerator
+    from turnlog.integrations.skyrl import TurnlogGenerator
 
     given = GeneratorInput(
         prompts=[[] for _ in IDS],

@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from transfer_queue import interface
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-    from turnlog.feeds import transfer_queue, verl
+    from turnlog.integrations import transfer_queue
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -126,7 +126,7 @@ class Producer:
 
     def __init__(self, stand: Stand, cluster: str, folder: Path, until: str) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["turnlog.feeds.transfer_queue"])
+        self._context.set_forkserver_preload(["turnlog.integrations.transfer_queue"])
         self._arguments = ["--consumer", "trainer", "--url", stand.base_url, "--ray", cluster, "--until", until]
         self._arguments += ["--size", "2", "--timeout-s", str(QUEUE_S), "--poll-s", "0.05"]
         self._log = folder / "producer.log"
@@ -152,7 +152,7 @@ class Producer:
 def test_the_columns_are_those_of_verls_agent_loops(stand: Stand) -> None:
     fill(stand, GROUPS[:1])
     for row in made(stand).values():
-        own, theirs = verl.columns(row), AgentLoopOutput(**row).as_dict()
+        own, theirs = transfer_queue.columns(row), AgentLoopOutput(**row).as_dict()
         assert own.keys() - theirs.keys() == {"input_ids", "position_ids", "loss_mask", "multi_modal_inputs"}
         for name, value in theirs.items():
             same = own[name] == value

@@ -13,9 +13,10 @@ from app.domain.fleet import EngineListed
 from app.domain.fold import fold
 from app.domain.session import Session, encode_session
 from app.fleet.engines import Engines
-from app.store import incarnations, reads, session_load
+from app.store import heads_view, incarnations, reads, session_load
 from app.store.dialect import Tx, now
 from app.store.engine import Database
+from app.store.heads_view import HeadRow
 from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
 from app.store.log_turns import Claim, Commit, Release, Stage
@@ -163,8 +164,8 @@ class Store:
         assert reads.fold_rows(session_id, found.snapshot, found.rows) == session
         return session
 
-    async def head(self, session_id: str) -> reads.Head | None:
-        return await self.database.read(lambda connection: reads.head(connection, session_id))
+    async def head(self, session_id: str) -> HeadRow | None:
+        return await self.database.read(lambda connection: heads_view.head(connection, session_id))
 
     async def open_turns(self, session_id: str) -> list[Any]:
         query = select(open_turns).where(open_turns.c.session_id == session_id)

@@ -1,4 +1,4 @@
-"""Rollouts that a trainer asks for by name (`turnlog.feeds.rollouts`), without a trainer's package."""
+"""Rollouts that a trainer asks for by name (`turnlog.integrations.rollouts`), without a trainer's package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from integration.stand import Stand
 from turnlog import AsyncSession, AsyncTurnlog, errors
-from turnlog.feeds.rollouts import name_of, played
+from turnlog.integrations.rollouts import name_of, played
 
 pytestmark = pytest.mark.anyio
 

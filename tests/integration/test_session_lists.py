@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import uuid
 from typing import Any
 
@@ -110,11 +108,8 @@ def test_a_row_has_what_it_always_had_and_more(stand: Stand, group: Group) -> No
     assert (counted["total"], counted["total_is_exact"]) == (5, True)
 
 
-def test_the_cursor_in_the_default_order_is_the_old_one(stand: Stand, group: Group) -> None:
-    page = get(stand, "/sessions", group_id=group.name, limit=2)
-    cursor = page["next_cursor"]
-    place = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    assert place == [page["sessions"][-1]["created_at"], page["sessions"][-1]["session_id"]]
+def test_a_cursor_is_of_one_order(stand: Stand, group: Group) -> None:
+    cursor = get(stand, "/sessions", group_id=group.name, limit=2)["next_cursor"]
     other = get(stand, "/sessions", group_id=group.name, limit=2, sort="turns")["next_cursor"]
     for wrong in ({"cursor": other}, {"cursor": cursor, "sort": "turns"}, {"cursor": cursor, "order": "asc"}):
         assert error_of(stand.http.get("/sessions", params=wrong)) == (400, "invalid_request"), wrong

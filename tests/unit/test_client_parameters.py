@@ -11,7 +11,7 @@ import pytest
 import turnlog
 from app.api.events import EventParameters as EventsRoute
 from app.api.exports import ExportParameters as ExportRoute
-from app.api.session_lists import ListedSession, SessionListQuery
+from app.api.session_lists import SessionListQuery
 from app.api.sessions import CreateSession
 from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
@@ -23,7 +23,7 @@ from app.features.search.routes import SearchQuery
 from app.fleet.pauses import AdapterState
 from app.sessions.group_list import GroupRow
 from app.sessions.session_filter import Status
-from app.sessions.session_list import Sort, State
+from app.sessions.session_list import SessionRow, Sort, State
 from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
 from app.store.groups import Acknowledged
 from turnlog import client, events, parameters, replies, rows
@@ -65,7 +65,7 @@ def test_shapes_and_event_types_are_the_servers() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (replies.ListedSession, ListedSession),
+        (replies.ListedSession, SessionRow),
         (replies.ListedGroup, GroupRow),
         (replies.Group, Group),
         (replies.Attempt, Attempt),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -24,8 +23,8 @@ class ListedSessions(msgspec.Struct, frozen=True):
 
     sessions: Sequence[SessionRow]
     next_cursor: str | None
-    total: int
-    total_is_exact: bool
+    total: int | msgspec.UnsetType
+    total_is_exact: bool | msgspec.UnsetType
     metadata: Mapping[str, Mapping[str, str]]
 
 
@@ -89,14 +88,9 @@ def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:
     return {key: text for key in keys if (text := _text_of(metadata, key)) is not None}
 
 
-def _text_of(metadata: Any, key: str) -> str | None:
-    """The value at `key` itself, else where its dots lead; None where there is nothing."""
-    value = metadata.get(key) if isinstance(metadata, dict) else None
-    if value is None:
-        value = metadata
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-    if value is None:
+def _text_of(metadata: object, key: str) -> str | None:
+    value = metadata_reads.value_of(metadata, key)
+    if value is None or value is metadata_reads.MISSING:
         return None
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…"

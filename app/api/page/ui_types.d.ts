@@ -21,6 +21,7 @@ export interface Me {
 export interface SessionRow {
   session_id: string;
   version: number;
+  status: "open" | "closed" | "erased" | "set_aside";
   state: State;
   turns: number;
   group_id: string | null;

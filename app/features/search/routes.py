@@ -20,7 +20,7 @@ from app.features.search.query import Query as SearchedFor
 from app.features.search.query import parse, snippet
 from app.sessions.log_position import decode_position
 from app.sessions.session_filter import SessionConditions
-from app.store import heads_view, session_metadata
+from app.store import heads_view, metadata_reads
 from app.store.heads_view import HeadFilter, HeadRow
 from app.store.reads import Connection
 from turnlog import replies as wire
@@ -110,7 +110,7 @@ class Search:
             heads = {row.session_id: row for row in heads_view.of(connection, ids, filtered) if row.status != "erased"}
             if not metadata:
                 return heads
-            matching = session_metadata.matches(connection, list(heads), metadata)
+            matching = metadata_reads.matches(connection, list(heads), metadata)
             return {session_id: head for session_id, head in heads.items() if matching.get(session_id)}
 
         return await self._database.read(read)

@@ -58,7 +58,7 @@ def main() -> int:
         if arguments.postgres:
             from ops.bench.primary import primary  # needs a package of the tests
 
-            url = stack.enter_context(primary(arguments.folder)).new_database()
+            url = stack.enter_context(primary(arguments.folder)).new_database().url
         rounds = asyncio.run(
             run(
                 rounds=arguments.rounds,

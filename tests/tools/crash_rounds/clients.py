@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from ops.bench.sessions import Conversation, opening_messages, reply_message
+from ops.bench.load import Conversation, opening_messages, reply_message
 from ops.verify import Acknowledged
 from tests.tools.session_client import SessionClient, acknowledged
 

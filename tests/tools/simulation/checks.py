@@ -23,8 +23,8 @@ from app.domain.events import (
     name_of,
 )
 from app.domain.restore import in_effect
+from app.store import heads_view, reads
 from app.store import projections as heads
-from app.store import reads
 from app.store.engine import Database as RealDatabase
 from app.store.schema import open_turns
 from ops.verify import TABLES
@@ -43,7 +43,7 @@ LOOK_S = 0.5
 
 
 def is_ended(store: MemoryStore, session_id: str) -> bool:
-    head = store.read(lambda connection: reads.head(connection, session_id))
+    head = store.read(lambda connection: heads_view.head(connection, session_id))
     return head is not None and head.status != "open"
 
 

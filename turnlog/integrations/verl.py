@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from turnlog.client import AsyncSession, AsyncTurnlog
-from turnlog.feeds.rollouts import name_of, played
+from turnlog.integrations.rollouts import name_of, played
 
 
 class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types

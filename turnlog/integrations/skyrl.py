@@ -11,7 +11,7 @@ from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, Gene
 from skyrl.train.generators.utils import get_rollout_metrics
 
 from turnlog.client import AsyncSession, AsyncTurnlog
-from turnlog.feeds.rollouts import name_of, played
+from turnlog.integrations.rollouts import name_of, played
 
 Play = Callable[[AsyncSession, Any, Mapping[str, Any]], Awaitable[None]]
 """Runs the agent at `session.base_url` on a prompt, with the data set's extras, and sets the reward."""

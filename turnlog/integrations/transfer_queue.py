@@ -12,7 +12,7 @@ The queue keeps its rows in memory. With `until="put"` a group that is in the qu
 queue dies before the trainer took it. With `until="cleared"` it is acknowledged when the trainer has cleared its rows:
 a queue that died is filled again, also with rows that the trainer had read and not yet cleared.
 
-One producer at a time for each consumer name. Start it with `python -m turnlog.feeds.transfer_queue`.
+One producer at a time for each consumer name. Start it with `python -m turnlog.integrations.transfer_queue`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
 import ray
+import torch
 import transfer_queue as tq
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
 
 from turnlog.client import AsyncTurnlog
 from turnlog.errors import TurnlogError
-from turnlog.feeds import verl
-from turnlog.feeds.verl import Columns
 from turnlog.rows import LeasedGroup, TrainerRow
 
 RECEIPT = "turnlog:receipt:"
@@ -43,6 +44,7 @@ MAX_SIZE = 1000
 """Groups that Turnlog hands out at once."""
 
 Row = Mapping[str, Any]
+Columns = dict[str, Any]
 Result = TypeVar("Result")
 
 
@@ -84,6 +86,60 @@ def versions(rows: Sequence[Row]) -> tuple[int, int]:
     return min(numbers, default=0), max(numbers, default=0)
 
 
+def columns(row: Mapping[str, Any]) -> Columns:
+    """A row of the shape `verl` as verl's (0.9) agent loops put it: what `AgentLoopOutput.as_dict` gives, and what they
+    add for a text model.
+
+    prompts, responses, input_ids and position_ids are int64. response_mask and loss_mask are too, 1 where the model
+    sampled. rollout_log_probs and rm_scores are float32, of the responses' length, the reward in the last place.
+    routed_experts is int16, (tokens, layers, k), with zeros for what the engine did not say. Columns of your data set
+    are yours to add.
+    """
+    prompts = torch.tensor(row["prompt_ids"], dtype=torch.int64)
+    responses = torch.tensor(row["response_ids"], dtype=torch.int64)
+    mask = torch.tensor(row["response_mask"], dtype=torch.int64)
+    found: Columns = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses]),
+        "position_ids": torch.arange(len(prompts) + len(responses)),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "rollout_log_probs": torch.tensor(row["response_logprobs"], dtype=torch.float32),
+        "num_turns": row["num_turns"],
+        "metrics": row["metrics"],
+        "multi_modal_inputs": {},
+        "extra_fields": row["extra_fields"],
+    }
+    if row["reward_score"] is not None:
+        found["rm_scores"] = torch.zeros(len(responses))
+        found["rm_scores"][-1] = row["reward_score"]
+    if row.get("routed_experts") is not None:
+        given = torch.tensor(row["routed_experts"], dtype=torch.int16)
+        found["routed_experts"] = given.new_zeros((len(prompts) + len(responses), *given.shape[1:]))
+        found["routed_experts"][: len(given)] = given
+    return found
+
+
+def batch(rows: Sequence[Columns]) -> TensorDict:
+    """Rows with equal columns as one batch: tensors of one shape stacked, of several jagged, other values as they are.
+
+    Raises ValueError if a row has other columns than the first.
+    """
+    names = rows[0].keys()
+    if any(row.keys() != names for row in rows):
+        raise ValueError("the rows of a group do not have the same columns")
+    return TensorDict({name: _column([row[name] for row in rows]) for name in names}, batch_size=[len(rows)])
+
+
+def _column(values: list[Any]) -> Any:
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return NonTensorStack(*values)
+    if len({value.shape for value in values}) == 1:
+        return torch.stack(values)
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
 class TransferQueueProducer:
     """Puts the groups of Turnlog's feed into a partition of the queue that `transfer_queue.init()` has connected to.
 
@@ -102,7 +158,7 @@ class TransferQueueProducer:
         consumer: str,
         partition: str = "train",
         until: Literal["put", "cleared"] = "put",
-        columns: Callable[[Row], Columns] = verl.columns,
+        columns: Callable[[Row], Columns] = columns,
         size: int = 8,
         limit: int | None = None,
         attempts: int = 1,
@@ -194,7 +250,7 @@ class TransferQueueProducer:
         await self._clear([key for key in listing if key.split("_")[0] == group or key == RECEIPT + group])
         oldest, _ = versions(rows)
         named = keys(group_id, rows)
-        fields = verl.batch([{**self._columns(row), "uid": group} for row in rows])
+        fields = batch([{**self._columns(row), "uid": group} for row in rows])
         tags = [_tag(row, oldest) for row in rows]
         await self._ask(tq.async_kv_batch_put(keys=named, partition_id=self._partition, fields=fields, tags=tags))
         shown = {"is_prompt": True, "status": "finished", "global_steps": oldest}
@@ -240,7 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     It joins the Ray cluster at `--ray` and waits until the trainer has started the queue there. After each put it
     prints its counts as a line of JSON.
     """
-    parser = argparse.ArgumentParser(prog="python -m turnlog.feeds.transfer_queue", description="Feed TransferQueue.")
+    parser = argparse.ArgumentParser(
+        prog="python -m turnlog.integrations.transfer_queue", description="Feed TransferQueue."
+    )
     parser.add_argument("--consumer", required=True, help="the name by which Turnlog leases groups")
     parser.add_argument("--url", help="Turnlog's address; by default TURNLOG_URL")
     parser.add_argument("--ray", default="auto", help="the Ray cluster's address")
