@@ -91,18 +91,13 @@ def test_notes_and_tags_are_shown_filtered_and_copied(searched: Stand, watch: Wa
     expect(page.locator(ROWS)).to_have_count(1)
 
 
-def test_metadata_filters_the_list_and_is_a_column_of_groups(searched: Stand, watch: Watch) -> None:
+def test_metadata_filters_the_list(searched: Stand, watch: Watch) -> None:
     page = watch(searched.server.base_url, width=1440).open("#/?q=found-0")
     expect(page.locator(ROWS)).to_have_count(10)
     page.fill("input[name=metadata]", "task")
     page.fill("input[name=metadata]", "task=t1")
     expect(page.locator(ROWS)).to_have_count(5)
     assert "metadata=task%3Dt1" in page.url
-    page.evaluate("location.hash = '#/groups'")
-    page.fill("input[name=columns]", "task")
-    page.keyboard.press("Enter")
-    expect(page.locator("main thead th").last).to_have_text("task")
-    expect(page.locator(f"{ROWS}[data-key=zoo] td").last).to_have_text("t0")
 
 
 def test_metadata_as_columns(searched: Stand, watch: Watch) -> None:

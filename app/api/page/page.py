@@ -38,7 +38,7 @@ def page_of(app: Services) -> PageReaders:
     sessions = app.session_list
     return PageReaders(
         sessions=sessions,
-        listed=MetadataColumns(database, sessions, app.group_list),
+        listed=MetadataColumns(database, sessions),
         overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
         watch=Watch(database, sessions, app.log_end),
         views=SessionViews(database, held),

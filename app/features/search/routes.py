@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -24,7 +24,6 @@ from app.store import heads_view, metadata_reads
 from app.store.heads_view import HeadFilter, HeadRow
 from app.store.reads import Connection
 from turnlog import replies as wire
-from turnlog.parameters import SessionStatus
 
 router = APIRouter(tags=["Search"])
 
@@ -134,7 +133,7 @@ def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> wire.Sea
         tools=message.tools.strip("\n").split("\n") if message.tools else [],
         finish_reason=message.finish_reason,
         at=message.at,
-        status=cast(SessionStatus, head.status),
+        status=head.status,
         group_id=head.group_id,
         snippet=shown.text,
         marks=list(shown.marks),

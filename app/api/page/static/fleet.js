@@ -1,7 +1,7 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
 import { badge, figure, h, replace, setBadge, setText } from "./dom.js";
-import { bytes, compact, count, decimal, duration, milliseconds } from "./format.js";
+import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
 import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
 import { visibleText } from "./visible.js";

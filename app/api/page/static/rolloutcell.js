@@ -15,7 +15,7 @@ import { named } from "./visible.js";
  * @param {RolloutStep} step
  * @returns {Child}
  */
-export function probabilityStrip({ strip, mean_logprob: mean, output_tokens: tokens }) {
+function probabilityStrip({ strip, mean_logprob: mean, output_tokens: tokens }) {
   if (!strip.length) return null;
   const lowest = Math.exp(Math.min(...strip));
   const text = `Probabilities of ${count(tokens)} tokens: mean ${percent(Math.exp(mean ?? 0))}, lowest ${percent(lowest)}`;

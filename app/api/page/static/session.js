@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { Conversation } from "./conversation.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { badge, button, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
 import { clock, count, decimal, since } from "./format.js";
@@ -227,9 +227,9 @@ export class SessionView extends View {
         "span",
         { class: "switches" },
         seq === null && !session.erased && button("Edit note", () => this.noteForm.open(session), { class: "quiet" }),
-        copyButtons(() => ({ path: this.path, parameters: { seq } })),
-        copyButtons(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
-        copyButtons(
+        copyCurl(() => ({ path: this.path, parameters: { seq } })),
+        copyCurl(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
+        copyCurl(
           () => ({
             path: `/sessions/${encodeURIComponent(this.id)}/note`,
             method: "PUT",

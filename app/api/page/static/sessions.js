@@ -1,6 +1,6 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
 import { addressOf, columnsField, columnsOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
 import { count, decimal } from "./format.js";
@@ -20,14 +20,11 @@ const POLL_MS = 2000;
 
 export class SessionsView extends View {
   /** @param {HTMLElement} root @param {Place} place */
-  constructor(root, { query, overview }) {
+  constructor(root, { query }) {
     super(root);
     this.list = new SessionList(this.closed, () => this.#show());
     /** @type {Set<string>} the sessions that are to be shown side by side */
     this.picked = new Set();
-    const newestVersion = () => overview()?.weight_version ?? null;
-    this.versionShown = newestVersion();
-    this.newestVersion = newestVersion;
     this.table = this.#newTable([]);
     this.form = new FilterForm(this.closed, (filters) => {
       const { sort, order } = this.list.query;
@@ -37,7 +34,7 @@ export class SessionsView extends View {
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    const copy = copyButtons(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
+    const copy = copyCurl(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
@@ -59,7 +56,7 @@ export class SessionsView extends View {
     this.keys = keys;
     return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
       label: "Sessions",
-      columns: [this.#pickColumn(), ...columns(this.newestVersion), ...keys.map((key) => this.#metadataColumn(key))],
+      columns: [this.#pickColumn(), ...columns(), ...keys.map((key) => this.#metadataColumn(key))],
       keyOf: (row) => row.session_id,
       onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
       onNearEnd: () => this.list.error || this.list.more(),
@@ -121,9 +118,6 @@ export class SessionsView extends View {
   /** @param {Overview} overview */
   onOverview(overview) {
     this.form.setEngines(overview.engines.map((engine) => engine.url));
-    if (overview.weight_version === this.versionShown) return;
-    this.versionShown = overview.weight_version;
-    this.table.refill();
   }
 
   onReset() {
@@ -201,20 +195,8 @@ function shortEngine(engine) {
   return engine.replace(/^https?:\/\//, "");
 }
 
-/**
- * By the newest weights now, which may be newer than the row.
- * @param {SessionRow} row
- * @param {number|null} newest
- * @returns {number|null}
- */
-function staleness(row, newest) {
-  const own = row.weight_version;
-  if (newest === null || own === null || !/^\d{1,15}$/.test(String(own))) return row.staleness;
-  return Math.max(0, Number(newest) - Number(own));
-}
-
-/** @param {() => number|null} newest @returns {Column<SessionRow>[]} */
-function columns(newest) {
+/** @returns {Column<SessionRow>[]} */
+function columns() {
   return [
     { title: "Session", isHeader: true, fill: linkCell((row) => row.session_id, (row) => sessionHref(row.session_id)) },
     { title: "State", width: "100px", fill: badgeCell((row) => row.state) },
@@ -250,7 +232,7 @@ function columns(newest) {
       width: "80px",
       number: true,
       sort: "staleness",
-      fill: textCell((row) => count(staleness(row, newest()))),
+      fill: textCell((row) => count(row.staleness)),
     },
     { title: "Engine", width: "12%", fill: textCell((row) => (row.engine ? shortEngine(row.engine) : "–")) },
     { title: "Changed", width: "112px", number: true, sort: "updated_at", fill: sinceCell((row) => row.updated_at) },

@@ -104,11 +104,6 @@ export class LongTable {
     this.#renderSoon();
   }
 
-  /** Fill the rows in sight again, for columns that depend on more than the row. */
-  refill() {
-    this.lines.refill();
-  }
-
   /** @param {...Child} children below the last row */
   setFoot(...children) {
     replace(this.foot, ...children);

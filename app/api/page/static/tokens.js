@@ -1,7 +1,7 @@
 /** A branch's tokens, as a trainer gets them: loss mask, logprobs, weight versions, and where each comes from. */
 
 import { get } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { badge, button, chip, h, message, replace } from "./dom.js";
 import { count } from "./format.js";
 import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
@@ -15,6 +15,8 @@ import { named, visibleText } from "./visible.js";
 
 /** Tokens of a page, each an element. */
 const PAGE = 2000;
+/** Tokens that a key goes on; `#goTo` ends at the last one. @type {Record<string, number>} */
+const STEPS = { ArrowRight: 1, ArrowLeft: -1, PageDown: PAGE, PageUp: -PAGE, End: Number.MAX_SAFE_INTEGER / 2 };
 /** Boundaries between weight versions that get a button, and branches that get a link. */
 const JUMPS = 40;
 
@@ -148,7 +150,7 @@ export class TokensView extends View {
       h(
         "span",
         { class: "switches" },
-        copyButtons(() => ({ path: this.path, parameters: this.#parameters })),
+        copyCurl(() => ({ path: this.path, parameters: this.#parameters })),
       ),
     );
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
@@ -255,60 +257,11 @@ export class TokensView extends View {
     this.cells.addEventListener("keydown", (event) => {
       const cell = cellOf(event);
       if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
-      const to = this.#positionAfter(event.key, cell);
-      if (to === undefined) return;
+      const to = event.key === "Home" ? 0 : positionOf(cell) + (STEPS[event.key] ?? NaN);
+      if (Number.isNaN(to)) return;
       event.preventDefault();
       this.#goTo(to);
     });
-  }
-
-  /** @param {string} key @param {HTMLElement} cell @returns {number|undefined} where the key leads from this token */
-  #positionAfter(key, cell) {
-    const at = positionOf(cell);
-    switch (key) {
-      case "ArrowRight":
-        return at + 1;
-      case "ArrowLeft":
-        return at - 1;
-      case "PageDown":
-        return at + PAGE;
-      case "PageUp":
-        return at - PAGE;
-      case "Home":
-        return 0;
-      case "End":
-        return (this.page?.total ?? 1) - 1;
-      case "ArrowDown":
-        return this.#nearestInNextLine(cell, 1);
-      case "ArrowUp":
-        return this.#nearestInNextLine(cell, -1);
-    }
-  }
-
-  /** @param {HTMLElement} cell @param {1|-1} step down or up @returns {number|undefined} */
-  #nearestInNextLine(cell, step) {
-    const { left, top, height } = cell.getBoundingClientRect();
-    const all = [...this.cells.querySelectorAll(".tok")];
-    /** @type {{off: number, top: number, cell: Element}|null} */
-    let best = null;
-    for (let index = all.indexOf(cell) + step; ; index += step) {
-      const other = all[index];
-      if (!other) break;
-      const box = other.getBoundingClientRect();
-      const lines = Math.abs(box.top - top) / Math.max(1, height);
-      if (lines < 0.5) continue;
-      if (best && Math.abs(box.top - best.top) > 2) break;
-      const off = Math.abs(box.left - left);
-      if (!best || off < best.off) best = { off, top: box.top, cell: other };
-    }
-    return best ? positionOf(/** @type {HTMLElement} */ (best.cell)) : undefined;
-  }
-
-  #focusAt() {
-    const cell = this.cells.querySelector(`.tok[data-at="${this.at}"]`);
-    if (!(cell instanceof HTMLElement)) return;
-    cell.focus();
-    cell.scrollIntoView({ block: "nearest" });
   }
 
   /** @param {HTMLElement} cell */

@@ -1,11 +1,11 @@
 /** A session's tree: its branches, why each began, and whose loss each turn is in. */
 
 import { badge, button, h, panel, replace } from "./dom.js";
-import { count } from "./format.js";
+import { count, ranges } from "./format.js";
 import { sideBySideHref } from "./route.js";
 import { named } from "./visible.js";
 
-/** @import {Child, Tree, TreeBranch, TreeTurn} from "../ui_types.d.ts" */
+/** @import {Tree, TreeBranch, TreeTurn} from "../ui_types.d.ts" */
 
 /**
  * What of the tree is shown elsewhere: the branch of the conversation, or a turn.
@@ -123,7 +123,7 @@ export class BranchTree {
         own.length > TURNS && h("span", { class: "note" }, `${count(own.length - TURNS)} earlier … `),
         own.slice(-TURNS).map((turn) => this.#turnButton(turn, picked)),
       ),
-      h("p", { class: "note" }, reason === null ? `its row trains ${spelled(trained)}` : `no row: ${reason}`),
+      h("p", { class: "note" }, reason === null ? `its row trains ${trained.length ? `turns ${ranges(trained)}` : "no turn"}` : `no row: ${reason}`),
     );
   }
 
@@ -190,19 +190,4 @@ function trainedBy(turns) {
     }
   }
   return found;
-}
-
-/** @param {number[]} turns @returns {string} "turns 1 and 3 to 5", or "no turn" */
-function spelled(turns) {
-  /** @type {[number, number][]} */
-  const ranges = [];
-  for (const turn of turns) {
-    const last = ranges.at(-1);
-    if (last && last[1] === turn - 1) last[1] = turn;
-    else ranges.push([turn, turn]);
-  }
-  if (!ranges.length) return "no turn";
-  const texts = ranges.map(([first, last]) => (first === last ? String(first) : `${first} to ${last}`));
-  const word = turns.length === 1 ? "turn" : "turns";
-  return texts.length > 1 ? `${word} ${texts.slice(0, -1).join(", ")} and ${texts.at(-1)}` : `${word} ${texts[0]}`;
 }
