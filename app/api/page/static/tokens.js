@@ -264,6 +264,13 @@ export class TokensView extends View {
     });
   }
 
+  #focusAt() {
+    const cell = this.cells.querySelector(`.tok[data-at="${this.at}"]`);
+    if (!(cell instanceof HTMLElement)) return;
+    cell.focus();
+    cell.scrollIntoView({ block: "nearest" });
+  }
+
   /** @param {HTMLElement} cell */
   #focused(cell) {
     const before = this.cells.querySelector('.tok[tabindex="0"]');
