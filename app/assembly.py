@@ -29,9 +29,7 @@ from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery
 from app.sessions.restores import Restores
 from app.settings import Settings
-from app.store.packs.collector import Collector
-from app.store.packs.move import Mover
-from app.store.packs.writer import PackWriter
+from app.store.objects.objects import Objects
 from app.store.ports import Database
 from app.store.writer import Writer
 from app.turn.claims import Claims
@@ -111,10 +109,11 @@ class Assembly:
         self.native = NativeRoutes(client, self.engines, settings.upstream_api_key)
         self.staging = Staging(database, self.writer, settings, incarnation)
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
-        self.packs = None if database.bucket is None else PackWriter(database, database.bucket, incarnation)
-        self.collector = self._collector(database, self.packs, settings, incarnation, clock)
-        to_packs = settings.payloads != "database"
-        self.mover = Mover(database, self.writer, self.packs, to_packs=to_packs)
+        self.objects: Objects | None = None
+        if database.bucket is not None:
+            lease = self._recovery.lease_to_judge_by
+            keep_s = settings.payloads_keep_s
+            self.objects = Objects(database, self.writer, database.bucket, incarnation, lease, keep_s=keep_s)
         self.turns = self._turns(pool, settings, clock)
         self.sessions = Sessions(
             database,
@@ -131,9 +130,9 @@ class Assembly:
             followers=self.followers,
             clock=clock,
             sessions=self.sessions,
-            collector=self.collector,
+            objects=self.objects,
         )
-        self.forks = Forks(database, self.writer, self.sessions, clock)
+        self.forks = Forks(database, self.writer, self.sessions, clock, self.objects)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)
         self.checkpoints = self._checkpoints(database, clock, incarnation, lease_left)
@@ -155,7 +154,7 @@ class Assembly:
     ) -> Claims:
         return Claims(
             retries=self.retries,
-            limits=settings,
+            settings=settings,
             cache=self.cache,
             writer=self.writer,
             followers=self.followers,
@@ -200,26 +199,6 @@ class Assembly:
             on_delete=lambda: self.janitor.look_again(),
         )
 
-    def _collector(
-        self,
-        database: Database,
-        packs: PackWriter | None,
-        settings: Settings,
-        incarnation: Callable[[], int],
-        clock: Clock,
-    ) -> Collector | None:
-        if packs is None:
-            return None
-        return Collector(
-            database,
-            self.writer,
-            packs,
-            incarnation,
-            self._recovery.lease_to_judge_by,
-            clock,
-            keep_s=settings.payloads_keep_s,
-        )
-
     def _turns(self, pool: Workers, settings: Settings, clock: Clock) -> Turns:
         return Turns(
             TurnServices(
@@ -227,7 +206,7 @@ class Assembly:
                 claims=self._claims,
                 retries=self.retries,
                 writer=self.writer,
-                packs=self.packs if settings.payloads != "database" else None,
+                objects=self.objects,
                 engines=self.engines,
                 fleet=self.fleet,
                 gates=self.gates,
@@ -259,8 +238,8 @@ class Assembly:
         """The process is registered in the store, so it may take over from dead ones."""
         self._recovery.start()
         self._claims.start()
-        if self.collector is not None:
-            self.collector.start()
+        if self.objects is not None:
+            self.objects.start()
         self._controls.start()
         self.checkpoints.start()
 
@@ -271,8 +250,8 @@ class Assembly:
             ends.push_async_callback(self.turns.drain, DRAIN_S)
             ends.push_async_callback(self.checkpoints.stop)
             ends.push_async_callback(self.janitor.stop)
-            if self.collector is not None:
-                ends.push_async_callback(self.collector.stop)
+            if self.objects is not None:
+                ends.push_async_callback(self.objects.stop)
 
     async def stop(self) -> None:
         """Stop all components, users before what they use. Allowed without `open`."""
@@ -280,7 +259,7 @@ class Assembly:
             for end in (
                 self._recovery.stop,
                 self.writer.stop,
-                *(() if self.packs is None else (self.packs.stop,)),
+                *(() if self.objects is None else (self.objects.finish_uploads,)),
                 self.cache.close,
                 self._claims.close,
                 self.retries.close,

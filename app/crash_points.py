@@ -9,9 +9,9 @@ cost 0.2).
     after_staged         after each staged chunk
     during_reply         between the pieces of a large reply
     …_release            where a claim ends without a commit
-    after_put            a pack is in the bucket, and no row refers to it yet
-    after_repacked       a pack is copied, and its chunks still refer to the old one
-    after_forgotten      no row refers to a pack, which is still in the bucket
+    after_put            a turn's objects are in the bucket, and no row refers to them yet
+    after_copied         a fork's objects are in the bucket, and there is no fork yet
+    after_object_deleted objects are deleted, and still in the queue
     after_freed          after each step that frees a few chunks
     after_components     erasing a session: after each step that deletes the components of a few rewards
     after_fork           after each new session of a fork
@@ -39,10 +39,8 @@ CrashPoint = Literal[
     "after_claim",
     "before_put",
     "after_put",
-    "after_repacked",
-    "in_move",
-    "after_forgotten",
-    "after_pack_deleted",
+    "after_copied",
+    "after_object_deleted",
     "before_engine",
     "after_engine",
     "after_judged",

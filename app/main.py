@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import gc
 import logging
+import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import cache, partial
+from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ from app.api import (
     images,
     models,
     notes,
-    payloads,
     responses,
     service,
     session_lists,
@@ -50,7 +49,6 @@ from app.api.page import routes as ui
 from app.api.replies import error_parts, send_reply
 from app.api.request_ids import RequestIds
 from app.api.security_headers import hardened
-from app.api.state import Services
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import AppError, StartupError
@@ -58,19 +56,18 @@ from app.extras import install
 from app.features import search
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
+from app.services import Services
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
-from app.store.engine import Database, load_driver
-from app.store.packs.left_behind import ADVICE, left_behind
-from app.store.packs.opening import open_bucket
-from app.store.packs.rows import has_packs
+from app.store.engine import Database
+from app.store.objects.rows import NoteObjects, has_objects, url_of_objects
 from app.tito.families import check_family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
 
 if TYPE_CHECKING:
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
@@ -86,9 +83,8 @@ async def run_services(
     release: str,
     tokens: Tokens,
     connection_limit: ConnectionLimit,
-    load_prompts: Callable[[], Prompts | None],
 ) -> AsyncIterator[Services]:
-    """The components that live as long as the process. `load_prompts` is called on a thread. Raises StartupError."""
+    """The components that live as long as the process. Raises StartupError."""
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -98,18 +94,17 @@ async def run_services(
         database = Database(settings.database_url, metrics.committed, end_without_store, bucket)
         stack.push_async_callback(database.close)
         await database.open()
-        if bucket is None:
-            await _require_nothing_in_bucket(database)
-        for what in await database.read(lambda connection: left_behind(connection, settings.bucket_url)):
-            log.warning("%s: %s", what, ADVICE)
+        await _require_objects(database, bucket)
         client = _client(settings)
         stack.push_async_callback(client.close)
-        prompts = await _prompts(settings, load_prompts)
+        check_family(settings.tito_family)
+        prompts = await asyncio.to_thread(_load_prompts, settings)  # takes seconds
         registration = Registration(database)
         await registration.attempt()
         made = Services(settings, release, database, client, registration, prompts, metrics, tokens, connection_limit)
         stack.push_async_callback(made.stop)
         await _open(made)
+        await made.writer.submit(NoteObjects(None if bucket is None else bucket.url, secrets.token_hex(8)))
         stack.push_async_callback(made.health.stop)
         stack.push_async_callback(made.pool.stop, 0)
         stack.push_async_callback(made.drain)
@@ -133,24 +128,28 @@ async def _open(made: Services) -> None:
         raise StartupError(f"the fleet's log cannot be read: {error}") from error
 
 
-async def _require_nothing_in_bucket(database: Database) -> None:
-    """Raises StartupError."""
-    if await database.read(has_packs):
-        raise StartupError(
-            "replay payloads of this store are in object storage: set TURNLOG_PAYLOADS to it, or, if new ones should "
-            "go into the database, TURNLOG_PAYLOADS_FROM"
-        )
+async def _require_objects(database: Database, bucket: Bucket | None) -> None:
+    """Is the object storage there that the store refers to? Raises StartupError."""
+    if not await database.read(has_objects):
+        return
+    url = await database.read(url_of_objects)
+    if bucket is None:
+        raise StartupError(f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}")
+    if url != bucket.url:
+        log.warning("replay payloads of this store were written to %s, and are read from %s now", url, bucket.url)
 
 
 async def _bucket(settings: Settings) -> Bucket | None:
     """The object storage of replay payloads. Raises StartupError if there is no such bucket."""
-    bucket = open_bucket(settings)
-    if bucket is None:
+    if settings.payloads == "database":
         return None
+    from app.store.objects.bucket import Bucket  # a twentieth of a second, which most starts do not need
+
+    bucket = Bucket(settings.payloads, settings.payloads_timeout_s)
     if silent := await bucket.probe():
         log.warning("%s; turns with replay payloads wait for it", silent)
-    if bucket.versions is not None:
-        log.warning("%s keeps old versions: %s", bucket.url, bucket.versions.consequence)
+    if bucket.keeps_versions:
+        log.warning("%s keeps old versions: %s", bucket.url, bucket.consequence_of_versions)
     return bucket
 
 
@@ -162,21 +161,15 @@ def _client(settings: Settings) -> EngineClient:
     )
 
 
-async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Prompts | None:
-    """The tokenizer, or None. It is loaded on a thread, since that takes seconds. Raises StartupError."""
-    check_family(settings.tito_family)
-    return await asyncio.to_thread(load)
-
-
-def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
-    """The prompts of a tokenizer, or None. Raises StartupError."""
-    if tokenizer is None:
+def _load_prompts(settings: Settings) -> Prompts | None:
+    """The prompts of the tokenizer, or None. Raises StartupError."""
+    if settings.tokenizer is None:
         return None
     try:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
-    prompts = Loader.load(tokenizer, tito_family)
+    prompts = Loader.load(settings.tokenizer, settings.tito_family)
     for shape, why in prompts.findings.refused.items():
         log.warning("turns that continue %s begin a new row: %s", shape, why)
     return prompts
@@ -195,7 +188,6 @@ class Turnlog(FastAPI):
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
         self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
-        self._load_prompts = cache(partial(_loaded, settings.tokenizer, settings.tito_family))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -208,12 +200,6 @@ class Turnlog(FastAPI):
             await self._requests(without_prefix(scope), receive, send)
         else:
             await super().__call__(scope, receive, send)
-
-    def warm(self) -> None:
-        """Load the driver and the tokenizer ahead of the start, for a standby process. Opens no file or connection."""
-        load_driver(self._settings.database_url)
-        with contextlib.suppress(StartupError):  # the start reports it
-            self._load_prompts()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._guard.refusal(scope)
@@ -230,9 +216,7 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(
-                    self._settings, self.version, self._tokens, self._connection_limit, self._load_prompts
-                )
+                started = run_services(self._settings, self.version, self._tokens, self._connection_limit)
                 self.state.services = await stack.enter_async_context(started)
                 self.state.search = await stack.enter_async_context(search.running(self.state.services))
             except StartupError as error:
@@ -275,7 +259,6 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(exports.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
-    app.include_router(payloads.router)
     app.include_router(fleet_routes.router)
     app.include_router(checkpoints.router)
     app.include_router(skyrl.router)

@@ -1,4 +1,4 @@
-"""`python -m app.replay`: shows a session's state after any of its events, or checks the heads table against the log.
+"""`python -m app.replay`: a session's state after any of its events as JSON, or checks the heads table against the log.
 
     python -m app.replay SESSION [--seq N] [--events] [--json]
     python -m app.replay --heads [--fix] [--json]
@@ -14,9 +14,8 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,15 @@ from sqlalchemy.engine import make_url
 from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
 from app.sessions.inspection import described, event_fields
-from app.sessions.projections import examined, mended, refuse_if_served
 from app.sessions.session_at import session_at
 from app.settings import Settings, load_settings
 from app.store.engine import Database
-from app.store.projections import Examined, require_revision
+from app.store.projections import Examined, examined, mended, refuse_if_served, require_revision
 
 PROGRESS_S = 5.0
 """Interval of progress lines in a long run."""
 
 INTERRUPTED = 130
-
-TURN_COLUMNS = ("turn", "parent", "segment", "seq", "messages", "tokens", "output_tokens", "finish_reason")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m app.replay") -> int:
@@ -69,7 +65,7 @@ def _parsed(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     parser.add_argument("--events", action="store_true", help="print the events up to there, too")
     parser.add_argument("--heads", action="store_true", help="compare the head of every session with its log")
     parser.add_argument("--fix", action="store_true", help="with --heads: write what the log says; no server may run")
-    parser.add_argument("--json", action="store_true", help="JSON; with --heads a line for each difference")
+    parser.add_argument("--json", action="store_true", help="one line of JSON; with --heads one for each difference")
     options = parser.parse_args(arguments)
     if options.heads == (options.session is not None):
         parser.error("a session's id or --heads")
@@ -112,15 +108,9 @@ async def _state(settings: Settings, options: argparse.Namespace) -> int:
     async with _store(settings) as database:
         found = await session_at(database, options.session, options.seq, whole=True)
     state = described(found.session)
-    logged = [event_fields(recorded) for recorded in found.events] if options.events else []
-    if options.json:
-        _print_json({**state, "events": logged} if options.events else state)
-        return 0
-    for event in logged:
-        named = {name: value for name, value in event.items() if name not in ("seq", "type", "at")}
-        print(f"{event['seq']:>6}  {_time_text(event['at'])}  {event['type']}  {_json(named)}")
-    for line in _lines(state):
-        print(line)
+    if options.events:
+        state["events"] = [event_fields(recorded) for recorded in found.events]
+    print(_json(state) if options.json else msgspec.json.format(_json(state)))
     return 0
 
 
@@ -165,55 +155,6 @@ def _print_json(value: Any) -> None:
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _time_text(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds")
-
-
-def _lines(state: dict[str, Any]) -> Iterator[str]:
-    closed = "" if state["closed_at"] is None else f", closed {_time_text(state['closed_at'])}"
-    yield f"session {state['session_id']}: {state['status']} at version {state['version']}"
-    yield f"created {_time_text(state['created_at'])}{closed}"
-    yield "config " + ", ".join(f"{name} {value}" for name, value in state["config"].items() if value is not None)
-    if state["turns"]:
-        yield from _table(
-            [*TURN_COLUMNS, "state"],
-            [[turn[c] for c in TURN_COLUMNS] + ["live" if turn["live"] else "rolled back"] for turn in state["turns"]],
-        )
-    else:
-        yield "no turns"
-    for held in state["open_turns"]:
-        yield "in flight: turn {turn} after turn {parent}, fence {fence}, incarnation {incarnation}".format(**held)
-    bound = state["affinity"]
-    if bound is not None:
-        yield f"engine {bound['engine']}" + (f", affinity {bound['control']}" if bound["control"] else "")
-    if state["reward"] is not None:
-        yield f"reward {_reward_text(state['reward'])}"
-    for turn, reward in state["turn_rewards"].items():
-        yield f"reward of turn {turn}: {_reward_text(reward)}"
-    if state["note"] is not None:
-        yield f"note {_json(state['note'])}"
-    if state["tags"]:
-        yield f"tags {', '.join(state['tags'])}"
-    for kept in state["payloads"]:
-        yield (
-            "payload of turn {turn}: {kind}, rows {start} to {stop} of shape {shape}, "
-            "{chunks} chunks, {bytes} bytes of ids".format(**kept)
-        )
-    newest = ", ".join(f"{blob['number']} ({blob['kind']}, {blob['size']} bytes)" for blob in state["blobs"])
-    yield f"blobs {state['blob_count']}" + (f"; the newest: {newest}" if newest else "")
-
-
-def _reward_text(reward: dict[str, Any]) -> str:
-    return f"{reward['reward']:g}" + (f" {_json(reward['components'])}" if reward["components"] else "")
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-    cells = [list(columns), *([("-" if value is None else str(value)) for value in row] for row in rows)]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
-    for row in cells:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
 if __name__ == "__main__":

@@ -66,10 +66,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "moe_topk": "as above",
         "max_replay_bytes": "replay payloads of one session; past it those of the leaves that were idle longest are "
         "tombstoned",
-        "payloads": "where replay payloads go: `database`, `s3://bucket/prefix`, `gs://bucket/prefix`, "
+        "payloads": "where large replay payloads go: `database`, `s3://bucket/prefix`, `gs://bucket/prefix`, "
         "`az://container/prefix` or `file:///folder` ([Payloads in object storage](payloads.md))",
-        "payloads_from": "with `TURNLOG_PAYLOADS=database`: where earlier payloads still are, to be read and "
-        "[moved](payloads.md#moving)",
         "payloads_timeout_s": "how long a turn waits for object storage before it ends with 503 `payloads_unavailable`",
         "payloads_keep_s": "how long an object that nothing refers to is kept. At least the age of the backups that "
         "you may restore",

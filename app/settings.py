@@ -91,10 +91,6 @@ SEVERAL = "together"
 
 BUCKETS = ("s3", "gs", "az", "file")
 
-BOTH_PLACES = (
-    "TURNLOG_PAYLOADS and TURNLOG_PAYLOADS_FROM: only one can be a bucket; move the payloads into the database first"
-)
-
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
@@ -136,7 +132,6 @@ class Settings(BaseSettings):
     moe_layers: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
     moe_topk: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
     payloads: str = "database"
-    payloads_from: str | None = None
     payloads_timeout_s: float = Field(default=120, gt=0, le=3600)
     payloads_keep_s: float = Field(default=600, ge=0, le=30 * 86400)
     client_reply: Literal["auto", "verbatim", "lean", "asked"] = "auto"
@@ -249,18 +244,16 @@ class Settings(BaseSettings):
             raise ValueError("a file: a store in memory would lose every session")
         return value
 
-    @field_validator("payloads", "payloads_from")
+    @field_validator("payloads")
     @classmethod
-    def _place(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None or (info.field_name == "payloads" and value == "database"):
+    def _place(cls, value: str) -> str:
+        if value == "database":
             return value
         scheme, _, rest = value.partition("://")
         if scheme not in BUCKETS or not rest.strip("/") or rest.startswith("/") != (scheme == "file"):
             raise ValueError(
                 "database, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
             )
-        if info.field_name == "payloads_from" and info.data.get("payloads", "database") != "database":
-            raise PydanticCustomError(SEVERAL, BOTH_PLACES)
         return value.rstrip("/")
 
     @field_validator("on_disconnect")
@@ -279,11 +272,6 @@ class Settings(BaseSettings):
     def expert_shape(self) -> tuple[int, int] | None:
         """Shape of a row of `routed_experts`: layers, experts per token; None if not set."""
         return None if self.moe_layers is None or self.moe_topk is None else (self.moe_layers, self.moe_topk)
-
-    @property
-    def bucket_url(self) -> str | None:
-        """Where replay payloads are outside the database, if any are."""
-        return self.payloads_from if self.payloads == "database" else self.payloads
 
     @property
     def warnings(self) -> list[str]:

@@ -16,9 +16,8 @@ from app.settings import load_settings
 from app.store.dialect import store_error
 from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
-from app.store.opening import unopened
+from app.store.opening import require_known, revision_of, unopened
 from app.store.postgres import DRIVER_ERRORS
-from app.store.revision import require_known, revision_of
 from app.store.schema import metadata
 
 PRIVATE = 0o077

@@ -22,12 +22,11 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
-from app.sessions.projections import refuse_if_served
 from app.store import restored
 from app.store.engine import Database, create_engine, sqlite_lock
 from app.store.lock import Held
-from app.store.projections import require_revision
-from app.store.revision import require_known
+from app.store.opening import require_known
+from app.store.projections import refuse_if_served, require_revision
 from ops.store_command import DONE, CommandResult, Progress, require_store, run, settings_for, sqlite_path
 
 MIB = 1 << 20
@@ -202,7 +201,6 @@ async def _start_epoch(url: str) -> str:
 
     def start_epoch(connection: Connection) -> str:
         restored.end_incarnations(connection)
-        restored.forget_place(connection)
         restored.drop_snapshots(connection)
         return restored.raise_epoch(connection)
 

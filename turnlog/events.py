@@ -193,17 +193,12 @@ class SessionClosed(_Event):
 
 
 class SessionRestored(_Event):
-    """The store was taken back to a checkpoint, in which this session ended with event `to_seq`."""
+    """The store was taken back to a checkpoint, in which this session ended with event `to_seq`; 0: it was created
+    later. Turns of after that event are undone: in no row, and continued by nobody."""
 
     type: Literal["SessionRestored"]
     checkpoint: str
     to_seq: int
-    status: NotRequired[Literal["open", "closed", "set_aside"]]
-    aside: NotRequired[list[int]]
-    history: NotRequired[Literal["linear", "tree"] | None]
-    closed_at: NotRequired[float | None]
-    is_reclaimed: NotRequired[bool]
-    deliveries: NotRequired[dict[str, bool]]
 
 
 class SessionErased(_Event):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -9,7 +11,7 @@ from app.api.auth import TOKEN_SESSION
 from app.api.describe import BODY, ENGINE, READ, SESSION, describe, json_reply
 from app.api.limits import peer_of, read_body
 from app.api.parameters import SessionId
-from app.api.state import Services, services
+from app.api.state import services
 from app.domain.request import join_object
 from app.errors import Unsupported
 from app.fleet.engines import COUNT_TOKENS
@@ -22,6 +24,9 @@ from app.turn.large_bodies import large_bytes
 from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply
 from turnlog import replies as wire
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Turns"])
 

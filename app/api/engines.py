@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -10,10 +10,13 @@ from pydantic import BaseModel, ConfigDict
 
 from app.api.bodies import body_of, read_model
 from app.api.describe import BODY, NOTHING, WRITE, describe, json_reply
-from app.api.state import Services, services, whole_body
+from app.api.state import services, whole_body
 from app.errors import InvalidRequest, NotFound
 from app.fleet.engine_pool import ListedEngine
 from turnlog import replies as wire
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Fleet"])
 

@@ -44,8 +44,7 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     after the last row; with a `limit` that header is only sent when no rows are left.
     """
     require_known(request, ExportParameters)
-    exporter = await services(request).exporter()
-    started = await while_connected(request.receive, exporter.start(query, query.cursor))
+    started = await while_connected(request.receive, services(request).exporter.start(query, query.cursor))
     headers = {
         "x-turnlog-cursor": started.cursor,
         "content-disposition": f'attachment; filename="turnlog{started.suffix}"',

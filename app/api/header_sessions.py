@@ -13,18 +13,20 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Collection, Mapping
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from app.api.auth import unknown_session
 from app.api.sessions import CreateSession, new_session
-from app.api.state import Services
 from app.domain import control
 from app.domain.patterns import ID
 from app.errors import AppError, HistoryMismatch, InvalidRequest, RollbackTooDeep, SessionBusy, SessionClosed
 from app.turn.in_flight import TurnReply
 from app.upstream.headers import Headers
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 log = logging.getLogger("turnlog.header_sessions")
 

@@ -12,7 +12,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
@@ -20,12 +20,15 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from app.api.describe import TEXT, Reply, describe
-from app.api.state import Services, services
+from app.api.state import services
 from app.domain.events import is_number
 from app.domain.fleet import Gate
 from app.fleet.member import Health, Member
 from app.metrics import FOLDER
 from app.store.figures import Figures
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Service"])
 
@@ -82,7 +85,7 @@ def refresh(app: Services) -> None:
     _refresh_cache(app)
     _refresh_pool(app)
     _refresh_writer(app)
-    _refresh_packs(app)
+    _refresh_objects(app)
     metrics.event_readers.set(app.all_events.readers)
     exported = app.exported
     metrics.exports_running.set(exported.running)
@@ -129,15 +132,12 @@ def _refresh_writer(app: Services) -> None:
     metrics.total(metrics.turns_rolled_back, tally.rolled_back)
 
 
-def _refresh_packs(app: Services) -> None:
-    if app.packs is None or app.collector is None:
+def _refresh_objects(app: Services) -> None:
+    if app.objects is None:
         return
-    metrics, requests, collected = app.metrics, app.packs.bucket.counters, app.collector.collected
-    done = {"put": requests.put, "rewritten": collected.rewritten, "deleted": collected.deleted}
-    metrics.totals(metrics.packs, done)
-    metrics.totals(metrics.pack_bytes, {"put": requests.put_bytes, "read": requests.read_bytes})
-    metrics.total(metrics.pack_failures, requests.failed)
-    metrics.packs_waiting.set(app.packs.waiting_bytes)
+    metrics, counters = app.metrics, app.objects.bucket.counters
+    metrics.totals(metrics.objects, {name: getattr(counters, name) for name in ("put", "read", "deleted", "failed")})
+    metrics.totals(metrics.object_bytes, {"put": counters.put_bytes, "read": counters.read_bytes})
 
 
 class _ScrapeMetrics(Collector):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import APIRouter, Request, Response
 
 from app.api.describe import ANYTHING, ENGINE, JSON, READ, SESSION, Reply, describe
 from app.api.parameters import SessionId
-from app.api.state import Services, services
+from app.api.state import services
 from app.upstream import headers as http_headers
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Turns"])
 

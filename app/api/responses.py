@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -12,7 +12,7 @@ from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.header_sessions import session_of_request
 from app.api.parameters import LIMIT, SessionId
 from app.api.replies import rendered
-from app.api.state import Services, services
+from app.api.state import services
 from app.domain.split import ITEMS
 from app.domain.turns import Turn
 from app.errors import InvalidRequest, NotFound, SessionUnreadable
@@ -23,6 +23,9 @@ from app.protocols.responses.ids import response_proof
 from app.protocols.responses.listing import Order, input_items
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Turns"])
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from app.api.describe import ANYTHING, JSON, TEXT, Reply, describe, json_reply
+from app.api.openapi import document
 from app.api.state import services
 from app.errors import AppError
 from app.store import reads
@@ -111,11 +112,5 @@ async def openapi_json(request: Request) -> Response:
     """The OpenAPI document, built on a thread at the first request."""
     app: FastAPI = request.app
     if app.openapi_schema is None:
-        app.openapi_schema = await asyncio.to_thread(_document, app)
+        app.openapi_schema = await asyncio.to_thread(document, app)
     return Response(msgspec.json.encode(app.openapi_schema), media_type="application/json")
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
-    from app.api.openapi import document  # imported at the first request; most processes get none
-
-    return document(app)

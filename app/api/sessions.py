@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -29,7 +29,7 @@ from app.api.describe import (
     json_reply,
 )
 from app.api.parameters import SessionId
-from app.api.state import Services, services, start_stream
+from app.api.state import services, start_stream
 from app.domain.branches import Branches
 from app.domain.events import History, OnAbort, OnDivergence, ParamsMode, SessionConfig, StreamMode
 from app.domain.patterns import ID, MAX_FLOAT32, MAX_INTEGER, NO_NUL
@@ -53,6 +53,9 @@ from app.sessions.cache import CacheEntry
 from app.sessions.lifecycle import NewSession
 from app.settings import Settings
 from turnlog import replies as wire
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Sessions"])
 
@@ -344,7 +347,7 @@ async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     return {"session_id": session_id, "seq": seq}
 
 
-ERASING = Reply("Erased from the database; packs in object storage still hold bytes of it: repeat.", {}, status=202)
+ERASING = Reply("Erased from the database; object storage may still have payloads of it: repeat.", {}, status=202)
 
 
 @router.delete("/sessions/{session_id}", status_code=204)

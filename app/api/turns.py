@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -20,7 +21,6 @@ from app.api.disconnect import disconnected
 from app.api.header_sessions import HARNESSES, HeaderSession, agent_of, session_of_request
 from app.api.limits import BodyReservation, connection_of, peer_of, read_body
 from app.api.replies import ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
-from app.api.state import Services
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
@@ -34,6 +34,9 @@ from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
 from app.turn.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, SUCCEEDED, Stages, TurnStage
 from app.upstream.headers import Headers
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 log = logging.getLogger("turnlog.chat")
 

@@ -123,7 +123,7 @@ def turns_left_out(
         else:
             is_named = isinstance(branches, str)
             yield turn, f"not in branches={branches}" if is_named else "not picked by TURNLOG_PICKER"
-    for turn in session.aside:
+    for turn in session.undone:
         yield turn, SET_ASIDE
 
 

@@ -90,9 +90,9 @@ class IncomingPrompt:
         self._messages = plan.base_messages + bool(self._new)
         return plan
 
-    def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
-        """As `Incoming.aside_turn`."""
-        found = [session.aside[number] for number in self._continued(list(session.aside))]
+    def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
+        """As `Incoming.undone_turn`."""
+        found = [session.undone[number] for number in self._continued(list(session.undone))]
         deepest = max(found, key=lambda turn: self._stored(turn).size, default=None)
         if deepest is None:
             return None

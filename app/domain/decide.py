@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -11,6 +10,7 @@ import msgspec
 
 from app.domain import retention
 from app.domain.calls import has_odd_arguments, has_odd_ids
+from app.domain.completion import IncomingPrompt
 from app.domain.events import (
     AffinityBound,
     AffinityReleased,
@@ -27,7 +27,7 @@ from app.domain.events import (
     TurnOpened,
 )
 from app.domain.fold import fold
-from app.domain.history import Plan
+from app.domain.history import Incoming, Plan
 from app.domain.reply import ValidatedReply
 from app.domain.session import Session
 from app.domain.tree import Branch, NewTurn, TreeIndex, branch_of
@@ -95,26 +95,13 @@ def _segment(
     return parent.segment + 1, "drift" if plan.base_messages else "divergence"
 
 
-class HashedMessages(typing.Protocol):
-    """A request's messages as the log keeps them: their number and hashes."""
-
-    def __len__(self) -> int: ...
-
-    def canonical(self, index: int) -> str: ...
-
-    def spelling(self, count: int) -> str: ...
-
-    @property
-    def whole_hash(self) -> str: ...
-
-
 def commit_turn(
     session: Session,
     index: TreeIndex,
     opened: TurnOpened,
     fence: int,
     plan: Plan,
-    incoming: HashedMessages,
+    incoming: Incoming | IncomingPrompt,
     reply: ValidatedReply,
     *,
     blobs: TurnBlobs,
@@ -159,7 +146,7 @@ def _committed(
     opened: TurnOpened,
     fence: int,
     plan: Plan,
-    incoming: HashedMessages,
+    incoming: Incoming | IncomingPrompt,
     reply: ValidatedReply,
     blobs: TurnBlobs,
     timing: Timing | None,

@@ -442,20 +442,13 @@ class SessionClosed(Event, frozen=True):
 class SessionRestored(Event, frozen=True):
     """The session is again what it was after event `to_seq`: the store was taken back to checkpoint `checkpoint`.
 
-    `to_seq` 0: the session was created later; its `status` is then `set_aside`. `aside` are all turns that are set
-    aside from now on: they stay in the log, but no request matches them and no row has them. No turn is open, and no
-    reward is assigned; those of that time follow as `RewardAssigned`. `history`, `closed_at`, `is_reclaimed` and
-    `deliveries` are the state's of that time. Numbers of turns and branches that were given out stay so.
+    `to_seq` 0: the session was created later. Its later turns are undone: they stay in the log, but no request matches
+    them and no row has them. No turn is open. Rewards and note of that time follow as `RewardAssigned`, `SessionNoted`.
+    Numbers of turns and branches that were given out stay so.
     """
 
     checkpoint: str
     to_seq: int
-    status: Literal["open", "closed", "set_aside"] = "open"
-    aside: tuple[int, ...] = ()
-    history: History | None = None
-    closed_at: float | None = None
-    is_reclaimed: bool = False
-    deliveries: dict[int, bool] = {}
 
 
 class SessionErased(Event, frozen=True):

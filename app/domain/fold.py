@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from app.domain.events import (
     TurnRejected,
     UnknownEvent,
 )
-from app.domain.session import Affinity, AssignedReward, OpenTurn, Payload, Session
+from app.domain.session import EMPTY, Affinity, AssignedReward, OpenTurn, Payload, Session
 from app.domain.turns import Turn, Turns
 
 RECENT_BLOBS = 8
@@ -60,18 +60,85 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             fork=event.fork,
             history=event.config.history,
         )
-    if seq != session.version + 1:
-        raise UnknownEvent(f"session {session_id} has version {session.version}; event {seq} does not follow")
+    _require_next(session, recorded)
     return msgspec.structs.replace(
         session, version=seq, last_event_at=recorded.at, **_changes(session, event, recorded)
     )
 
 
 def fold(session_id: str, events: Iterable[Recorded], session: Session | None = None) -> Session | None:
-    """The state after all events, from `session` on; None for an empty log."""
+    """The state after all events, from `session` on; None for an empty log. Raises UnknownEvent."""
+    newest = session
+    for state in states(session_id, list(events), session):
+        newest = state
+    return newest
+
+
+def states(session_id: str, events: Sequence[Recorded], session: Session | None = None) -> Iterator[Session]:
+    """The state after each of the events, from `session` on.
+
+    Raises UnknownEvent at an event that does not follow; a restore does not if it goes back to before `session`.
+    """
+    targets = {recorded.event.to_seq for recorded in events if isinstance(recorded.event, SessionRestored)}
+    earlier: dict[int, Session] = {}
     for recorded in events:
-        session = apply(session, recorded, session_id)
-    return session
+        if session is not None and isinstance(recorded.event, SessionRestored):
+            then = earlier.get(recorded.event.to_seq)
+            if then is None and recorded.event.to_seq:
+                raise UnknownEvent(f"session {session_id}: event {recorded.seq} goes back to before what is known")
+            session = restored(session, then, recorded)
+        else:
+            session = apply(session, recorded, session_id)
+        if session.version in targets:
+            earlier[session.version] = session
+        yield session
+
+
+def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
+    """The state `then` again, after the restore `recorded`; None: the session was created later.
+
+    What the log has given out since (numbers of turns, branches and blobs) is not given out again, and what was
+    tombstoned since stays so.
+    """
+    _require_next(now, recorded)
+    turns = EMPTY if then is None else then.turns
+    payloads = now.every_payload
+    after = msgspec.structs.replace(
+        now,
+        version=recorded.seq,
+        last_event_at=recorded.at,
+        turns=turns,
+        undone=Turns(turn for turn in now.every_turn if turn.number not in turns),
+        payloads={turn: kept for turn, kept in payloads.items() if turn in turns},
+        undone_payloads={turn: kept for turn, kept in payloads.items() if turn not in turns},
+        open_turns={},
+        **(_UNDONE if then is None else {name: getattr(then, name) for name in _OF_THE_TIME}),
+    )
+    return msgspec.structs.replace(after, closed_at=recorded.at) if after.status == "set_aside" else after
+
+
+_OF_THE_TIME = (
+    *("status", "reward", "turn_rewards", "has_roots_reward", "note", "tags"),
+    *("history", "closed_at", "is_reclaimed", "deliveries"),
+)
+_UNDONE: dict[str, Any] = {
+    "status": "set_aside",
+    "reward": None,
+    "turn_rewards": {},
+    "has_roots_reward": False,
+    "note": None,
+    "tags": (),
+    "is_reclaimed": False,
+    "deliveries": {},
+}
+
+
+def _require_next(session: Session, recorded: Recorded) -> None:
+    """Raises UnknownEvent."""
+    if recorded.seq != session.version + 1:
+        raise UnknownEvent(
+            f"session {session.session_id} has version {session.version}; event {recorded.seq} does not follow"
+        )
 
 
 def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, Any]:
@@ -100,10 +167,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case SessionClosed():
             reclaimed = event.reason == "idle"
             return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}
-        case SessionRestored():
-            return _restored(session, event, recorded.at)
         case SessionErased():
-            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "aside_payloads": {}, "note": None, "tags": ()}
+            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}, "note": None, "tags": ()}
             return {"status": "erased", **gone, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
@@ -111,31 +176,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
 
 def _tombstoned(session: Session, dropped: set[int]) -> dict[str, Any]:
     kept = {turn: payloads for turn, payloads in session.payloads.items() if turn not in dropped}
-    aside = {turn: payloads for turn, payloads in session.aside_payloads.items() if turn not in dropped}
-    return {"payloads": kept, "aside_payloads": aside}
-
-
-def _restored(session: Session, event: SessionRestored, at: float) -> dict[str, Any]:
-    """What the log has given out since (numbers of turns, branches and blobs) is not given out again."""
-    aside = set(event.aside)
-    every = session.every_turn
-    return {
-        "status": event.status,
-        "turns": Turns(turn for turn in every if turn.number not in aside),
-        "aside": Turns(turn for turn in every if turn.number in aside),
-        "payloads": {turn: kept for turn, kept in session.every_payload.items() if turn not in aside},
-        "aside_payloads": {turn: kept for turn, kept in session.every_payload.items() if turn in aside},
-        "open_turns": {},
-        "reward": None,
-        "turn_rewards": {},
-        "has_roots_reward": False,
-        "note": None,
-        "tags": (),
-        "history": event.history,
-        "closed_at": at if event.status == "set_aside" else event.closed_at,
-        "is_reclaimed": event.is_reclaimed,
-        "deliveries": event.deliveries,
-    }
+    undone = {turn: payloads for turn, payloads in session.undone_payloads.items() if turn not in dropped}
+    return {"payloads": kept, "undone_payloads": undone}
 
 
 def _without_components(session: Session) -> dict[str, Any]:
@@ -247,7 +289,7 @@ def _require_parent(session: Session, event: TurnCommitted) -> None:
     """The parent is an earlier turn, so that every chain of turns ends. Raises UnknownEvent."""
     continues = event.base_messages > 0 or event.base_tokens > 0
     is_known = event.parent in session.turns if event.parent else not continues
-    is_taken = event.turn in session.turns or event.turn in session.aside
+    is_taken = event.turn in session.turns or event.turn in session.undone
     if not is_known or not event.parent < event.turn or is_taken:
         raise UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
 

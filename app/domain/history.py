@@ -308,7 +308,7 @@ class Incoming:
         parent = self._deepest(session, index, agent_id)
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 
-    def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
+    def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
         """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
         whole = self
@@ -411,7 +411,7 @@ class Incoming:
 
     def _compare(self, index: TreeIndex) -> None:
         prefix = None if self._left_out else self._prefix
-        repeated = self._known_turn(index, prefix) if prefix else index.repeated(self)
+        repeated = self._known_turn(index, prefix) if prefix else index.repeated(len(self), self.spelling)
         if repeated is not None and repeated.agent_id != self._agent_id:
             # Another agent may mean other replies by the same bytes.
             repeated = None if index.has_bare_replies or index.odd_calls else repeated

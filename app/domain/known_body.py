@@ -32,7 +32,7 @@ MOST_REST, MOST_REST_VALUES = 512 << 10, 8000
 few values are within `bounds`."""
 
 MOST_HEADS, MOST_BYTES = 16, 16 << 20
-"""How many heads of a tree are kept, and their bytes together; at least the newest. Of a linear session: one."""
+"""How many heads are kept, and their bytes together; at least the newest."""
 
 MOST_VALUES = bounds.MAX_MESSAGE_VALUES // (2 * scan.HEAVY)
 """Values of a head by `scan.count_values`: so many are within `bounds`, whatever they are. None weighs more than a list
@@ -93,13 +93,6 @@ class BodyLayout:
         self.values = values
         self.continued = continued
         self.translation: Translation | None = None
-
-    def body_hash(self, route: bytes = b"") -> str:
-        """128 bits over the body's bytes, as hex (`app.protocols.body.hash_body`)."""
-        hasher: Hasher = self.hashed[-1].reader.copy()
-        hasher.update(memoryview(self.body)[self.ends[-1] :])
-        hasher.update(route)
-        return hasher.hexdigest()[:32]
 
 
 class KnownBody:
@@ -203,10 +196,9 @@ class KnownBodies:
         texts = (known.text for known in reversed(self._bodies))
         return next((text for text in texts if text is not None and text.known == tokens), None)
 
-    def add(self, known: KnownBody, continued: KnownBody | None, *, is_tree: bool) -> None:
-        """Keep a committed turn's body instead of the one that it continues, in a linear session of all others."""
-        kept = [one for one in self._bodies if one is not continued] if is_tree else []
-        self._bodies = [*kept, known]
+    def add(self, known: KnownBody, continued: KnownBody | None) -> None:
+        """Keep a committed turn's body instead of the one that it continues."""
+        self._bodies = [*(body for body in self._bodies if body is not continued), known]
         self.size = sum(map(len, self._bodies))
         while len(self._bodies) > MOST_HEADS or (len(self._bodies) > 1 and self.size > MOST_BYTES):
             self.size -= len(self._bodies.pop(0))

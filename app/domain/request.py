@@ -42,7 +42,6 @@ class ChatRequest(msgspec.Struct, frozen=True):
     tools: msgspec.Raw | None
     params: dict[str, msgspec.Raw]
     stream: bool
-    body_hash: str
     ids: TokenIds | None = None
     control: SessionControl | None = None
     protocol: str = "chat"
@@ -71,7 +70,6 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     ids: TokenIds | None
     params: dict[str, msgspec.Raw]
     stream: bool
-    body_hash: str
     control: SessionControl | None = None
 
 

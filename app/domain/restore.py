@@ -8,28 +8,15 @@ from app.domain.events import Event, Recorded, RewardAssigned, SessionNoted, Ses
 from app.domain.session import Session
 
 
-def restoring(now: Session, then: Session | None, checkpoint: str) -> list[Event]:
-    """The events that make the state `now` the state `then` again; None: the session did not exist.
+def restoring(then: Session | None, checkpoint: str) -> list[Event]:
+    """The events that make a session's state `then` again; None: the session did not exist.
 
     The claims of open turns are ended before, by whoever writes the events.
     """
-    every = {turn.number for turn in now.every_turn}
-    if then is None or then.status == "set_aside":
-        seq = 0 if then is None else then.version
-        return [SessionRestored(checkpoint, seq, "set_aside", tuple(sorted(every)), now.history)]
-    assert then.status != "erased", f"session {now.session_id} was erased when checkpoint {checkpoint} was made"
-    live = {turn.number for turn in then.turns}
-    restored = SessionRestored(
-        checkpoint,
-        then.version,
-        then.status,
-        tuple(sorted(every - live)),
-        then.history,
-        then.closed_at,
-        then.is_reclaimed,
-        then.deliveries,
-    )
-    return [restored, *_rewards(then), *_note(then)]
+    if then is None:
+        return [SessionRestored(checkpoint, 0)]
+    assert then.status != "erased", f"session {then.session_id} was erased when checkpoint {checkpoint} was made"
+    return [SessionRestored(checkpoint, then.version), *_rewards(then), *_note(then)]
 
 
 def _rewards(then: Session) -> list[RewardAssigned]:
@@ -56,8 +43,7 @@ def in_effect(log: Iterable[Recorded]) -> list[Recorded]:
     for recorded in log:
         before = len(places) - 1
         if isinstance(recorded.event, SessionRestored):
-            to_seq = recorded.event.to_seq if recorded.event.status != "set_aside" else 0
-            while before >= 0 and seqs[before] > to_seq:
+            while before >= 0 and seqs[before] > recorded.event.to_seq:
                 before -= 1
         places.append((recorded, before))
         seqs.append(recorded.seq)

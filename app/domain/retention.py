@@ -71,7 +71,7 @@ def tombstones(
     uses.add(own)
     pinned, every = _pinned(session, pinned_upto), session.every_payload
     dropped = _behind_window(session, _superseded(session, index), index if session.is_tree else None, pinned)
-    dropped += [turn for turn in session.aside_payloads if turn not in pinned]
+    dropped += [turn for turn in session.undone_payloads if turn not in pinned]
     freed = [key for turn in dropped for key in uses.remove(every[turn])]
     over = _over_budget(session, set(dropped), uses, max_bytes, pinned)
     freed += over.freed
@@ -163,8 +163,8 @@ def _continuing(session: Session, index: TreeIndex, number: int) -> set[int]:
 
 
 def _pinned(session: Session, upto: int) -> set[int]:
-    """The turns whose payloads a turn in flight of a tree may share, and those that a checkpoint needs."""
-    continued = {one.parent for one in session.open_turns.values()} if session.is_tree else set()
+    """The turns whose payloads a turn in flight may share, and those that a checkpoint needs."""
+    continued = {one.parent for one in session.open_turns.values()}
     return continued | {turn.number for turn in session.every_turn if turn.seq <= upto} if upto else continued
 
 

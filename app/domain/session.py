@@ -79,8 +79,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that of the root of its rollout.
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
-    `is_reclaimed`: it was closed because it was idle. `aside` are the turns that a restore has set aside, and
-    `aside_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields. `note`
+    `is_reclaimed`: it was closed because it was idle. `undone` are the turns that a restore has undone, and
+    `undone_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields. `note`
     and `tags` are what a person wrote on it. `images` are the blobs of its images by their SHA-256; `blobs` has none
     of them.
     """
@@ -109,8 +109,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     deliveries: dict[int, bool] = {}
     history: History | None = "linear"
     is_reclaimed: bool = False
-    aside: Turns = EMPTY
-    aside_payloads: dict[int, tuple[Payload, ...]] = {}
+    undone: Turns = EMPTY
+    undone_payloads: dict[int, tuple[Payload, ...]] = {}
     note: str | None = None
     tags: tuple[str, ...] = ()
     images: dict[str, int] = {}
@@ -142,19 +142,19 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def every_turn(self) -> list[Turn]:
-        """The committed turns, those that are set aside too, in the order of their commits."""
-        return sorted((*self.turns, *self.aside), key=lambda turn: turn.seq) if self.aside else list(self.turns)
+        """The committed turns, those that are undone too, in the order of their commits."""
+        return sorted((*self.turns, *self.undone), key=lambda turn: turn.seq) if self.undone else list(self.turns)
 
     @property
     def every_payload(self) -> dict[int, tuple[Payload, ...]]:
-        """The readable replay payloads, by turn, those of turns that are set aside too."""
-        return {**self.payloads, **self.aside_payloads} if self.aside_payloads else self.payloads
+        """The readable replay payloads, by turn, those of turns that are undone too."""
+        return {**self.payloads, **self.undone_payloads} if self.undone_payloads else self.payloads
 
     @property
-    def with_aside(self) -> Session:
-        """The state as if nothing were set aside."""
+    def with_undone(self) -> Session:
+        """The state as if nothing were undone."""
         every = {"turns": Turns(self.every_turn), "payloads": self.every_payload}
-        return msgspec.structs.replace(self, **every, aside=EMPTY, aside_payloads={}) if self.aside else self
+        return msgspec.structs.replace(self, **every, undone=EMPTY, undone_payloads={}) if self.undone else self
 
     def turn(self, number: int) -> Turn:
         """A committed turn. Raises KeyError."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -32,14 +31,6 @@ is usually a few messages longer than the one that it continues."""
 def running_hash(before: str, message_hash: str) -> str:
     """The hash of a history with one more message: 128 bits as hex."""
     return hashlib.sha256(f"{before}:{message_hash}".encode()).hexdigest()[:32]
-
-
-class SpelledRequest(Protocol):
-    """A request's messages: their number, and a hash of the bytes of the first ones."""
-
-    def __len__(self) -> int: ...
-
-    def spelling(self, count: int) -> str: ...
 
 
 class _Newest:
@@ -168,12 +159,13 @@ class TreeIndex:
             hashes += member.message_hashes
         return hashes
 
-    def repeated(self, request: SpelledRequest) -> Turn | None:
-        """The newest of the longest earlier requests with whose bytes this one begins."""
-        stop = bisect.bisect_right(self._counts, len(request))
+    def repeated(self, messages: int, spelling: Callable[[int], str]) -> Turn | None:
+        """The newest of the longest earlier requests with whose bytes this one begins: it has so many messages, and
+        `spelling` gives a hash of the bytes of the first ones."""
+        stop = bisect.bisect_right(self._counts, messages)
         likely, recent = max(stop - 1, 0), max(stop - RECENT_COUNTS, 0)
         for counts in (self._counts[likely:stop], self._counts[recent:likely], self._counts[:recent]):
-            spelled = [request.spelling(count) for count in counts]
+            spelled = [spelling(count) for count in counts]
             for key in reversed(spelled):
                 if (turn := self._by_spelling.get(key)) is not None:
                     return turn
@@ -213,9 +205,9 @@ class TreeIndex:
         """Has a turn's request one of these hashes?"""
         return any(body_hash in self._by_body for body_hash in body_hashes)
 
-    def with_body(self, *body_hashes: str) -> Iterator[int]:
-        """The turns whose request has one of these hashes, the newest first."""
-        return (number for body_hash in body_hashes for number in self._by_body.all(body_hash))
+    def with_body(self, body_hash: str) -> Iterator[int]:
+        """The turns whose request has this hash, the newest first."""
+        return self._by_body.all(body_hash)
 
     def has_children(self, parent: int) -> bool:
         """Does a turn continue `parent`?"""

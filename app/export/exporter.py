@@ -33,8 +33,8 @@ from app.export.worker import HelpedExport, MadePart
 from app.export.writing import Rows, begun, read_ahead, written
 from app.store import bulk, group_reads, reads
 from app.store.engine import Database
-from app.store.horizon import wait_for_horizon
 from app.store.reads import Position
+from app.store.tail import wait_for_horizon
 
 
 class Export(msgspec.Struct, frozen=True):
@@ -171,8 +171,8 @@ class Exporter:
 
     def _is_for_helpers(self, query: ExportQuery) -> bool:
         """Helpers know nothing of a bucket, and open the database as a server does."""
-        has_packs = bool(query.replay) and self._database.bucket is not None
-        return query.limit is None and not has_packs and not self._database.is_read_only
+        has_bucket = bool(query.replay) and self._database.bucket is not None
+        return query.limit is None and not has_bucket and not self._database.is_read_only
 
     async def _pages(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
         async with contextlib.aclosing(self._made_here(window, high, query)) as parts:

@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from pydantic import Field
@@ -41,20 +41,19 @@ from app.domain.groups import (
 from app.domain.patterns import ID
 from app.domain.restore import in_effect
 from app.errors import CheckpointBusy, NotFound
+from app.export import formats
+from app.export.exporter import Exporter
+from app.export.faults import instead, told
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
-from app.lazy_import import LazyImport, loaded
 from app.sessions.groups import settle_groups
 from app.store import group_reads
+from app.store.broken import Unreadable
 from app.store.damaged import split
 from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
-from app.store.unreadable import Unreadable
-
-if TYPE_CHECKING:
-    from app.export.exporter import Exporter
 
 ACKS_AT_ONCE = 200
 """Groups acknowledged in one transaction."""
@@ -123,7 +122,7 @@ class Group(msgspec.Struct, frozen=True):
 class Feed:
     """`exporter` gives the rows of the sessions that are handed out."""
 
-    def __init__(self, database: Database, writer: Writer, exporter: LazyImport[Exporter]) -> None:
+    def __init__(self, database: Database, writer: Writer, exporter: Exporter) -> None:
         self._database = database
         self._writer = writer
         self._exporter = exporter
@@ -131,9 +130,6 @@ class Feed:
 
     async def hand_out(self, query: FeedQuery) -> AsyncIterator[bytes]:
         """Lease groups, then give a line of JSON for each. Raises InvalidRequest for an unknown shape."""
-        await loaded("app.export.formats")
-        from app.export import formats
-
         formats.require("ndjson", query.shape)
         # Concurrent requests in one process would only compete for the same groups.
         async with self._leasing:
@@ -274,9 +270,8 @@ class Feed:
             explain=True, max_seq_len=query.max_seq_len, truncate=query.truncate, shape=query.shape, advantage="grpo"
         )
         all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
-        exporter = await self._exporter()
         for part in _parts(all_sessions, query.shape):
-            found = await exporter.rows(part, wanted)
+            found = await self._exporter.rows(part, wanted)
             made, left_out = await asyncio.to_thread(_encoded, found, query.shape)
             for row in made:
                 yield separator + row
@@ -302,8 +297,6 @@ def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[str, int | None]:
 
 
 def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreadable) -> Iterator[int]:
-    from app.export.faults import told
-
     for session_id, rows in logs.items():
         try:
             version = oldest_version(one.event for one in in_effect(decode_events(rows)))
@@ -320,8 +313,6 @@ def _attempt(one: Attempt) -> dict[str, Any]:
 
 def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
     """The sessions in parts that may be in memory together; a shape of whole groups needs only the first of each."""
-    from app.export import formats
-
     if formats.takes_groups(shape):
         return [session_ids[:1]]
     return [session_ids[at : at + SESSIONS_AT_ONCE] for at in range(0, len(session_ids), SESSIONS_AT_ONCE)]
@@ -330,8 +321,6 @@ def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
 def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict[str, Any]]]:
     """Each row's JSON, and why others are left out. Runs on a thread."""
     left_out: list[dict[str, Any]] = []
-    from app.export import formats
-    from app.export.faults import instead
 
     def leave_out(row: Fields) -> None:
         named = {name: row[name] for name in ("session_id", "segment", "turn") if row.get(name) is not None}

@@ -21,8 +21,7 @@ SIGNED_AT_ONCE = 32
 
 Links = Mapping[str, Any]
 """A payload as a row gives it: `row_start`, `shape` of its rows, and `chunks`, each with its first row, rows, dtype,
-bytes and hash before compression, and either `url`, `offset` and `length` or, for what is in the database, `frame` as
-base64."""
+bytes and hash before compression, and either `url` or, for what is in the database, `frame` as base64."""
 
 
 def require(database: Database, format: str, shape: str) -> None:
@@ -34,15 +33,15 @@ def require(database: Database, format: str, shape: str) -> None:
 
 
 async def sign(database: Database, sessions: Iterable[StoredSession], seconds: int) -> dict[str, str]:
-    """A URL for each pack that these sessions' chunks are in. Raises PayloadsUnavailable."""
+    """A URL for each object that these sessions' chunks are in. Raises PayloadsUnavailable."""
     bucket = database.bucket
     assert bucket is not None, "not required before"
-    packs = sorted({place.pack for stored in sessions for place in stored.packed.values()})
+    names = [name for stored in sessions for name in stored.objects.values()]
     urls: list[str] = []
-    for at in range(0, len(packs), SIGNED_AT_ONCE):
-        part = packs[at : at + SIGNED_AT_ONCE]
-        urls += await asyncio.gather(*(bucket.url_of(pack, seconds) for pack in part))
-    return dict(zip(packs, urls, strict=True))
+    for at in range(0, len(names), SIGNED_AT_ONCE):
+        part = names[at : at + SIGNED_AT_ONCE]
+        urls += await asyncio.gather(*(bucket.url_of(name, seconds) for name in part))
+    return dict(zip(names, urls, strict=True))
 
 
 def links(payload: Payload, needed: Sequence[ChunkRef], stored: StoredSession, stop: int) -> Links | None:
@@ -50,9 +49,9 @@ def links(payload: Payload, needed: Sequence[ChunkRef], stored: StoredSession, s
     chunks: list[dict[str, Any]] = []
     for ref in needed:
         described = {name: getattr(ref, name) for name in ("start", "rows", "dtype", "size", "hash")}
-        place, frame = stored.packed.get(ref.key), stored.chunks.get(ref.key)
-        if place is not None:
-            chunks.append({**described, "url": stored.urls[place.pack], "offset": place.offset, "length": place.length})
+        name, frame = stored.objects.get(ref.key), stored.chunks.get(ref.key)
+        if name is not None:
+            chunks.append({**described, "url": stored.urls[name]})
         elif frame is not None:
             chunks.append({**described, "frame": pybase64.b64encode(frame).decode()})
         else:

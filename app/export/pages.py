@@ -25,7 +25,7 @@ from app.store.broken import BrokenRow
 from app.store.bulk import ExportHead, StoredSession
 from app.store.damaged import attempt_or
 from app.store.engine import Database
-from app.store.packs.reader import fetch_packed
+from app.store.objects.reader import fetch_objects
 from app.store.reads import Connection, Position
 
 PAGE = 256
@@ -212,7 +212,7 @@ class ExportPages:
 
         found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
         if self._url_s is None:
-            await fetch_packed(self._database, found.values())
+            await fetch_objects(self._database, found.values())
         else:
             urls = await sign(self._database, found.values(), self._url_s)
             found = {one: msgspec.structs.replace(stored, urls=urls) for one, stored in found.items()}

@@ -15,12 +15,13 @@ from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
 from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
+from app.export.shapes import miles
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.tree_nodes import node_tree
 from app.store import bulk, reads
 from app.store.bulk import StoredSession
-from app.store.packs.reader import fetch_packed
+from app.store.objects.reader import fetch_objects
 from app.store.reads import Connection
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
@@ -58,7 +59,7 @@ class SessionSamples:
         stored, members = await self._cache.database.read(read, session_id=session_id)
         if session_id not in stored:
             raise SessionNotFound(f"session {session_id} does not exist")
-        await fetch_packed(self._cache.database, stored.values())
+        await fetch_objects(self._cache.database, stored.values())
         stored = await rollout_rows.counted(stored, members)
         try:
             found = await asyncio.to_thread(known, stored[session_id])
@@ -86,8 +87,6 @@ class SessionSamples:
             if prompts is None
             else [prompts.decode(row.sample.tokens[row.sample.prompt_length :].tolist()) for row in rows]
         )
-        from app.export.shapes import miles
-
         return miles.samples_body(rows, metadata, reason, responses, self._versions, metadata.get("tree"))
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:

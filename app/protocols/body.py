@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
@@ -35,16 +34,6 @@ _NUMBER = tuple(b"%c" % one for one in b"-0123456789")
 _TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 
 
-def hash_body(body: bytes, route: bytes = b"") -> str:
-    """The hash that identifies a retry: 128 bits over the body's bytes and its route, as hex.
-
-    For chats the route is left out, so that stored hashes stay valid.
-    """
-    hasher = hashlib.sha256(body)
-    hasher.update(route)
-    return hasher.hexdigest()[:32]
-
-
 def has_many_values(body: bytes, has_few_values: bool) -> bool:
     """May the body have more values than `bounds.FEW`? Then its fields are checked before they are decoded."""
     return not has_few_values and scan.may_exceed(body, bounds.FEW)
@@ -71,11 +60,6 @@ def items_of(
         return continued.messages, continued.layout
     items = list_of(name, raw, many_values)
     return items, layout_of(body, name, raw, items) if raw is not None and len(body) >= LONG_BODY else None
-
-
-def hash_request(body: bytes, route: bytes, layout: BodyLayout | None) -> str:
-    """As `hash_body`, from where the layout's hash has come to."""
-    return hash_body(body, route) if layout is None else layout.body_hash(route)
 
 
 def split_fields(body: bytes, many_values: bool) -> dict[str, msgspec.Raw]:

@@ -19,8 +19,7 @@ import msgspec
 from app.domain.events import UnknownEvent
 from app.errors import PositionGone, StoreDamaged, StoreUnavailable
 from app.sessions.inspection import event_fields
-from app.sessions.log_end import POLL_S, LogEnd
-from app.sessions.log_position import LogPosition, decode_position
+from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.store import all_events, reads
 from app.store.all_events import EventFilter, EventPage, PlacedRow
 from app.store.engine import Database

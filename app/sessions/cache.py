@@ -147,7 +147,7 @@ class SessionCache:
             return
         known = live.session.version
         new = [recorded for recorded in events if recorded.seq > known]
-        if new and new[0].seq > known + 1 and live.session.is_tree:
+        if new and new[0].seq > known + 1:
             live.newest_seen = max(live.newest_seen, new[-1].seq)
         elif live.advance(new):
             self._account(session_id, live)
@@ -178,15 +178,14 @@ class SessionCache:
         if live is None or turn is None:
             return
         live.unread = StoredContent()
-        is_tree = live.session.is_tree
         if turn.shape == "chat":
-            live.messages.extend(turn.history_parent, turn.number, messages, is_tree=is_tree)
+            live.messages.extend(turn.history_parent, turn.number, messages)
         if tokens is not None:
             trimmed = _trimmed(live.session, turn)
-            live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed, is_tree=is_tree)
+            live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed)
         if layout is not None and spelled is not None:
             known = KnownBody(layout, turn.protocol, number, spelled, text)
-            live.bodies.add(known, layout.continued, is_tree=is_tree)
+            live.bodies.add(known, layout.continued)
         self._account(session_id, live)
 
     def drop(self, session_id: str) -> None:
@@ -219,7 +218,7 @@ class SessionCache:
             said = saids[member.number]
             own = islice(messages, len(said.messages))
             made.extend(member.history_parent, member.number, b",".join((*own, said.message)))
-        live.messages.add(made, is_tree=live.session.is_tree)
+        live.messages.use(made)
         self._account(session_id, live)
         return made.upto(turn) or b""
 
@@ -250,7 +249,7 @@ class SessionCache:
             made = loaded() if facts_bytes <= SMALL_FACTS else await asyncio.to_thread(loaded)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session.session_id}: {error}") from error
-        live.tokens.add(made, is_tree=session.is_tree)
+        live.tokens.use(made)
         self._account(session.session_id, live)
         return bytes(made.upto(turn) or b"")
 
@@ -261,7 +260,7 @@ class SessionCache:
         """
         if live.index.odd_calls.unread:
             await self._read_odd_calls(live, live.index.odd_calls)
-        if live.session.aside and live.every_index.odd_calls.unread:
+        if live.session.undone and live.every_index.odd_calls.unread:
             await self._read_odd_calls(live, live.every_index.odd_calls)
 
     async def _read_odd_calls(self, live: CacheEntry, odd: OddCalls) -> None:

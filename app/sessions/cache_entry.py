@@ -72,7 +72,7 @@ class CacheEntry:
     @property
     def size(self) -> int:
         known = self.messages.size + self.tokens.size + self.bodies.size + self.unread.size
-        turns = len(self.session.turns) + len(self.session.aside)
+        turns = len(self.session.turns) + len(self.session.undone)
         return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
 
     def advance(self, events: Iterable[Recorded]) -> bool:

@@ -23,8 +23,8 @@ from app.store import reads
 from app.store.erasure import EraseComponents, reward_rows, without_components
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Erase, FreeChunks, FreeReplay
-from app.store.packs import rows as packs
-from app.store.packs.collector import Collector
+from app.store.objects.objects import Objects
+from app.store.objects.rows import is_being_erased
 from app.store.ports import Database, Writer
 from app.store.statements import ENDED
 
@@ -38,7 +38,7 @@ REWARDS_AT_ONCE = 16
 
 
 class Erasure:
-    """`sessions` closes what is erased. `collector` rewrites packs; without one there are none."""
+    """`sessions` closes what is erased. `objects` deletes those of payloads."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Erasure:
         followers: Followers,
         clock: Clock,
         sessions: Sessions,
-        collector: Collector | None = None,
+        objects: Objects | None = None,
     ) -> None:
         self._database = database
         self._writer = writer
@@ -57,23 +57,23 @@ class Erasure:
         self._followers = followers
         self._clock = clock
         self._sessions = sessions
-        self._collector = collector
+        self._objects = objects
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """What features do with a session that has been erased, before that is answered."""
 
     async def erase(self, session_id: str) -> bool:
         """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
-        log files. Returns whether all of it is gone: packs are rewritten afterwards.
+        log files. Returns whether all of it is gone: objects are deleted afterwards.
 
         Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
         while not await self._erase_rollout(session_id):
             log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
         await self._database.empty_log_file()
-        if self._collector is None:
+        if self._objects is None:
             return True
-        self._collector.hurry()
-        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
+        self._objects.hurry()
+        return not await self._database.read(partial(is_being_erased, root_id=session_id))
 
     async def _erase_rollout(self, session_id: str) -> bool:
         """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
@@ -134,8 +134,7 @@ class Erasure:
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id, unless_pinned=unless_pinned)
         upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        has_packs = self._database.bucket is not None
-        return await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
+        return await self._writer.submit(Erase(session_id, self._clock(), upto, unless_pinned))
 
     async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
         """Remove the components from existing rewards, in steps; returns the last event examined."""

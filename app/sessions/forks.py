@@ -23,10 +23,11 @@ from app.errors import (
 )
 from app.sessions.lifecycle import Clock, Sessions, hash_of, metadata_blob, metadata_ref, refusal
 from app.store import reads
-from app.store.log import Refused, StoredBlob
+from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_fork import Fork, ForkSource, read_source
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
+from app.store.objects.objects import Objects
 from app.store.ports import Database, Writer
 from app.store.writer import HELD_PAUSE_S
 
@@ -52,17 +53,21 @@ class _Decided(msgspec.Struct, frozen=True):
 
 
 class Forks:
-    def __init__(self, database: Database, writer: Writer, sessions: Sessions, clock: Clock) -> None:
+    def __init__(
+        self, database: Database, writer: Writer, sessions: Sessions, clock: Clock, objects: Objects | None
+    ) -> None:
         self._database = database
         self._writer = writer
         self._sessions = sessions
         self._clock = clock
+        self._objects = objects
 
     async def fork(self, order: ForkOrder, fork_ids: Sequence[str]) -> None:
         """Create a session for each of these ids, each in one transaction; idempotent for the same ids and order.
 
         Raises SessionNotFound, SessionClosed (the source is erased), NotFound (no such turn), IdempotencyMismatch (an
-        id belongs to another fork), SessionEnded (the fork was closed since), SessionUnreadable, StoreFull, Overloaded.
+        id belongs to another fork), SessionEnded (the fork was closed since), SessionUnreadable, StoreFull, Overloaded,
+        PayloadsUnavailable.
         """
         await self._sessions.require_room(*fork_ids)
         blob = None if order.metadata is None else metadata_blob(order.metadata)
@@ -88,8 +93,13 @@ class Forks:
     async def _write(self, order: ForkOrder, fork_id: str, decided: _Decided, blob: StoredBlob | None) -> bool:
         """Create one fork; False if the source has changed and the fork must be decided again."""
         forked = decided.forked
-        operation = Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone)
+        copies = None
+        if self._objects is not None and forked.chunks:
+            copies = await self._objects.copied(order.source, fork_id, forked.chunks)
+        operation = Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone, copies)
         outcome = await self._writer.submit(operation)
+        if self._objects is not None and copies is not None and not isinstance(outcome, Appended):
+            await self._objects.end_copies(copies)
         if isinstance(outcome, Refused):
             raise refusal(order.source, outcome.status)
         if isinstance(outcome, Existing):

@@ -1,15 +1,17 @@
-"""Where the log of all sessions ends: polled once for all that follow it in this process."""
+"""Positions in the log of all sessions, and where it ends: polled once for all that follow it in this process."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import NamedTuple
 
+import msgspec
+
+from app.domain import cursors
 from app.store import tail
 from app.store.engine import Database
-from app.store.horizon import wait_for_horizon
 from app.store.reads import START, Connection, Position
-from app.store.tail import Synced
+from app.store.tail import Synced, wait_for_horizon
 from app.tasks import cancelled
 
 POLL_S = 0.25
@@ -28,6 +30,27 @@ class Ends(NamedTuple):
 
     last: Position
     synced: Position
+
+
+class LogPosition(msgspec.Struct, frozen=True, array_like=True):
+    """The place of an event in the order of commits, in the log with this epoch.
+
+    `at` is when the event was written, in seconds since the epoch: after a crash of the database another event may
+    have its place. None: not known.
+    """
+
+    epoch: str
+    place: Position
+    at: float | None = None
+
+    def encode(self) -> str:
+        return cursors.encode(self)
+
+
+def decode_position(text: str, giver: str, name: str = "cursor") -> LogPosition:
+    """The position in parameter `name`. Raises InvalidRequest if it is not one that `giver` gave."""
+    found: LogPosition = cursors.decode(text, LogPosition, giver, name)
+    return found
 
 
 class _Unsynced(NamedTuple):

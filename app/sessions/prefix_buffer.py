@@ -77,11 +77,11 @@ class PrefixBuffer:
 
 MOST_CHAINS = 64
 MOST_BYTES = 16 << 20
-"""How many chains of a tree are kept, and their size together: those whose turns were used last, at least one."""
+"""How many chains are kept, and their size together: those whose turns were used last, at least one."""
 
 
 class PrefixBuffers:
-    """The chains of a session whose next requests are likely; a linear session has one, which a rollback cuts."""
+    """The chains of a session whose next requests are likely."""
 
     def __init__(self) -> None:
         self._chains: list[PrefixBuffer] = []
@@ -97,22 +97,15 @@ class PrefixBuffers:
         for chain in reversed(self._chains):
             found = chain.upto(turn)
             if found is not None:
-                self._use(chain)
+                self.use(chain)
                 return found
         return None
 
-    def extend(self, parent: int, turn: int, items: bytes, trimmed: int = 0, *, is_tree: bool) -> None:
-        """Add a turn's items to the chain of `parent`, as `PrefixBuffer.extend`. In a tree other chains stay."""
-        chain = self._chain_to_extend(parent) if is_tree else next(iter(self._chains), None)
-        chain = PrefixBuffer() if chain is None else chain
+    def extend(self, parent: int, turn: int, items: bytes, trimmed: int = 0) -> None:
+        """Add a turn's items to the chain of `parent`, as `PrefixBuffer.extend`; other chains stay."""
+        chain = self._chain_to_extend(parent) or PrefixBuffer()
         chain.extend(parent, turn, items, trimmed)
-        self._use(chain)
-
-    def add(self, chain: PrefixBuffer, *, is_tree: bool) -> None:
-        """Keep a chain that was read from the store."""
-        if not is_tree:
-            self._chains = []
-        self._use(chain)
+        self.use(chain)
 
     def _chain_to_extend(self, parent: int) -> PrefixBuffer | None:
         """The chain that ends with `parent`, or a copy of one that has it."""
@@ -124,7 +117,8 @@ class PrefixBuffers:
             return ending
         return of_parent[0].copy() if of_parent else None
 
-    def _use(self, chain: PrefixBuffer) -> None:
+    def use(self, chain: PrefixBuffer) -> None:
+        """Keep a chain, as the one that was used last."""
         if not self._chains or self._chains[-1] is not chain:
             self._chains = [*(one for one in self._chains if one is not chain), chain]
         while len(self._chains) > MOST_CHAINS or (len(self._chains) > 1 and self.size > MOST_BYTES):

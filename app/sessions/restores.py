@@ -21,7 +21,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.fold import apply, fold
+from app.domain.fold import fold
 from app.domain.restore import restoring
 from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
@@ -185,20 +185,14 @@ def _decided(
     """What takes a session back to its event `seq`. Raises UnknownEvent."""
     events = reads.decode_events(rows)
     then = fold(session_id, events[:seq])
-    now = fold(session_id, events[seq:], then)
-    assert now is not None, f"session {session_id} has no events"
-    new = [] if _is_the_same(now, then) else restoring(now, then, name)
-    recorded = [Recorded(now.version + place, at, event) for place, event in enumerate(new, 1)]
-    after = now
-    for one in recorded:
-        after = apply(after, one, session_id)
+    expected = events[-1].seq
+    # Nothing may have happened since that a restore would take back, but for claims that are open still.
+    new = [] if seq == expected else restoring(then, name)
+    log = [*events, *(Recorded(expected + place, at, event) for place, event in enumerate(new, 1))]
+    after = fold(session_id, log)
+    assert after is not None, f"session {session_id} has no events"
     after = msgspec.structs.replace(after, open_turns={})
-    return RestoreSession(session_id, before_id, now.version, at, new, _head(after, [*events, *recorded]))
-
-
-def _is_the_same(now: Session, then: Session | None) -> bool:
-    """Has nothing happened since that a restore would take back, but for claims that are open still?"""
-    return then is not None and now.version == then.version
+    return RestoreSession(session_id, before_id, expected, at, new, _head(after, log))
 
 
 def _head(after: Session, events: Sequence[Recorded]) -> dict[str, Any]:

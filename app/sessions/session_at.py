@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from app.domain.events import Recorded, TurnCommitted, UnknownEvent
-from app.domain.fold import apply
+from app.domain.fold import states
 from app.domain.session import Session
 from app.errors import InvalidRequest, NotFound, SessionNotFound, SessionUnreadable
 from app.store import reads
@@ -66,16 +66,21 @@ def _folded(session_id: str, rows: Sequence[EventRow], last: int, whole: bool) -
     session: Session | None = None
     events: list[Recorded] = []
     damage = None
-    for row in rows:
-        try:
-            (recorded,) = reads.decode_events([row])
-            session = apply(session, recorded, session_id)
-        except UnknownEvent as error:
-            if whole:
-                raise
-            damage = f"event {len(events) + 1}: {error}"
-            break
-        events.append(recorded)
+    try:
+        for row in rows:
+            events += reads.decode_events([row])
+    except UnknownEvent as error:
+        if whole:
+            raise
+        damage = f"event {len(events) + 1}: {error}"
+    try:
+        for state in states(session_id, events):
+            session = state
+    except UnknownEvent as error:
+        if whole:
+            raise
+        del events[0 if session is None else session.version :]
+        damage = f"event {len(events) + 1}: {error}"
     if session is None:
         raise SessionUnreadable(f"session {session_id}: {damage}")
     return SessionAt(session, events, last, damage)

@@ -125,7 +125,7 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             turn=turn.number,
             parent=turn.history_parent,
             agent_id=turn.agent_id,
-            state="set_aside" if turn.number in session.aside else "committed",
+            state="set_aside" if turn.number in session.undone else "committed",
             branch=turn.branch,
             cause=turn.branch_cause,
             carries=turn.carries,

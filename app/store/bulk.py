@@ -17,7 +17,6 @@ from app.store import rollouts
 from app.store.broken import BrokenRow
 from app.store.damaged import attempt_or, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
-from app.store.packs.format import InPack
 from app.store.reads import (
     FRAME,
     SPAN,
@@ -29,7 +28,6 @@ from app.store.reads import (
     at_or_before,
     decode_events,
     event_rows,
-    frame_of,
 )
 from app.store.rollouts import RESTORED, REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
@@ -41,8 +39,8 @@ BEHIND = 1 << 62
 class StoredSession(msgspec.Struct, frozen=True):
     """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
 
-    `packed` are chunks in packs, until `store.packs.reader` has fetched them into `chunks`, or with `urls` of the packs
-    as they are.
+    `objects` are the names of chunks' objects, until `store.objects.reader` has fetched them into `chunks`, or as they
+    are, with their `urls`.
 
     `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
     export, where the rollout has several sessions.
@@ -58,7 +56,7 @@ class StoredSession(msgspec.Struct, frozen=True):
     root: Root | None = None
     damage: str | None = None
     rollout_rows: int | None = None
-    packed: dict[ChunkKey, InPack] = {}
+    objects: dict[ChunkKey, str] = {}
     urls: Mapping[str, str] = {}
 
     @property
@@ -202,13 +200,11 @@ def read_content(
         rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, *FRAME).where(
             chunks.c.session_id.in_(live), chunks.c.tombstoned_by.is_(None)
         )
-        for session_id, fence, number, *frame in connection.execute(rows):
-            if session_id in found:
-                place = frame_of(*frame)
-                if isinstance(place, InPack):
-                    found[session_id].packed[fence, number] = place
-                else:
-                    found[session_id].chunks[fence, number] = place
+        for session_id, fence, number, data, location in connection.execute(rows):
+            if session_id in found and location is not None:
+                found[session_id].objects[fence, number] = location
+            elif session_id in found:
+                found[session_id].chunks[fence, number] = data
 
 
 def read_logs(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, list[EventRow]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Double
+from sqlalchemy import ARRAY, BigInteger, Boolean, ColumnElement, Connection, Dialect, Double, bindparam, column, func
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -220,6 +221,10 @@ class Tx(Protocol):
         """`run` with each of the parameters."""
         ...
 
+    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
+        """The statement for each of the rows, in one round trip; the rows that it returns, in any order."""
+        ...
+
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None: ...
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
@@ -233,6 +238,20 @@ class Tx(Protocol):
     def positions(self, count: int) -> Iterator[int] | None:
         """Positions for `count` new events, or None if the database assigns them."""
         ...
+
+
+class ForEach:
+    """A statement for many rows of parameters: once for all of them (`many`), or for each (`single`).
+
+    `build` makes it of their columns; `types` are those by name. No name may be that of a column that it sets.
+    """
+
+    def __init__(self, build: Callable[[Any], Executable], **types: Any) -> None:
+        lists = [bindparam(name, type_=ARRAY(kind)) for name, kind in types.items()]
+        names: list[ColumnElement[Any]] = [column(name) for name in types]
+        rows = func.unnest(*lists).table_valued(*names, name="given").render_derived()
+        self.single = build(SimpleNamespace(**{name: bindparam(name, type_=kind()) for name, kind in types.items()}))
+        self.many = build(rows.c)
 
 
 class AlchemyTx:
@@ -255,6 +274,9 @@ class AlchemyTx:
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
         for one in parameters:
             self._connection.execute(statement, one)
+
+    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
+        return [found for row in rows for found in self.all(statement.single, row)]
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if rows:
@@ -300,6 +322,9 @@ class SqliteTx:
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
         for one in parameters:
             self.run(statement, one)
+
+    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
+        return [found for row in rows for found in self.all(statement.single, row)]
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if not rows:

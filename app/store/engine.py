@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection
@@ -19,12 +21,12 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import reads, sqlite_engine
-from app.store.async_engine import AsyncEngine, create_async_engine
-from app.store.broken import BrokenRow, damage
+from app.store.broken import BrokenRow, Unreadable, damage
 from app.store.dialect import (
     Compiler,
     ConnectionLost,
@@ -36,7 +38,7 @@ from app.store.dialect import (
     store_error,
 )
 from app.store.lock import SqliteLock
-from app.store.opening import acquire, unopened
+from app.store.opening import acquire, require_head, revision_of, unopened
 from app.store.ports import READERS, Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
@@ -47,15 +49,12 @@ from app.store.postgres import (
     is_lost,
     warn_of_weak_promises,
 )
-from app.store.revision import require_head, revision_of
 from app.store.sqlite import SqliteWriter
 from app.store.sqlite_engine import SqliteReads
-from app.store.turnstile import Turnstile
-from app.store.unreadable import Unreadable
 from app.tasks import uncancelled
 
 if TYPE_CHECKING:
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
 
 T = TypeVar("T")
 
@@ -121,11 +120,6 @@ async def revision_without_room(url: str) -> str | None:
         opened.close()
 
 
-def load_driver(url: str) -> None:
-    """Import the driver, without opening a connection."""
-    make_url(url).get_dialect().import_dbapi()
-
-
 def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
     """The lock that reserves an SQLite file for one process; None for PostgreSQL.
 
@@ -146,6 +140,35 @@ def _raise_if_full(error: BaseException) -> None:
 
 
 def _ignored(reason: str) -> None: ...
+
+
+class SharedLock:
+    """`async with` is shared; `alone` waits until all have left, and keeps others waiting meanwhile."""
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._has_left = asyncio.Event()
+        self._alone = asyncio.Lock()
+
+    async def __aenter__(self) -> None:
+        while self._alone.locked():
+            async with self._alone:
+                pass
+        self._active += 1
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._active -= 1
+        self._has_left.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        async with self._alone:
+            while self._active:
+                self._has_left.clear()
+                await self._has_left.wait()
+            yield
 
 
 class Database:
@@ -172,7 +195,7 @@ class Database:
         self._sqlite_compiler = Compiler(sqlite.dialect(paramstyle="qmark"))
         self._blocking = blocking
         self.is_read_only = False
-        self._readers = Turnstile()
+        self._readers = SharedLock()
         self._lock = sqlite_lock(url)
         self._on_lost: Callable[[str], None] | None = lost
         self._sqlite = None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock)

@@ -34,18 +34,6 @@ close_idle_head = sql.close_idle_head.returning(sessions.c.group_id, sessions.c.
 erase_head = sql.erase_head.returning(sessions.c.group_id, sessions.c.root_id)
 touch = sql.touch.returning(sessions.c.group_id, sessions.c.root_id)
 
-commit_head = sql.advance_head.values(
-    weight_version=case(
-        (
-            or_(sessions.c.weight_version.is_(None), sessions.c.weight_version < bindparam("weight")),
-            bindparam("weight", type_=sessions.c.weight_version.type),
-        ),
-        else_=sessions.c.weight_version,
-    ),
-    engine=bindparam("by"),
-)
-"""`advance_head` for a commit: `weight` is the turn's largest numeric version, or None; `by` is its engine."""
-
 
 # Settling.
 

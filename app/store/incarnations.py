@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, func, insert, null, select, update
+from sqlalchemy import Connection, bindparam, insert, null, select, update
 
 from app.store.dialect import Tx, now
 from app.store.schema import incarnations
@@ -37,10 +37,6 @@ _stop = update(incarnations).where(incarnations.c.id == bindparam("which")).valu
 _end = update(incarnations).where(incarnations.c.id == bindparam("which")).values(ended_at=now())
 _beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=null())
 
-
-_first_alive = select(func.min(incarnations.c.id)).where(
-    incarnations.c.ended_at.is_(None), incarnations.c.heartbeat_at + bindparam("lease_s") >= now()
-)
 
 SAME_MOMENT_S = 0.001
 """Two times of the database's clock in one statement are at most so far apart."""
@@ -71,12 +67,6 @@ def register(tx: Tx, *, alone: bool) -> int:
     row = tx.one(_register, {"at_host": host, "as_pid": os.getpid()})
     assert row is not None
     return int(row[0])
-
-
-def first_alive(connection: Connection, lease_s: float) -> int | None:
-    """The lowest number of a process that is alive."""
-    found: int | None = connection.execute(_first_alive, {"lease_s": lease_s}).scalar()
-    return found
 
 
 def end_gone(tx: Tx) -> None:

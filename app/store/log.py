@@ -6,7 +6,7 @@ does not fail the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from app.domain.encoding import encode
 from app.domain.events import (
     BlobsTombstoned,
+    ChunkKey,
     Event,
     Recorded,
     TurnAbandoned,
@@ -21,7 +22,7 @@ from app.domain.events import (
 )
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
-from app.store.packs.format import InPack, place_columns
+from app.store.objects import names
 
 Result = TypeVar("Result", covariant=True)
 
@@ -72,14 +73,15 @@ class StoredBlob(msgspec.Struct, frozen=True):
 
 
 class StoredChunk(msgspec.Struct, frozen=True):
-    """A chunk of a replay payload. Its key is its turn's fence and `number`. `data` is empty if it is in a pack."""
+    """A chunk of a replay payload. Its key is its turn's fence and `number`. `data` is empty if it is
+    the object `location`."""
 
     number: int
     kind: str
     size: int
     hash: str
     data: bytes
-    place: InPack | None = None
+    location: str | None = None
 
 
 def append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]) -> Appended:
@@ -113,15 +115,8 @@ def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) 
     ]
 
 
-def advance_head(
-    tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0, committed: int = 0
-) -> Appended:
-    changes = {"sid": session_id, "count": len(new), "freed": freed, "committed": committed, "at": at}
-    return append_after(tx, session_id, at, new, tx.one(sql.advance_head, changes))
-
-
-def append_after(tx: Tx, session_id: str, at: float, new: Sequence[Event], head: Row | None) -> Appended:
-    """Write events of which the last gets the version in `head`."""
+def advance_head(tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0) -> Appended:
+    head = tx.one(sql.advance_head, {"sid": session_id, "count": len(new), "freed": freed, "at": at})
     assert head is not None, f"open turn of session {session_id} without a head"
     return append(tx, session_id, head[0] - len(new) + 1, at, new)
 
@@ -154,21 +149,56 @@ class StoreOperation(BaseOperation, frozen=True):
         return ""
 
 
-def holds(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: float | None) -> bool:
-    """Does this process still hold the open turn under this fence? `opened_at` as in `Commit`."""
-    tx.lock(sql.lock_head, {"sid": session_id})
-    statement = sql.holds_open_turn if opened_at is None else sql.holds_opened_turn
-    return tx.one(statement, held_by(session_id, fence, incarnation, opened_at)) is not None
+class SetOperation(BaseOperation, frozen=True):
+    """An operation that is applied in sets: one statement does it for many sessions.
+
+    Those that lose their claim, or come too late, do not fail the others. `is_of_set`: it may be one of a set.
+    """
+
+    @property
+    def is_of_set(self) -> bool:
+        return True
+
+    @classmethod
+    def apply_set(cls, tx: Tx, operations: Sequence[Any]) -> list[Any]:
+        """The outcomes of operations of this kind on different sessions, in the same order."""
+        raise NotImplementedError
+
+    def apply(self, tx: Tx) -> Any:
+        return self.apply_set(tx, [self])[0]
 
 
-def held_by(session_id: str, fence: int, incarnation: int, opened_at: float | None) -> dict[str, Any]:
-    """Parameters of the statements on a held open turn."""
-    held = {"sid": session_id, "fenced": fence, "incarnation": incarnation}
-    return held if opened_at is None else {**held, "opened_at": opened_at}
+class TurnOperation(BaseOperation, frozen=True):
+    """An operation on an open turn, by the process that holds it.
+
+    A claim is told by its fence, the process, and when it was taken: where a PostgreSQL crash undid a claim, its fence
+    may be that of another turn.
+    """
+
+    session_id: str
+    fence: int
+    incarnation: int
+    opened_at: float
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Parameters of the statements on a held open turn."""
+        return {
+            "sid": self.session_id,
+            "fenced": self.fence,
+            "holder": self.incarnation,
+            "claimed_at": self.opened_at,
+        }
+
+    def holds(self, tx: Tx) -> bool:
+        """Does the process still hold the turn?"""
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        return tx.one(sql.holds_open_turn, self.held) is not None
 
 
 def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
-    """Abandon open turns of others; those that have ended meanwhile are skipped."""
+    """Abandon open turns of others; those that have ended meanwhile are skipped. Whose process lives may be writing
+    objects of it: these are not deleted before it has ended."""
     tx.lock(sql.lock_head, {"sid": session_id})
     abandoned = [
         TurnAbandoned(row[0], row[1], reason)
@@ -179,16 +209,34 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: 
         return Appended(())
     for event in abandoned:
         tx.run(sql.drop_staged, {"sid": session_id, "fenced": event.fence})
+    if reason in ("session_closed", "restored"):
+        written = {fence: incarnation for _, fence, incarnation, *_ in holders}
+        for event in abandoned:
+            incarnation = written[event.fence]
+            prefix = names.of_turn(session_id, incarnation, event.fence)
+            tx.run(sql.queue_prefix, {"object": prefix, "sid": session_id, "incarnation": incarnation})
     return advance_head(tx, session_id, at, abandoned, freed=len(abandoned))
 
 
-def tombstone(tx: Tx, session_id: str, appended: Appended) -> None:
-    """Delete the bytes that the tombstones among the events free."""
-    for recorded in appended.events:
-        if isinstance(recorded.event, BlobsTombstoned):
-            freed = recorded.event.freed
-            keys = [{"sid": session_id, "fenced": fence, "place": number} for fence, number in freed]
-            tx.run_all(sql.tombstone_chunk, [{**key, "by": recorded.seq} for key in keys])
+Tombstones = tuple[str, int, Iterable[ChunkKey]]
+"""A session, the event that frees chunks, and their keys."""
+
+
+def tombstones_of(session_id: str, appended: Appended) -> list[Tombstones]:
+    """Those that the events say."""
+    events = ((recorded.seq, recorded.event) for recorded in appended.events)
+    return [(session_id, seq, event.freed) for seq, event in events if isinstance(event, BlobsTombstoned)]
+
+
+def free_chunks(tx: Tx, freed: Sequence[Tombstones]) -> None:
+    """Delete the bytes of chunks, and queue their objects."""
+    rows = [
+        {"sid": session_id, "fenced": fence, "place": number, "by": by}
+        for session_id, by, keys in freed
+        for fence, number in keys
+    ]
+    objects = [row for row in tx.each(sql.tombstone_chunks, rows) if row[0] is not None] if rows else []
+    tx.insert(sql.queue_object, [{"name": row[0], "session_id": row[1]} for row in objects])
 
 
 def size_of(stored: Sequence[StoredBlob] | Sequence[StoredChunk]) -> int:
@@ -203,8 +251,8 @@ def chunk_row(session_id: str, fence: int, chunk: StoredChunk) -> dict[str, Any]
         "kind": chunk.kind,
         "size": chunk.size,
         "hash": chunk.hash,
-        "data": None if chunk.place else chunk.data,
-        **place_columns(chunk.place),
+        "data": None if chunk.location else chunk.data,
+        "location": chunk.location,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -30,12 +30,19 @@ MOST_BYTES = 64 << 20
 """The most bytes that a fork counts in the writer's queue, which holds 256 MiB."""
 
 
+class Copies(msgspec.Struct, frozen=True):
+    """A fork's copies of objects, by its own chunks' keys; all names begin with `prefix`."""
+
+    prefix: str
+    names: Mapping[ChunkKey, str]
+
+
 class Fork(BaseOperation, frozen=True):
     """Create session `fork_id` with the log `forked`, a copy of turns of `session_id`, whose row is locked meanwhile.
 
     Returns only the creation event, so that copied turns are not counted as taken. Nothing is written if it returns
     Existing (the id is in use), Refused (the source does not exist or is erased), or Stale (payloads that it would copy
-    were tombstoned after event `tombstone`).
+    were tombstoned after event `tombstone`, or `copies` of its objects have been given up).
     """
 
     session_id: str
@@ -44,6 +51,7 @@ class Fork(BaseOperation, frozen=True):
     forked: Forked
     metadata: StoredBlob | None
     tombstone: int
+    copies: Copies | None = None
 
     @property
     def size(self) -> int:
@@ -62,8 +70,10 @@ class Fork(BaseOperation, frozen=True):
             return Refused(None if source is None else source[1])
         if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
             return Stale()
+        if self.copies is not None and not tx.run(sql.take_copies, {"object": self.copies.prefix}):
+            return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
-        rollouts.adopt(tx, self.fork_id, None)
+        rollouts.adopt(tx, {self.fork_id: None})
         rollouts.note(tx, self.forked.created.config.group_id)
         self._copy(tx)
         appended = append(tx, self.fork_id, 1, self.at, self.forked.events)
@@ -94,10 +104,14 @@ class Fork(BaseOperation, frozen=True):
         _run_in_parts(tx, _copy_blob, ({**own, "as_number": new, "old": old} for new, old in forked.blobs.items()))
         if self.metadata is not None:
             tx.insert(sql.insert_blob, [blob_row(self.fork_id, self.metadata)])
+        copied = {} if self.copies is None else self.copies.names
         _run_in_parts(
             tx,
             _copy_chunk,
-            ({**own, "as_fence": key[0], "fenced": old[0], "place": old[1]} for key, old in forked.chunks.items()),
+            (
+                {**own, "as_fence": key[0], "fenced": old[0], "place": old[1], "as_object": copied.get(key)}
+                for key, old in forked.chunks.items()
+            ),
         )
         tx.insert(sql.insert_chunk, list(self._tombstones()))
 
@@ -164,7 +178,7 @@ _copy_blob = insert(blobs).from_select(
     ).where(blobs.c.session_id == _sid, blobs.c.number == bindparam("old")),
 )
 _copy_chunk = insert(chunks).from_select(
-    ["session_id", "fence", "number", "kind", "size", "hash", "data", "location", "pack_offset", "pack_length"],
+    ["session_id", "fence", "number", "kind", "size", "hash", "data", "location"],
     select(
         _fork_id,
         bindparam("as_fence", type_=BigInteger),
@@ -173,9 +187,7 @@ _copy_chunk = insert(chunks).from_select(
         chunks.c.size,
         chunks.c.hash,
         chunks.c.data,
-        chunks.c.location,
-        chunks.c.pack_offset,
-        chunks.c.pack_length,
+        bindparam("as_object", type_=chunks.c.location.type),
     ).where(chunks.c.session_id == _sid, chunks.c.fence == bindparam("fenced"), chunks.c.number == bindparam("place")),
 )
 _newest_tombstone = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -26,17 +27,20 @@ from app.store.log import (
     Appended,
     BaseOperation,
     Refused,
+    SetOperation,
     StoredBlob,
     abandon,
     advance_head,
     append,
+    append_all,
     blob_row,
+    free_chunks,
     refused,
 )
-from app.store.packs.rows import note_erasure
+from app.store.objects import names
 
 
-class Create(BaseOperation, frozen=True):
+class Create(SetOperation, frozen=True):
     """Create a session. Returns Existing if the id is taken, Refused if its root is closed, or Circular."""
 
     session_id: str
@@ -50,31 +54,48 @@ class Create(BaseOperation, frozen=True):
     def size(self) -> int:
         return 512 + (len(self.blob.data) if self.blob else 0)
 
-    def apply(self, tx: Tx) -> Appended | Existing | Refused | Circular:
-        head = tx.one(sql.head, {"sid": self.session_id})
-        if head is not None:
-            return Existing(head[1], head[3])
-        root_id = None if self.parent is None else rollouts.root_for(tx, self.parent)
-        if root_id == self.session_id:
-            return Circular()
-        root = None if root_id is None else tx.one(sql.head, {"sid": root_id})
-        if root is not None and root[1] != "open":
-            return Refused(root[1])
-        tx.insert(sql.insert_session, [{**self.head_row(), "root_id": root_id}])
-        adopted = rollouts.adopt(tx, self.session_id, root_id)
-        rollouts.note(tx, self.group_id)
-        rollouts.note(tx, None, root_id)
-        tx.insert(sql.insert_blob, self.blob_rows())
-        appended = append(tx, self.session_id, 1, self.at, [self.event])
+    @property
+    def is_of_set(self) -> bool:
+        """A parent may be created in the same batch, before its child."""
+        return self.parent is None
+
+    @classmethod
+    def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[Appended | Existing | Refused | Circular]:
+        taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
+        outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
+        roots: dict[str, str | None] = {}
+        for create in operations:
+            session_id = create.session_id
+            if session_id in outcomes:
+                continue
+            root_id = None if create.parent is None else rollouts.root_for(tx, create.parent)
+            root = None if root_id is None else tx.one(sql.head, {"sid": root_id})
+            if root_id == session_id:
+                outcomes[session_id] = Circular()
+            elif root is not None and root[1] != "open":
+                outcomes[session_id] = Refused(root[1])
+            else:
+                roots[session_id] = root_id
+        new = [create for create in operations if create.session_id in roots]
+        tx.insert(sql.insert_session, [create._head_row(roots[create.session_id]) for create in new])
+        adopted = rollouts.adopt(tx, roots)
+        rollouts.note_groups(tx, sorted({create.group_id for create in new if create.group_id is not None}))
+        for root_id in roots.values():
+            rollouts.note(tx, None, root_id)
+        blobs = [blob_row(create.session_id, create.blob) for create in new if create.blob is not None]
+        tx.insert(sql.insert_blob, blobs)
+        for create, appended in zip(
+            new, append_all(tx, [(c.session_id, 1, c.at, [c.event]) for c in new]), strict=True
+        ):
+            outcomes[create.session_id] = Appended(appended.events, adopted.get(create.session_id, ()))
         reach("in_create")
-        return Appended(appended.events, adopted)
+        return [outcomes[create.session_id] for create in operations]
 
     @property
     def parent(self) -> str | None:
         return self.event.config.parent
 
-    def head_row(self) -> dict[str, Any]:
-        """The head of a session without a parent."""
+    def _head_row(self, root_id: str | None) -> dict[str, Any]:
         return {
             "session_id": self.session_id,
             "version": 1,
@@ -86,11 +107,8 @@ class Create(BaseOperation, frozen=True):
             "updated_at": self.at,
             "body_hash": self.body_hash,
             "attempt": self.event.config.attempt,
-            "root_id": None,
+            "root_id": root_id,
         }
-
-    def blob_rows(self) -> list[dict[str, Any]]:
-        return [] if self.blob is None else [blob_row(self.session_id, self.blob)]
 
 
 class Existing(msgspec.Struct, frozen=True):
@@ -294,22 +312,20 @@ class FreeChunks(BaseOperation, frozen=True):
         found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
         if found and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
             return False  # A crash of PostgreSQL has undone the event, which was not synced: the next round writes it.
-        for fence, number in found:
-            tx.run(sql.tombstone_chunk, {"sid": self.session_id, "fenced": fence, "place": number, "by": self.by})
+        free_chunks(tx, [(self.session_id, self.by, [(row[0], row[1]) for row in found])])
         return len(found) == self.most
 
 
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or set aside; its events stay.
 
-    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). `has_packs`: there
-    is object storage, where the collector must finish. `unless_pinned`: refused if a checkpoint has the session.
+    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). Its
+    objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
     at: float
     components_upto: int = 0
-    has_packs: bool = False
     unless_pinned: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
@@ -324,8 +340,8 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
-        if self.has_packs:
-            note_erasure(tx, self.session_id)
+        tx.run(sql.unqueue_objects, {"sid": self.session_id})
+        tx.run(sql.queue_prefix, {"object": names.folder_of(self.session_id), "sid": self.session_id})
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from sqlalchemy import Connection
@@ -11,26 +11,27 @@ from sqlalchemy import Connection
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, Event, ReplyRedelivered, ReplyUndelivered, TurnCommitted, TurnOpened
 from app.domain.groups import largest_version
-from app.store import groups, pins, staged_tokens
+from app.store import pins, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
 from app.store.log import (
     Appended,
     BaseOperation,
     Refused,
+    SetOperation,
     StoredBlob,
     StoredChunk,
+    Tombstones,
+    TurnOperation,
     abandon,
     advance_head,
-    append,
-    append_after,
+    append_all,
     blob_row,
     chunk_row,
-    held_by,
-    holds,
+    free_chunks,
     refused,
     size_of,
-    tombstone,
+    tombstones_of,
 )
 
 
@@ -46,88 +47,98 @@ class Busy(msgspec.Struct, frozen=True):
     incarnation: int
     body_hash: str
     retry_key: str | None
+    opened_at: float
 
 
 class TooMany(msgspec.Struct, frozen=True):
     """Nothing was claimed: a tree has as many open turns as it may."""
 
 
-class TreeClaim(msgspec.Struct, frozen=True):
-    """The conditions of a claim in a tree: `turns` turns are committed, and fewer than `max_open` are open.
-
-    `is_retry`: its client marked it as a retry without a key. Then no other process may have an open turn with its
-    body, but for those with the fences `unlike`, which are other agents'.
-    """
-
-    turns: int
-    max_open: int
-    is_retry: bool = False
-    unlike: Collection[int] = ()
-
-
-class Claim(BaseOperation, frozen=True):
-    """Open a turn, if the session is at version `expected`, written at `last_event_at`, and has no open turn.
-
-    In a `tree` other turns may be open, and events that commit no turn may follow `expected`; Busy is then only a turn
-    that the request repeats. The store then gives the turn its number and its fence, the `seq` of the returned event.
+class Known(msgspec.Struct, frozen=True):
+    """The state that an operation was decided for: the log's version, when its last event was written, and how many
+    turns were committed.
 
     The time tells apart logs with the same number of events: a PostgreSQL crash may lose claims, which are not synced,
-    and other events then take their places. A dead process's claim is abandoned where it is in the way; the outcome is
-    then Stale, since the version has changed.
+    and other events then take their places.
+    """
+
+    version: int
+    last_event_at: float
+    turns: int
+
+
+class Claim(SetOperation, frozen=True):
+    """Open a turn, if no turn has been committed or set aside since `known`, and fewer than `most` are open.
+
+    The store gives the turn its number and its fence, the `seq` of the returned event. Busy names the open turn that is
+    in the way, or that the request repeats. `is_retry`: its client marked it as a retry without a key. Then no other
+    process may have an open turn with its body, but for those with the fences `unlike`, which are other agents'. A dead
+    process's claim is abandoned where it is in the way; the outcome is then Stale, since the version has changed.
     """
 
     durable: ClassVar[bool] = False
     runs_inline: ClassVar[bool] = True
     session_id: str
-    expected: int
-    last_event_at: float
+    known: Known
     at: float
     event: TurnOpened
     lease_s: float
+    most: int = 1
+    is_retry: bool = False
+    unlike: Collection[int] = ()
     is_alone: bool = False
-    tree: TreeClaim | None = None
 
-    def apply(self, tx: Tx) -> Appended | Stale | Busy | TooMany | Refused:
-        given = {"sid": self.session_id, "expected": self.expected, "last_event_at": self.last_event_at}
-        row: Row | None
-        if self.tree is None:
-            row = (self.expected + 1, self.event.turn) if tx.run(sql.claim_head, given) else None
-        elif (busy := self._repeated(tx, self.tree)) is not None:
-            return busy
-        else:
-            limits = {"known_turns": self.tree.turns, "max_open": self.tree.max_open}
-            row = tx.one(sql.claim_tree_head, {**given, **limits})
-        if row is None:
-            return self.failure(tx)
-        fence, number = row
-        tx.insert(sql.insert_open_turn, [self.open_row(fence, number)])
-        appended = append(tx, self.session_id, fence, self.at, [self.opened(number)])
+    @classmethod
+    def apply_set(cls, tx: Tx, operations: Sequence[Claim]) -> list[Appended | Stale | Busy | TooMany | Refused]:
+        outcomes: dict[str, Any] = {}
+        for claim in operations:
+            if (busy := claim._repeated(tx)) is not None:
+                outcomes[claim.session_id] = busy
+        free = [claim for claim in operations if claim.session_id not in outcomes]
+        won = {row[0]: row for row in tx.each(sql.claim_heads, [claim._conditions() for claim in free])}
+        winners = [(claim, *won[claim.session_id][1:]) for claim in free if claim.session_id in won]
+        tx.insert(sql.insert_open_turn, [claim._open_row(fence, number) for claim, fence, number in winners])
+        logs = [(claim.session_id, fence, claim.at, [claim._opened(number)]) for claim, fence, number in winners]
+        outcomes |= zip((session_id for session_id, *_ in logs), append_all(tx, logs), strict=True)
+        for claim in free:
+            if claim.session_id not in won:
+                outcomes[claim.session_id] = claim._failure(tx)
         reach("in_claim")
-        return appended
+        return [outcomes[claim.session_id] for claim in operations]
 
-    def _repeated(self, tx: Tx, tree: TreeClaim) -> Busy | None:
-        """The open turn of a living process that the claim's request repeats: with its retry key, or as `TreeClaim`
+    def _conditions(self) -> dict[str, Any]:
+        known = self.known
+        return {
+            "sid": self.session_id,
+            "known": known.version,
+            "known_at": known.last_event_at,
+            "known_turns": known.turns,
+            "most": self.most,
+        }
+
+    def _repeated(self, tx: Tx) -> Busy | None:
+        """The open turn of a living process that the claim's request repeats: with its retry key, or as `is_retry`
         says. A dead process's is abandoned: it must not commit after all."""
         key, opened = self.event.retry_key, self.event
-        if key is None and not tree.is_retry:
+        if self.most == 1 or (key is None and not self.is_retry):
             return None
         tx.lock(sql.lock_head, {"sid": self.session_id})
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
         if key is not None:
             same = [row for row in holders if row[4] == key]
         else:
-            elsewhere = (row for row in holders if row[2] != opened.incarnation and row[1] not in tree.unlike)
+            elsewhere = (row for row in holders if row[2] != opened.incarnation and row[1] not in self.unlike)
             same = [row for row in elsewhere if row[3] == opened.body_hash]
-        live = [row for row in same if not row[5]]
+        live = [row for row in same if not row[6]]
         if same and not live:
             abandon(tx, self.session_id, self.at, same, "owner_dead")
-        return Busy(*live[0][:5]) if live else None
+        return Busy(*live[0][:6]) if live else None
 
-    def opened(self, number: int) -> TurnOpened:
+    def _opened(self, number: int) -> TurnOpened:
         """The event, with the number that the store has given the turn."""
         return msgspec.structs.replace(self.event, turn=number)
 
-    def open_row(self, fence: int, number: int) -> dict[str, Any]:
+    def _open_row(self, fence: int, number: int) -> dict[str, Any]:
         return {
             "session_id": self.session_id,
             "fence": fence,
@@ -140,42 +151,38 @@ class Claim(BaseOperation, frozen=True):
             "opened_at": self.at,
         }
 
-    def failure(self, tx: Tx) -> Stale | Busy | TooMany | Refused:
+    def _failure(self, tx: Tx) -> Stale | Busy | TooMany | Refused:
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
             return Refused(None if head is None else head[1])
-        if self.tree is not None and head[2] < self.tree.max_open:
+        if head[2] < self.most:
             return Stale()
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
-        live = [row for row in holders if not row[5]]
-        dead = [row for row in holders if row[5]]
+        live = [row for row in holders if not row[6]]
+        dead = [row for row in holders if row[6]]
         abandon(tx, self.session_id, self.at, dead, "owner_dead")
-        if self.tree is not None:
+        if self.most > 1:
             return Stale() if dead else TooMany()
         if live and self.event.history is not None:
             return Stale()  # Another turn has decided the session's history.
-        return Busy(*live[0][:5]) if live else Stale()
+        return Busy(*live[0][:6]) if live else Stale()
 
 
-class Stage(BaseOperation, frozen=True):
+class Stage(TurnOperation, frozen=True):
     """Write chunks of an open turn before its commit, so that no transaction is long; False without the claim.
 
-    If the turn ends without a commit, they are deleted. `opened_at` as in `Commit`.
+    If the turn ends without a commit, they are deleted.
     """
 
     durable: ClassVar[bool] = False
-    session_id: str
-    fence: int
-    incarnation: int
     chunks: Sequence[StoredChunk]
-    opened_at: float | None = None
 
     @property
     def size(self) -> int:
         return size_of(self.chunks)
 
     def apply(self, tx: Tx) -> bool:
-        if not holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+        if not self.holds(tx):
             return False
         tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
         return True
@@ -188,41 +195,28 @@ class Pinned(msgspec.Struct, frozen=True):
     upto: int
 
 
-class Decided(msgspec.Struct, frozen=True):
-    """The state for which a commit's events were decided: the log's version, when its last event was written, and how
-    many turns were committed."""
+class Commit(SetOperation, TurnOperation, frozen=True):
+    """Commit the open turn if this process still holds it; else nothing is written.
 
-    version: int
-    last_event_at: float
-    turns: int
-
-
-class Commit(BaseOperation, frozen=True):
-    """Commit the open turn if its fence is still valid; else nothing is written.
+    Its events depend on the turns committed before it, and tombstones on those that are open too, which may share the
+    chunks that they free: they are written only to the state that they were `known` to be decided for, else the outcome
+    is Stale, and they must be decided again. Tombstones spare what checkpoints have up to event `pinned_upto`; if these
+    have more by now, the outcome is Pinned.
 
     `chunks` are those that were not staged. Staged ones must still be there: staging is not synced, and a PostgreSQL
-    crash may have undone it but kept the claim. `is_alone`: no other turn is in flight in this process. `stages`: turns
-    stage their tokens, which go with the commit; those that turns before it left too, but in a tree they may yet go on.
-
-    The events of a turn of a tree depend on the turns committed before it: they are written only after `decided_at`,
-    else the outcome is Stale, and they must be decided again. `opened_at` is then when its claim was taken: where a
-    PostgreSQL crash undid a claim, the fence may be that of another turn of the same process. Its tombstones spare what
-    checkpoints have up to event `pinned_upto`; if they have more by now, the outcome is Pinned.
+    crash may have undone it but kept the claim. `is_alone`: no other turn is in flight in this process. `stages`: what
+    staged tokens go with the commit, those of this turn or of the whole session.
     """
 
-    session_id: str
-    fence: int
-    incarnation: int
     at: float
+    known: Known
     events: Sequence[Event]
     facts: bytes
     wire: bytes
     blobs: Sequence[StoredBlob]
     chunks: Sequence[StoredChunk] = ()
     is_alone: bool = False
-    stages: bool = False
-    decided_at: Decided | None = None
-    opened_at: float | None = None
+    stages: Literal["turn", "session"] | None = None
     pinned_upto: int = 0
 
     @property
@@ -235,37 +229,62 @@ class Commit(BaseOperation, frozen=True):
         own = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
         return own - {chunk.number for chunk in self.chunks}
 
-    def apply(self, tx: Tx) -> Appended | Stale | Pinned | Refused:
-        tx.lock(sql.lock_head, {"sid": self.session_id})
-        if self.decided_at is not None and not self._is_current(tx, self.decided_at):
-            return Stale()
-        if self.has_tombstones and (upto := pins.pinned_upto(tx, self.session_id)) > self.pinned_upto:
-            return Pinned(upto)
-        if not self._has_staged(tx) or not _take(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
-            return refused(tx, self.session_id)
-        tx.insert(sql.insert_turn, [self.turn_row()])
-        tx.insert(sql.insert_blob, self.blob_rows())
-        tx.insert(sql.insert_chunk, self.chunk_rows())
-        if self.stages and self.decided_at is None:
-            staged_tokens.drop_of_session(tx, self.session_id)
-        elif self.stages:
-            staged_tokens.drop_of_turn(tx, self.session_id, self.fence)
-        changes = {"sid": self.session_id, "count": len(self.events), "freed": 1, "committed": 1, "at": self.at}
-        head = tx.one(groups.commit_head, {**changes, "weight": self.weight, "by": self.turn.engine})
-        appended = append_after(tx, self.session_id, self.at, self.events, head)
-        tombstone(tx, self.session_id, appended)
+    @classmethod
+    def apply_set(cls, tx: Tx, operations: Sequence[Commit]) -> list[Appended | Stale | Pinned | Refused]:
+        for commit in operations:
+            tx.lock(sql.lock_head, {"sid": commit.session_id})
+        outcomes: dict[str, Any] = cls._pinned(tx, [commit for commit in operations if commit.has_tombstones])
+        tried = [commit for commit in operations if commit.session_id not in outcomes and commit._has_staged(tx)]
+        ended = {row[0] for row in tx.each(sql.free_open_turns, [commit._conditions() for commit in tried])}
+        winners = [commit for commit in tried if commit.session_id in ended]
+        tx.insert(sql.insert_turn, [commit._turn_row() for commit in winners])
+        tx.insert(sql.insert_blob, [blob_row(commit.session_id, blob) for commit in winners for blob in commit.blobs])
+        chunks = [(commit, chunk) for commit in winners for chunk in commit.chunks]
+        tx.insert(sql.insert_chunk, [chunk_row(commit.session_id, commit.fence, chunk) for commit, chunk in chunks])
+        staged = [(commit, commit.fence if commit.stages == "turn" else None) for commit in winners if commit.stages]
+        tx.each(staged_tokens.drop_committed, [{"sid": commit.session_id, "fenced": fence} for commit, fence in staged])
+        versions = {row[0]: row[1] for row in tx.each(sql.commit_heads, [commit._changes() for commit in winners])}
+        logs = [
+            (commit.session_id, versions[commit.session_id] - len(commit.events) + 1, commit.at, commit.events)
+            for commit in winners
+        ]
+        freed: list[Tombstones] = []
+        for commit, appended in zip(winners, append_all(tx, logs), strict=True):
+            freed += tombstones_of(commit.session_id, appended)
+            outcomes[commit.session_id] = appended
+        free_chunks(tx, freed)
         reach("in_commit")
-        return appended
+        return [outcomes.get(commit.session_id) or commit._failure(tx) for commit in operations]
 
-    def _is_current(self, tx: Tx, decided_at: Decided) -> bool:
-        """A tombstone depends on the open turns too: they may share the chunks that it frees."""
+    @staticmethod
+    def _pinned(tx: Tx, commits: Sequence[Commit]) -> dict[str, Pinned]:
+        """Those whose tombstones do not spare what checkpoints have."""
+        upto = pins.pinned_upto_each(tx, [commit.session_id for commit in commits]) if commits else {}
+        late = [commit.session_id for commit in commits if upto.get(commit.session_id, 0) > commit.pinned_upto]
+        return {session_id: Pinned(upto[session_id]) for session_id in late}
+
+    def _has_staged(self, tx: Tx) -> bool:
+        staged = self.staged
+        if not staged:
+            return True
+        return staged <= {row[0] for row in tx.all(sql.chunk_numbers, {"sid": self.session_id, "fenced": self.fence})}
+
+    def _conditions(self) -> dict[str, Any]:
+        known, is_whole = self.known, self.has_tombstones
+        return {
+            **self.held,
+            "known": known.version if is_whole else None,
+            "known_at": known.last_event_at if is_whole else None,
+            "known_turns": known.turns,
+        }
+
+    def _failure(self, tx: Tx) -> Stale | Refused:
+        """Stale if it is only decided for another state."""
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
-            return True  # Refused below.
-        if not self.has_tombstones:
-            return bool(head[4] == decided_at.turns)
-        last = tx.one(sql.event_at, {"sid": self.session_id, "place": decided_at.version})
-        return head[0] == decided_at.version and last is not None and last[0] == decided_at.last_event_at
+            return Refused(None if head is None else head[1])
+        is_held = tx.one(sql.holds_open_turn, self.held) is not None
+        return Stale() if is_held and self._has_staged(tx) else Refused("open")
 
     @property
     def has_tombstones(self) -> bool:
@@ -275,11 +294,17 @@ class Commit(BaseOperation, frozen=True):
     def turn(self) -> TurnCommitted:
         return next(event for event in self.events if isinstance(event, TurnCommitted))
 
-    @property
-    def weight(self) -> int | None:
-        return largest_version(self.turn)
+    def _changes(self) -> dict[str, Any]:
+        turn = self.turn
+        return {
+            "sid": self.session_id,
+            "count": len(self.events),
+            "moved_at": self.at,
+            "weight": largest_version(turn),
+            "by": turn.engine,
+        }
 
-    def turn_row(self) -> dict[str, Any]:
+    def _turn_row(self) -> dict[str, Any]:
         turn = self.turn
         return {
             "session_id": self.session_id,
@@ -292,42 +317,19 @@ class Commit(BaseOperation, frozen=True):
             "wire": self.wire,
         }
 
-    def _has_staged(self, tx: Tx) -> bool:
-        staged = self.staged
-        if not staged:
-            return True
-        return staged <= {row[0] for row in tx.all(sql.chunk_numbers, {"sid": self.session_id, "fenced": self.fence})}
 
-    def blob_rows(self) -> list[dict[str, Any]]:
-        return [blob_row(self.session_id, blob) for blob in self.blobs]
-
-    def chunk_rows(self) -> list[dict[str, Any]]:
-        return [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks]
-
-
-def _take(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: float | None) -> bool:
-    """Release the open turn if this process still holds it under this fence; was it held?"""
-    tx.lock(sql.lock_head, {"sid": session_id})
-    statement = sql.free_open_turn if opened_at is None else sql.free_opened_turn
-    return tx.one(statement, held_by(session_id, fence, incarnation, opened_at)) is not None
-
-
-class Release(BaseOperation, frozen=True):
-    """End the open turn without a commit. `opened_at` as in `Commit`. `keeps_staged`: a retry may go on from the tokens
-    that it has staged."""
+class Release(TurnOperation, frozen=True):
+    """End the open turn without a commit. `keeps_staged`: a retry may go on from the tokens that it has staged."""
 
     durable: ClassVar[bool] = False
     runs_inline: ClassVar[bool] = True
-    session_id: str
-    fence: int
-    incarnation: int
     at: float
     event: Event
-    opened_at: float | None = None
     keeps_staged: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        if not _take(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        if tx.one(sql.free_open_turn, self.held) is None:
             return refused(tx, self.session_id)
         tx.run(sql.drop_staged, {"sid": self.session_id, "fenced": self.fence})
         if not self.keeps_staged:
@@ -341,25 +343,21 @@ REFUSED_KEPT = 8
 """How many refused replies a session keeps: the newest."""
 
 
-class Reject(BaseOperation, frozen=True):
+class Reject(TurnOperation, frozen=True):
     """End the open turn because of its reply. The beginning of it (`data`) is kept; it had `reply_size` bytes."""
 
     durable: ClassVar[bool] = False
-    session_id: str
-    fence: int
-    incarnation: int
     at: float
     event: Event
     reply_size: int
     data: bytes
-    opened_at: float | None = None
 
     @property
     def size(self) -> int:
         return 512 + len(self.data)
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        end = Release(self.session_id, self.fence, self.incarnation, self.at, self.event, self.opened_at)
+        end = Release(self.session_id, self.fence, self.incarnation, self.opened_at, self.at, self.event)
         released = end.apply(tx)
         if isinstance(released, Appended):
             row = {"session_id": self.session_id, "fence": self.fence, "size": self.reply_size, "data": self.data}
@@ -408,7 +406,7 @@ class AbandonDead(BaseOperation, frozen=True):
         found = tx.all(sql.dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
         for (session_id,) in found:
             holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
-            abandon(tx, session_id, self.at, [row for row in holders if row[5]], "owner_dead")
+            abandon(tx, session_id, self.at, [row for row in holders if row[6]], "owner_dead")
         return (found[-1][0] if len(found) == self.most else None), len(found)
 
 

@@ -6,28 +6,26 @@ between such transactions. So one that is made later finds the content gone, and
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, Connection, Select, bindparam, exists, func, select
+from sqlalchemy import ColumnElement, Connection, Text, exists, func, select
 
-from app.store.dialect import Tx, change_pins, keep_pins
+from app.store.dialect import ForEach, Tx, change_pins, keep_pins
 from app.store.schema import checkpoint_sessions, checkpoints, sessions
 
 _keep = select(keep_pins())
 _change = select(change_pins())
 
 
-def upto_of_each(session_ids: ColumnElement[Any]) -> Select[Any]:
-    """As `pinned_upto`, of those of the sessions that are in a checkpoint."""
-    return (
+_each = ForEach(
+    lambda given: (
         select(checkpoint_sessions.c.session_id, func.max(checkpoint_sessions.c.seq))
         .join_from(checkpoint_sessions, checkpoints, checkpoints.c.id == checkpoint_sessions.c.checkpoint_id)
-        .where(checkpoint_sessions.c.session_id == session_ids, checkpoints.c.state != "deleting")
+        .where(checkpoint_sessions.c.session_id == given.sid, checkpoints.c.state != "deleting")
         .group_by(checkpoint_sessions.c.session_id)
-    )
-
-
-_upto = upto_of_each(bindparam("sid", type_=checkpoint_sessions.c.session_id.type))
+    ),
+    sid=Text,
+)
 _restoring = select(checkpoints.c.name).where(checkpoints.c.state == "restoring").limit(1)
 
 
@@ -43,14 +41,18 @@ def change(tx: Tx) -> None:
 
 def pinned_upto(tx: Tx, session_id: str) -> int:
     """The last event of the session that is in a checkpoint; 0: it is in none. The pins are kept."""
+    return pinned_upto_each(tx, [session_id]).get(session_id, 0)
+
+
+def pinned_upto_each(tx: Tx, session_ids: Sequence[str]) -> dict[str, int]:
+    """As `pinned_upto`, of those of the sessions that are in a checkpoint."""
     keep(tx)
-    row = tx.one(_upto, {"sid": session_id})
-    return 0 if row is None else int(row[1])
+    return {row[0]: row[1] for row in tx.each(_each, [{"sid": session_id} for session_id in session_ids])}
 
 
 def read_pinned_upto(connection: Connection, session_id: str) -> int:
     """As `pinned_upto`, of what is committed."""
-    row = connection.execute(_upto, {"sid": session_id}).first()
+    row = connection.execute(_each.single, {"sid": session_id}).first()
     return 0 if row is None else row[1]
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.sql import Executable
 
+from app.store.broken import Unreadable
 from app.store.dialect import Parameters, Row, Tx
 from app.store.log import Operation
-from app.store.unreadable import Unreadable
 
 if TYPE_CHECKING:
-    from app.store.packs.bucket import Bucket
+    from app.store.objects.bucket import Bucket
 
 T = TypeVar("T")
 

@@ -22,12 +22,12 @@ import asyncpg
 from sqlalchemy import Connection, bindparam, func, select, text
 from sqlalchemy.engine import AdaptedConnection
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.sql import Executable, Insert
 
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
-from app.store.async_engine import AsyncConnection, AsyncEngine
-from app.store.dialect import Compiler, ConnectionLost, Parameters, Row, Tx
+from app.store.dialect import Compiler, ConnectionLost, ForEach, Parameters, Row, Tx
 from app.store.ports import Committed
 from app.store.schema import events
 
@@ -131,6 +131,9 @@ class PostgresTx:
             text = self._bind(statement, parameters[0])[0]
             values = [self._bind(statement, one)[1] for one in parameters]
             self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
+
+    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
+        return self.all(statement.many, {name: [row[name] for row in rows] for name in rows[0]}) if rows else ()
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if not rows:

@@ -6,7 +6,7 @@ write transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,17 +19,20 @@ from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
 from app.domain.fold import fold
 from app.domain.groups import largest_version
 from app.domain.session import OpenTurn, Session
+from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
-from app.store.dialect import AlchemyTx, Row, Tx
+from app.store.dialect import AlchemyTx, Row, Tx, WriteConflict
 from app.store.engine import Database
-from app.store.opening import unopened
+from app.store.opening import require_head, revision_of, unopened
 from app.store.reads import EventRow, decode_events
-from app.store.revision import require_head, revision_of
 from app.store.rollouts import note, root_in_logs
 from app.store.schema import events, group_changes, incarnations, open_turns, sessions
 
 DERIVED = (sessions, events, open_turns)
 """The log, and the tables derived from it."""
+
+PAGE = 500
+"""Sessions listed in one query; one session at a time is in memory."""
 
 
 class FoldedLog(NamedTuple):
@@ -244,6 +247,47 @@ def living(connection: Connection, lease_s: float) -> list[tuple[int, int, str]]
     """Processes that may be serving this store, as incarnation, pid, host: with a heartbeat in the last `lease_s`
     seconds."""
     return [(row[0], row[1], row[2]) for row in connection.execute(_living, {"lease_s": lease_s})]
+
+
+async def examined(database: Database) -> AsyncIterator[Examined]:
+    """Every session named by the log, the heads or the open turns, ordered by id.
+
+    The store may be in use. Raises StoreUnavailable.
+    """
+    after = ""
+    while ids := await database.read(partial(session_ids, tables=DERIVED, after=after, limit=PAGE)):
+        for session_id in ids:
+            yield await database.read(
+                partial(examine, session_id=session_id),
+                or_else=lambda _: Examined(session_id, unreadable="its rows are on a damaged page"),  # noqa: B023
+            )
+        after = ids[-1]
+
+
+async def mended(database: Database, session_id: str) -> Examined:
+    """Write a session's rows as its log says, durably; returns the differences. Raises StoreFull, StoreUnavailable."""
+    try:
+        return await database.write(lambda tx: mend(tx, session_id), durable=True)
+    except WriteConflict as error:
+        raise StoreUnavailable(f"another process wrote to session {session_id} at the same time") from error
+
+
+async def refuse_if_served(database: Database, lease_s: float) -> None:
+    """Raises StartupError while a process may be serving the store, which is open.
+
+    On SQLite the file's lock, taken when the store was opened, excludes other processes. On PostgreSQL a process is
+    dead if it has ended or was silent for `lease_s` seconds. If a server starts later, the lock on each head keeps the
+    two apart.
+    """
+    if database.is_sqlite:
+        return
+    alive = await database.read(lambda connection: living(connection, lease_s))
+    if alive:
+        number, pid, _ = alive[0]
+        raise StartupError(
+            f"{len(alive)} processes serve this database (incarnation {number}, pid {pid}): stop them first; "
+            f"one that was killed counts as serving until {lease_s:g} s after its last heartbeat"
+        )
 
 
 def differences(tx: Tx, session_id: str, log: FoldedLog | None) -> list[Difference]:

@@ -17,7 +17,6 @@ from app.domain.session import Session, decode_session
 from app.store import pins, rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
-from app.store.packs.format import InPack
 from app.store.schema import (
     blobs,
     chunks,
@@ -115,7 +114,7 @@ def load_events(connection: Connection, session_id: str, *, after: int = 0, limi
 def session_rows(connection: Connection, session_id: str) -> tuple[Session | None, list[EventRow]]:
     """A session's snapshot, if any, and the events after it.
 
-    A snapshot is ignored if its last event is not in the log, because a database crash undid it.
+    A snapshot is ignored if its last event is not in the log, because a database crash undid it, and after a restore.
     """
     snapshot = load_snapshot(connection, session_id)
     if snapshot is not None:
@@ -126,8 +125,9 @@ def session_rows(connection: Connection, session_id: str) -> tuple[Session | Non
 
 
 def continues(snapshot: Session, rows: Sequence[EventRow]) -> bool:
-    """Is the first of these events the snapshot's last?"""
-    return bool(rows) and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.last_event_at)
+    """Is the first of these events the snapshot's last, and does none go back to before it?"""
+    is_last = bool(rows) and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.last_event_at)
+    return is_last and all(row.type != "SessionRestored" for row in rows[1:])
 
 
 def fold_rows(session_id: str, snapshot: Session | None, rows: Iterable[EventRow]) -> Session | None:
@@ -218,26 +218,22 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
 FRAME = (
     chunks.c.data,
     case((chunks.c.tombstoned_by.is_(None), chunks.c.location)).label("location"),
-    chunks.c.pack_offset,
-    chunks.c.pack_length,
 )
-"""The columns of `frame_of`."""
+"""A chunk's stored frame, and the name of the object that it is in instead."""
 
 
 def load_chunks(
     connection: Connection, session_id: str, keys: Collection[ChunkKey]
-) -> dict[ChunkKey, bytes | InPack | None]:
-    """Stored frames of chunks, or where they are; None for a tombstone, nothing for one that is not there."""
+) -> dict[ChunkKey, bytes | str | None]:
+    """Stored frames of chunks, or the names of the objects that they are in; None for a tombstone, nothing for one that
+    is not there."""
     wanted = sorted(keys)
     query = select(chunks.c.fence, chunks.c.number, *FRAME).where(chunks.c.session_id == session_id)
     key = tuple_(chunks.c.fence, chunks.c.number)
     parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
-    return {(row[0], row[1]): frame_of(*row[2:]) for part in parts for row in connection.execute(part)}
-
-
-def frame_of(data: bytes | None, location: str | None, offset: int, length: int) -> bytes | InPack | None:
-    """A chunk's stored frame, or where it is; None for a tombstone."""
-    return data if location is None else InPack(location, offset, length)
+    return {
+        (row[0], row[1]): row[2] if row[3] is None else row[3] for part in parts for row in connection.execute(part)
+    }
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:

@@ -13,7 +13,6 @@ from app.store import reads
 from app.store.checkpoints import next_epoch
 from app.store.dialect import next_tx, now
 from app.store.incarnations import host_name
-from app.store.packs.rows import PLACE
 from app.store.schema import events, incarnations, sessions, snapshots, store_meta
 
 INCARNATIONS_APART = 1_000_000
@@ -28,12 +27,6 @@ def raise_epoch(connection: Connection) -> str:
     epoch = next_epoch(reads.epoch(connection))
     connection.execute(update(store_meta).where(store_meta.c.key == "epoch").values(value=epoch))
     return epoch
-
-
-def forget_place(connection: Connection) -> None:
-    """The replaced store may still use its place in object storage: this one deletes nothing there until it is told
-    to (`turnlog payloads adopt`)."""
-    connection.execute(delete(store_meta).where(store_meta.c.key == PLACE))
 
 
 def end_incarnations(connection: Connection) -> int:

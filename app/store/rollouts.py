@@ -13,7 +13,7 @@ partial index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from sqlalchemy import (
     Connection,
     FromClause,
     Select,
+    Text,
     and_,
     bindparam,
     case,
@@ -39,7 +40,7 @@ from sqlalchemy import (
 from app.domain.encoding import decode
 from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent
 from app.domain.groups import Root
-from app.store.dialect import Tx
+from app.store.dialect import ForEach, Tx
 from app.store.schema import events, group_changes, sessions
 
 REWARD = RewardAssigned.__name__
@@ -98,26 +99,35 @@ _note = insert(group_changes)
 _root_of = select(sessions.c.root_id).where(sessions.c.session_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
 _adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(root_id=bindparam("top"))
-_adopted = select(sessions.c.session_id).where(sessions.c.root_id == bindparam("sid")).order_by(sessions.c.session_id)
-
-
-def note_adopted(session_ids: ColumnElement[Any]) -> Any:
-    """Note the groups in which sessions counted until a root of theirs, one of `session_ids`, was created."""
-    named = select(sessions.c.group_id).where(
-        sessions.c.root_id == session_ids, sessions.c.root_id.is_not(None), sessions.c.group_id.is_not(None)
+_adopted = ForEach(
+    lambda given: (
+        select(sessions.c.root_id, sessions.c.session_id)
+        .where(sessions.c.root_id == given.sid, sessions.c.root_id.is_not(None))
+        .order_by(sessions.c.session_id)
+    ),
+    sid=Text,
+)
+_note_adopted = insert(group_changes).from_select(
+    ["group_id"],
+    select(sessions.c.group_id)
+    .where(
+        sessions.c.root_id == bindparam("sid", type_=sessions.c.session_id.type),
+        sessions.c.root_id.is_not(None),
+        sessions.c.group_id.is_not(None),
     )
-    return insert(group_changes).from_select(["group_id"], named.distinct())
-
-
-_note_adopted = note_adopted(bindparam("sid", type_=sessions.c.session_id.type))
+    .distinct(),
+)
+"""Note the groups in which sessions counted until their root was created."""
 
 
 def note(tx: Tx, group_id: str | None, root_id: str | None = None) -> None:
     """Note that a session of this group has changed; if its root `root_id` exists, the root's group."""
     root = None if root_id is None else tx.one(_group_of, {"sid": root_id})
-    counted_in = group_id if root is None else root[0]
-    if counted_in is not None:
-        tx.insert(_note, [{"group_id": counted_in}])
+    note_groups(tx, [group_id if root is None else root[0]])
+
+
+def note_groups(tx: Tx, group_ids: Iterable[str | None]) -> None:
+    tx.insert(_note, [{"group_id": group_id} for group_id in group_ids if group_id is not None])
 
 
 def root_of(tx: Tx, session_id: str) -> str | None:
@@ -131,15 +141,17 @@ def root_for(tx: Tx, parent: str) -> str:
     return root_of(tx, parent) or parent
 
 
-def adopt(tx: Tx, session_id: str, root_id: str | None) -> tuple[str, ...]:
-    """Make a new session, whose root is `root_id`, part of the lines that named it before it was there.
+def adopt(tx: Tx, roots: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
+    """Make new sessions, each with its own root, part of the lines that named them before they were there.
 
-    Returns the sessions of these lines; `JoinRollout` has to tell each of them.
+    Returns the sessions of these lines by the new one; `JoinRollout` has to tell each of them.
     """
-    adopted = tuple(row[0] for row in tx.all(_adopted, {"sid": session_id}))
-    if adopted:
+    adopted: dict[str, tuple[str, ...]] = {}
+    for session_id, member in tx.each(_adopted, [{"sid": session_id} for session_id in roots]):
+        adopted[session_id] = (*adopted.get(session_id, ()), member)
+    for session_id in adopted:
         tx.run(_note_adopted, {"sid": session_id})
-        if root_id is not None:
+        if (root_id := roots[session_id]) is not None:
             tx.run(_adopt, {"sid": session_id, "top": root_id})
     return adopted
 

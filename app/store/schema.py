@@ -54,8 +54,8 @@ store_meta = Table(
     Column("value", Text, nullable=False),
 )
 """`epoch`: an export cursor names it; every restore raises it. `log_epoch`: `<epoch>=<epoch of the log>` while they
-differ, since a checkpoint's restore leaves the log and its positions as they are. `pack_keeper`, `pack_place`,
-`pack_places_in_use`: who collects packs, the store's name in object storage, and the URLs that have objects of it."""
+differ, since a checkpoint's restore leaves the log and its positions as they are. `objects`: the URL of the
+object storage, if the store has any; `objects_owner`: the store's name there."""
 
 incarnations = Table(
     "incarnations",
@@ -270,8 +270,6 @@ blobs = Table(
 )
 """What a session stores once: metadata, parameters, tools. `location` names an object store's copy."""
 
-_IN_PACK = text("location IS NOT NULL")
-
 chunks = Table(
     "chunks",
     metadata,
@@ -284,21 +282,34 @@ chunks = Table(
     Column("tombstoned_by", BigInteger),
     Column("location", Text),
     Column("data", Content),
-    Column("pack_offset", BigInteger),
-    Column("pack_length", BigInteger),
     PrimaryKeyConstraint("session_id", "fence", "number"),
-    Index("ix_chunks_location", "location", sqlite_where=_IN_PACK, postgresql_where=_IN_PACK),
 )
 """Rows of replay payloads, keyed by the turn that brought them: its fence, and a number within it.
 
-A chunk is in `data`, or `pack_length` bytes from `pack_offset` on in the pack `location` (`store.packs`). A tombstone
-has no `data` and names the event that made it; its `location` stays until its bytes are gone from the pack. In the
-database large chunks are written before the commit that refers to them; what a turn that came to nothing left behind
-goes with its claim.
+A chunk is in `data`, or it is the object `location` (`store.objects`). A tombstone has no `data` and names the event
+that made it; its object is gone, or waits for its deletion in `dead_objects`. Large chunks in the
+database are written before the commit that refers to them; what a turn that came to nothing left there goes with its
+claim.
 """
 
-pack_erasures = Table("pack_erasures", metadata, Column("session_id", SESSION_ID, primary_key=True))
-"""Erased sessions of which packs may still hold bytes."""
+_IS_WRITTEN = text("incarnation IS NOT NULL")
+
+dead_objects = Table(
+    "dead_objects",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("since", Double, nullable=False),
+    Column("incarnation", BigInteger),
+    Index("ix_dead_objects_since_name", "since", "name"),
+    Index("ix_dead_objects_session_id", "session_id"),
+    Index("ix_dead_objects_incarnation", "incarnation", sqlite_where=_IS_WRITTEN, postgresql_where=_IS_WRITTEN),
+)
+"""Objects to be deleted, which no live chunk refers to; `since` is the database's clock, 0 for at once.
+
+A `name` that ends with `/`, `.` or `-` stands for all that begin with it: those of an erased session, of a turn that
+lost its claim, of a fork. While `incarnation` is set, that process may still be writing them.
+"""
 
 archives = Table(
     "archives",

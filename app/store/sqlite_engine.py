@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL, Engine, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from app.store.async_engine import AsyncEngine, create_async_engine
 from app.store.dialect import FILE_PRAGMAS, PRAGMAS, READER_CACHE, Row
 from app.store.ports import LOCKED_S, READERS
 

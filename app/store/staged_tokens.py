@@ -9,16 +9,15 @@ Nothing here is synced: a crash of the machine costs the newest rows, and with t
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import ClassVar, NamedTuple
 
 import msgspec
-from sqlalchemy import ARRAY, Connection, String, any_, bindparam, delete, exists, insert, select, update
+from sqlalchemy import BigInteger, Connection, Text, bindparam, delete, exists, insert, or_, select, update
 
 from app.domain.events import LogprobsOf
 from app.store import statements as sql
-from app.store.dialect import Tx
-from app.store.log import BaseOperation, holds
+from app.store.dialect import ForEach, Tx
+from app.store.log import TurnOperation
 from app.store.schema import open_turns, staged_tokens
 
 _rows = staged_tokens.c
@@ -28,7 +27,14 @@ _is_open = exists().where(open_turns.c.session_id == _rows.session_id, open_turn
 _insert = insert(staged_tokens)
 _drop_of_turn = delete(staged_tokens).where(_of_turn)
 _drop_of_session = delete(staged_tokens).where(sql.of_session(staged_tokens))
-_drop_of_sessions = delete(staged_tokens).where(_rows.session_id == any_(bindparam("sids", type_=ARRAY(String))))
+drop_committed = ForEach(
+    lambda given: delete(staged_tokens).where(
+        _rows.session_id == given.sid, or_(given.fenced.is_(None), _rows.fence == given.fenced)
+    ),
+    sid=Text,
+    fenced=BigInteger,
+)
+"""Of a turn that has been committed; without a fence, of the turns before it too."""
 _take_over = update(staged_tokens).where(_of_turn, ~_is_open).values(fence=bindparam("by"))
 _left = (
     select(_rows.fence, _rows.number, _rows.part, _rows.engine, _rows.weight_version, _rows.logprobs_of, _rows.data)
@@ -65,23 +71,19 @@ def left_by(connection: Connection, session_id: str, request_hash: str) -> Stage
     return StagedTurn(newest, [StagedRow(*row[1:]) for row in found if row[0] == newest])
 
 
-class StageTokens(BaseOperation, frozen=True):
-    """Write a row of an open turn; False without the claim. `opened_at` as in `Commit`."""
+class StageTokens(TurnOperation, frozen=True):
+    """Write a row of an open turn; False without the claim."""
 
     durable: ClassVar[bool] = False
-    session_id: str
-    fence: int
-    incarnation: int
     request_hash: str
     row: StagedRow
-    opened_at: float | None = None
 
     @property
     def size(self) -> int:
         return 512 + len(self.row.data)
 
     def apply(self, tx: Tx) -> bool:
-        if not holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+        if not self.holds(tx):
             return False
         row = self.row
         fields = {
@@ -99,33 +101,25 @@ class StageTokens(BaseOperation, frozen=True):
         return True
 
 
-class TakeOverStaged(BaseOperation, frozen=True):
+class TakeOverStaged(TurnOperation, frozen=True):
     """Give the rows of a turn that has ended to an open turn; False without the claim, or if they are gone."""
 
     durable: ClassVar[bool] = False
-    session_id: str
-    fence: int
-    incarnation: int
     staged_fence: int
-    opened_at: float | None = None
 
     def apply(self, tx: Tx) -> bool:
-        if not holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+        if not self.holds(tx):
             return False
         return tx.run(_take_over, {"sid": self.session_id, "fenced": self.staged_fence, "by": self.fence}) > 0
 
 
-class DropStaged(BaseOperation, frozen=True):
+class DropStaged(TurnOperation, frozen=True):
     """Delete what an open turn has staged, or taken over; nothing without the claim."""
 
     durable: ClassVar[bool] = False
-    session_id: str
-    fence: int
-    incarnation: int
-    opened_at: float | None = None
 
     def apply(self, tx: Tx) -> None:
-        if holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+        if self.holds(tx):
             drop_of_turn(tx, self.session_id, self.fence)
 
 
@@ -135,9 +129,3 @@ def drop_of_turn(tx: Tx, session_id: str, fence: int) -> None:
 
 def drop_of_session(tx: Tx, session_id: str) -> None:
     tx.run(_drop_of_session, {"sid": session_id})
-
-
-def drop_of_sessions(tx: Tx, session_ids: Collection[str]) -> None:
-    """As `drop_of_session` for several, on PostgreSQL."""
-    if session_ids:
-        tx.run(_drop_of_sessions, {"sids": list(session_ids)})

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Double,
+    Executable,
+    Integer,
     Table,
     Text,
+    and_,
     bindparam,
     case,
     delete,
     exists,
     insert,
+    literal,
     or_,
     select,
     update,
 )
 
-from app.store.dialect import now, tx_not_before, up_since
+from app.store.dialect import ForEach, now, tx_not_before, up_since
 from app.store.schema import (
+    SESSION_ID,
     blobs,
     chunks,
+    dead_objects,
     events,
     incarnations,
     open_turns,
     refused_replies,
     sessions,
     snapshots,
+    store_meta,
     turns,
 )
 
@@ -68,64 +78,98 @@ head = select(
 ).where(of_session(sessions))
 lock_head = select(sessions.c.version).where(of_session(sessions)).with_for_update()
 """Always lock the head before changing a session or its open turns; another order could deadlock."""
-
-
-def _is_open_after(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:
-    """Conditions on a head: open, and its log has event `expected`, written at `last_event_at`."""
-    known = exists().where(
-        events.c.session_id == sessions.c.session_id, events.c.seq == expected, events.c.at == last_event_at
-    )
-    return [sessions.c.status == "open", known]
-
-
-def claimable(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:
-    """Conditions on a linear session's head: open, without an open turn, and its last event is number `expected`,
-    written at `last_event_at`."""
-    alone = [sessions.c.version == expected, sessions.c.open_turns == 0]
-    return [*alone, *_is_open_after(expected, last_event_at)]
-
-
-_EXPECTED = bindparam("expected", type_=BigInteger), bindparam("last_event_at", type_=Double)
-opened_values = {
-    "version": sessions.c.version + 1,
-    "open_turns": sessions.c.open_turns + 1,
-    "last_turn": 1 + case((sessions.c.last_turn < sessions.c.turns, sessions.c.turns), else_=sessions.c.last_turn),
-}
-"""A process of a release before 0009 does not count `last_turn`, but leaves no gaps."""
-claim_head = update(sessions).where(of_session(sessions), *claimable(*_EXPECTED)).values(opened_values)
-_restored_since = exists().where(
-    events.c.session_id == sessions.c.session_id, events.c.seq > _EXPECTED[0], events.c.type == "SessionRestored"
+heads = ForEach(
+    lambda given: select(sessions.c.session_id, sessions.c.status, sessions.c.body_hash).where(
+        sessions.c.session_id == given.sid
+    ),
+    sid=Text,
 )
-claim_tree_head = (
-    update(sessions)
-    .where(
-        of_session(sessions),
-        *_is_open_after(*_EXPECTED),
-        ~_restored_since,
-        sessions.c.turns == bindparam("known_turns"),
-        sessions.c.open_turns < bindparam("max_open"),
+
+
+def _has_event(given: Any) -> ColumnElement[bool]:
+    """Does the log of `sid` have event `known`, written at `known_at`?"""
+    return exists().where(events.c.session_id == given.sid, events.c.seq == given.known, events.c.at == given.known_at)
+
+
+def _claim_heads(given: Any) -> Executable:
+    """Count a turn as open: in an open session whose log goes on from what the caller knows, where no turn has been
+    committed or set aside since, and fewer than `most` are open."""
+    restored = exists().where(
+        events.c.session_id == given.sid, events.c.seq > given.known, events.c.type == "SessionRestored"
     )
-    .values(opened_values)
-    .returning(sessions.c.version, sessions.c.last_turn)
-)
-"""As `claim_head` for a tree: other turns may be open, but none has been committed that the caller does not know, and
-none that it knows has been set aside."""
-free_open_turn = (
-    delete(open_turns)
-    .where(
-        _fenced(open_turns),
-        open_turns.c.incarnation == bindparam("incarnation"),
+    return (
+        update(sessions)
+        .where(
+            sessions.c.session_id == given.sid,
+            sessions.c.status == "open",
+            sessions.c.turns == given.known_turns,
+            sessions.c.open_turns < given.most,
+            _has_event(given),
+            ~restored,
+        )
+        .values(
+            version=sessions.c.version + 1,
+            open_turns=sessions.c.open_turns + 1,
+            last_turn=sessions.c.last_turn + 1,
+        )
+        .returning(sessions.c.session_id, sessions.c.version, sessions.c.last_turn)
     )
-    .returning(open_turns.c.fence)
-)
-free_opened_turn = free_open_turn.where(open_turns.c.opened_at == bindparam("opened_at"))
+
+
+claim_heads = ForEach(_claim_heads, sid=Text, known=BigInteger, known_at=Double, known_turns=Integer, most=Integer)
+
+
+def _is_held(given: Any) -> list[ColumnElement[bool]]:
+    """Conditions on open turns: process `holder` claimed this one at `claimed_at` under the fence `fenced`."""
+    return [
+        open_turns.c.session_id == given.sid,
+        open_turns.c.fence == given.fenced,
+        open_turns.c.incarnation == given.holder,
+        open_turns.c.opened_at == given.claimed_at,
+    ]
+
+
+def _free_open_turns(given: Any) -> Executable:
+    """End held turns whose commits were decided for all turns that are committed; with `known`, for the whole log."""
+    is_last = exists().where(sessions.c.session_id == given.sid, sessions.c.version == given.known)
+    is_current = exists().where(sessions.c.session_id == given.sid, sessions.c.turns == given.known_turns)
+    is_whole = or_(given.known.is_(None), and_(is_last, _has_event(given)))
+    return delete(open_turns).where(*_is_held(given), is_current, is_whole).returning(open_turns.c.session_id)
+
+
+_HELD: dict[str, Any] = {"sid": Text, "fenced": BigInteger, "holder": BigInteger, "claimed_at": Double}
+free_open_turns = ForEach(_free_open_turns, **_HELD, known=BigInteger, known_at=Double, known_turns=Integer)
+
+
+def _commit_heads(given: Any) -> Executable:
+    """Advance heads by `count` events, of which one commits a turn. `weight` is its largest numeric version, or None;
+    `by` its engine."""
+    is_newer = or_(sessions.c.weight_version.is_(None), sessions.c.weight_version < given.weight)
+    return (
+        update(sessions)
+        .where(sessions.c.session_id == given.sid)
+        .values(
+            version=sessions.c.version + given.count,
+            open_turns=sessions.c.open_turns - 1,
+            turns=sessions.c.turns + 1,
+            updated_at=given.moved_at,
+            weight_version=case((is_newer, given.weight), else_=sessions.c.weight_version),
+            engine=given.by,
+        )
+        .returning(sessions.c.session_id, sessions.c.version)
+    )
+
+
+commit_heads = ForEach(_commit_heads, sid=Text, count=BigInteger, moved_at=Double, weight=BigInteger, by=Text)
+_held_given = SimpleNamespace(**{name: bindparam(name, type_=kind()) for name, kind in _HELD.items()})
+free_open_turn = delete(open_turns).where(*_is_held(_held_given)).returning(open_turns.c.fence)
+holds_open_turn = select(open_turns.c.fence).where(*_is_held(_held_given))
 advance_head = (
     update(sessions)
     .where(of_session(sessions))
     .values(
         version=sessions.c.version + bindparam("count"),
         open_turns=sessions.c.open_turns - bindparam("freed"),
-        turns=sessions.c.turns + bindparam("committed"),
         updated_at=bindparam("at"),
     )
     .returning(sessions.c.version)
@@ -176,6 +220,7 @@ open_turns_of = (
         open_turns.c.incarnation,
         open_turns.c.body_hash,
         open_turns.c.retry_key,
+        open_turns.c.opened_at,
         holder_is_dead.label("dead"),
     )
     .select_from(holders)
@@ -192,19 +237,52 @@ dead_open_turns = (
     .limit(bindparam("most"))
 )
 drop_open_turn = delete(open_turns).where(_fenced(open_turns))
-holds_open_turn = select(open_turns.c.fence).where(
-    _fenced(open_turns),
-    open_turns.c.incarnation == bindparam("incarnation"),
-)
-holds_opened_turn = holds_open_turn.where(open_turns.c.opened_at == bindparam("opened_at"))
 drop_staged = delete(chunks).where(_fenced(chunks))
-tombstone_chunk = (
-    update(chunks)
-    .where(
-        _fenced(chunks),
-        chunks.c.number == bindparam("place"),
+
+
+def _tombstone_chunks(given: Any) -> Executable:
+    """Returns the objects that nothing refers to any more."""
+    is_live = chunks.c.tombstoned_by.is_(None)
+    return (
+        update(chunks)
+        .where(
+            chunks.c.session_id == given.sid, chunks.c.fence == given.fenced, chunks.c.number == given.place, is_live
+        )
+        .values(data=None, tombstoned_by=given.by)
+        .returning(chunks.c.location, chunks.c.session_id)
     )
-    .values(data=None, tombstoned_by=bindparam("by"))
+
+
+tombstone_chunks = ForEach(_tombstone_chunks, sid=Text, fenced=BigInteger, place=Integer, by=BigInteger)
+_dead = ["name", "session_id", "since"]
+queue_object = insert(dead_objects).values(since=now())
+queue_objects = insert(dead_objects).from_select(
+    _dead,
+    select(chunks.c.location, chunks.c.session_id, now()).where(
+        of_session(chunks), chunks.c.tombstoned_by.is_(None), chunks.c.location.is_not(None)
+    ),
+)
+"""All objects of a session that is about to lose its chunks."""
+
+OBJECTS = "objects"
+"""Key of `store_meta`: the URL of the object storage, if the store has any."""
+
+_has_objects = exists().where(store_meta.c.key == OBJECTS)
+insert_dead_object = insert(dead_objects)
+unqueue_objects = delete(dead_objects).where(of_session(dead_objects), dead_objects.c.incarnation.is_(None))
+queue_prefix = insert(dead_objects).from_select(
+    [*_dead, "incarnation"],
+    select(
+        bindparam("object", type_=dead_objects.c.name.type),
+        bindparam("sid", type_=SESSION_ID),
+        literal(0.0),
+        bindparam("incarnation", type_=BigInteger),
+    ).where(_has_objects),
+)
+"""`incarnation` may still be writing objects of these names; null for nobody."""
+
+take_copies = delete(dead_objects).where(
+    dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type), dead_objects.c.incarnation.is_not(None)
 )
 chunk_numbers = select(chunks.c.number).where(_fenced(chunks))
 tombstone_event = select(events.c.seq).where(
@@ -212,7 +290,6 @@ tombstone_event = select(events.c.seq).where(
     events.c.seq == bindparam("place", type_=BigInteger),
     events.c.type == "BlobsTombstoned",
 )
-event_at = select(events.c.at).where(of_session(events), events.c.seq == bindparam("place", type_=BigInteger))
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
     .where(of_session(chunks), chunks.c.tombstoned_by.is_(None))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import NamedTuple
 
 from sqlalchemy import Connection, select, tuple_
 
-from app.store.dialect import log_synced, log_written, oldest_tx, sync_delay_s
+from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
+from app.store.engine import Database
 from app.store.reads import START, Position
 from app.store.schema import events
+
+SETTLE_S = 1.0
+"""How long to wait for running transactions; a longer one hides commits made meanwhile."""
+
+PAUSE_S = 0.01
 
 
 class Tail(NamedTuple):
@@ -69,3 +76,24 @@ def since(connection: Connection, after: Position, limit: int) -> Tail:
         rows = rows[1:]
     last = Position(rows[-1][1], rows[-1][2]) if rows else after
     return Tail(list(dict.fromkeys(row[0] for row in rows)), last, len(rows), holds=True)
+
+
+async def wait_for_horizon(database: Database) -> None:
+    """Wait until the order of commits has all that are acknowledged, but no longer than SETTLE_S.
+
+    A reader stays below the oldest running transaction of PostgreSQL, so it may miss newer commits of others. SQLite
+    has one writer. Raises StoreUnavailable.
+    """
+    if database.is_sqlite:
+        return
+
+    def look(connection: Connection) -> tuple[int, int]:
+        oldest, following = connection.execute(select(oldest_tx(), next_tx())).one()
+        return oldest, following
+
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + SETTLE_S
+    oldest, present = await database.read(look)
+    while oldest < present and clock() < deadline:
+        await asyncio.sleep(PAUSE_S)
+        oldest, _ = await database.read(look)

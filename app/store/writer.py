@@ -15,17 +15,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
+from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandoned, name_of
 from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
 from app.store import reads
 from app.store.batch import Deferred, apply_all
 from app.store.dialect import Tx, WriteConflict
-from app.store.event_counters import EventCounters
 from app.store.log import Appended, Operation
 from app.store.log_turns import AbandonDead
 from app.store.ports import LOCKED_S, Database
@@ -63,6 +64,37 @@ MAX_QUEUE = 10_000
 MAX_QUEUE_BYTES = 256 << 20
 WAIT_S = 5.0
 """How long a request waits for room in the queue before it gets a 503."""
+
+
+class EventCounters(msgspec.Struct):
+    """What one process has appended since it began: events by type; abandoned claims, and turns that lost their replay
+    payloads, by reason.
+
+    `rolled_back`: turns that were live until a later one superseded them.
+    """
+
+    events: Counter[str] = msgspec.field(default_factory=Counter)
+    abandoned: Counter[str] = msgspec.field(default_factory=Counter)
+    tombstoned: Counter[str] = msgspec.field(default_factory=Counter)
+    chunks_freed: int = 0
+    rolled_back: int = 0
+
+    def add(self, appended: Iterable[Recorded]) -> None:
+        for recorded in appended:
+            event = recorded.event
+            self.events[name_of(event)] += 1
+            if isinstance(event, TurnAbandoned):
+                self.abandoned[event.reason] += 1
+            elif isinstance(event, RolledBack):
+                self.rolled_back += len(event.discarded)
+            elif isinstance(event, BlobsTombstoned):
+                self.tombstoned[event.reason] += len(event.turns)
+                self.chunks_freed += len(event.freed)
+
+    def abandoned_dead(self, count: int) -> None:
+        """Count turns of dead processes, which are abandoned in batches."""
+        self.events[TurnAbandoned.__name__] += count
+        self.abandoned["owner_dead"] += count
 
 
 class WriterCounters(msgspec.Struct):

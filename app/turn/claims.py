@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from app.crash_points import reach
 from app.domain import decide
@@ -30,8 +30,9 @@ from app.errors import (
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Clock, refusal
+from app.settings import Settings
 from app.store.log import Appended, Refused
-from app.store.log_turns import AbandonLost, Busy, Claim, Reject, Release, TooMany, TreeClaim
+from app.store.log_turns import AbandonLost, Busy, Claim, Known, Reject, Release, TooMany
 from app.store.ports import Writer
 from app.tasks import cancelled
 from app.turn.context import ClaimedTurn, TurnContext
@@ -59,16 +60,6 @@ RELEASE_RETRY_S = 1.0
 """Pause between attempts to release claims while the store is unavailable."""
 
 
-class TurnLimits(Protocol):
-    """The most turns that a session may have, in flight and altogether."""
-
-    @property
-    def max_open_turns(self) -> int: ...
-
-    @property
-    def max_turns(self) -> int: ...
-
-
 class Claims:
     """The claims of this process. `incarnation()` is the process's id in the store.
 
@@ -87,15 +78,14 @@ class Claims:
         lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
         retries: Retries,
-        limits: TurnLimits,
+        settings: Settings,
     ) -> None:
         self._retries = retries
-        self._limits = limits
+        self._settings = settings
         self._incarnation = incarnation
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
         self._known: Counter[tuple[str, float]] = Counter()
-        self._held: set[tuple[str, int]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._cache = cache
@@ -131,7 +121,7 @@ class Claims:
                 self._cache.drop(session_id)
                 raise refusal(session_id, outcome.status)
             if isinstance(outcome, TooMany):
-                raise _too_many_open(session_id, self._limits.max_open_turns)
+                raise _too_many_open(session_id, self._settings.max_open_turns)
             if isinstance(outcome, Busy):
                 left = await self._check_busy(session_id, outcome, context.identity)
                 if left is not None:
@@ -143,7 +133,7 @@ class Claims:
             is_restored = len(entry.session.turns) != len(before.turns) + len(newer)
             if is_restored or any(turn.incarnation != self.incarnation for turn in newer):
                 return None  # How the request was read depends on the turns that were known then.
-            if entry.session.is_tree and newer:
+            if newer:
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True
@@ -166,15 +156,20 @@ class Claims:
             history=context.history_if_new,
         )
         session_id = session.session_id
+        # A marked retry waits for a turn that it repeats at another process: whether that turn's client still waits is
+        # known there alone. Of SQLite there is no other process.
+        is_retry = identity.mark.is_retry and identity.mark.key is None and not self._cache.database.is_sqlite
+        held = session.open_turns.values() if is_retry else ()
         claim = Claim(
             session_id,
-            session.version,
-            session.last_event_at,
+            known_of(session),
             self._clock(),
             opened,
             self._lease_s(),
+            most=self._settings.max_open_turns if session.is_tree else 1,
+            is_retry=is_retry,
+            unlike=[other.fence for other in held if not identity.has_body(other.body_hash, other.agent_id)],
             is_alone=is_alone,
-            tree=self._tree_claim(session, identity) if session.is_tree else None,
         )
         reach("before_claim")
         self._known[session_id, claim.at] += 1
@@ -188,23 +183,13 @@ class Claims:
         # If a PostgreSQL crash undid an earlier claim, the next claim gets the same fence.
         self._unreleased.pop((session_id, fence), None)
         context.flight.fence = fence
-        self._held.add((session_id, fence))
         claimed = self._session_after(entry, session, outcome)
         rid = rid_of(session_id, fence)
-        opened_at = None if session.history == "linear" else claim.at
-        return ClaimedTurn(entry, claimed, plan, event, fence, rid, session.last_event_at, opened_at)
-
-    def _tree_claim(self, session: Session, own: Identity) -> TreeClaim:
-        """A marked retry waits for a turn that it repeats at another process: whether that turn's client still waits is
-        known there alone. Of SQLite there is no other process."""
-        is_retry = own.mark.is_retry and own.mark.key is None and not self._cache.database.is_sqlite
-        opened = session.open_turns.values() if is_retry else ()
-        unlike = [held.fence for held in opened if not own.has_body(held.body_hash, held.agent_id)]
-        return TreeClaim(len(session.turns), self._limits.max_open_turns, is_retry, unlike)
+        return ClaimedTurn(entry, claimed, plan, event, fence, rid, session.last_event_at, claim.at)
 
     def _require_room(self, session: Session) -> None:
         """Raises TooManyTurns."""
-        if len(session.turns) >= self._limits.max_turns:
+        if len(session.turns) >= self._settings.max_turns:
             raise TooManyTurns(
                 f"session {session.session_id} has {len(session.turns)} turns, the most that it may have"
             )
@@ -216,8 +201,8 @@ class Claims:
         RollbackTooDeep, HistoryMismatch.
         """
         session = entry.session
-        if session.aside and (aside := context.history.aside_turn(session, entry.every_index)) is not None:
-            raise Restored.of(session.session_id, aside)
+        if session.undone and (undone := context.history.undone_turn(session, entry.every_index)) is not None:
+            raise Restored.of(session.session_id, undone)
         try:
             return context.history.join(session, entry.index, context.identity.agent_id)
         except (RollbackTooDeep, HistoryMismatch):
@@ -238,15 +223,16 @@ class Claims:
         None if the session can be claimed again: this process had failed to release the claim, or its owner is dead.
         Raises SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
         """
-        if (session_id, busy.fence) in self._held:
+        if (session_id, busy.opened_at) in self._known:
             raise SessionBusy(f"session {session_id} has a turn in flight")
         if busy.incarnation == self.incarnation:
             event = TurnAbandoned(busy.turn, busy.fence, "not_released")
-            await self._write_release(Release(session_id, busy.fence, self.incarnation, self._clock(), event))
+            held = (session_id, busy.fence, self.incarnation, busy.opened_at)
+            await self._write_release(Release(*held, self._clock(), event))
             return None
         left = await self._lease_left(busy.incarnation)
         repeats = own.has_key(busy.retry_key, busy.body_hash) or (
-            own.mark.key is None and own.mark.is_retry and busy.body_hash in (own.body_hash, own.raw_hash)
+            own.mark.key is None and own.mark.is_retry and busy.body_hash == own.body_hash
         )
         if left is None or repeats:
             return left
@@ -274,11 +260,11 @@ class Claims:
                 session_id,
                 fence,
                 self.incarnation,
+                claimed.opened_at,
                 self._clock(),
                 event,
                 len(reply),
                 codec.compress(kept),
-                claimed.opened_at,
             )
         )
 
@@ -303,7 +289,7 @@ class Claims:
 
     def _end(self, claimed: ClaimedTurn, event: Event, keeps_staged: bool = False) -> Release:
         session_id, at = claimed.session.session_id, self._clock()
-        return Release(session_id, claimed.fence, self.incarnation, at, event, claimed.opened_at, keeps_staged)
+        return Release(session_id, claimed.fence, self.incarnation, claimed.opened_at, at, event, keeps_staged)
 
     async def _release(self, operation: Release | Reject) -> None:
         """Release a claim. If the store is unavailable, retry in the background; the turn gets no error."""
@@ -315,7 +301,8 @@ class Claims:
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
             keeps = isinstance(operation, Release) and operation.keeps_staged
-            release = Release(session_id, fence, self.incarnation, operation.at, event, operation.opened_at, keeps)
+            held = (session_id, fence, self.incarnation, operation.opened_at)
+            release = Release(*held, operation.at, event, keeps)
             self._retry_release(release, RELEASE_RETRY_S)
 
     def _retry_release(self, operation: Release, pause_s: float) -> None:
@@ -370,8 +357,6 @@ class Claims:
 
     def forget(self, session_id: str, flight: InFlightTurn) -> None:
         """The turn is no longer in flight: what the store may still hold of its claims is nobody's."""
-        if flight.fence is not None:
-            self._held.discard((session_id, flight.fence))
         for at in flight.claims:
             self._known[session_id, at] -= 1
             if not self._known[session_id, at]:
@@ -392,6 +377,10 @@ class Claims:
         """Claims that are not released by now become void when the process ends."""
         await cancelled(self._releasing)
         await cancelled(self._looking)
+
+
+def known_of(session: Session) -> Known:
+    return Known(session.version, session.last_event_at, len(session.turns))
 
 
 def _too_many_open(session_id: str, most: int) -> SessionBusy:

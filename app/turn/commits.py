@@ -16,7 +16,8 @@ from app.sessions.cache import CacheEntry, require_open
 from app.sessions.lifecycle import refusal
 from app.store import pins
 from app.store.log import Appended, Refused, StoredChunk, size_of
-from app.store.log_turns import Commit, Decided, Pinned, Stage, Stale
+from app.store.log_turns import Commit, Pinned, Stage, Stale
+from app.turn.claims import known_of
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.dispatch import GeneratedTurn
 from app.turn.services import TurnServices
@@ -70,18 +71,9 @@ class Commits:
     async def _write(
         self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn, chunks: Sequence[StoredChunk]
     ) -> Appended | Refused:
-        """Write the commit. In a tree other turns may have been committed since the claim: its events are decided for
-        the state that it is written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
+        """Write the commit. Other turns may have been committed since the claim: its events are decided for the state
+        that it is written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
         cache, session_id = self._services.cache, context.session_id
-        if not claimed.session.is_tree:
-            entry = claimed.entry
-            while True:
-                await self._read_pins(entry)
-                outcome = await self._submit(context, self._commit_of(context, claimed, generated, chunks, entry))
-                assert not isinstance(outcome, Stale)
-                if not isinstance(outcome, Pinned):
-                    return outcome
-                entry.pinned_upto = outcome.upto
         entry = require_open(await cache.get(session_id), session_id)
         async with entry.committing:
             while True:
@@ -90,9 +82,7 @@ class Commits:
                 if not _may_hold(session, claimed):
                     return Refused(session.status)
                 now = msgspec.structs.replace(claimed, session=session)
-                commit = self._commit_of(context, now, generated, chunks, entry)
-                decided_at = Decided(session.version, session.last_event_at, len(session.turns))
-                outcome = await self._submit(context, msgspec.structs.replace(commit, decided_at=decided_at))
+                outcome = await self._submit(context, self._commit_of(context, now, generated, chunks, entry))
                 if isinstance(outcome, Pinned):
                     entry.pinned_upto = outcome.upto
                 elif not isinstance(outcome, Stale):
@@ -109,7 +99,7 @@ class Commits:
 
     async def _submit(self, context: TurnContext, commit: Commit) -> Appended | Stale | Pinned | Refused:
         reach("before_commit")
-        outcome = await self._services.writer.submit(commit)
+        outcome: Appended | Stale | Pinned | Refused = await self._services.writer.submit(commit)
         reach("after_commit")
         if isinstance(outcome, Appended):
             context.stages.stored_bytes += size_of(commit.blobs)
@@ -147,28 +137,29 @@ class Commits:
             context.session_id,
             claimed.fence,
             services.claims.incarnation,
+            claimed.opened_at,
             services.clock(),
+            known_of(claimed.session),
             events,
             result.facts,
             result.wire,
             new_blobs,
             chunks,
             is_alone=self._is_alone(),
-            stages=services.staging.is_on,
-            opened_at=claimed.opened_at,
+            stages=("turn" if claimed.session.is_tree else "session") if services.staging.is_on else None,
             pinned_upto=entry.pinned_upto,
         )
 
     async def _stage(self, claimed: ClaimedTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """Write chunks before the commit: all of them into a pack, or large ones into the database, one at a time.
-        Returns the chunks that the commit must write. Raises as `PackWriter.stored`."""
+        """Write chunks before the commit: as objects, or, if there are many bytes of them, into the database, one at a
+        time. Returns the chunks that the commit must write. Raises as `Objects.stored`."""
         services, session_id = self._services, claimed.session.session_id
-        if chunks and services.packs is not None:
-            return await services.packs.stored(session_id, claimed.fence, chunks)
+        if chunks and services.objects is not None:
+            chunks = await services.objects.stored(session_id, claimed.fence, chunks)
         if size_of(chunks) <= STAGE_BYTES:
             return chunks
         for chunk in chunks:
-            stage = Stage(session_id, claimed.fence, services.claims.incarnation, [chunk], claimed.opened_at)
+            stage = Stage(session_id, claimed.fence, services.claims.incarnation, claimed.opened_at, [chunk])
             if not await services.writer.submit(stage):
                 break
             reach("after_staged")

@@ -60,7 +60,7 @@ class ClaimedTurn(msgspec.Struct, frozen=True):
     """A session's claim. `session` is its state at the claim; its turns cannot change while the claim stands.
 
     `rid` is the generation's id at the engine. `idle_since` is the time of the session's last event before the claim.
-    `opened_at` is when the claim was taken, None in a linear session.
+    `opened_at` is when the claim was taken.
     """
 
     entry: CacheEntry
@@ -70,4 +70,4 @@ class ClaimedTurn(msgspec.Struct, frozen=True):
     fence: int
     rid: str
     idle_since: float
-    opened_at: float | None = None
+    opened_at: float

@@ -37,19 +37,18 @@ class Sender(msgspec.Struct, frozen=True):
 class Identity(msgspec.Struct, frozen=True):
     """What tells whether two requests are the same: the hash of the canonical body, the agent, and the retry mark.
 
-    `raw_hash` is of the body's bytes: earlier releases stored that of each turn. If the last message is an assistant's,
-    `begun_reply` is that message, and `begun_hash` the hash of the body without it.
+    If the last message is an assistant's, `begun_reply` is that message, and `begun_hash` the hash of the body without
+    it.
     """
 
     mark: RetryMark
     body_hash: str
-    raw_hash: str
     agent_id: str | None = None
     begun_reply: Mapping[str, Any] | None = None
     begun_hash: str | None = None
 
     def has_body(self, body_hash: str, agent_id: str | None = None) -> bool:
-        return body_hash in (self.body_hash, self.raw_hash) and agent_id == self.agent_id
+        return body_hash == self.body_hash and agent_id == self.agent_id
 
     def has_key(self, key: str | None, body_hash: str) -> bool:
         """Does the turn with this key and body hash have this request's key?
@@ -58,7 +57,7 @@ class Identity(msgspec.Struct, frozen=True):
         """
         if self.mark.key is None or self.mark.key != key:
             return False
-        if body_hash not in (self.body_hash, self.raw_hash):
+        if body_hash != self.body_hash:
             raise IdempotencyMismatch("the idempotency key was used with another request body")
         return True
 

@@ -87,10 +87,10 @@ class Retries:
             number = entry.keyed.get(own.mark.key)
             turn = None if number is None else entry.session.turn(number)
             return number if turn is not None and own.has_key(turn.retry_key, turn.body_hash) else None
-        if not entry.index.knows_body(own.body_hash, own.raw_hash, own.begun_hash):
+        if not entry.index.knows_body(own.body_hash, own.begun_hash):
             return None
         died_after: dict[int, float | None] = {}
-        for turn in self._candidates(entry, own):
+        for turn in self._childless(entry, own, own.body_hash):
             if own.mark.is_retry:
                 is_newest = turn is entry.session.leaf and not entry.session.is_tree
                 if is_newest or not self._is_delivered(entry, turn):
@@ -119,14 +119,11 @@ class Retries:
             raise SessionUnreadable(f"session {session_id}, turn {turn}: {error}") from error
         return decode_message(wires[turn].message, "the reply's message")
 
-    def _candidates(self, entry: CacheEntry, own: Identity) -> Iterator[Turn]:
-        """The childless turns with the same body and agent, the newest first."""
-        return self._childless(entry, own, own.body_hash, own.raw_hash)
-
-    def _childless(self, entry: CacheEntry, own: Identity, *body_hashes: str) -> Iterator[Turn]:
-        """The turns of the same agent with one of these bodies; in a linear session only the newest turn can be one."""
+    def _childless(self, entry: CacheEntry, own: Identity, body_hash: str) -> Iterator[Turn]:
+        """The childless turns of the same agent with this body, the newest first; in a linear session only the newest
+        turn can be one."""
         session, index = entry.session, entry.index
-        for number in index.with_body(*body_hashes):
+        for number in index.with_body(body_hash):
             turn = session.turn(number)
             is_current = turn is session.leaf if not session.is_tree else not index.has_children(number)
             if is_current and turn.agent_id == own.agent_id:

@@ -12,7 +12,7 @@ from app.fleet.state import FleetState
 from app.sessions.cache import SessionCache
 from app.sessions.lifecycle import Clock
 from app.settings import Settings
-from app.store.packs.writer import PackWriter
+from app.store.objects.objects import Objects
 from app.store.ports import Writer
 from app.turn.claims import Claims
 from app.turn.large_bodies import LargeBodies
@@ -25,13 +25,13 @@ from app.turn.validation import ReplyValidator
 
 
 class TurnServices(msgspec.Struct, frozen=True):
-    """`clock` gives seconds since the epoch. `packs`: replay payloads go into packs."""
+    """`clock` gives seconds since the epoch. `objects`: large replay payloads go into object storage."""
 
     cache: SessionCache
     claims: Claims
     retries: Retries
     writer: Writer
-    packs: PackWriter | None
+    objects: Objects | None
     engines: Engines
     fleet: FleetState
     gates: Gates

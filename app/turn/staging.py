@@ -194,7 +194,7 @@ class StagedTurn:
         self._written_at = asyncio.get_running_loop().time()
         claimed = self._claimed
         operation = StageTokens(
-            self._session_id, claimed.fence, self._incarnation, self._request_hash, row, claimed.opened_at
+            self._session_id, claimed.fence, self._incarnation, claimed.opened_at, self._request_hash, row
         )
         try:
             self._is_lost = not await self._writer.submit(operation)
@@ -217,7 +217,7 @@ class StagedTurn:
         )
         if left is None:
             return []
-        take_over = TakeOverStaged(session_id, claimed.fence, self._incarnation, left.fence, claimed.opened_at)
+        take_over = TakeOverStaged(session_id, claimed.fence, self._incarnation, claimed.opened_at, left.fence)
         if not await self._writer.submit(take_over):
             return []
         rows = list(_contiguous(left.rows))

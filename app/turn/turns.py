@@ -199,7 +199,7 @@ class Turns:
     def _proven_chat(self, session: Session, proof: str) -> Turn | None:
         """Raises Restored if it is set aside."""
         number = self._services.proofs.turn_of(session.session_id, proof) or 0
-        if number in session.aside:
+        if number in session.undone:
             raise Restored.of(session.session_id, number)
         turn = session.turns.get(number)
         return turn if turn is not None and turn.shape == "chat" else None
@@ -228,7 +228,6 @@ class Turns:
         identity = Identity(
             sender.mark,
             canonical_hash(request, history.whole_hash),
-            request.body_hash,
             sender.agent_id,
             history.begun_reply,
             None if begun is None else canonical_hash(request, begun),

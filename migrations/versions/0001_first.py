@@ -104,14 +104,15 @@ CREATE TABLE blobs (
 CREATE TABLE chunks (
     session_id VARCHAR(128) NOT NULL, fence BIGINT NOT NULL, number INTEGER NOT NULL, kind VARCHAR(16) NOT NULL,
     size BIGINT NOT NULL, hash VARCHAR(32) NOT NULL, tombstoned_by BIGINT, location TEXT, data {bytes},
-    pack_offset BIGINT, pack_length BIGINT,
     CONSTRAINT pk_chunks PRIMARY KEY (session_id, fence, number)
 );
-CREATE INDEX ix_chunks_location ON chunks (location) WHERE location IS NOT NULL;
-CREATE TABLE pack_erasures (
-    session_id VARCHAR(128) NOT NULL,
-    CONSTRAINT pk_pack_erasures PRIMARY KEY (session_id)
+CREATE TABLE dead_objects (
+    name TEXT NOT NULL, session_id VARCHAR(128) NOT NULL, since {double} NOT NULL, incarnation BIGINT,
+    CONSTRAINT pk_dead_objects PRIMARY KEY (name)
 );
+CREATE INDEX ix_dead_objects_since_name ON dead_objects (since, name);
+CREATE INDEX ix_dead_objects_session_id ON dead_objects (session_id);
+CREATE INDEX ix_dead_objects_incarnation ON dead_objects (incarnation) WHERE incarnation IS NOT NULL;
 CREATE TABLE archives (
     id {id}, name TEXT NOT NULL, created_at {double} NOT NULL, writer BIGINT,
     CONSTRAINT pk_archives PRIMARY KEY (id),
@@ -159,12 +160,13 @@ INSERT INTO store_meta (key, value) VALUES ('epoch', '1');
 """
 
 # A head is updated twice in each turn; an update without free space in its page writes to every index. Rows of
-# `open_turns` and `group_changes` exist for one turn: autovacuum must not wait until a share of a mostly empty table is
-# dead. Nothing selects content by value, and statistics would keep samples of it after an erasure.
+# `open_turns`, `group_changes` and `dead_objects` exist for a short time: autovacuum must not wait until a share of a
+# mostly empty table is dead. Nothing selects content by value, and statistics would keep it after an erasure.
 ON_POSTGRESQL = """
 ALTER TABLE sessions SET (fillfactor = 50);
 ALTER TABLE open_turns SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000);
 ALTER TABLE group_changes SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000);
+ALTER TABLE dead_objects SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000);
 ALTER TABLE sessions ALTER note SET STATISTICS 0, ALTER tags SET STATISTICS 0;
 ALTER TABLE events ALTER data SET STATISTICS 0;
 """

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from app.store.batch import apply_all
 from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create
-from app.store.log_turns import Claim, Commit
+from app.store.log_turns import Claim, Commit, Known
 from ops.bench.load import opening_messages
 from workers import codec
 from workers.codec import TOKEN_BYTES, Facts, Wire
@@ -79,30 +79,21 @@ class StoredTurn(msgspec.Struct, frozen=True):
 
 
 class StoredSession(msgspec.Struct, frozen=True):
-    """A session to write. Each turn continues the previous one; `metadata` is a JSON object."""
+    """A session to write. Each turn continues the previous one."""
 
     session_id: str
     turns: Sequence[StoredTurn]
-    group_id: str | None = None
-    metadata: bytes | None = None
-    attempt: int | None = None
 
 
-async def fill(url: str, sessions: int, turns: int, *, ended: bool = False, group_size: int = 0) -> None:
+async def fill(url: str, sessions: int, turns: int) -> None:
     """Write sessions `filled-0` and so on, which all have the same turns. Only their number matters, not their
-    content. With `group_size` so many after another are a group."""
+    content."""
     made = [_plain_turn(number) for number in range(turns)]
-
-    def all_sessions() -> Iterator[StoredSession]:
-        for number in range(sessions):
-            group = f"task-{number // group_size:05}" if group_size else None
-            attempt = number % group_size if group_size else None
-            yield StoredSession(f"filled-{number}", made, group, attempt=attempt)
-
+    every = (StoredSession(f"filled-{number}", made) for number in range(sessions))
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=ended)
+        await write_sessions(database, every, b'{"model":"simulator"}', ended=False)
     finally:
         await database.close()
 
@@ -153,18 +144,14 @@ class _Log:
         self._session_id = session.session_id
         self._incarnation = incarnation
         self._at = at
-        self._metadata = None if session.metadata is None else _blob(0, "metadata", session.metadata)
-        self._params = _blob(0 if self._metadata is None else 1, "params", params)
+        self._params = _blob(0, "params", params)
         self._turn = self._messages = self._tokens = self._text_bytes = 0
         self._text = hashlib.sha256()
         self._spelling = hashlib.sha256()
 
     def created(self) -> Create:
-        blob = self._metadata
-        ref = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
-        config = msgspec.structs.replace(CONFIG, group_id=self.session.group_id, attempt=self.session.attempt)
-        event = SessionCreated(config, body_hash=_HASH, metadata=ref)
-        return Create(self._session_id, self._at, event, _HASH, self.session.group_id, blob)
+        event = SessionCreated(CONFIG, body_hash=_HASH)
+        return Create(self._session_id, self._at, event, _HASH, None, None)
 
     def ended(self) -> tuple[AssignReward, Close]:
         reward = RewardAssigned(float(len(self._session_id) % 2))
@@ -185,9 +172,10 @@ class _Log:
         self._messages += len(stored.messages) + 1
         self._tokens += stored.suffix_tokens + stored.output_tokens
         blobs = [self._params] if event.new_blobs else []
+        held = (self._session_id, fence, self._incarnation, self._at)
         return (
-            Claim(self._session_id, fence - 1, self._at, self._at, opened, 8.0),
-            Commit(self._session_id, fence, self._incarnation, self._at, [event], stored.facts, stored.wire, blobs),
+            Claim(self._session_id, Known(fence - 1, self._at, opened.turn - 1), self._at, opened, 8.0),
+            Commit(*held, self._at, Known(fence, self._at, opened.turn - 1), [event], stored.facts, stored.wire, blobs),
         )
 
     def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:

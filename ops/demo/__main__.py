@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +35,21 @@ NAMES = ("Ada", "Blaise", "Emmy", "Kurt", "Sofia", "Tibor")
 TASKS = ("Work out the crates we need.", "Check it again with other numbers.", "Sum up what you found.")
 
 
-@dataclass(slots=True)
 class Story:
     """Prints lines with the seconds since the start."""
 
-    began: float
+    def __init__(self) -> None:
+        self._began = time.monotonic()
 
     def log(self, text: str) -> None:
-        print(f"{time.monotonic() - self.began:5.1f} s  {text}", flush=True)
+        print(f"{time.monotonic() - self._began:5.1f} s  {text}", flush=True)
 
 
 class AgentsStopped(Exception):
     """The agents finished before the server could be killed, so the demo shows nothing."""
 
 
-FAILURES = (
-    AgentsStopped,
-    ServerDidNotStart,
-    openai.OpenAIError,
-    httpx.HTTPError,
-    TimeoutError,
-)
+FAILURES = (AgentsStopped, ServerDidNotStart, openai.OpenAIError, httpx.HTTPError, TimeoutError)
 
 
 async def make_agents(server: ServerProcess, service: httpx.AsyncClient) -> list[Agent]:
@@ -69,8 +62,7 @@ async def make_agents(server: ServerProcess, service: httpx.AsyncClient) -> list
             api_key="none-needed-on-loopback",
             http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
         )
-        agent = Agent(name, client, created["session_id"], TASKS)
-        agents.append(agent)
+        agents.append(Agent(name, client, created["session_id"], TASKS))
     agents[1].stream = True
     agents[-1].timeout_s = IMPATIENT_S
     return agents
@@ -117,7 +109,7 @@ async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[l
     return rows, logs
 
 
-def print_agents(agents: Sequence[Agent]) -> None:
+def report(agents: Sequence[Agent], found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
     print("\nWhat the agents received")
     print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'repeated':>13}{'replayed':>13}")
     for agent in agents:
@@ -127,18 +119,20 @@ def print_agents(agents: Sequence[Agent]) -> None:
         print(f"  {agent.name:8}{counts}  {note}".rstrip())
     print("  repeated: requests that the agent sent again, after the SDK's retries were used up")
     print("  replayed: replies from the log, or from the turn in flight, without a second generation")
-
-
-def print_findings(found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
-    tokens = sum(len(row["tokens"]) for row in rows)
-    sampled = sum(sum(row["sampled_mask"]) for row in rows)
+    tokens, sampled = sum(len(row["tokens"]) for row in rows), sum(sum(row["sampled_mask"]) for row in rows)
     sessions = len({row["session_id"] for row in rows})
     print("\nWhat survived")
     print(f"  acknowledged   {found.acknowledged} turns, {before} of them before the kill")
     print(f"  in the log     {found.committed} turns committed, {found.abandoned} abandoned (in flight at the kill)")
     print(f"  at the engine  {generations} generations: one for each turn, and those that the kill interrupted")
     print(f"  logs           {found.folded} of {len(NAMES)} fold and contain what their agent received")
-    print(f"  export         {len(rows)} rows of {sessions} sessions: {tokens} tokens, {sampled} of them sampled")
+    print(f"  export         {len(rows)} rows of {sessions} sessions: {tokens} tokens, {sampled} of them sampled\n")
+    for problem in found.problems:
+        print(f"LOST  {problem}")
+    if not found.problems:
+        print(
+            f"All {found.acknowledged} acknowledged turns are stored as the agents received them: ids, logprobs, text."
+        )
 
 
 async def run(folder: Path, story: Story, *, stays: bool) -> bool:
@@ -196,15 +190,7 @@ async def _run_agents(
     found = await check(server.environment["TURNLOG_DATABASE_URL"], agents, rows, logs)
     if generations > found.committed + found.abandoned:
         found.problems.append(f"{generations} generations for {found.committed} turns: some were generated twice")
-    print_agents(agents)
-    print_findings(found, rows, generations, before)
-    print()
-    for problem in found.problems:
-        print(f"LOST  {problem}")
-    if not found.problems:
-        print(
-            f"All {found.acknowledged} acknowledged turns are stored as the agents received them: ids, logprobs, text."
-        )
+    report(agents, found, rows, generations, before)
     return not found.problems
 
 
@@ -219,7 +205,7 @@ def main(given: Sequence[str] | None = None, prog: str = "python -m ops.demo") -
     folder.mkdir(parents=True, exist_ok=True)
     print("Turnlog: six agents, one engine, one kill -9\n")
     try:
-        has_survived = asyncio.run(run(folder.resolve(), Story(time.monotonic()), stays=stays))
+        has_survived = asyncio.run(run(folder.resolve(), Story(), stays=stays))
     except KeyboardInterrupt:
         return 130
     except FAILURES as error:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletionMessageParam
-
-from ops.demo import tools
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionMessageParam,
+    ChatCompletionToolUnionParam,
+)
 
 REPEAT_PAUSE_S = 0.25
 """Pause in seconds before the agent repeats a call for which the SDK has used up its own retries."""
@@ -21,12 +24,43 @@ REPEAT_PAUSE_S = 0.25
 GIVE_UP_S = 40.0
 MAX_TURNS_PER_TASK = 8
 
+BOILING_C = {"water": 100.0, "ethanol": 78.4, "acetone": 56.1, "mercury": 356.7}
+_FACTOR = {"type": "integer", "minimum": 2, "maximum": 99}
+TOOLS: dict[str, tuple[Callable[..., object], str, dict[str, object]]] = {
+    "multiply": (lambda a, b: a * b, "The product of two integers.", {"a": _FACTOR, "b": _FACTOR}),
+    "count_words": (lambda text: len(text.split()), "How many words a text has.", {"text": {"type": "string"}}),
+    "boiling_point": (
+        lambda substance: BOILING_C[substance],
+        "Boiling point at one atmosphere, in degrees Celsius.",
+        {"substance": {"type": "string", "enum": list(BOILING_C)}},
+    ),
+}
+DESCRIPTIONS: tuple[ChatCompletionToolUnionParam, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": list(properties)},
+        },
+    }
+    for name, (_, description, properties) in TOOLS.items()
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
     id: str
     name: str
     arguments: str
+
+
+def _run(call: Call) -> str:
+    """The result as text for the model; an invalid call's is the error."""
+    try:
+        return json.dumps({"result": TOOLS[call.name][0](**json.loads(call.arguments))})
+    except (KeyError, TypeError, ValueError) as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +130,14 @@ class Agent:
         raw = await self.client.chat.completions.with_raw_response.create(
             model="simulator",
             messages=self.messages,
-            tools=tools.DESCRIPTIONS,
+            tools=DESCRIPTIONS,
             stream=self.stream,
             extra_headers={"Idempotency-Key": key},
             timeout=openai.NOT_GIVEN if self.timeout_s is None else self.timeout_s,
         )
         parsed: Any = raw.parse()
-        message, choice = await _streamed(parsed) if self.stream else _whole(parsed)
+        answer = await _streamed(parsed) if self.stream else parsed.choices[0]
+        message, choice = answer.message, answer.model_dump()
         self.sdk_retries += raw.retries_taken
         self.replayed += raw.headers.get("x-turnlog-replayed") == "true"
         calls = tuple(Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
@@ -122,32 +157,19 @@ class Agent:
 
     def _remember(self, reply: Acknowledged) -> None:
         self.seen.append(reply)
-        if not reply.calls:
-            self.messages.append({"role": "assistant", "content": reply.text})
-            return
-        self.messages.append(
-            {
-                "role": "assistant",
-                "content": reply.text or None,
-                "tool_calls": [
-                    {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                    for call in reply.calls
-                ],
-            }
-        )
+        message: ChatCompletionAssistantMessageParam = {"role": "assistant", "content": reply.text or None}
+        if reply.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in reply.calls
+            ]
+        self.messages.append(message)
         for call in reply.calls:
-            result = tools.run(call.name, call.arguments)
-            self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            self.messages.append({"role": "tool", "tool_call_id": call.id, "content": _run(call)})
 
 
-def _whole(completion: Any) -> tuple[Any, dict[str, Any]]:
-    choice = completion.choices[0]
-    return choice.message, choice.model_dump()
-
-
-async def _streamed(stream: Any) -> tuple[Any, dict[str, Any]]:
+async def _streamed(stream: Any) -> Any:
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     async for chunk in stream:
         state.handle_chunk(chunk)
-    choice = state.current_completion_snapshot.choices[0]
-    return choice.message, choice.model_dump()
+    return state.current_completion_snapshot.choices[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import socket
 import sys
@@ -15,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ops.simulator.app import Simulator
 from ops.simulator.config import Config
+
+_FIELDS = {field.name for field in dataclasses.fields(Config)}
 
 
 class NoDelayProtocol(HttpToolsProtocol):
@@ -39,9 +42,8 @@ def _not_a_reset(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("ASGI callable returned without completing response")
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    layers, top_k, experts = (int(part) for part in text.split(","))
-    return layers, top_k, experts
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -49,61 +51,34 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _arguments(given: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    """The options, those of `Config` by its fields' names."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free port; the address is printed on stdout")
-    parser.add_argument("--dialect", choices=("sglang", "vllm"), default="sglang")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--latency-ms", type=float, default=0.0)
-    parser.add_argument("--weight-version", default="default")
-    parser.add_argument("--weight-versions", action="store_true", help="always report the spans of weight versions")
-    parser.add_argument("--silent-versions", action="store_true", help="vLLM: no reply names a weight version")
-    parser.add_argument("--model", default="simulator")
-    parser.add_argument("--logprobs-mode", help="what vLLM's /server_info names; without it the route is missing")
-    parser.add_argument(
-        "--adapters", type=_names, default=(), metavar="NAME,…", help="loaded LoRA adapters; other names are refused"
-    )
-    parser.add_argument("--reasoning", type=float, default=0.25, help="share of generations with reasoning")
-    parser.add_argument("--cache-tokens", type=int, default=2**22, help="size of the prefix cache")
-    parser.add_argument(
-        "--prefill-us-per-token", type=float, default=0.0, help="time per token outside the prefix cache"
-    )
-    parser.add_argument(
-        "--no-token-in", action="store_true", help="ignore the ids of a chat's prompt, as older builds do"
-    )
-    parser.add_argument(
-        "--incremental-streaming-output",
-        action="store_true",
-        help="SGLang: an event of /generate has what is new",
-    )
-    parser.add_argument(
-        "--sampling-defaults", choices=("openai", "model"), default="openai", help="SGLang's, as it says"
-    )
-    parser.add_argument("--keep-requests", type=int, default=256, help="requests kept for /sim/requests")
-    parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=0, help="0: any free port; the address is printed on stdout")
+    add("--latency-ms", type=float, default=0.0)
+    add("--prefill-us-per-token", type=float, default=0.0, help="time per token outside the prefix cache")
+    add("--dialect", choices=("sglang", "vllm"))
+    add("--seed", type=int)
+    add("--weight-version")
+    add("--weight-versions", action="store_true", help="always report the spans of weight versions")
+    add("--silent-versions", action="store_true", help="vLLM: no reply names a weight version")
+    add("--model")
+    add("--logprobs-mode", help="what vLLM's /server_info names; without it the route is missing")
+    add("--adapters", type=_names, metavar="NAME,…", help="loaded LoRA adapters; other names are refused")
+    add("--reasoning", type=float, help="share of generations with reasoning")
+    add("--cache-tokens", type=int, help="size of the prefix cache")
+    add("--no-token-in", dest="token_in", action="store_false", help="ignore the ids of a chat's prompt")
+    add("--incremental-streaming-output", dest="incremental", action="store_true", help="as SGLang's option")
+    add("--sampling-defaults", choices=("openai", "model"), help="SGLang's, as it says")
+    add("--keep-requests", type=int, help="requests kept for /sim/requests")
+    add("--experts", type=_shape, metavar="LAYERS,TOP_K,EXPERTS")
     return parser.parse_args(given)
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    config = Config(
-        dialect=arguments.dialect,
-        seed=arguments.seed,
-        latency_s=arguments.latency_ms / 1000,
-        weight_version=arguments.weight_version,
-        weight_versions=arguments.weight_versions,
-        silent_versions=arguments.silent_versions,
-        model=arguments.model,
-        logprobs_mode=arguments.logprobs_mode,
-        adapters=arguments.adapters,
-        reasoning=arguments.reasoning,
-        experts=arguments.experts,
-        keep_requests=arguments.keep_requests,
-        cache_tokens=arguments.cache_tokens,
-        prefill_s=arguments.prefill_us_per_token / 1e6,
-        token_in=not arguments.no_token_in,
-        incremental=arguments.incremental_streaming_output,
-        sampling_defaults=arguments.sampling_defaults,
-    )
+    given = {name: value for name, value in vars(arguments).items() if value is not None and name in _FIELDS}
+    config = Config(**given, latency_s=arguments.latency_ms / 1000, prefill_s=arguments.prefill_us_per_token / 1e6)
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(
         Simulator(config),

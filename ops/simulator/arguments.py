@@ -40,13 +40,8 @@ def _draw(schema: dict[str, Any], root: dict[str, Any], rng: random.Random, dept
     kind = schema.get("type", "object" if "properties" in schema else "string")
     if isinstance(kind, list):
         kind = rng.choice(kind)
-    return _of_type(kind, schema, root, rng, depth)
-
-
-def _of_type(kind: str, schema: dict[str, Any], root: dict[str, Any], rng: random.Random, depth: int) -> Any:
     if kind == "object":
-        required = schema.get("required", ())
-        properties = schema.get("properties", {})
+        required, properties = schema.get("required", ()), schema.get("properties", {})
         return {
             name: _draw(part, root, rng, depth + 1)
             for name, part in properties.items()
@@ -57,29 +52,16 @@ def _of_type(kind: str, schema: dict[str, Any], root: dict[str, Any], rng: rando
         count = rng.randint(low, max(low, min(int(schema.get("maxItems", low + 2)), low + 2)))
         return [_draw(schema.get("items", {}), root, rng, depth + 1) for _ in range(count)]
     if kind == "string":
-        return _string(schema, rng)
+        text = rng.choice(_EXOTIC) if rng.random() < 0.15 else " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
+        while len(text) < int(schema.get("minLength", 0)):
+            text += rng.choice(WORDS)
+        return text[: schema.get("maxLength")]
     if kind in ("integer", "number"):
-        return _number(kind, schema, rng)
+        high = schema.get("maximum", schema.get("exclusiveMaximum"))
+        low = schema.get("minimum", schema.get("exclusiveMinimum", 0 if high is None else high - 100))
+        high = low + 100 if high is None else high
+        if kind == "number":
+            return float(low + (high - low) * rng.uniform(0.01, 0.99))
+        first, last = int(low) + ("exclusiveMinimum" in schema), int(high) - ("exclusiveMaximum" in schema)
+        return rng.randint(first, max(first, last))
     return rng.random() < 0.5 if kind == "boolean" else None
-
-
-def _string(schema: dict[str, Any], rng: random.Random) -> str:
-    text = rng.choice(_EXOTIC) if rng.random() < 0.15 else " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
-    least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
-    while len(text) < least:
-        text += rng.choice(WORDS)
-    return text if most is None else text[: int(most)]
-
-
-def _number(kind: str, schema: dict[str, Any], rng: random.Random) -> int | float:
-    low = schema.get("minimum", schema.get("exclusiveMinimum"))
-    high = schema.get("maximum", schema.get("exclusiveMaximum"))
-    if low is None:
-        low = 0 if high is None else high - 100
-    if high is None:
-        high = low + 100
-    if kind == "number":
-        return float(low + (high - low) * rng.uniform(0.01, 0.99))
-    first = int(low) + (1 if "exclusiveMinimum" in schema else 0)
-    last = int(high) - (1 if "exclusiveMaximum" in schema else 0)
-    return rng.randint(first, max(first, last))

@@ -1,22 +1,54 @@
-"""The engines' control routes, and the simulator's own routes under ``/sim``."""
+"""The engines' control routes, in the shapes of SGLang 0.5.23 and vLLM 0.32, and the simulator's own under ``/sim``."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from ops.simulator import native
-from ops.simulator.behaviour import FAILURES, Behaviour, Handler, Outcome, Query
 from ops.simulator.counting import count
 from ops.simulator.engine import Engine
 from ops.simulator.faults import UnknownFault
 from ops.simulator.records import RequestLog
-from ops.simulator.vllm_control import VllmControl
 from ops.simulator.wire import BadRequest, FaultOrder, PlannedReply, Reply, json_reply
+
+Query = dict[str, str]
+Handler = Callable[[bytes, Query], Awaitable[Reply]]
+
+Outcome = Literal["ok", "missing", "refused", "error"]
+
+FAILURES: dict[Outcome, tuple[str, int]] = {
+    "missing": ("Not Found", 404),
+    "refused": ("The request was refused, as ordered.", 400),
+    "error": ("The engine failed, as ordered.", 500),
+}
+
+
+class Behaviour(Struct, forbid_unknown_fields=True):
+    """Body of ``/sim/behaviour``: how routes answer from now on. Omitted fields keep their values. With ``dev_mode``
+    false, vLLM has none of its routes that control it, and with ``scale_out`` true that deployment's route of aborts.
+
+    ``sessions`` applies to both session routes, which take ``sessions_delay_s`` seconds in any case.
+    ``health_hangs_when_paused`` is for SGLang, whose ``/health`` generates a token; vLLM's never hangs. A call that is
+    set to fail has no effect.
+    """
+
+    health: Outcome = "ok"
+    health_hangs_when_paused: bool = True
+    sessions: Outcome = "ok"
+    sessions_delay_s: float = 0.0
+    dev_mode: bool = True
+    scale_out: bool = False
+    abort: Outcome = "ok"
+    pause: Outcome = "ok"
+    resume: Outcome = "ok"
+    count_tokens: Outcome = "ok"
+
 
 # The bodies of the routes that they are named after.
 
@@ -42,8 +74,16 @@ class PauseGeneration(Struct):
 
 
 class UpdateWeightVersion(Struct):
+    """``abort_all_requests`` is SGLang's; vLLM's aborts nothing."""
+
     new_version: str
     abort_all_requests: bool = True
+
+
+class AbortRequests(Struct):
+    """Of both of vLLM's routes. None or no ids at all: the development mode aborts everything."""
+
+    request_ids: list[str] | None = None
 
 
 class Latency(Struct, forbid_unknown_fields=True):
@@ -66,28 +106,11 @@ class Control:
         self._sessions: dict[str, OpenSession] = {}
         self._closed: list[str] = []
         self._behaviour = Behaviour()
-        own: dict[tuple[str, str], Handler] = {
-            ("POST", "/open_session"): self._open_session,
-            ("POST", "/close_session"): self._close_session,
-            ("POST", "/abort_request"): self._abort_request,
-            ("POST", "/pause_generation"): self._pause_generation,
-            ("POST", "/continue_generation"): self._continue_generation,
-            ("POST", "/update_weight_version"): self._update_weight_version,
-            ("GET", "/model_info"): self._model_info,
-            ("GET", "/get_model_info"): self._model_info,
-            ("GET", "/server_info"): self._server_info,
-            ("POST", "/separate_reasoning"): self._separate_reasoning,
-            ("POST", "/parse_function_call"): self._parse_function_call,
-        }
-        self._vllm: VllmControl | None = None
-        if engine.config.dialect == "vllm":
-            own, self._vllm = {}, VllmControl(engine, lambda: self._behaviour, self._failed)
         self._routes: dict[tuple[str, str], Handler] = {
-            **own,
             ("GET", "/health"): self._health,
-            ("POST", "/sim/behaviour"): self._sim_behaviour,
             ("GET", "/v1/models"): self._models,
             ("POST", "/v1/messages/count_tokens"): self._count_tokens,
+            ("POST", "/sim/behaviour"): self._sim_behaviour,
             ("POST", "/sim/faults"): self._sim_faults,
             ("POST", "/sim/replies"): self._sim_replies,
             ("POST", "/sim/latency"): self._sim_latency,
@@ -95,11 +118,39 @@ class Control:
             ("GET", "/sim/requests"): self._sim_requests,
             ("POST", "/sim/reset"): self._sim_reset,
         }
+        if engine.config.dialect == "sglang":
+            self._routes |= {
+                ("POST", "/open_session"): self._open_session,
+                ("POST", "/close_session"): self._close_session,
+                ("POST", "/abort_request"): self._abort_request,
+                ("POST", "/pause_generation"): self._pause_generation,
+                ("POST", "/continue_generation"): self._continue_generation,
+                ("POST", "/update_weight_version"): self._update_weight_version,
+                ("GET", "/model_info"): self._model_info,
+                ("GET", "/get_model_info"): self._model_info,
+                ("GET", "/server_info"): self._server_info,
+                ("POST", "/separate_reasoning"): native.separate_reasoning,
+                ("POST", "/parse_function_call"): native.parse_function_call,
+            }
 
     def find(self, method: str, path: str) -> Handler | None:
-        """The handler of a route, or ``None``."""
-        found = None if self._vllm is None else self._vllm.find(method, path)
-        return found or self._routes.get((method, path))
+        """The handler of a route, or ``None``. vLLM has most only in its development mode."""
+        routes = self._routes
+        if self._engine.config.dialect == "vllm":
+            if self._behaviour.dev_mode:
+                routes = routes | {
+                    ("POST", "/pause"): self._vllm_pause,
+                    ("POST", "/resume"): self._vllm_resume,
+                    ("GET", "/is_paused"): self._vllm_is_paused,
+                    ("POST", "/abort_requests"): self._vllm_abort,
+                    ("GET", "/weight_info"): self._vllm_weight_info,
+                    ("POST", "/update_weight_version"): self._vllm_update_weight_version,
+                }
+                if self._engine.config.logprobs_mode is not None:
+                    routes[("GET", "/server_info")] = self._vllm_server_info
+            if self._behaviour.scale_out:
+                routes = routes | {("POST", "/inference/v1/abort_requests"): self._vllm_scale_out_abort}
+        return routes.get((method, path))
 
     def _failed(self, outcome: Outcome) -> Reply | None:
         failure = FAILURES.get(outcome)
@@ -145,12 +196,6 @@ class Control:
                 "tool_call_parser": "simulator",
             }
         )
-
-    async def _separate_reasoning(self, body: bytes, query: Query) -> Reply:
-        return native.separate_reasoning(body)
-
-    async def _parse_function_call(self, body: bytes, query: Query) -> Reply:
-        return native.parse_function_call(body)
 
     async def _model_info(self, body: bytes, query: Query) -> Reply:
         config = self._engine.config
@@ -218,6 +263,60 @@ class Control:
         self._engine.weight_version = request.new_version
         message = f"Weight version updated to {request.new_version}"
         return json_reply({"success": True, "message": message, "new_version": request.new_version})
+
+    async def _vllm_server_info(self, body: bytes, query: Query) -> Reply:
+        model_config = {"model": self._engine.config.model, "logprobs_mode": self._engine.config.logprobs_mode}
+        return json_reply({"vllm_config": {"model_config": model_config}, "vllm_env": {}, "system_env": {}})
+
+    async def _vllm_pause(self, body: bytes, query: Query) -> Reply:
+        mode = query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            return self._engine.error(f"unknown mode {mode[:40]!r}")
+        if failed := self._failed(self._behaviour.pause):
+            return failed
+        if mode == "wait":
+            await self._engine.runs.drained()
+        self._engine.runs.pause()
+        if mode == "abort":
+            self._engine.runs.abort("", everything=True)
+        return json_reply({"status": "paused"})
+
+    async def _vllm_resume(self, body: bytes, query: Query) -> Reply:
+        if failed := self._failed(self._behaviour.resume):
+            return failed
+        self._engine.runs.resume()
+        return json_reply({"status": "resumed"})
+
+    async def _vllm_is_paused(self, body: bytes, query: Query) -> Reply:
+        return json_reply({"is_paused": self._engine.runs.paused})
+
+    async def _vllm_abort(self, body: bytes, query: Query) -> Reply:
+        request = msgspec.json.decode(body, type=AbortRequests)
+        if failed := self._failed(self._behaviour.abort):
+            return failed
+        runs = self._engine.runs
+        if not request.request_ids:
+            return json_reply({"status": "aborted", "aborted": runs.abort("", everything=True)})
+        runs.abort_external(request.request_ids)
+        return json_reply({"status": "aborted", "aborted": len(request.request_ids)})
+
+    async def _vllm_scale_out_abort(self, body: bytes, query: Query) -> Reply:
+        request = msgspec.json.decode(body, type=AbortRequests)
+        if failed := self._failed(self._behaviour.abort):
+            return failed
+        if request.request_ids is None:
+            return json_reply({"detail": "Missing 'request_ids' in request body"}, 400)
+        self._engine.runs.abort_external(request.request_ids)
+        return Reply((b"",))
+
+    async def _vllm_weight_info(self, body: bytes, query: Query) -> Reply:
+        return json_reply({"weight_version": self._engine.weight_version})
+
+    async def _vllm_update_weight_version(self, body: bytes, query: Query) -> Reply:
+        request = msgspec.json.decode(body, type=UpdateWeightVersion)
+        self._engine.runs.new_version(request.new_version)
+        self._engine.weight_version = request.new_version
+        return json_reply({"success": True, "new_version": request.new_version})
 
     async def _sim_faults(self, body: bytes, query: Query) -> Reply:
         try:

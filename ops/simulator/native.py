@@ -94,7 +94,7 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     return Reply((*events, DONE), content_type=EVENT_STREAM)
 
 
-def separate_reasoning(body: bytes) -> Reply:
+async def separate_reasoning(body: bytes, query: dict[str, str]) -> Reply:
     text = msgspec.json.decode(body, type=Parsed).text
     reasoning, content, _ = parse(text, ())
     if not text.startswith("<think>"):
@@ -103,7 +103,7 @@ def separate_reasoning(body: bytes) -> Reply:
     return json_reply({"reasoning_text": reasoning or "", "text": rest or content})
 
 
-def parse_function_call(body: bytes) -> Reply:
+async def parse_function_call(body: bytes, query: dict[str, str]) -> Reply:
     text = msgspec.json.decode(body, type=Parsed).text
     content, *rest = text.split("<tool_call>")
     calls = []

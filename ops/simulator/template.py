@@ -10,6 +10,7 @@ after ``assistant\n`` is kept on purpose, since a sampled token never merges wit
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -18,9 +19,8 @@ from typing import Any
 
 import msgspec
 
-from ops.simulator.images import is_image, placeholders
 from ops.simulator.lru import Lru
-from ops.simulator.tokenizer import IM_END, IM_START, Encoded, Tokenizer
+from ops.simulator.tokenizer import IM_END, IM_START, IMAGE_PAD, VISION_END, VISION_START, Encoded, Tokenizer
 from ops.simulator.wire import BadRequest, SentMessage, SentToolCall, Tool
 
 GENERATION_PROMPT = f"{IM_START}assistant\n"
@@ -33,6 +33,14 @@ TOOLS_OUTRO = (
     "\n</tools>\n\nA call is one JSON object inside tool_call tags:\n"
     '<tool_call>\n{"name": <function>, "arguments": <object>}\n</tool_call>'
 )
+
+
+_IMAGE_SIDE = 28
+"""Pixels, of the square that a placeholder stands for."""
+
+_MOST_PLACEHOLDERS = 1280
+_HEADER_BYTES = 24
+"""A PNG begins with its signature, a chunk's length and name, and its width and height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +91,37 @@ def assistant_text(content: str, reasoning: str | None, calls: list[tuple[str, s
     return text
 
 
+def _is_image(part: dict[str, Any]) -> bool:
+    return part.get("type") in ("image", "image_url")
+
+
+def _placeholders(part: dict[str, Any]) -> str:
+    """As many as Qwen2-VL's processor makes of an inline PNG of at least 56 x 56 pixels; one for any other image."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    return VISION_START + IMAGE_PAD * _image_count(url if isinstance(url, str) else "") + VISION_END
+
+
+def _image_count(url: str) -> int:
+    head, _, text = url.partition(",")
+    if not head.endswith(";base64") or len(text) < 4 * _HEADER_BYTES // 3:
+        return 1
+    try:
+        data = base64.b64decode(text[: 4 * _HEADER_BYTES // 3])
+    except ValueError:
+        return 1
+    if data[12:16] != b"IHDR":
+        return 1
+    width, height = (int.from_bytes(data[start : start + 4]) for start in (16, 20))
+    return max(1, min(round(width / _IMAGE_SIDE) * round(height / _IMAGE_SIDE), _MOST_PLACEHOLDERS))
+
+
 def _plain(content: str | list[dict[str, Any]] | None) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(placeholders(part) if is_image(part) else str(part.get("text", "")) for part in content)
+    return "".join(_placeholders(part) if _is_image(part) else str(part.get("text", "")) for part in content)
 
 
 def _calls_object(call: SentToolCall) -> bool:

@@ -19,9 +19,9 @@ from app.settings import load_settings
 from app.store import damaged
 from app.store import projections as heads
 from app.store.engine import Database
-from app.store.packs.opening import open_bucket
-from app.store.packs.reader import load_chunks
-from app.store.packs.rows import places_of
+from app.store.objects.bucket import open_bucket
+from app.store.objects.reader import load_chunks
+from app.store.objects.rows import live_objects
 from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
@@ -43,12 +43,12 @@ async def verify(
     """
     report = Report()
     async for session_id in _session_ids(database, report):
-        packed = await database.read(
+        in_objects = await database.read(
             partial(_check_session, session_id=session_id, report=report),
             one_moment=True,
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
-        await _check_packed(database, session_id, packed or (), report)
+        await _check_objects(database, session_id, in_objects or (), report)
         progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
@@ -85,23 +85,24 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
 def _check_session(connection: Connection, session_id: str, report: Report) -> list[ChunkRef]:
     check = SessionCheck(connection, session_id, report)
     check.run()
-    return check.packed
+    return check.in_objects
 
 
-async def _check_packed(database: Database, session_id: str, packed: Iterable[ChunkRef], report: Report) -> None:
-    """Check the chunks in packs, one in memory at a time. One that was tombstoned since the look at the log is well."""
-    for ref in packed:
+async def _check_objects(database: Database, session_id: str, in_objects: Iterable[ChunkRef], report: Report) -> None:
+    """Check the chunks in objects, one in memory at a time. One that was tombstoned since is well."""
+    for ref in in_objects:
         frames = await load_chunks(database, session_id, [ref.key])
-        is_live = bool(await database.read(partial(places_of, session_id=session_id, keys=[ref.key])))
-        fault = chunk_fault(ref, frames.get(ref.key)) if is_live else None
+        fault = chunk_fault(ref, frames.get(ref.key))
         if fault is not None:
-            report.found(session_id, fault)
+            live = await database.read(partial(live_objects, session_id=session_id, keys=[ref.key]))
+            if live:
+                report.found(session_id, fault)
 
 
 async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Report:
     """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
-    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_from", "payloads_timeout_s")))
+    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
     try:
         await heads.require_revision(database)
         return await verify(database, progress=progress)

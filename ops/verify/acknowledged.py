@@ -58,7 +58,7 @@ async def _check_session(
 
 
 async def _difference(database: Database, log: FoldedLog | None, turn: Acknowledged, report: Report) -> str | None:
-    session = None if log is None else log.session.with_aside
+    session = None if log is None else log.session.with_undone
     if log is None or session is None or turn.turn not in session.turns:
         return "but is not in the log"
     if turn.retry_key not in (None, _committed(log, session, turn.turn).retry_key):

@@ -17,6 +17,7 @@ from app.domain.events import (
     ChunkRef,
     Recorded,
     SessionCreated,
+    SessionRestored,
     TurnAbandoned,
     TurnCommitted,
     TurnOpened,
@@ -32,7 +33,6 @@ from app.store import reads
 from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
 from app.store.erasure import has_text
-from app.store.packs.format import InPack
 from app.store.projections import FoldedLog
 from app.store.schema import (
     blobs,
@@ -102,14 +102,14 @@ def chunk_fault(ref: ChunkRef, frame: bytes | None) -> str | None:
 
 
 class SessionCheck:
-    """Compares one session with its log, in one transaction. `packed` are its chunks in packs, which are not read."""
+    """Compares one session with its log, in one transaction. It does not read objects: `in_objects`."""
 
     def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
         self._connection = connection
         self._session_id = session_id
         self._report = report
         self._log: Sequence[Recorded] = ()
-        self.packed: list[ChunkRef] = []
+        self.in_objects: list[ChunkRef] = []
 
     def run(self) -> None:
         self._report.sessions += 1
@@ -221,12 +221,14 @@ class SessionCheck:
                     )
 
     def _snapshot(self, session: Session) -> None:
-        """Check the snapshot. One whose last event was lost in a crash of the database is ignored here and by
-        readers."""
+        """Check the snapshot. One whose last event was lost in a crash of the database, or after which there was a
+        restore, is ignored here and by readers."""
         start = reads.load_snapshot(self._connection, self._session_id)
         if start is None or all((one.seq, one.at) != (start.version, start.last_event_at) for one in self._log):
             return
         later = [recorded for recorded in self._log if recorded.seq > start.version]
+        if any(isinstance(recorded.event, SessionRestored) for recorded in later):
+            return
         self._expect(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")
 
     def _committed(self) -> Iterator[TurnCommitted]:
@@ -363,8 +365,8 @@ class SessionCheck:
     def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:
         """Check one chunk. Chunks are large, so only one is in memory."""
         frame = reads.load_chunks(self._connection, self._session_id, [key]).get(key)
-        if isinstance(frame, InPack):
-            self.packed.append(ref)
+        if isinstance(frame, str):
+            self.in_objects.append(ref)
         elif (fault := chunk_fault(ref, frame)) is not None:
             self._found(fault)
 

@@ -15,7 +15,6 @@ from helpers.store import Store, two_stores
 from app.domain.events import VersionSpan
 from app.export.exporter import Exporter
 from app.export.feed import Feed, FeedQuery
-from app.lazy_import import LazyImport
 
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +65,7 @@ async def test_two_processes_that_finish_one_group_make_it_complete(pair: tuple[
 
 def feed_over(made: Groups) -> Feed:
     database = made.store.database
-    return Feed(database, made.store.writer, LazyImport("app.export.exporter", lambda: Exporter(database, "test")))
+    return Feed(database, made.store.writer, Exporter(database, "test"))
 
 
 async def given(feed: Feed, consumer: str, size: int = 1, **wish: Any) -> list[dict[str, Any]]:

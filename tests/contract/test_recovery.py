@@ -12,7 +12,7 @@ from helpers.store import Store, add_incarnation, silence_incarnation
 from app.domain.events import TurnAbandoned
 from app.sessions.recovery import Recovery
 from app.store.log import Appended
-from app.store.log_turns import Busy, Claim
+from app.store.log_turns import Busy, Claim, Known
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ async def test_who_was_silent_himself_does_not_judge_others(store: Store) -> Non
     await store.claim("s", 1, incarnation=other)
     await silence_incarnation(store.database, other, 2 * LEASE_S)
     await asyncio.sleep(LEASE_S)
-    claim = Claim("s", 2, 2.0, 4.0, opened(1, 0, store.me), recovery.lease_to_judge_by())
+    claim = Claim("s", Known(2, 2.0, 0), 4.0, opened(1, 0, store.me), recovery.lease_to_judge_by())
     assert isinstance(await store.submit(claim), Busy)
     recovery.start()
     async with asyncio.timeout(10):

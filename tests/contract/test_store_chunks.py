@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.log import digest, payload, rolled_back
-from helpers.store import LEASE_S, Store, add_incarnation, commit, end_incarnation, reward, stage
+from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, end_incarnation, reward, stage
 from sqlalchemy import delete
 
 from app.domain import retention
@@ -309,7 +309,9 @@ async def reject(store: Store, session_id: str = "s", text: bytes = b"bad") -> i
     fence = session.version + 1
     await store.claim(session_id, session.version)
     event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, len(text))
-    assert isinstance(await store.submit(Reject(session_id, fence, store.me, 3.0, event, 99, text)), Appended)
+    assert isinstance(
+        await store.submit(Reject(session_id, fence, store.me, CLAIMED_AT, 3.0, event, 99, text)), Appended
+    )
     return fence
 
 
@@ -321,7 +323,7 @@ async def test_a_refused_reply_is_kept_and_ends_the_turn(store: Store) -> None:
     fence = await claimed(store)
     await store.submit(stage("s", fence, store.me, chunk(0)))
     event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, 3)
-    done = await store.submit(Reject("s", fence, store.me, 3.0, event, 99, b"bad"))
+    done = await store.submit(Reject("s", fence, store.me, CLAIMED_AT, 3.0, event, 99, b"bad"))
     assert [recorded.event for recorded in done.events] == [event]
     assert await refused(store, fence) == (99, b"bad")
     assert (await store.open_turns("s"), await store.chunks("s")) == ([], {})
@@ -334,9 +336,9 @@ async def test_a_reject_that_lost_its_fence_keeps_nothing(store: Store) -> None:
     fence = await claimed(store)
     event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, 3)
     other = await add_incarnation(store.database)
-    assert await store.submit(Reject("s", fence, other, 3.0, event, 99, b"bad")) == Refused("open")
+    assert await store.submit(Reject("s", fence, other, CLAIMED_AT, 3.0, event, 99, b"bad")) == Refused("open")
     await store.close("s")
-    assert await store.submit(Reject("s", fence, store.me, 3.0, event, 99, b"bad")) == Refused("closed")
+    assert await store.submit(Reject("s", fence, store.me, CLAIMED_AT, 3.0, event, 99, b"bad")) == Refused("closed")
     assert await refused(store, fence) is None
 
 

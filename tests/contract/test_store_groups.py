@@ -13,9 +13,10 @@ from sqlalchemy import func, select
 from app.store import group_reads, reads
 from app.store.dialect import now
 from app.store.group_reads import Candidate
-from app.store.groups import Acknowledged, Measure, Settle, commit_head
+from app.store.groups import Acknowledged, Measure, Settle
 from app.store.log_sessions import CloseIdle
 from app.store.schema import group_changes, groups, sessions
+from app.store.statements import commit_heads
 
 pytestmark = pytest.mark.anyio
 
@@ -252,10 +253,9 @@ async def test_a_commit_raises_the_weight_version_and_never_lowers_it(made: Grou
     assert await newest is None
     steps = ((None, None), (5, 5), (3, 5), (None, 5), (7, 7))
     for number, (weight, expected) in enumerate(steps):
-        row = {"sid": "a", "count": 1, "freed": 0, "committed": 1, "at": 2.0, "weight": weight}
-        version = await made.store.database.write(lambda tx, row=row: tx.one(commit_head, row), durable=True)  # type: ignore[misc]
-        assert version is not None
-        assert version[0] == number + 2
+        row = {"sid": "a", "count": 1, "moved_at": 2.0, "weight": weight, "by": None}
+        versions = await made.store.database.write(lambda tx, row=row: tx.each(commit_heads, [row]), durable=True)  # type: ignore[misc]
+        assert [tuple(version) for version in versions] == [("a", number + 2)]
         assert await made.store.database.read(group_reads.newest_version) == expected
 
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from helpers.log import BODY, rolled_back
 from helpers.store import (
+    CLAIMED_AT,
     LEASE_S,
     Store,
     add_incarnation,
@@ -94,7 +95,7 @@ async def test_claim_of_a_held_session_is_busy_and_names_the_holder(store: Store
     await store.claim("s", 1, retry_key="k" * 32)
     other = await add_incarnation(store.database)
     for expected in (1, 2):
-        assert await store.claim("s", expected, incarnation=other) == Busy(1, 2, store.me, BODY, "k" * 32)
+        assert await store.claim("s", expected, incarnation=other) == Busy(1, 2, store.me, BODY, "k" * 32, CLAIMED_AT)
     await store.head_equals_fold("s")
 
 

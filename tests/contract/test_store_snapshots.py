@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from helpers.store import Store
 
+from app.domain.events import SessionRestored
 from app.domain.session import Session, encode_session
 from app.store import reads
+from app.store.dialect import Tx
+from app.store.log import advance_head
 from workers import codec
 
 pytestmark = pytest.mark.anyio
@@ -64,3 +67,18 @@ async def test_a_snapshot_of_no_session_is_not_stored(store: Store) -> None:
     session = await session_of(store, 1)
     await store.save_snapshot(Session("nobody", *(getattr(session, name) for name in session.__struct_fields__[1:])))
     assert await store.database.read(lambda c: reads.load_snapshot(c, "nobody")) is None
+
+
+async def test_after_a_restore_the_whole_log_is_read_until_there_is_a_newer_snapshot(store: Store) -> None:
+    await store.save_snapshot(await session_of(store, 3))
+
+    def restore(tx: Tx) -> None:
+        advance_head(tx, "s", 9.0, [SessionRestored("checkpoint", 3)])
+
+    await store.database.write(restore, durable=True)
+    session = await session_of(store, 1)
+    assert [turn.number for turn in session.turns] == [1, 4]
+    assert await store.loaded("s") == session
+    await store.save_snapshot(session)
+    await store.forget_event("s", 1)
+    assert await store.loaded("s") == session

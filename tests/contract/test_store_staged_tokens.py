@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.store import LEASE_S, Store, add_incarnation, commit, end_incarnation, release
+from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, end_incarnation, release
 from sqlalchemy import select
 
 from app.store import staged_tokens as staged
@@ -27,7 +27,7 @@ def row(number: int, data: bytes = b"tokens") -> StagedRow:
 
 
 async def stage(store: Store, fence: int, *numbers: int, holder: int | None = None) -> list[bool]:
-    writes = [StageTokens("s", fence, holder or store.me, REQUEST, row(number)) for number in numbers]
+    writes = [StageTokens("s", fence, holder or store.me, CLAIMED_AT, REQUEST, row(number)) for number in numbers]
     return [await store.submit(one) for one in writes]
 
 
@@ -73,7 +73,7 @@ async def test_only_the_holder_of_an_open_turn_can_stage(store: Store) -> None:
 async def test_rows_go_with_the_end_of_the_turn(store: Store, end: str) -> None:
     fence = await claimed(store)
     if end == "commit":
-        done = msgspec.structs.replace(commit("s", fence, store.me), stages=True)
+        done = msgspec.structs.replace(commit("s", fence, store.me), stages="session")
         assert isinstance(await store.submit(done), Appended)
     elif end == "close":
         await store.close("s")
@@ -92,8 +92,8 @@ async def test_commits_of_several_sessions_at_once_take_their_rows(store: Store)
     for name in ("s", "t"):
         await store.create(name)
         await store.claim(name, 1)
-        await store.submit(StageTokens(name, 2, store.me, REQUEST, row(0)))
-        operations.append(msgspec.structs.replace(commit(name, 2, store.me), stages=name == "s"))
+        await store.submit(StageTokens(name, 2, store.me, CLAIMED_AT, REQUEST, row(0)))
+        operations.append(msgspec.structs.replace(commit(name, 2, store.me), stages="session" if name == "s" else None))
     await store.database.write(lambda tx: apply_all(tx, operations), durable=True)
     query = select(table.c.session_id)
     assert await store.database.read(lambda connection: connection.execute(query).scalars().all()) == ["t"]
@@ -108,18 +108,18 @@ async def test_a_dead_turns_rows_are_taken_over_once(store: Store) -> None:
     assert session is not None
     head = session.version
     await store.claim("s", head)
-    take_over = TakeOverStaged("s", head + 1, store.me, fence)
+    take_over = TakeOverStaged("s", head + 1, store.me, CLAIMED_AT, fence)
     assert await store.submit(msgspec.structs.replace(take_over, fence=head)) is False
     assert [await store.submit(take_over), await store.submit(take_over)] == [True, False]
     assert await rows(store) == [(head + 1, 0), (head + 1, 1)]
     assert await stage(store, head + 1, 2) == [True]
-    await store.submit(DropStaged("s", head + 1, store.me))
+    await store.submit(DropStaged("s", head + 1, store.me, CLAIMED_AT))
     assert await rows(store) == []
 
 
 async def test_rows_of_an_open_turn_are_nobody_elses(store: Store) -> None:
     fence = await claimed(store)
-    assert await store.submit(TakeOverStaged("s", fence, store.me, fence)) is False
+    assert await store.submit(TakeOverStaged("s", fence, store.me, CLAIMED_AT, fence)) is False
     assert await rows(store) == [(2, 0), (2, 1)]
 
 

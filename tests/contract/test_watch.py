@@ -15,8 +15,8 @@ from sqlalchemy import insert, update
 from app.api.page import live as ui_live
 from app.api.page import watch as watching
 from app.api.page.watch import Listener, Watch
-from app.api.state import Services
 from app.errors import InvalidRequest, Overloaded
+from app.services import Services
 from app.sessions.log_end import LogEnd
 from app.sessions.session_list import SessionList, SessionRow
 from app.store.dialect import Tx

@@ -45,15 +45,8 @@ OF_CHECKPOINTS: tuple[CrashPoint, ...] = (
 )
 """Tried in `test_checkpoint_crashes`."""
 
-OF_PACKS: tuple[CrashPoint, ...] = (
-    "before_put",
-    "after_put",
-    "after_repacked",
-    "in_move",
-    "after_forgotten",
-    "after_pack_deleted",
-)
-"""Tried in `test_packs`."""
+OF_OBJECTS: tuple[CrashPoint, ...] = ("before_put", "after_put", "after_copied", "after_object_deleted")
+"""Tried in `test_objects`."""
 
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
@@ -423,4 +416,4 @@ def test_every_point_is_tried() -> None:
     )
     marked = [mark for test in tests for mark in test.pytestmark]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
-    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_PACKS} == set(POINTS)
+    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_OBJECTS} == set(POINTS)

@@ -60,8 +60,8 @@ async def all_events_are_given(database: Database, lost: set[str], relation: str
     found = await AllEvents(database, LogEnd(database)).start(EventQuery())
     lines = [json.loads(line) async for piece in found for line in piece.splitlines()]
     unread = [line for line in lines if "error" in line]
-    assert bool(unread) == (relation in ("events_p0", "ix_events_p0_tx_position"))
-    if relation == "ix_events_p0_tx_position":
+    assert bool(unread) == (relation in ("events", "ix_events_tx_position"))
+    if relation == "ix_events_tx_position":
         return
     for name in set(NAMES) - lost:
         seqs = [line["seq"] for line in lines if line.get("session_id") == name]
@@ -72,11 +72,11 @@ async def all_events_are_given(database: Database, lost: set[str], relation: str
 @pytest.mark.parametrize(
     ("relation", "page"),
     [
-        ("events_p0", 2),
+        ("events", 2),
         ("sessions", 1),
-        ("ix_events_p0_tx_position", 1),
-        ("turns_p0", 1),
-        ("pk_events_p0", 1),
+        ("ix_events_tx_position", 1),
+        ("turns", 1),
+        ("pk_events", 1),
     ],
 )
 def test_a_damaged_page_is_its_sessions_business(cluster: Cluster, relation: str, page: int) -> None:
@@ -91,11 +91,11 @@ def test_a_damaged_page_is_its_sessions_business(cluster: Cluster, relation: str
             assert sorted({row["session_id"] for row in rows}) == NAMES
             assert len(lost) < SESSIONS / 2
             assert all(reason.startswith("unreadable: the database answered SQLSTATE XX00") for reason in lost.values())
-            if relation in ("events_p0", "turns_p0"):
+            if relation in ("events", "turns"):
                 assert lost
             await all_events_are_given(database, set(lost), relation)
             cache = SessionCache(database, store.writer, 0)
-            if relation == "events_p0":
+            if relation == "events":
                 for name in lost:
                     with pytest.raises(SessionUnreadable):
                         await cache.get(name)

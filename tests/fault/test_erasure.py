@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.databases import database_at
-from helpers.store import Store, claim, commit, reward, stage
+from helpers.store import CLAIMED_AT, Store, claim, commit, reward, stage
 from integration.routing import BOTH, KINDS
 from integration.stand import Stand, Talk, error_of, serving, user
 from sqlalchemy import select, text
@@ -281,7 +281,7 @@ async def test_no_late_write_brings_content_back(store: Store) -> None:
     rejected = TurnRejected(1, fence, "upstream_invalid", 200)
     late: list[Any] = [
         commit("s", fence, store.me),
-        Reject("s", fence, store.me, 7.0, rejected, 3, b"abc"),
+        Reject("s", fence, store.me, CLAIMED_AT, 7.0, rejected, 3, b"abc"),
         reward("s", 1.0),
         claim("s", 4, store.me),
     ]

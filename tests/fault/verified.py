@@ -13,7 +13,7 @@ from integration.stand import Stand
 from app.settings import load_settings
 from app.store import projections as heads
 from app.store.engine import Database
-from app.store.packs.opening import open_bucket
+from app.store.objects.bucket import open_bucket
 from fault.table import Tally
 from ops.verify import Acknowledged, Report, verify
 

@@ -15,7 +15,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
-from app.store.packs.format import frame_bytes
+from app.store.objects.names import parsed
 
 Weather = Literal["fair", "slow", "failing", "gone", "full"]
 
@@ -77,16 +77,13 @@ class TestBucket:
         self._server.shutdown()
         self._thread.join()
 
-    def packs(self) -> dict[str, bytes]:
-        """The packs by their names."""
-        return self._objects(lambda key: frame_bytes(key) is not None)
-
-    def _objects(self, is_wanted: Callable[[str], bool]) -> dict[str, bytes]:
-        listed = self._s3.list_objects_v2(Bucket=self.name).get("Contents", [])
+    def objects(self) -> dict[str, bytes]:
+        """The objects of sessions, by their names below the URL."""
         found = {}
-        for key in filter(is_wanted, (one["Key"] for one in listed)):
-            with contextlib.suppress(self._s3.exceptions.NoSuchKey):  # collected since
-                found[key] = self._s3.get_object(Bucket=self.name, Key=key)["Body"].read()
+        for listed in self._s3.list_objects_v2(Bucket=self.name).get("Contents", []):
+            if parsed(name := listed["Key"].removeprefix("run/")) is not None:
+                with contextlib.suppress(self._s3.exceptions.NoSuchKey):  # deleted since
+                    found[name] = self._s3.get_object(Bucket=self.name, Key=listed["Key"])["Body"].read()
         return found
 
     def keep_versions(self) -> None:
@@ -94,14 +91,14 @@ class TestBucket:
         self._s3.put_bucket_versioning(Bucket=self.name, VersioningConfiguration={"Status": "Enabled"})
 
     def versions(self) -> list[str]:
-        """The names of packs of which a version or a delete marker is left."""
+        """The names of the sessions' objects of which a version or a delete marker is left."""
         found = self._s3.list_object_versions(Bucket=self.name)
         every = [*found.get("Versions", []), *found.get("DeleteMarkers", [])]
-        return [one["Key"] for one in every if frame_bytes(one["Key"]) is not None]
+        return [one["Key"] for one in every if parsed(one["Key"].removeprefix("run/")) is not None]
 
-    def lose(self, key: str) -> None:
+    def lose(self, name: str) -> None:
         """Delete an object behind the server's back."""
-        self._s3.delete_object(Bucket=self.name, Key=key)
+        self._s3.delete_object(Bucket=self.name, Key=f"run/{name}")
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         self.requests += 1

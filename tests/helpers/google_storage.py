@@ -18,7 +18,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class GoogleStorage:
-    """https://cloud.google.com/storage/docs/xml-api/overview, as far as packs need it.
+    """https://cloud.google.com/storage/docs/xml-api/overview, as far as objects need it.
 
     `keeps_versions`: earlier generations of an object can still be read.
     """

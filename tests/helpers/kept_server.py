@@ -12,7 +12,7 @@ from ops.server import ServerProcess
 
 
 class KeptServer(ServerProcess):
-    """`turnlog serve` on a store that is migrated already; `pid` and the signals are the keeper's."""
+    """`turnlog serve` on a store that is migrated already; `pid` and the signals are the supervisor's."""
 
     def __init__(self, folder: Path, *, arguments: Sequence[str] = (), **more: Any) -> None:
         super().__init__(folder, **more)
@@ -22,14 +22,5 @@ class KeptServer(ServerProcess):
     @property
     def started(self) -> list[int]:
         """The processes that have served or begun to, in order."""
-        return self._said(r"Started server process \[(\d+)\]")
-
-    @property
-    def spare(self) -> int | None:
-        """The process that has waited last, if it waits still."""
-        waited = self._said(r"process (\d+) waits to take over")
-        return waited[-1] if waited and waited[-1] not in self.started else None
-
-    def _said(self, pattern: str) -> list[int]:
         said = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-        return [int(pid) for pid in re.findall(pattern, said)]
+        return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", said)]

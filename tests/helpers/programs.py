@@ -52,7 +52,13 @@ class Kills(_Lines):
     )
 
 
+class Restarts(_Lines):
+    title, key, left = "kills of `turnlog serve`'s server under clients' default retries", "restarts", (0, 1)
+    headings = ("client", "server", "kills in a turn, survived", "turns", "lost", "doubled")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Programs(), "program-table")
     config.pluginmanager.register(Bare(), "bare-program-table")
     config.pluginmanager.register(Kills(), "program-kill-table")
+    config.pluginmanager.register(Restarts(), "restart-table")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import bindparam, delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.fleet import EngineListed
@@ -19,7 +19,7 @@ from app.store.engine import Database
 from app.store.heads_view import HeadRow
 from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
-from app.store.log_turns import Claim, Commit, Release, Stage
+from app.store.log_turns import Claim, Commit, Known, Release, Stage
 from app.store.schema import chunks as chunks_table
 from app.store.schema import events, open_turns, sessions
 from app.store.schema import incarnations as incarnations_table
@@ -31,6 +31,9 @@ from workers import codec
 from workers.codec import Facts, Wire
 
 LEASE_S = 8.0
+CLAIMED_AT = 2.0
+
+event_at = select(events.c.at).where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
 START = reads.Position(0, 0)
 FAR = reads.Position(1 << 62, 1 << 62)
 
@@ -47,10 +50,12 @@ def claim(
     turn: int = 1,
     parent: int = 0,
     last_event_at: float = 1.0,
+    turns: int | None = None,
     **kw: Any,
 ) -> Claim:
-    """`last_event_at` is by default when sessions are created here."""
-    return Claim(session_id, expected, last_event_at, 2.0, opened(turn, parent, incarnation, **kw), LEASE_S)
+    """`last_event_at` is by default when sessions are created here, and the turns before it are `turns`."""
+    known = Known(expected, last_event_at, turn - 1 if turns is None else turns)
+    return Claim(session_id, known, CLAIMED_AT, opened(turn, parent, incarnation, **kw), LEASE_S)
 
 
 def commit(
@@ -66,20 +71,25 @@ def commit(
     blobs: Sequence[StoredBlob] = (),
     chunks: Sequence[StoredChunk] = (),
     at: float = 3.0,
+    known: Known | None = None,
+    opened_at: float = CLAIMED_AT,
     **fields: Any,
 ) -> Commit:
+    """By default its claim is the last event, and all turns before it are committed."""
     facts = codec.pack(Facts(int32([1]), int32([2, 3]), float64([-0.5, -1.5])))
     wire = codec.pack(Wire(messages=[text], message=text, reply=text, headers=[]))
     event: TurnCommitted = committed(turn, parent, fence, **fields)
-    return Commit(session_id, fence, incarnation, at, [*before, event, *after], facts, wire, blobs, chunks)
+    known = known or Known(fence, opened_at, turn - 1)
+    every = [*before, event, *after]
+    return Commit(session_id, fence, incarnation, opened_at, at, known, every, facts, wire, blobs, chunks)
 
 
 def release(session_id: str, fence: int, incarnation: int, *, turn: int = 1) -> Release:
-    return Release(session_id, fence, incarnation, 3.0, TurnRejected(turn, fence, "upstream_error", 500))
+    return Release(session_id, fence, incarnation, CLAIMED_AT, 3.0, TurnRejected(turn, fence, "upstream_error", 500))
 
 
 def stage(session_id: str, fence: int, incarnation: int, *chunks: StoredChunk) -> Stage:
-    return Stage(session_id, fence, incarnation, chunks)
+    return Stage(session_id, fence, incarnation, CLAIMED_AT, chunks)
 
 
 def reward(session_id: str, value: float, turn: int | None = None) -> AssignReward:
@@ -119,14 +129,22 @@ class Store:
 
     async def claim(self, session_id: str, expected: int, **kw: Any) -> Any:
         """By a process that knows the event at `expected`, if there is one."""
-        query = select(events.c.at).where(events.c.session_id == session_id, events.c.seq == expected)
-        last_event_at = await self.database.read(lambda connection: connection.execute(query).scalar())
-        return await self.submit(
-            claim(session_id, expected, kw.pop("incarnation", self.me), last_event_at=last_event_at or 0.0, **kw)
-        )
+        known = await self.known(session_id, expected)
+        fields = {"last_event_at": known.last_event_at, "turns": known.turns, **kw}
+        return await self.submit(claim(session_id, expected, fields.pop("incarnation", self.me), **fields))
+
+    async def known(self, session_id: str, version: int | None = None) -> Known:
+        """What is known of a session that is at this version, by default of its newest."""
+        query = select(sessions.c.version, sessions.c.turns).where(sessions.c.session_id == session_id)
+        head = await self.database.read(lambda connection: connection.execute(query).first()) or (0, 0)
+        seq = head[0] if version is None else version
+        last = select(events.c.at).where(events.c.session_id == session_id, events.c.seq == seq)
+        return Known(seq, await self.database.read(lambda c: c.execute(last).scalar() or 0.0), head[1])
 
     async def commit(self, session_id: str, fence: int, **kw: Any) -> Any:
-        return await self.submit(commit(session_id, fence, kw.pop("incarnation", self.me), **kw))
+        """Decided for the newest state."""
+        fields = {"known": await self.known(session_id), **kw}
+        return await self.submit(commit(session_id, fence, fields.pop("incarnation", self.me), **fields))
 
     async def release(self, session_id: str, fence: int, **kw: Any) -> Any:
         return await self.submit(release(session_id, fence, kw.pop("incarnation", self.me), **kw))

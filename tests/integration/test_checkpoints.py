@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -354,20 +355,29 @@ def test_a_reader_of_all_events_goes_on_behind_its_position(used: Stand) -> None
     delete(used, name)
 
 
-def test_payloads_in_packs_are_kept(
+def test_payloads_in_objects_are_kept(
     sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A checkpoint keeps them against the window, the janitor and the collector; with it they go."""
-    folder = tmp_path_factory.mktemp("packs")
+    """A checkpoint keeps them against the window, and the janitor; with it they go."""
+    folder = tmp_path_factory.mktemp("objects")
     kept = {"TURNLOG_PAYLOADS": f"file://{folder}", "TURNLOG_PAYLOADS_KEEP_S": "0", "TURNLOG_CLOSED_REPLAY_TTL_S": "0"}
-    with serving(places.new("checkpoints-packs"), sglang.base_url, environment={**BOTH, **kept}) as stand:
-        talk = said(stand, "One", "Two")
+    large = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}}
+
+    def objects() -> list[Path]:
+        return [path for path in folder.rglob("*") if path.is_file() and path.parent != folder]
+
+    with serving(places.new("checkpoints-objects"), sglang.base_url, environment={**BOTH, **kept}) as stand:
+        talk = stand.talk()
+        for text in ("One", "Two"):
+            talk.say(text, sim=large)
         before = rows(talk)
         name = make(stand)
         for text in ("Three", "Four", "Five"):
-            talk.say(text)
+            talk.say(text, sim=large)
         stand.http.delete(talk.path)
-        other = said(stand, "One")
+        other = stand.talk()
+        other.say("One", sim=large)
+        assert len(objects()) > 1
         stand.http.delete(other.path)
         until(lambda: other.rows(replay="true")[0]["tombstoned"])
         restore(stand, name)
@@ -379,5 +389,5 @@ def test_payloads_in_packs_are_kept(
         erase = {"erase": "true"}
         for one in (talk, other):
             until(lambda one=one: stand.http.delete(one.path, params=erase).status_code == 204)  # type: ignore[misc]
-        assert [path for path in folder.rglob("*-*") if path.parent != folder] == []
+        assert objects() == []
         assert problems(stand) == []

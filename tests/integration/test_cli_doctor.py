@@ -10,7 +10,6 @@ from typing import Any
 
 from sqlalchemy.engine import make_url
 
-from app.store.packs.rows import IN_USE
 from integration.cli import answer, complaint, run
 from integration.stand import Stand, serving, until
 from ops.simulator.process import SimulatorProcess
@@ -91,20 +90,13 @@ def test_something_else_at_the_address(stand: Stand, clean_environment: Environm
     assert "is not Turnlog" in what or "is this Turnlog's address?" in what
 
 
-def test_objects_that_were_left_in_a_bucket(
-    tmp_path: Path, sglang: SimulatorProcess, clean_environment: Environment, sqlite_url: str
-) -> None:
-    """Payloads were moved into the database, and the server was started without TURNLOG_PAYLOADS_FROM too early."""
+def test_objects_without_their_setting(clean_environment: Environment, sqlite_url: str) -> None:
     with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection, connection:
-        connection.execute("INSERT INTO store_meta VALUES (?, ?)", (IN_USE, '["s3://old/place"]'))
-    with serving(tmp_path / "server", sglang.base_url, environment={"TURNLOG_DATABASE_URL": sqlite_url}) as made:
-        log = made.server.log_path.read_text()
-        clean_environment(DATABASE_URL=sqlite_url, URL=made.server.base_url)
-        until(lambda: made.http.get("/ready").status_code == 200)
-        findings = answer("doctor", "--no-generate")["findings"]
-    told = next(what for what in whats(findings, "database", "warning") if what.startswith("s3:"))
-    assert told.startswith("s3://old/place still had replay payloads of this store")
-    assert f"{told}: start with TURNLOG_PAYLOADS_FROM set to it" in log
+        connection.execute("INSERT INTO store_meta VALUES ('objects', 's3://old/place')")
+        connection.execute("INSERT INTO dead_objects VALUES ('s/1-2.routed_experts.0', 's', 0, NULL)")
+    clean_environment(DATABASE_URL=sqlite_url)
+    findings = answer("doctor", "--no-generate", code=1)["findings"]
+    assert "replay payloads of this store are in s3://old/place" in whats(findings, "database", "warning")
 
 
 def test_postgresql_is_looked_at(postgres_url: str, sglang: SimulatorProcess, clean_environment: Environment) -> None:

@@ -26,7 +26,6 @@ from app.export.query import ExportQuery
 from app.export.row import Fields, Source
 from app.export.rows import SessionRows
 from app.export.shapes import identity
-from app.lazy_import import LazyImport
 from app.store.engine import Database
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
@@ -82,7 +81,7 @@ async def rows_of(store: Store, wish: ExportQuery, cursor: str | None = None) ->
 
 async def handed_out(store: Store, shape: str) -> dict[str, Row]:
     """The feed's groups, given to the same consumer each time."""
-    exporter = LazyImport("app.export.exporter", lambda: Exporter(store.database, "test"))
+    exporter = Exporter(store.database, "test")
     feed = Feed(store.database, store.writer, exporter)
     lines = b"".join(
         [piece async for piece in await feed.hand_out(FeedQuery(consumer="trainer", size=9, lease_s=60.0, shape=shape))]

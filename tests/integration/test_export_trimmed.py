@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.log import BODY, committed, created, float64, int32
-from helpers.store import Store
+from helpers.store import CLAIMED_AT, Store
 from sqlalchemy import update
 
 from app.domain.events import BlobRef, RewardAssigned, VersionSpan
@@ -16,7 +16,7 @@ from app.export.exporter import Exporter
 from app.export.query import ExportQuery
 from app.store.log import Appended, StoredBlob
 from app.store.log_sessions import AssignReward, Create
-from app.store.log_turns import Commit
+from app.store.log_turns import Commit, Known
 from app.store.schema import turns as turns_table
 from integration.corpus import SINGLE, parts
 from integration.reading import CONTAINERS, Row, differences, read
@@ -83,7 +83,19 @@ def turn_of(store: Store, session_id: str, fence: int, number: int, turn: Turn, 
         new_blobs=(ref,) if number == 1 else (),
     )
     stored = [StoredBlob(0, "params", len(PARAMS), "h" * 64, codec.compress(PARAMS))] if number == 1 else []
-    return Commit(session_id, fence, store.me, 3.0, [event], facts, wire, stored, [])
+    return Commit(
+        session_id,
+        fence,
+        store.me,
+        CLAIMED_AT,
+        3.0,
+        Known(fence, CLAIMED_AT, number - 1),
+        [event],
+        facts,
+        wire,
+        stored,
+        [],
+    )
 
 
 async def reward(store: Store, session_id: str, value: float) -> None:

@@ -18,7 +18,7 @@ from helpers.warm import popen
 from sqlalchemy import select
 
 from app.replay import main
-from app.sessions import projections as rebuild
+from app.store import projections as rebuild
 from app.store.engine import Database
 from app.store.schema import group_changes, open_turns, sessions
 from integration.filled import execute, fill, opened

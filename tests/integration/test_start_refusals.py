@@ -17,7 +17,7 @@ from helpers.warm import popen
 from sqlalchemy.engine import make_url
 
 from app.store.engine import sqlite_lock
-from app.store.revision import revision_head
+from app.store.opening import revision_head
 from integration.cli import started
 from ops.server import free_port
 

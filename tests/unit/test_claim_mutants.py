@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from helpers.log import opened, payload
-from helpers.store import LEASE_S, commit, create, release, reward, stage
+from helpers.log import BODY, opened, payload
+from helpers.store import LEASE_S, commit, create, event_at, release, reward, stage
 from sqlalchemy import bindparam, insert, literal, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -22,21 +22,19 @@ from app.store import statements as sql
 from app.store.batch import apply_all
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
-from app.store.log_sessions import Close, FreeChunks, FreeReplay
+from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay, SaveSnapshot
 from app.store.log_turns import (
     AbandonLost,
     Busy,
     Claim,
     Commit,
-    Decided,
+    Known,
     Pinned,
     Release,
     Stage,
     Stale,
-    TooMany,
-    TreeClaim,
 )
-from app.store.schema import checkpoint_sessions, checkpoints, chunks, open_turns, sessions
+from app.store.schema import checkpoint_sessions, checkpoints, chunks, open_turns, sessions, snapshots
 from app.store.schema import staged_tokens as staged_tokens_table
 from app.store.staged_tokens import StagedRow, StageTokens, TakeOverStaged
 from tests.tools.simulation.service import register
@@ -88,14 +86,13 @@ class Shared:
 
     def takes(self, turn: int, at: float = 2.0, *, expected: int = 1, last: float = 1.0, **fields: Any) -> Any:
         """Process 1 claims a tree's turn."""
-        tree = fields.pop("tree", TreeClaim(turn - 1, 8))
+        known = Known(expected, last, fields.pop("turns", turn - 1))
+        given = {name: fields.pop(name) for name in ("most", "is_retry", "unlike") if name in fields}
         event = opened(turn, fields.pop("parent", 0), fields.pop("incarnation", 1), **fields)
-        return self.do(Claim("s", expected, last, at, event, LEASE_S, tree=tree))
+        return self.do(Claim("s", known, at, event, LEASE_S, **{"most": 8, **given}))
 
     def commits(self, turn: int, fence: int, *, opened_at: float = 2.0, at: float = 3.0, **fields: Any) -> Any:
-        given = {name: fields.pop(name) for name in ("decided_at", "pinned_upto") if name in fields}
-        made = commit("s", fence, fields.pop("incarnation", 1), turn=turn, at=at, **fields)
-        return self.do(msgspec.structs.replace(made, opened_at=opened_at, **given))
+        return self.do(commit("s", fence, 1, turn=turn, at=at, opened_at=opened_at, **fields))
 
 
 def a_lost_claim_is_given_again(shared: Shared) -> None:
@@ -118,22 +115,22 @@ def a_lost_claim_is_given_to_another_process(shared: Shared) -> None:
 def a_clock_stands_still(shared: Shared) -> None:
     """A process claims twice at one time, and the first turn's writes come late."""
     shared.takes(1)
-    shared.do(msgspec.structs.replace(release("s", 2, 1), opened_at=2.0))
-    shared.takes(2, expected=3, last=3.0, tree=TreeClaim(0, 8))
+    shared.do(release("s", 2, 1))
+    shared.takes(2, expected=3, last=3.0, turns=0)
     assert shared.commits(1, 2) == Refused("open")
-    assert shared.do(msgspec.structs.replace(release("s", 2, 1), opened_at=2.0)) == Refused("open")
-    assert not shared.do(msgspec.structs.replace(stage("s", 2, 1, CHUNK), opened_at=2.0))
-    assert not shared.do(StageTokens("s", 2, 1, "r" * 64, ROW, opened_at=2.0))
+    assert shared.do(release("s", 2, 1)) == Refused("open")
+    assert not shared.do(stage("s", 2, 1, CHUNK))
+    assert not shared.do(StageTokens("s", 2, 1, 2.0, "r" * 64, ROW))
 
 
 def a_log_was_written_anew(shared: Shared) -> None:
     """A crash undoes a turn's beginning and end; others take their places."""
     shared.takes(1)
-    shared.do(msgspec.structs.replace(release("s", 2, 1), opened_at=2.0))
+    shared.do(release("s", 2, 1))
     shared.crash(2)
     shared.takes(1, 2.5, incarnation=2)
     shared.do(msgspec.structs.replace(release("s", 2, 2), opened_at=2.5, at=3.5))
-    assert shared.takes(2, 4.0, expected=3, last=3.0, tree=TreeClaim(0, 8)) == Stale()
+    assert shared.takes(2, 4.0, expected=3, last=3.0, turns=0) == Stale()
 
 
 def a_tree_has_grown(shared: Shared) -> None:
@@ -145,7 +142,7 @@ def a_tree_has_grown(shared: Shared) -> None:
 
 def a_tree_is_full(shared: Shared) -> None:
     shared.takes(1)
-    assert shared.takes(1, 2.5, tree=TreeClaim(0, 1)) == TooMany()
+    assert shared.takes(1, 2.5, turns=0, most=1, incarnation=2) == Busy(1, 2, 1, BODY, None, 2.0)
 
 
 def a_tree_was_restored(shared: Shared) -> None:
@@ -157,17 +154,17 @@ def a_tree_was_restored(shared: Shared) -> None:
 
     def restore(tx: Tx) -> None:
         tx.run(update(sessions).values(turns=1), {})
-        advance_head(tx, "s", 5.0, [SessionRestored("named", 3, aside=(2,), history="tree")])
+        advance_head(tx, "s", 5.0, [SessionRestored("named", 3)])
 
     shared.alter(restore)
-    shared.takes(3, 6.0, expected=6, last=5.0, tree=TreeClaim(1, 8))
-    shared.commits(3, 7, opened_at=6.0)
-    assert shared.takes(4, 7.0, expected=5, last=3.0, tree=TreeClaim(2, 8), incarnation=2) == Stale()
+    shared.takes(3, 6.0, expected=6, last=5.0, turns=1)
+    assert isinstance(shared.commits(3, 7, opened_at=6.0, known=Known(7, 6.0, 1)), Appended)
+    assert shared.takes(4, 7.0, expected=5, last=3.0, turns=2, incarnation=2) == Stale()
 
 
 def two_turns_are_numbered(shared: Shared) -> None:
     """Neither process knows of the other's turn."""
-    numbers = [shared.takes(1, at, tree=TreeClaim(0, 8)).events[0].event.turn for at in (2.0, 2.5)]
+    numbers = [shared.takes(1, at, turns=0).events[0].event.turn for at in (2.0, 2.5)]
     assert numbers == [1, 2]
 
 
@@ -179,15 +176,13 @@ def a_request_is_sent_again(shared: Shared) -> None:
 
 def a_marked_request_is_sent_again(shared: Shared) -> None:
     shared.takes(1)
-    again = TreeClaim(0, 8, is_retry=True)
-    assert isinstance(shared.takes(1, 2.5, incarnation=2, tree=again), Busy)
+    assert isinstance(shared.takes(1, 2.5, incarnation=2, is_retry=True), Busy)
 
 
 def another_agent_sends_the_same(shared: Shared) -> None:
     """Its retry is not of the turn in flight."""
     shared.takes(1)
-    again = TreeClaim(0, 8, is_retry=True, unlike=[2])
-    assert isinstance(shared.takes(1, 2.5, incarnation=2, tree=again), Appended)
+    assert isinstance(shared.takes(1, 2.5, incarnation=2, is_retry=True, unlike=[2]), Appended)
 
 
 def a_dead_turn_is_sent_again(shared: Shared) -> None:
@@ -202,19 +197,19 @@ def a_dead_turn_is_sent_again(shared: Shared) -> None:
 def another_turn_was_committed(shared: Shared) -> None:
     """A turn's events depend on the turns before it."""
     for at in (2.0, 2.5):
-        shared.takes(1, at, tree=TreeClaim(0, 8))
-    decided = Decided(3, 2.5, 0)
-    assert isinstance(shared.commits(1, 2, decided_at=decided), Appended)
-    assert shared.commits(2, 3, opened_at=2.5, decided_at=decided) == Stale()
+        shared.takes(1, at, turns=0)
+    decided = Known(3, 2.5, 0)
+    assert isinstance(shared.commits(1, 2, known=decided), Appended)
+    assert shared.commits(2, 3, opened_at=2.5, known=decided) == Stale()
 
 
 def chunks_are_shared(shared: Shared) -> None:
     """A turn that was opened after a tombstone was decided continues the turn whose payload it frees."""
     _has_payload(shared)
     shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
-    decided = Decided(4, 4.0, 1)
-    shared.takes(3, 5.0, expected=3, last=3.0, parent=1, tree=TreeClaim(1, 8))
-    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], decided_at=decided) == Stale()
+    decided = Known(4, 4.0, 1)
+    shared.takes(3, 5.0, expected=3, last=3.0, parent=1, turns=1)
+    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], known=decided) == Stale()
     assert shared.has_bytes()
 
 
@@ -222,11 +217,11 @@ def chunks_are_shared_after_a_crash(shared: Shared) -> None:
     """The log is as long as it was, but another turn is open."""
     _has_payload(shared)
     shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
-    shared.takes(3, 5.0, expected=3, last=3.0, parent=0, tree=TreeClaim(1, 8))
+    shared.takes(3, 5.0, expected=3, last=3.0, parent=0, turns=1)
     shared.crash(1)
-    shared.takes(3, 6.0, expected=3, last=3.0, parent=1, tree=TreeClaim(1, 8), incarnation=2)
-    decided = Decided(5, 5.0, 1)
-    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], decided_at=decided) == Stale()
+    shared.takes(3, 6.0, expected=3, last=3.0, parent=1, turns=1, incarnation=2)
+    decided = Known(5, 5.0, 1)
+    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], known=decided) == Stale()
     assert shared.has_bytes()
 
 
@@ -235,14 +230,14 @@ def a_checkpoint_is_made(shared: Shared) -> None:
     _has_payload(shared)
     shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
     shared.alter(_make_checkpoint)
-    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], decided_at=Decided(4, 4.0, 1)) == Pinned(3)
+    assert shared.commits(2, 4, opened_at=4.0, after=[FREED], known=Known(4, 4.0, 1)) == Pinned(3)
     assert shared.has_bytes()
 
 
 def staged_chunks_are_lost(shared: Shared) -> None:
     """A crash undoes the staging, and keeps the claim."""
     shared.takes(1)
-    shared.do(msgspec.structs.replace(stage("s", 2, 1, CHUNK), opened_at=2.0))
+    shared.do(stage("s", 2, 1, CHUNK))
     shared.crash(1)
     assert shared.commits(1, 2, payloads=(payload(2, 0),)) == Refused("open")
 
@@ -250,9 +245,9 @@ def staged_chunks_are_lost(shared: Shared) -> None:
 def staged_tokens_are_in_use(shared: Shared) -> None:
     """The turn that staged them is in flight."""
     shared.takes(1)
-    assert shared.do(StageTokens("s", 2, 1, "r" * 64, ROW, opened_at=2.0))
-    shared.takes(1, 2.5, tree=TreeClaim(0, 8))
-    assert not shared.do(TakeOverStaged("s", 3, 1, 2, opened_at=2.5))
+    assert shared.do(StageTokens("s", 2, 1, 2.0, "r" * 64, ROW))
+    shared.takes(1, 2.5, turns=0)
+    assert not shared.do(TakeOverStaged("s", 3, 1, 2.5, 2))
 
 
 def a_closed_session_changes(shared: Shared) -> None:
@@ -283,8 +278,21 @@ def a_closed_session_is_in_a_checkpoint(shared: Shared) -> None:
 def a_claims_answer_is_lost(shared: Shared) -> None:
     """Its turn has ended; another one of the session is in flight."""
     for at in (2.0, 2.5):
-        shared.takes(1, at, tree=TreeClaim(0, 8))
+        shared.takes(1, at, turns=0)
     assert shared.do(AbandonLost(1, 9.0, {("s", 2.5)})) == 1
+
+
+def a_session_is_erased(shared: Shared) -> None:
+    """A snapshot of it is saved late."""
+    shared.do(Close("s", 5.0))
+    shared.do(Erase("s", 6.0))
+    shared.do(SaveSnapshot("s", 3, "format", b"what it said"))
+    assert not shared.alter(lambda tx: tx.all(select(snapshots.c.seq), {}))
+
+
+def _save_anyway(snapshot: SaveSnapshot, tx: Tx) -> None:
+    row = {"session_id": snapshot.session_id, "seq": snapshot.seq, "format": snapshot.format, "data": snapshot.data}
+    tx.insert(sql.insert_snapshot, [row])
 
 
 def _has_payload(shared: Shared) -> None:
@@ -318,37 +326,34 @@ def fits(kind: type[BaseOperation], *fields: str) -> Mutant:
         head = tx.one(sql.head, {"sid": "s"})
         assert head is not None
         version = head[0] if "version" in fields else _expected(operation)
-        last = tx.one(sql.event_at, {"sid": "s", "place": version})
+        last = tx.one(event_at, {"sid": "s", "place": version})
         known = {
             "version": version,
             "last_event_at": -1.0 if last is None else last[0],
             "turns": head[4],
-            "max_open": 100,
+            "most": 100,
             "is_retry": False,
             "unlike": (),
             "retry_key": None,
             "pinned_upto": pins.pinned_upto(tx, "s"),
             "unless_pinned": False,
         }
-        known["expected"] = known["version"]
         return _replaced(operation, {field: known[field] for field in fields})
 
     return mutant
 
 
 def _expected(operation: Any) -> int:
-    if isinstance(operation, Claim):
-        return operation.expected
-    decided = getattr(operation, "decided_at", None)
-    return 0 if decided is None else decided.version
+    known = getattr(operation, "known", None)
+    return known.version if isinstance(known, Known) else 0
 
 
 def _replaced(operation: Any, fields: dict[str, Any]) -> Any:
     """The operation, and the structs in it, with these fields where they have them."""
     own = {name: value for name, value in fields.items() if name in operation.__struct_fields__}
-    for name in ("tree", "decided_at", "event"):
+    for name in ("known", "event"):
         part = getattr(operation, name, None)
-        if isinstance(part, TreeClaim | Decided | TurnOpened):
+        if isinstance(part, Known | TurnOpened):
             own[name] = _replaced(part, fields)
     return msgspec.structs.replace(operation, **own)
 
@@ -389,22 +394,23 @@ CASES = (
     Case("Release.fence", a_clock_stands_still, held(0, Release, "fence")),
     Case("Stage.fence", a_clock_stands_still, held(0, Stage, "fence")),
     Case("StageTokens.fence", a_clock_stands_still, held(0, StageTokens, "fence")),
-    Case("Claim.last_event_at", a_log_was_written_anew, fits(Claim, "last_event_at")),
-    Case("Claim.expected", a_tree_was_restored, fits(Claim, "version", "expected", "last_event_at")),
-    Case("TreeClaim.turns", a_tree_has_grown, fits(Claim, "turns")),
-    Case("TreeClaim.max_open", a_tree_is_full, fits(Claim, "max_open")),
-    Case("TreeClaim.is_retry", a_marked_request_is_sent_again, fits(Claim, "is_retry")),
-    Case("TreeClaim.unlike", another_agent_sends_the_same, fits(Claim, "unlike")),
+    Case("Claim.known.last_event_at", a_log_was_written_anew, fits(Claim, "last_event_at")),
+    Case("Claim.known.version", a_tree_was_restored, fits(Claim, "version", "last_event_at")),
+    Case("Claim.known.turns", a_tree_has_grown, fits(Claim, "turns")),
+    Case("Claim.most", a_tree_is_full, fits(Claim, "most")),
+    Case("Claim.is_retry", a_marked_request_is_sent_again, fits(Claim, "is_retry")),
+    Case("Claim.unlike", another_agent_sends_the_same, fits(Claim, "unlike")),
     Case("TurnOpened.retry_key", a_request_is_sent_again, fits(Claim, "retry_key")),
     Case("the abandoned", a_dead_turn_is_sent_again, fits(Claim, "retry_key")),
     Case("sessions.last_turn", two_turns_are_numbered, no_numbers),
-    Case("Decided.turns", another_turn_was_committed, fits(Commit, "turns")),
-    Case("Decided.version", chunks_are_shared, fits(Commit, "version", "last_event_at")),
-    Case("Decided.last_event_at", chunks_are_shared_after_a_crash, fits(Commit, "last_event_at")),
+    Case("Commit.known.turns", another_turn_was_committed, fits(Commit, "turns")),
+    Case("Commit.known.version", chunks_are_shared, fits(Commit, "version", "last_event_at")),
+    Case("Commit.known.last_event_at", chunks_are_shared_after_a_crash, fits(Commit, "last_event_at")),
     Case("Commit.pinned_upto", a_checkpoint_is_made, fits(Commit, "pinned_upto")),
     Case("Commit.staged", staged_chunks_are_lost, unchanged, ((Commit, "staged", set()),)),
     Case("_is_open", staged_tokens_are_in_use, unchanged, ((staged_tokens, "_take_over", _taken_over),)),
     Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
+    Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),
     Case("FreeReplay.version", a_closed_session_changes, fits(FreeReplay, "version")),
     Case("FreeReplay.unless_pinned", a_closed_session_is_in_a_checkpoint, fits(FreeReplay, "unless_pinned")),
     Case("FreeChunks.by", a_freeing_is_lost, unchanged, ((sql, "tombstone_event", select(literal(1))),)),

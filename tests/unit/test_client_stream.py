@@ -7,11 +7,11 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-from app.api.state import Services
 from app.api.turns import _TurnRequest
 from app.domain.proofs import Proofs
 from app.errors import AppError
 from app.protocols.registry import PROTOCOLS
+from app.services import Services
 from app.turn.in_flight import TurnReply
 from app.turn.live import LiveStream
 

@@ -10,8 +10,8 @@ from fastapi import Request
 
 from app.api.counting import _count
 from app.api.limits import RequestMemory
-from app.api.state import Services
 from app.domain.request import ChatRequest
+from app.services import Services
 from app.turn.large_bodies import LargeBodies
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"Hi"}]}'

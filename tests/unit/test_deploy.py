@@ -24,7 +24,7 @@ from app.assembly import DRAIN_S
 from app.settings import PREFIX, Settings
 from turnlog.cli.commands import app
 from turnlog.cli.serve import STOP_S
-from turnlog.keeper.options import BACKLOG
+from turnlog.supervisor import BACKLOG
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "ops" / "deploy"

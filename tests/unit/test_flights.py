@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_second_reason_to_end_the_work_does_not_interrupt_its_cleaning_up() -> None:
-    flight = InFlightTurn(Identity(RetryMark(), "00", "00"))
+    flight = InFlightTurn(Identity(RetryMark(), "00"))
     working, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
     cleaned = []
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from app.api.header_sessions import session_of_request
-from app.api.state import Services
 from app.errors import SessionNotFound
+from app.services import Services
 
 
 @pytest.mark.parametrize("way", ["ensure", "existing"])

@@ -31,14 +31,14 @@ def body_of(messages: Any = MESSAGES, front: str = '{"model":"m",', rest: str = 
     return f'{front}"messages":[{comma.join(texts)}]{rest}'.encode()
 
 
-def known_after(*bodies: bytes, is_tree: bool = False) -> KnownBodies:
+def known_after(*bodies: bytes) -> KnownBodies:
     """As after turns with these bodies."""
     found = KnownBodies()
     for turn, body in enumerate(bodies, 1):
         continued = continued_of(found, body)
         layout = parse_chat(body, False, continued).layout
         assert layout is not None
-        found.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued, is_tree=is_tree)
+        found.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued)
     return found
 
 
@@ -60,7 +60,6 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "slice": [bytes(raw) for raw in request.messages[1:]],
         "params": [(name, bytes(raw)) for name, raw in request.params.items()],
         "tools": None if request.tools is None else bytes(request.tools),
-        "hash": request.body_hash,
         "stream": (request.stream, request.stream_mode),
         "ids": request.ids,
         "places": None
@@ -218,23 +217,20 @@ def test_fields_before_the_messages_may_change_each_time() -> None:
         assert told(body, continued) == told(body, None)
         layout = parse_chat(body, False, continued).layout
         assert layout is not None
-        known.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued, is_tree=True)
+        known.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued)
         assert len(known.prefix(body, "chat").known.head) == known.size - 16 * len(layout.ends)  # type: ignore[union-attr]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a linear session one body; of a tree those that none continues, so many and so many bytes."""
+    """Those that none continues, so many and so many bytes."""
     asked = [body_of([MESSAGES[0], {"role": "user", "content": str(place)}]) for place in range(40)]
-    linear, tree = known_after(*asked), known_after(*asked, is_tree=True)
-    assert linear.prefix(asked[-1], "chat").messages == 2  # type: ignore[union-attr]
-    assert linear.prefix(asked[0], "chat").messages == 1  # type: ignore[union-attr]
-    assert LONG_BODY < linear.size < 2 * len(asked[-1])
-    counts = [tree.prefix(body, "chat").messages for body in asked]  # type: ignore[union-attr]
+    known = known_after(*asked)
+    counts = [known.prefix(body, "chat").messages for body in asked]  # type: ignore[union-attr]
     assert counts == [1] * (40 - known_body.MOST_HEADS) + [2] * known_body.MOST_HEADS
     monkeypatch.setattr(known_body, "MOST_BYTES", 3 * len(asked[0]))
-    assert known_after(*asked, is_tree=True).size < 3 * len(asked[0])
+    assert known_after(*asked).size < 3 * len(asked[0])
     chain = [body_of([*MESSAGES, *MORE[3:] * turns]) for turns in range(10)]
-    assert known_after(*chain, is_tree=True).size < 2 * len(chain[-1])
+    assert known_after(*chain).size < 2 * len(chain[-1])
 
 
 def test_what_is_not_kept() -> None:
@@ -295,7 +291,7 @@ def test_a_known_history_is_hashed_as_an_unknown_one(history: Any) -> None:
         committed = book.turn(messages, reply)
         assert request.layout is not None
         body_known = KnownBody(request.layout, "chat", committed.turn, incoming.spelled())
-        known.add(body_known, request.layout.continued, is_tree=history == "tree")
+        known.add(body_known, request.layout.continued)
     assert whole >= 5
 
 

@@ -128,7 +128,7 @@ def after(wire: Wire, *bodies: bytes) -> KnownBodies:
         request = wire.parse(body, False, continued_of(found, wire, body))
         if request.layout is not None:
             body_known = KnownBody(request.layout, wire.name, turn, hashlib.sha256())
-            found.add(body_known, request.layout.continued, is_tree=False)
+            found.add(body_known, request.layout.continued)
     return found
 
 
@@ -212,9 +212,7 @@ def test_moved_marks_leave_a_history_known() -> None:
             assert request.prefix.spelled is not None
         turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant(f"r{place}")).turn
         assert request.layout is not None
-        known.add(
-            KnownBody(request.layout, "messages", turn, incoming.spelled()), request.layout.continued, is_tree=True
-        )
+        known.add(KnownBody(request.layout, "messages", turn, incoming.spelled()), request.layout.continued)
         talk += [said("assistant", text(f"r{place}"))]
 
 
@@ -242,7 +240,7 @@ def test_what_is_read_anew_of_a_known_body_is_read_on_a_thread(
     incoming.check(book.index)
     turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant("r")).turn
     assert request.layout is not None
-    known.add(KnownBody(request.layout, "messages", turn, incoming.spelled()), None, is_tree=True)
+    known.add(KnownBody(request.layout, "messages", turn, incoming.spelled()), None)
     body = body_of(MESSAGES, messages, system)
     continued = continued_of(known, MESSAGES, body)
     assert continued is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-PROMISES_NOTHING = {"README.md", "benchmarks.md", "comparison.md", "dependencies.md", "scale.md"}
+PROMISES_NOTHING = {"README.md", "benchmarks.md", "comparison.md", "dependencies.md"}
 
 FILES = sorted(TESTS.rglob("test_*.py"))
 

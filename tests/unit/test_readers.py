@@ -23,7 +23,7 @@ class Watched:
 
 
 def flight() -> InFlightTurn:
-    return InFlightTurn(Identity(RetryMark(), "00", "00"))
+    return InFlightTurn(Identity(RetryMark(), "00"))
 
 
 async def test_nobody_is_watched_but_while_a_flight_is_held() -> None:

@@ -89,7 +89,7 @@ BAD = [
     ("PAYLOADS", "bucket"),
     ("PAYLOADS", "s3:///run"),
     ("PAYLOADS", "file://folder/run"),
-    ("PAYLOADS_FROM", "file://"),
+    ("PAYLOADS", "file://"),
     ("SESSION_PARAMS", "priority,kv_transfer_params"),
     ("MAX_AGENT_SESSIONS", "-1"),
     ("TRUSTED_NETWORKS", "10.0.0.1/8"),

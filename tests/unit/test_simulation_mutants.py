@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import bindparam, func, select, update
+from helpers.store import event_at
+from sqlalchemy import func, select, update
 
 from app.domain import retention
 from app.domain.events import SessionClosed
@@ -26,8 +27,8 @@ from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
-from app.store.log_sessions import Close, SaveSnapshot
-from app.store.log_turns import Claim, Commit
+from app.store.log_sessions import Close
+from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
 from app.turn.commits import Commits
@@ -43,16 +44,28 @@ pytestmark = pytest.mark.long
 Patch = pytest.MonkeyPatch
 
 
+def _forges(patch: Patch, changed: Callable[[Tx, Any], Any]) -> None:
+    """Commits and releases are applied as `changed` makes them."""
+    commits, release = Commit.apply_set, Release.apply
+
+    def apply_set(cls: type[Commit], tx: Tx, operations: Sequence[Commit]) -> list[Any]:
+        return commits(tx, [changed(tx, commit) for commit in operations])
+
+    patch.setattr(Commit, "apply_set", classmethod(apply_set))
+    patch.setattr(Release, "apply", lambda self, tx: release(changed(tx, self), tx))
+
+
+def _held_by_somebody(tx: Tx, operation: Commit | Release) -> Commit | Release | None:
+    """The operation as its session's open turn would do it."""
+    for row in tx.all(sql.open_turns_of, {"sid": operation.session_id, "lease_s": 0.0}):
+        return msgspec.structs.replace(operation, fence=row[1], incarnation=row[2], opened_at=row[5])
+    return None
+
+
 def the_fence_is_not_looked_at(patch: Patch) -> None:
     """A commit or a release ends whatever turn is open, or none."""
 
-    def take(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: float | None) -> bool:
-        for row in tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": 0.0}):
-            tx.run(sql.drop_open_turn, {"sid": session_id, "fenced": row[1]})
-            return True
-        return False
-
-    patch.setattr(log_turns, "_take", take)
+    _forges(patch, lambda tx, operation: _held_by_somebody(tx, operation) or operation)
 
 
 def the_claim_goes_before_the_commit(patch: Patch) -> None:
@@ -64,30 +77,39 @@ def the_claim_goes_before_the_commit(patch: Patch) -> None:
         await plain(self, context, claimed, *rest)
 
     patch.setattr(Commits, "commit", commit)
-    patch.setattr(log_turns, "_take", lambda *claim: True)
+    _forges(patch, _claimed_again)
+
+
+def _claimed_again(tx: Tx, operation: Commit | Release) -> Commit | Release:
+    if isinstance(operation, Commit) and tx.one(sql.holds_open_turn, operation.held) is None:
+        row = {
+            "session_id": operation.session_id,
+            "fence": operation.fence,
+            "turn": operation.turn.turn,
+            "parent_turn": operation.turn.parent,
+            "incarnation": operation.incarnation,
+            "body_hash": operation.turn.body_hash,
+            "opened_at": operation.opened_at,
+        }
+        tx.insert(sql.insert_open_turn, [row])
+        tx.run(update(sessions).values(open_turns=sessions.c.open_turns + 1), {})
+    return operation
 
 
 def the_cached_version_is_trusted(patch: Patch) -> None:
     """A claim takes the session at whatever version it is."""
-    plain = Claim.apply
+    plain = Claim.apply_set
 
-    def apply(self: Claim, tx: Tx) -> Any:
-        head = tx.one(sql.head, {"sid": self.session_id})
-        return plain(self if head is None else msgspec.structs.replace(self, expected=head[0]), tx)
+    def apply_set(cls: type[Claim], tx: Tx, operations: Sequence[Claim]) -> list[Any]:
+        return plain(tx, [msgspec.structs.replace(claim, known=_newest(tx, claim)) for claim in operations])
 
-    patch.setattr(Claim, "apply", apply)
-    claim = (
-        update(sessions)
-        .where(
-            sessions.c.session_id == bindparam("sid"),
-            sessions.c.version == bindparam("expected"),
-            sessions.c.open_turns == 0,
-            sessions.c.status == "open",
-        )
-        .values(sql.opened_values)
-        .returning(sessions.c.version, sessions.c.last_turn)
-    )
-    patch.setattr(sql, "claim_head", claim)
+    patch.setattr(Claim, "apply_set", classmethod(apply_set))
+
+
+def _newest(tx: Tx, operation: Claim | Commit) -> Known:
+    head = tx.one(sql.head, {"sid": operation.session_id})
+    last = None if head is None else tx.one(event_at, {"sid": operation.session_id, "place": head[0]})
+    return operation.known if head is None or last is None else Known(head[0], last[0], head[4])
 
 
 def a_commit_does_not_wait_for_the_disk(patch: Patch) -> None:
@@ -120,7 +142,7 @@ def any_retry_joins(patch: Patch) -> None:
 
 def a_commit_is_not_decided_again(patch: Patch) -> None:
     """The events of a tree's turn are those for the state that its process knew."""
-    patch.setattr(Commit, "_is_current", lambda self, tx, decided_at: True)
+    _forges(patch, lambda tx, o: msgspec.structs.replace(o, known=_newest(tx, o)) if isinstance(o, Commit) else o)
 
 
 def claims_of_nobody_stay(patch: Patch) -> None:
@@ -164,15 +186,6 @@ def the_cache_skips_events(patch: Patch) -> None:
         return plain(self, [recorded for recorded in events if recorded.seq == self.session.version + 1]) or True
 
     patch.setattr(CacheEntry, "advance", advance)
-
-
-def a_snapshot_outlives_an_erasure(patch: Patch) -> None:
-    def apply(self: SaveSnapshot, tx: Tx) -> None:
-        tx.run(sql.drop_snapshot, {"sid": self.session_id})
-        row = {"session_id": self.session_id, "seq": self.seq, "format": self.format, "data": self.data}
-        tx.insert(sql.insert_snapshot, [row])
-
-    patch.setattr(SaveSnapshot, "apply", apply)
 
 
 def a_gate_holds_nobody(patch: Patch) -> None:
@@ -298,7 +311,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
 RARER: tuple[Callable[[Patch], None], ...] = (
     an_append_does_not_look,
     a_lease_never_ends,
-    a_snapshot_outlives_an_erasure,
     the_cache_is_not_refreshed,
     a_close_leaves_the_turn_open,
     keys_are_forgotten,

@@ -13,7 +13,6 @@ from turnlog.cli import (
     forks,
     maintain,
     notes,
-    payloads,
     search,
     sessions,
     tail,
@@ -65,7 +64,6 @@ for _name, _program in (("simulator", serving.simulator), ("demo", serving.demo)
     )(_program)
 app.add_typer(fleet.engines_app, name="engines", rich_help_panel=ORDER)
 app.add_typer(checkpoints.checkpoint_app, name="checkpoint", rich_help_panel=ORDER)
-app.add_typer(payloads.payloads_app, name="payloads", rich_help_panel=KEEP)
 
 
 def _version(wanted: bool) -> None:

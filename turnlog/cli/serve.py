@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from turnlog.cli.run import DatabaseUrl, Failure, Json, UsageError, say, wants_json
-from turnlog.keeper.options import ServeOptions, python_command
-from turnlog.keeper.sockets import CannotListen, Listening, host_in_url, open_sockets
+from turnlog.supervisor import BACKLOG, ServeOptions, python_command
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -38,7 +38,7 @@ def serve(
 ) -> None:
     """Run a server. Its settings are TURNLOG_ variables (docs/settings.md).
 
-    A second process waits beside it and takes over if it dies, so that clients are not refused meanwhile.
+    If it dies, it is started again; connections wait meanwhile.
     """
     settings = _settings()
     if workers > 1 and settings.database_url.startswith("sqlite"):
@@ -46,16 +46,21 @@ def serve(
             f"--workers {workers}: SQLite is for one API process; run without --workers, "
             "or set TURNLOG_DATABASE_URL to PostgreSQL"
         )
-    found = _listening(host, port)
+    sockets = _systemd_sockets()
+    if sockets:
+        host, port = sockets[0].getsockname()[:2]
+    else:
+        sockets = _bind(host, port)
+        port = sockets[0].getsockname()[1]
     if migrate:
         _require_unserved(settings.database_url)
         upgrade(settings.database_url)
-    _greet(settings, found.host, found.port)
-    options = ServeOptions(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
-    for one in found.sockets:
-        one.set_inheritable(True)
-    # this process has imported more than the keeper needs: it becomes the keeper, with its process id and sockets
-    arguments = python_command("turnlog.keeper", options.to_json())
+    _greet(settings, host, port)
+    options = ServeOptions(tuple(each.fileno() for each in sockets), host, port, workers, stop_s)
+    for each in sockets:
+        each.set_inheritable(True)
+    # this process has imported more than the supervisor needs: it becomes that, with its process id and sockets
+    arguments = python_command("turnlog.supervisor", options.to_json())
     os.execv(arguments[0], arguments)
 
 
@@ -70,7 +75,7 @@ def migrate(
     with _refusals():
         url = settings_for(database_url).database_url
     upgrade(url)
-    from app.store.revision import revision_head
+    from app.store.opening import revision_head
 
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine
@@ -137,12 +142,53 @@ def _require_unserved(url: str) -> None:
         lock.release()
 
 
-def _listening(host: str, port: int) -> Listening:
-    """Raises Failure."""
+SYSTEMD_FIRST = 3
+"""systemd's first descriptor (`sd_listen_fds(3)`)."""
+
+SYSTEMD_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
+
+
+def _systemd_sockets() -> list[socket.socket]:
+    """What systemd has bound for this process. The variables are removed: they are not for child processes.
+
+    Raises Failure.
+    """
+    given = {name: os.environ.pop(name, "") for name in SYSTEMD_VARIABLES}
+    if given["LISTEN_PID"] != str(os.getpid()) or not given["LISTEN_FDS"].isdecimal():
+        return []
+    sockets = []
+    for descriptor in range(SYSTEMD_FIRST, SYSTEMD_FIRST + int(given["LISTEN_FDS"])):
+        try:
+            adopted = socket.socket(fileno=descriptor)
+        except OSError as error:
+            raise Failure(f"LISTEN_FDS: descriptor {descriptor} is no socket: {error.strerror}") from None
+        is_internet = adopted.family in (socket.AF_INET, socket.AF_INET6)
+        if not is_internet or not adopted.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise Failure("the socket unit: accepted is ListenStream= with an address and a port, and Accept=no")
+        sockets.append(adopted)
+    return sockets
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address of the host. Port 0: one that is free, the same for all. Raises Failure."""
+    sockets: list[socket.socket] = []
     try:
-        return open_sockets(host, port)
-    except CannotListen as error:
-        raise Failure(str(error)) from None
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found):
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(bound)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind((address, sockets[0].getsockname()[1] or port))
+            bound.listen(BACKLOG)
+    except OSError as error:
+        raise Failure(f"cannot listen at {_host_in_url(host)}:{port}: {error.strerror or error}") from None
+    return sockets
+
+
+def _host_in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def upgrade(url: str) -> None:
@@ -166,7 +212,7 @@ def upgrade(url: str) -> None:
 
 def _greet(settings: Settings, host: str, port: int) -> None:
     """Print the address and who has access, on standard error like the server's lines."""
-    url = f"http://{host_in_url(host)}:{port}"
+    url = f"http://{_host_in_url(host)}:{port}"
     say(f"{url}, the page at {url}/ui")
     if settings.admin_token:
         say("sign in with the first token of TURNLOG_ADMIN_TOKEN")

@@ -9,8 +9,8 @@ import msgspec
 
 from app.api.checkpoints import fields
 from app.errors import NotFound
-from app.store import checkpoint_reads
-from app.store.checkpoint_reads import InCheckpoint, SessionThen
+from app.store import checkpoints
+from app.store.checkpoints import InCheckpoint, SessionThen
 from app.store.engine import Database
 
 
@@ -29,7 +29,7 @@ class CheckpointViews:
 
     async def page(self, name: str, cursor: str | None, limit: int) -> CheckpointView:
         """Sessions after that of `cursor`. Raises NotFound, StoreUnavailable."""
-        found = await self._database.read(lambda c: checkpoint_reads.content(c, name, cursor or "", limit + 1))
+        found = await self._database.read(lambda c: checkpoints.content(c, name, cursor or "", limit + 1))
         if found is None:
             raise NotFound(f"there is no checkpoint {name}")
         checkpoint, sessions = found
@@ -40,4 +40,4 @@ class CheckpointViews:
 
     async def of_session(self, session_id: str) -> Sequence[InCheckpoint]:
         """The checkpoints that have the session, the oldest first. Raises StoreUnavailable."""
-        return await self._database.read(lambda c: checkpoint_reads.of_session(c, session_id))
+        return await self._database.read(lambda c: checkpoints.of_session(c, session_id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -15,10 +16,12 @@ from app.api.describe import EVENTS, READ, Reply, describe
 from app.api.page.routes import HEADERS, overview_of
 from app.api.page.watch import Listener
 from app.api.parameters import PageCursor
-from app.api.state import Services, services
+from app.api.state import services
 from app.errors import StoreUnavailable
-from app.sessions.log_end import POLL_S
-from app.sessions.log_position import LogPosition
+from app.sessions.log_end import POLL_S, LogPosition
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(prefix="/ui/api", tags=["Page"])
 
@@ -38,7 +41,7 @@ ROWS = 1000
 async def live(request: Request, cursor: PageCursor = None) -> StreamingResponse:
     """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects resumes there."""
     app = services(request)
-    listener = await (await app.page()).watch.listen(request.headers.get("last-event-id") or cursor)
+    listener = await app.page.watch.listen(request.headers.get("last-event-id") or cursor)
     return _ChangeStream(app, listener)
 
 

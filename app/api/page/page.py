@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from app.api.page.checkpoint_view import CheckpointViews
 from app.api.page.conversation import Conversations
@@ -15,9 +14,6 @@ from app.api.page.token_view import TokenViews
 from app.api.page.watch import Watch
 from app.export.preview import Previews
 from app.sessions.session_list import SessionList
-
-if TYPE_CHECKING:
-    from app.api.state import Services
 
 
 class PageReaders(NamedTuple):
@@ -31,20 +27,3 @@ class PageReaders(NamedTuple):
     rollouts: Rollouts
     previews: Previews
     checkpoints: CheckpointViews
-
-
-def page_of(app: Services) -> PageReaders:
-    database, held = app.database, app.turns.held
-    sessions = app.session_list
-    return PageReaders(
-        sessions=sessions,
-        listed=MetadataColumns(database, sessions),
-        overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
-        watch=Watch(database, sessions, app.log_end),
-        views=SessionViews(database, held),
-        conversations=Conversations(database),
-        tokens=TokenViews(database, app.token_in.prompts),
-        rollouts=Rollouts(database),
-        previews=Previews(database, app.release),
-        checkpoints=CheckpointViews(database),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -15,11 +15,14 @@ from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.page.rollout_view import MAX_STEPS
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
-from app.api.state import Services, services
+from app.api.state import services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(prefix="/ui/api", tags=["Page"])
 
@@ -75,7 +78,7 @@ async def overview(request: Request) -> Response:
 
 async def overview_of(app: Services) -> dict[str, Any]:
     """The overview and the engines. Raises StoreUnavailable."""
-    found = msgspec.structs.asdict(await (await app.page()).overviews.now())
+    found = msgspec.structs.asdict(await app.page.overviews.now())
     return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()]}
 
 
@@ -83,7 +86,7 @@ async def overview_of(app: Services) -> dict[str, Any]:
 @for_the_page
 async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> Response:
     """Sessions by any filter, in any order; `sort=claimed_since` lists only those with a turn in flight."""
-    listed = (await services(request).page()).listed
+    listed = services(request).page.listed
     return reply(await listed.page(query, query.cursor, query.limit, query.columns))
 
 
@@ -101,7 +104,7 @@ BranchNumber = Annotated[
 @for_the_page
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
     """A session in any state, after event `seq`, and the checkpoints that have it now."""
-    page = await services(request).page()
+    page = services(request).page
     view = await page.views.at(session_id, seq)
     return reply({**msgspec.structs.asdict(view), "checkpoints": await page.checkpoints.of_session(session_id)})
 
@@ -116,7 +119,7 @@ async def conversation(
     branch: BranchNumber = None,
 ) -> Response:
     """The messages up to a turn, live or discarded, or up to a branch's newest."""
-    return reply(await (await services(request).page()).conversations.at(session_id, seq, turn, branch))
+    return reply(await services(request).page.conversations.at(session_id, seq, turn, branch))
 
 
 @router.get("/sessions/{session_id}/tokens")
@@ -130,7 +133,7 @@ async def tokens(
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
 ) -> Response:
     """A branch's tokens, as in an export."""
-    return reply(await (await services(request).page()).tokens.at(session_id, seq, branch, start, limit))
+    return reply(await services(request).page.tokens.at(session_id, seq, branch, start, limit))
 
 
 @router.get("/sessions/{session_id}/rollout")
@@ -145,7 +148,7 @@ async def rollout(
     limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
 ) -> Response:
     """A branch of a session as a rollout: all turns in short, and some with their messages and probabilities."""
-    return reply(await (await services(request).page()).rollouts.at(session_id, branch, start, limit))
+    return reply(await services(request).page.rollouts.at(session_id, branch, start, limit))
 
 
 @router.get("/checkpoints/{name}")
@@ -157,7 +160,7 @@ async def checkpoint(
     cursor: PageCursor = None,
 ) -> Response:
     """A checkpoint and its sessions, by id: the event that each had then, and what it is now."""
-    return reply(await (await services(request).page()).checkpoints.page(name, cursor, limit))
+    return reply(await services(request).page.checkpoints.page(name, cursor, limit))
 
 
 @router.get("/exports")
@@ -165,7 +168,7 @@ async def checkpoint(
 async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> Response:
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     require_known(request, ExportParameters)
-    return reply(await (await services(request).page()).previews.of(query, query.cursor))
+    return reply(await services(request).page.previews.of(query, query.cursor))
 
 
 @router.get("/versions")

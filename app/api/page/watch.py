@@ -13,8 +13,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from app.errors import AppError, Overloaded
-from app.sessions.log_end import POLL_S, LogEnd
-from app.sessions.log_position import LogPosition, decode_position
+from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.sessions.session_list import SessionList, SessionRow
 from app.store import reads, tail
 from app.store.engine import Database

@@ -14,9 +14,9 @@ from app.errors import AppError
 from app.store.sqlite_engine import file_of
 
 if TYPE_CHECKING:
-    from app.api.state import Services
     from app.features.search.index import Index
     from app.features.search.routes import Search
+    from app.services import Services
     from app.store.engine import Database
 
 log = logging.getLogger("turnlog.search")

@@ -23,8 +23,7 @@ from app.features.search.index import Index, Message, Page
 from app.features.search.text import name_of, read_message
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents, EventQuery
-from app.sessions.log_end import LogEnd
-from app.sessions.log_position import LogPosition, decode_position
+from app.sessions.log_end import LogEnd, LogPosition, decode_position
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import START

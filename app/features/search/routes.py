@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -11,19 +11,21 @@ from pydantic import Field
 
 from app.api.describe import JSON, READ, describe, json_reply
 from app.api.parameters import LIMIT, PageCursor, require_known
-from app.api.state import Services
 from app.domain import cursors
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest
 from app.features.search.index import FIRST, Index, Message, Wanted
 from app.features.search.query import Query as SearchedFor
 from app.features.search.query import parse, snippet
-from app.sessions.log_position import decode_position
+from app.sessions.log_end import decode_position
 from app.sessions.session_filter import SessionConditions
 from app.store import heads_view, metadata_reads
 from app.store.heads_view import HeadFilter, HeadRow
 from app.store.reads import Connection
 from turnlog import replies as wire
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Search"])
 

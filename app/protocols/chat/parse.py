@@ -9,7 +9,6 @@ from app.protocols.body import (
     engine_params,
     fields_of,
     flag,
-    hash_request,
     items_of,
     require_one,
     stream_mode,
@@ -43,7 +42,6 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     known, known_bytes = (0, 0) if continued is None else (continued.prefix.messages, continued.prefix.end)
     if body.find(ORIGINAL, known_bytes) >= 0:
         messages, details = with_known_details(messages, known)
-    body_hash = hash_request(body, b"", layout)
     if details:
         layout = None  # Its messages are not the body's: the next body is read as a whole.
     own = control.remove_control(params)
@@ -52,7 +50,6 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
         tools,
         params,
         stream,
-        body_hash,
         ids,
         own,
         stream_mode=mode,

@@ -11,7 +11,6 @@ from app.protocols.body import (
     engine_params,
     flag,
     has_many_values,
-    hash_body,
     require_one,
     split_fields,
     stream_mode,
@@ -32,7 +31,7 @@ def parse_completion(body: bytes, has_few_values: bool = False) -> CompletionReq
     require_one(fields.pop("best_of", None), "best_of")
     stream_mode(fields)  # A completion's stream comes whole in any mode.
     params = engine_params(fields, many_values)
-    return CompletionRequest(text, ids, params, stream, hash_body(body, b"completions"), control.remove_control(params))
+    return CompletionRequest(text, ids, params, stream, control.remove_control(params))
 
 
 def _prompt(raw: msgspec.Raw | None) -> tuple[str | None, TokenIds | None]:

@@ -17,9 +17,9 @@ from sqlalchemy import Connection, create_engine, insert
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
+from app.store.broken import Unreadable
 from app.store.dialect import Parameters, Row, SqliteTx, Tx
 from app.store.schema import metadata, store_meta
-from app.store.unreadable import Unreadable
 
 T = TypeVar("T")
 

@@ -60,16 +60,14 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
         return None
     if not (yield from _revision(revision)):
         return None
-    from app.store.packs.left_behind import ADVICE
-
-    fleet, left = asyncio.run(_opened(settings.database_url, settings.bucket_url))
-    for what in left:
-        yield warning("database", what, f"{ADVICE} (docs/payloads.md#moving)")
+    fleet, place = asyncio.run(_opened(settings.database_url))
+    if place not in (None, settings.payloads):
+        yield warning("database", f"replay payloads of this store are in {place}", f"set TURNLOG_PAYLOADS={place}")
     return fleet
 
 
 def _revision(found: str) -> Generator[Finding, None, bool]:
-    from app.store.revision import is_known, revision_head
+    from app.store.opening import is_known, revision_head
 
     head = revision_head()
     if found == head:
@@ -80,17 +78,17 @@ def _revision(found: str) -> Generator[Finding, None, bool]:
     return False
 
 
-async def _opened(url: str, bucket_url: str | None) -> tuple[Fleet, list[str]]:
-    """The fleet, and what is wrong with object storage other than `bucket_url`."""
+async def _opened(url: str) -> tuple[Fleet, str | None]:
+    """The fleet, and the object storage that has replay payloads of this store, if any has."""
     from app.domain import fleet as domain
     from app.store import fleet as store
     from app.store.engine import Database
-    from app.store.packs.left_behind import left_behind
+    from app.store.objects.rows import has_objects, url_of_objects
 
     database = Database(url)
     try:
         fleet = domain.fold((await database.read(store.state)).events)
-        return fleet, await database.read(lambda connection: left_behind(connection, bucket_url))
+        return fleet, await database.read(url_of_objects) if await database.read(has_objects) else None
     finally:
         await database.close()
 

@@ -1,11 +1,11 @@
-"""Replay payloads in a bucket that is slow, fails, is full or goes away; `kill -9` around each step of a pack."""
+"""A bucket that is slow, fails, is full or goes away; `kill -9` around the upload, copy and deletion of an object."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Timer
@@ -20,25 +20,27 @@ from integration.stand import Stand, Talk, until, user
 
 from app.crash_points import VARIABLE, CrashPoint
 from app.errors import PayloadsUnavailable, StoreFull
-from app.store.packs.bucket import Bucket
-from app.store.packs.format import frame_bytes, read_index
+from app.store.objects.bucket import Bucket
+from app.store.objects.names import folder_of
 from fault.forking import ForkedServer
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
-from workers import codec
 
 pytestmark = pytest.mark.long
 
 AGENTS, TURNS = 10, 2
 WITHIN_S = 240.0
-ROUTED: dict[str, Any] = {"sim": {"experts": {"layers": 8, "top_k": 8}}, "return_routed_experts": True}
+ROUTED: dict[str, Any] = {
+    "sim": {"experts": {"layers": 8, "top_k": 8, "experts": 2**31 - 1}, "completion_tokens": 100},
+    "return_routed_experts": True,
+}
+"""Rows that nothing makes small."""
 BOTH = pytest.mark.parametrize(
     "database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.untimed)], indirect=True
 )
 POINTS: tuple[CrashPoint, ...] = ("before_put", "after_put", "in_commit", "after_commit")
-COLLECTING: tuple[CrashPoint, ...] = ("after_repacked", "in_move", "after_forgotten", "after_pack_deleted")
 
 
 class Site:
@@ -83,28 +85,6 @@ class Site:
         assert response.status_code in (202, 204, 503), response.text
         return response.status_code == 204
 
-    def close(self, stand: Stand) -> bytes:
-        """Close every session; their export."""
-        with ThreadPoolExecutor(AGENTS) as pool:
-            list(pool.map(lambda talk: stand.http.delete(talk.path), self.talks))
-        return self.exported(stand)
-
-    def exported(self, stand: Stand) -> bytes:
-        response = stand.http.get("/export", params={"replay": "true"})
-        assert response.status_code == 200, response.text
-        return response.content
-
-    def frames_of(self, session_id: str) -> list[bytes]:
-        """The frames that only this session has in the bucket, by the packs' own indexes.
-
-        The simulator gives one answer in forty the rows of another's, and their frames are equal.
-        """
-        owners: dict[bytes, set[str]] = defaultdict(set)
-        for key, body in self.bucket.packs().items():
-            for one in read_index(body[frame_bytes(key) or 0 :]):
-                owners[body[one.offset : one.offset + one.length]].add(one.session_id)
-        return [frame for frame, sessions in owners.items() if sessions == {session_id}]
-
     def verified(self, stand: Stand, tally: Tally) -> None:
         """Every turn that was acknowledged is there, and every live chunk can be read: no reference dangles."""
         verified(self.url, self.acknowledged, tally)
@@ -113,30 +93,14 @@ class Site:
     def ends_empty(self, stand: Stand) -> None:
         """Erase one session, of which nothing is left then, and all others: nothing at all is left."""
         first, *others = self.talks
-        frames = self.frames_of(first.id)
         self.erase(stand, first.id)
-        assert not self.left_of(first.id, frames)
+        assert self.left_of(first.id) == []
         with ThreadPoolExecutor(AGENTS) as pool:
             list(pool.map(lambda talk: self.erase(stand, talk.id), others))
-        until(lambda: self.bucket.packs() == {}, WITHIN_S)
+        assert self.bucket.objects() == {}
 
-    def left_of(self, session_id: str, frames: Sequence[bytes]) -> list[str]:
-        """The packs that name the session or have one of its frames."""
-        marks = [session_id.encode(), *frames]
-        packs = self.bucket.packs().items()
-        return [key for key, body in packs if any(mark in body + _index_of(key, body) for mark in marks)]
-
-    def in_company(self) -> Talk:
-        """A session that shares a pack with others."""
-        for key, body in self.bucket.packs().items():
-            owners = {entry.session_id for entry in read_index(body[frame_bytes(key) or 0 :])}
-            if len(owners) > 1:
-                return next(talk for talk in self.talks if talk.id in owners)
-        raise AssertionError("no pack has chunks of two sessions")
-
-
-def _index_of(key: str, body: bytes) -> bytes:
-    return codec.decompress(body[frame_bytes(key) or 0 :])
+    def left_of(self, session_id: str) -> list[str]:
+        return [name for name in self.bucket.objects() if name.startswith(folder_of(session_id))]
 
 
 @pytest.fixture
@@ -205,15 +169,15 @@ def test_a_full_bucket_is_told_from_one_that_is_away(monkeypatch: pytest.MonkeyP
     for weather, error in (("full", StoreFull), ("gone", PayloadsUnavailable)):
         bucket.weather = weather
         with pytest.raises(error):
-            asyncio.run(opened.put("1/1/1-3", b"abc"))
+            asyncio.run(opened.put("s/1-1.x.3", b"abc"))
     bucket.close()
 
 
-@pytest.mark.fault(18, "kill -9 around a pack")
+@pytest.mark.fault(18, "kill -9 around an object")
 @pytest.mark.parametrize("point", POINTS)
 @BOTH
 def test_a_turn(site: Site, tally: Tally, point: CrashPoint) -> None:
-    """What the dead process put into the bucket and did not commit is collected."""
+    """What the dead process put into the bucket and did not commit is deleted."""
     with site.serving() as stand:
         site.crowd(stand, 1)
     with site.serving(**{VARIABLE: f"{point}:4"}) as stand, ThreadPoolExecutor(1) as pool:
@@ -226,26 +190,51 @@ def test_a_turn(site: Site, tally: Tally, point: CrashPoint) -> None:
         site.ends_empty(stand)
 
 
-@pytest.mark.fault(18, "kill -9 around a pack")
-@pytest.mark.parametrize("point", COLLECTING)
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
-def test_a_collection(site: Site, tally: Tally, point: CrashPoint) -> None:
+@pytest.mark.fault(18, "kill -9 around an object")
+@BOTH
+def test_a_deletion(site: Site, tally: Tally) -> None:
     with site.serving() as stand:
-        site.bucket.weather = "slow"  # so that turns share packs
         site.crowd(stand, 1)
-        site.bucket.weather = "fair"
-        victim = site.in_company()
-        frames = site.frames_of(victim.id)
-    with site.serving(**{VARIABLE: f"{point}:1"}) as stand:
+    victim = site.talks[0]
+    with site.serving(**{VARIABLE: "after_object_deleted:1"}) as stand:
         with contextlib.suppress(httpx.TransportError):
             site.is_erased(stand, victim.id)
         site.server.ended()
         tally.tried += 1
         site.server.start()
         site.erase(stand, victim.id)
-        assert not site.left_of(victim.id, frames)
+        assert site.left_of(victim.id) == []
         kept = [one for one in site.acknowledged if one.session_id != victim.id]
         verified(site.url, kept, tally)
+        site.ends_empty(stand)
+
+
+@pytest.mark.fault(18, "kill -9 around an object")
+@pytest.mark.parametrize("point", ["after_copied", "in_fork", "after_fork"])
+@BOTH
+def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """A fork has its own objects; what a fork that came to nothing has copied is deleted."""
+    with site.serving(**{VARIABLE: f"{point}:1"}) as stand:
+        site.crowd(stand, 1)
+        source = site.talks[0]
+
+        def fork() -> list[str]:
+            response = stand.http.post(f"{source.path}/fork", json={"turn": 1}, headers={"idempotency-key": "fork"})
+            assert response.status_code == 200, response.text
+            return [made["session_id"] for made in response.json()["sessions"]]
+
+        with contextlib.suppress(httpx.TransportError):
+            fork()
+        site.server.ended()
+        tally.tried += 1
+        site.server.start()
+        [made] = fork()
+        site.erase(stand, source.id)
+        assert len(site.left_of(made)) == 1
+        kept = [one for one in site.acknowledged if one.session_id != source.id]
+        verified(site.url, kept, tally)
+        assert len(stand.known(made).rows(replay="true")[0]["routed_experts"]) > 1000
+        site.talks.append(stand.known(made))
         site.ends_empty(stand)
 
 
@@ -255,7 +244,7 @@ def test_a_lost_object(site: Site, tally: Tally) -> None:
     """Its sessions say so, and only they; their turns go on."""
     with site.serving() as stand:
         site.crowd(stand, 2)
-        lost = max(site.bucket.packs())
+        lost = max(site.bucket.objects())
         site.bucket.lose(lost)
         tally.tried += 1
         rows = stand.rows(replay=True, explain=True)
@@ -273,10 +262,26 @@ def test_versions_are_erased_too(site: Site, tally: Tally) -> None:
     site.bucket.keep_versions()
     with site.serving() as stand:
         site.crowd(stand, 2)
-        site.close(stand)
-        site.crowd(stand, 2)
         tally.tried += 1
         site.verified(stand, tally)
         assert site.bucket.versions()
         site.ends_empty(stand)
         assert site.bucket.versions() == []
+
+
+@pytest.mark.fault(20, "an erasure in a bucket that keeps versions, or beside an upload")
+@BOTH
+def test_an_erasure_waits_for_an_upload(site: Site, tally: Tally) -> None:
+    with site.serving() as stand, ThreadPoolExecutor(1) as pool:
+        talk = stand.talk()
+        site.bucket.held = f"/{talk.id}/"
+        turn = pool.submit(talk.chat, [user("Question")], **ROUTED)
+        assert site.bucket.reached.wait(WITHIN_S)
+        tally.tried += 1
+        for _ in range(3):
+            assert not site.is_erased(stand, talk.id)
+            time.sleep(1.5)
+        site.bucket.released.set()
+        assert turn.result().status_code == 404
+        site.erase(stand, talk.id)
+        assert site.bucket.objects() == {}

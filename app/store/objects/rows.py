@@ -1,0 +1,240 @@
+"""What the database says of objects, and the operations on it.
+
+`dead_objects` is the queue of what may be deleted. A row with an `incarnation` is of what that process may still be
+writing, and waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+from sqlalchemy import BigInteger, Connection, Integer, bindparam, delete, exists, insert, or_, select, update
+
+from app.domain.events import ChunkKey
+from app.store import statements as sql
+from app.store.dialect import Tx, now
+from app.store.leases import holds_lease
+from app.store.log import StoreOperation
+from app.store.objects import names
+from app.store.reads import log_epoch
+from app.store.schema import SESSION_ID, chunks, dead_objects, incarnations, open_turns, sessions, store_meta
+
+LEASE = "objects"
+
+OWNER = "objects_owner"
+"""Key of `store_meta`: the random name of the store in object storage."""
+
+_is_live = chunks.c.tombstoned_by.is_(None) & chunks.c.location.is_not(None)
+_named = dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type)
+_of_session = dead_objects.c.session_id == bindparam("sid", type_=SESSION_ID)
+_is_written = dead_objects.c.incarnation.is_not(None)
+_waits = exists().where(_of_session, _is_written)
+_meta = store_meta.c.key == sql.OBJECTS
+
+
+class DeadObject(NamedTuple):
+    """An object that may be deleted, or the beginning of the names of several (`names.is_prefix`)."""
+
+    name: str
+    session_id: str
+
+
+class LiveObject(NamedTuple):
+    name: str
+    kind: str
+    number: int
+
+
+def live_objects(
+    connection: Connection, session_id: str, keys: Collection[ChunkKey] | None = None
+) -> dict[ChunkKey, LiveObject]:
+    """The objects that chunks of a session refer to; of these keys, if any are given."""
+    query = select(chunks.c.fence, chunks.c.number, chunks.c.location, chunks.c.kind)
+    rows = connection.execute(query.where(chunks.c.session_id == session_id, _is_live))
+    found = {(row[0], row[1]): LiveObject(row[2], row[3], row[1]) for row in rows}
+    return found if keys is None else {key: found[key] for key in keys if key in found}
+
+
+def has_head(connection: Connection, session_id: str) -> bool:
+    query = select(sessions.c.session_id).where(sessions.c.session_id == session_id)
+    return connection.execute(query).first() is not None
+
+
+def has_objects(connection: Connection) -> bool:
+    """Does the store refer to any object, or wait for its deletion?"""
+    queries = (select(chunks.c.number).where(_is_live), select(dead_objects.c.name))
+    return any(connection.execute(query.limit(1)).first() is not None for query in queries)
+
+
+def url_of_objects(connection: Connection) -> str | None:
+    """The URL below which the store's objects were when a server last started; None if there were none."""
+    found: str | None = connection.execute(select(store_meta.c.value).where(_meta)).scalar()
+    return found
+
+
+def owner_name(connection: Connection) -> str:
+    """What the store calls itself in object storage; another one after the restore of a backup."""
+    return f"{connection.execute(_owner).scalar()}-{log_epoch(connection)}"
+
+
+def is_being_erased(connection: Connection, root_id: str) -> bool:
+    """May there still be objects of this erased session, or of its rollout?"""
+    query = (
+        select(dead_objects.c.name)
+        .join(sessions, sessions.c.session_id == dead_objects.c.session_id)
+        .where(or_(sessions.c.session_id == root_id, sessions.c.root_id == root_id), sessions.c.status == "erased")
+    )
+    return connection.execute(query.limit(1)).first() is not None
+
+
+def being_written(connection: Connection, session_id: str) -> bool:
+    """May a process that lives still write an object of this session?"""
+    return bool(connection.execute(select(_waits), {"sid": session_id}).scalar())
+
+
+def written_by(connection: Connection, incarnation: int) -> list[DeadObject]:
+    """What has been taken from this process, which may still be writing it."""
+    query = select(dead_objects.c.name, dead_objects.c.session_id).where(dead_objects.c.incarnation == incarnation)
+    return [DeadObject(*row) for row in connection.execute(query)]
+
+
+_due = (
+    select(dead_objects.c.name, dead_objects.c.session_id)
+    .where(dead_objects.c.incarnation.is_(None), dead_objects.c.since <= now() - bindparam("keep_s"))
+    .order_by(dead_objects.c.since, dead_objects.c.name)
+    .limit(bindparam("most", type_=Integer))
+)
+
+
+def has_due(connection: Connection, keep_s: float) -> bool:
+    return connection.execute(_due, {"keep_s": keep_s, "most": 1}).first() is not None
+
+
+class NoteObjects(StoreOperation, frozen=True):
+    """Note that the store has objects below `url` (None: it has none), and give it the name `owner` in object storage,
+    unless it has one."""
+
+    url: str | None
+    owner: str
+
+    def apply(self, tx: Tx) -> None:
+        tx.run(_forget_url, {})
+        if self.url is not None:
+            tx.insert(_insert_meta, [{"key": sql.OBJECTS, "value": self.url}])
+        if tx.one(_owner, {}) is None:
+            tx.insert(_insert_meta, [{"key": OWNER, "value": self.owner}])
+
+
+class TakeDue(StoreOperation, frozen=True):
+    """What may be deleted now, the longest dead first. None of it with another fence than the lease's.
+
+    Durable: a tombstone that a crash of PostgreSQL could undo must be on disk before its object goes.
+    """
+
+    fence: int
+    keep_s: float
+    limit: int
+
+    def apply(self, tx: Tx) -> list[DeadObject]:
+        if not holds_lease(tx, LEASE, self.fence):
+            return []
+        return [DeadObject(*row) for row in tx.all(_due, {"keep_s": self.keep_s, "most": self.limit})]
+
+
+class ForgetDead(StoreOperation, frozen=True):
+    """These objects are deleted."""
+
+    durable: ClassVar[bool] = False
+    dead: Sequence[DeadObject]
+
+    def apply(self, tx: Tx) -> None:
+        tx.run_all(_forget, [{"object": dead.name} for dead in self.dead])
+
+
+class BeginCopies(StoreOperation, frozen=True):
+    """A process begins to write objects below `prefix`, for a session that is not there yet."""
+
+    durable: ClassVar[bool] = False
+    prefix: str
+    of: str
+    incarnation: int
+
+    def apply(self, tx: Tx) -> None:
+        tx.insert(sql.insert_dead_object, [_row(self.prefix, self.of, self.incarnation)])
+
+
+class EndWriting(StoreOperation, frozen=True):
+    """A process has written, and does not write any more, what `abandon` took from it or what `BeginCopies` began."""
+
+    durable: ClassVar[bool] = False
+    names: Sequence[str]
+    incarnation: int
+
+    def apply(self, tx: Tx) -> None:
+        tx.run_all(_end_writing, [{"object": name, "writer": self.incarnation} for name in self.names])
+
+
+class EndWritingOfDead(StoreOperation, frozen=True):
+    """Dead processes write no more: what they were writing may be deleted. A fork that one of them might still commit
+    after it was paused is refused (`log_fork`)."""
+
+    durable: ClassVar[bool] = False
+    lease_s: float
+
+    def apply(self, tx: Tx) -> None:
+        tx.run(_end_writing_of_dead, {"lease_s": self.lease_s})
+
+
+class QueueUnreferenced(StoreOperation, frozen=True):
+    """Queue those of these objects that nothing refers to: no live chunk, no open turn that may yet commit, no line of
+    the queue. Returns how many."""
+
+    durable: ClassVar[bool] = False
+    fence: int
+    objects: Mapping[str, names.ParsedName]
+
+    def apply(self, tx: Tx) -> int:
+        if not holds_lease(tx, LEASE, self.fence):
+            return 0
+        unreferenced = []
+        for session_id in sorted({parsed.session_id for parsed in self.objects.values()}):
+            own = {"sid": session_id}
+            # A commit takes the open turn and adds its chunks at once: looked at in this order, it is not missed.
+            opened = {row[0] for row in tx.all(_open_fences, own)}
+            used = {row[0] for row in tx.all(_locations, own)}
+            queued = tuple(row[0] for row in tx.all(_queued, own))
+            unreferenced += [
+                {"name": name, "session_id": session_id}
+                for name, parsed in self.objects.items()
+                if parsed.session_id == session_id
+                and parsed.fence not in opened
+                and name not in used
+                and not name.startswith(queued)
+            ]
+        tx.run_all(_queue, unreferenced)
+        return len(unreferenced)
+
+
+def _row(name: str, session_id: str, incarnation: int | None) -> dict[str, object]:
+    return {"name": name, "session_id": session_id, "since": 0.0, "incarnation": incarnation}
+
+
+_forget_url = delete(store_meta).where(_meta)
+_owner = select(store_meta.c.value).where(store_meta.c.key == OWNER)
+_insert_meta = insert(store_meta)
+_forget = delete(dead_objects).where(_named)
+_end_writing = (
+    update(dead_objects)
+    .where(_named, dead_objects.c.incarnation == bindparam("writer", type_=BigInteger))
+    .values(incarnation=None)
+)
+_lives = exists().where(incarnations.c.id == dead_objects.c.incarnation, ~sql.holder_is_dead)
+_end_writing_of_dead = update(dead_objects).where(_is_written, ~_lives).values(incarnation=None)
+_open_fences = select(open_turns.c.fence).where(open_turns.c.session_id == bindparam("sid", type_=SESSION_ID))
+_locations = select(chunks.c.location).where(chunks.c.session_id == bindparam("sid", type_=SESSION_ID), _is_live)
+_queued = select(dead_objects.c.name).where(_of_session)
+_queue = insert(dead_objects).from_select(
+    ["name", "session_id", "since"],
+    select(bindparam("name", type_=dead_objects.c.name.type), bindparam("session_id", type_=SESSION_ID), now()),
+)
