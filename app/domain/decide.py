@@ -248,6 +248,6 @@ def _labelled(session: Session | None, session_id: str) -> Session:
         raise SessionNotFound(f"session {session_id} does not exist")
     if session.status == "erased":
         raise SessionClosed(f"session {session_id} is erased")
-    if session.status == "set_aside":
+    if session.status == "undone":
         raise Restored.of(session_id)
     return session

@@ -50,7 +50,7 @@ def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
         raise SessionNotFound(f"session {session_id} does not exist")
     if entry.session.status == "closed" and entry.session.is_reclaimed:
         raise SessionReclaimed(f"session {session_id} was closed because it was idle")
-    if entry.session.status == "set_aside":
+    if entry.session.status == "undone":
         raise Restored.of(session_id)
     if entry.session.status != "open":
         raise SessionClosed(f"session {session_id} is {entry.session.status}")

@@ -304,7 +304,7 @@ def refusal(session_id: str, status: str | None) -> AppError:
     """The error for a session that cannot be written to."""
     if status is None:
         return SessionNotFound(f"session {session_id} does not exist")
-    if status == "set_aside":
+    if status == "undone":
         return Restored.of(session_id)
     return SessionClosed(f"session {session_id} is {status}")
 
@@ -329,7 +329,7 @@ def hash_of(*creation: Any) -> str:
 
 
 def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
-    if existing.status == "set_aside":
+    if existing.status == "undone":
         raise Restored.of(session_id)
     if existing.status != "open":
         raise SessionEnded(f"session {session_id} is {existing.status}; an id is never used again")

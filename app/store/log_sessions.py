@@ -317,7 +317,7 @@ class FreeChunks(BaseOperation, frozen=True):
 
 
 class Erase(BaseOperation, frozen=True):
-    """Delete the content of a session that is closed or set aside; its events stay.
+    """Delete the content of a session that is closed or undone; its events stay.
 
     The components of rewards up to event `components_upto` were removed before (`EraseComponents`). Its
     objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.

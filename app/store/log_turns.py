@@ -68,7 +68,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class Claim(SetOperation, frozen=True):
-    """Open a turn, if no turn has been committed or set aside since `known`, and fewer than `most` are open.
+    """Open a turn, if no turn has been committed or undone since `known`, and fewer than `most` are open.
 
     The store gives the turn its number and its fence, the `seq` of the returned event. Busy names the open turn that is
     in the way, or that the request repeats. `is_retry`: its client marked it as a retry without a key. Then no other

@@ -282,7 +282,7 @@ def closed_sessions(
     acknowledged: bool = False,
     among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
-    """Sessions closed or set aside at or before `cutoff`, after `after` in the order of (closed_at, id), without those
+    """Sessions closed or undone at or before `cutoff`, after `after` in the order of (closed_at, id), without those
     that a checkpoint has.
 
     `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a

@@ -51,7 +51,7 @@ def of_session(table: Table) -> ColumnElement[bool]:
 
 
 has_rows = or_(sessions.c.status == "open", sessions.c.status == "closed")
-"""Condition on heads: neither erased nor set aside."""
+"""Condition on heads: neither erased nor undone."""
 
 
 def _fenced(table: Table) -> ColumnElement[bool]:
@@ -93,7 +93,7 @@ def _has_event(given: Any) -> ColumnElement[bool]:
 
 def _claim_heads(given: Any) -> Executable:
     """Count a turn as open: in an open session whose log goes on from what the caller knows, where no turn has been
-    committed or set aside since, and fewer than `most` are open."""
+    committed or undone since, and fewer than `most` are open."""
     restored = exists().where(
         events.c.session_id == given.sid, events.c.seq > given.known, events.c.type == "SessionRestored"
     )
@@ -199,7 +199,7 @@ def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
 
 
 close_idle_head = close_head.where(is_idle(bindparam("idle_since", type_=Double)))
-ENDED = ("closed", "set_aside")
+ENDED = ("closed", "undone")
 """What a session may be whose content is freed or erased."""
 erase_head = (
     update(sessions)

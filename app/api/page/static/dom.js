@@ -192,7 +192,7 @@ export function showDialog(attributes, ...content) {
 
 /** The shape beside a session's state, for those who do not see the colour. */
 /** @type {Record<string, string>} */
-const SHAPES = { open: "○", idle: "○", claimed: "▶", gated: "‖", closed: "■", erased: "×", set_aside: "□" };
+const SHAPES = { open: "○", idle: "○", claimed: "▶", gated: "‖", closed: "■", erased: "×", undone: "□" };
 /** @type {Record<string, string>} */
 const TONE_SHAPES = { good: "●", warn: "▲", bad: "✕" };
 

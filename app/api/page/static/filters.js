@@ -8,7 +8,7 @@ import { serverNow } from "./format.js";
 /** @import {Values} from "./form.js" */
 /** @typedef {Values & {sort: string, order: string}} ListQuery the filters that are set, and the order */
 
-const STATES = ["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"];
+const STATES = ["open", "idle", "claimed", "gated", "closed", "erased", "undone"];
 
 /** The filters' names are the parameters of GET /ui/api/sessions. */
 const FILTERS = [
@@ -86,7 +86,7 @@ export function matches(row, query) {
 
 /** A turn that waits at a gate may have a claim: it is both. @param {SessionRow} row @param {string} state */
 function isInState(row, state) {
-  if (state === "open") return row.state !== "closed" && row.state !== "erased" && row.state !== "set_aside";
+  if (state === "open") return row.state !== "closed" && row.state !== "erased" && row.state !== "undone";
   if (state === "claimed") return row.claimed_since !== null;
   return row.state === state;
 }
