@@ -106,7 +106,7 @@ class Services(Assembly):
         """Ask where a session is that does not exist here."""
         self.page = PageReaders(
             sessions=self.session_list,
-            listed=MetadataColumns(database, self.session_list, self.group_list),
+            listed=MetadataColumns(database, self.session_list),
             overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, time.time),
             watch=Watch(database, self.session_list, self.log_end),
             views=SessionViews(database, self.turns.held),
