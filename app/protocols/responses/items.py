@@ -11,11 +11,14 @@ from app.domain.left_out import IMAGE_DETAIL, left_out_at
 from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.responses import ids
-from app.protocols.responses.tools import flat_name
 from workers.depth import MAX_DEPTH, too_deep
 
 MAX_SHOWN = 64
 """Characters of a client's own word that an error repeats."""
+
+
+def flat_name(namespace: str | None, called: str) -> str:
+    return called if namespace is None else f"{namespace}__{called}"
 
 
 def text(value: Any, path: str) -> str:

@@ -18,6 +18,7 @@ from app.errors import InvalidRequest, Unsupported
 from app.protocols.responses.items import (
     fields,
     flag_or_none,
+    flat_name,
     items,
     name,
     one_of,
@@ -65,10 +66,6 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 NO_TOOLS = Tools({}, {}, [])
-
-
-def flat_name(namespace: str | None, called: str) -> str:
-    return called if namespace is None else f"{namespace}__{called}"
 
 
 def read_tools(field: msgspec.Raw | None) -> Tools:
