@@ -99,7 +99,7 @@ class Forks:
         operation = Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone, copies)
         outcome = await self._writer.submit(operation)
         if self._objects is not None and copies is not None and not isinstance(outcome, Appended):
-            await self._objects.end_copies(copies)
+            await self._objects.end_copies(fork_id, copies)
         if isinstance(outcome, Refused):
             raise refusal(order.source, outcome.status)
         if isinstance(outcome, Existing):

@@ -236,7 +236,7 @@ def free_chunks(tx: Tx, freed: Sequence[Tombstones]) -> None:
         for fence, number in keys
     ]
     objects = [row for row in tx.each(sql.tombstone_chunks, rows) if row[0] is not None] if rows else []
-    tx.insert(sql.queue_object, [{"name": row[0], "session_id": row[1]} for row in objects])
+    tx.each(sql.queue_dead, [{"object": row[0], "sid": row[1]} for row in objects])
 
 
 def size_of(stored: Sequence[StoredBlob] | Sequence[StoredChunk]) -> int:

@@ -72,7 +72,7 @@ class Fork(BaseOperation, frozen=True):
             return Refused(None if source is None else source[1])
         if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
             return Stale()
-        if self.copies is not None and not tx.run(sql.take_copies, {"object": self.copies.prefix}):
+        if self.copies is not None and not tx.run(sql.take_copies, {"sid": self.fork_id, "object": self.copies.prefix}):
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
         rollouts.adopt(tx, {self.fork_id: None})

@@ -297,12 +297,12 @@ _IS_WRITTEN = text("incarnation IS NOT NULL")
 dead_objects = Table(
     "dead_objects",
     metadata,
-    Column("name", Text, primary_key=True),
     Column("session_id", SESSION_ID, nullable=False),
+    Column("name", Text, nullable=False),
     Column("since", Double, nullable=False),
     Column("incarnation", BigInteger),
-    Index("ix_dead_objects_since_name", "since", "name"),
-    Index("ix_dead_objects_session_id", "session_id"),
+    PrimaryKeyConstraint("session_id", "name"),
+    Index("ix_dead_objects_since", "since"),
     Index("ix_dead_objects_incarnation", "incarnation", sqlite_where=_IS_WRITTEN, postgresql_where=_IS_WRITTEN),
 )
 """Objects to be deleted, which no live chunk refers to; `since` is the database's clock, 0 for at once.

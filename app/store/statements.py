@@ -265,7 +265,9 @@ def _tombstone_chunks(given: Any) -> Executable:
 
 tombstone_chunks = ForEach(_tombstone_chunks, sid=Text, fenced=BigInteger, place=Integer, by=BigInteger)
 _dead = ["name", "session_id", "since"]
-queue_object = insert(dead_objects).values(since=now())
+queue_dead = ForEach(
+    lambda given: insert(dead_objects).from_select(_dead, select(given.object, given.sid, now())), object=Text, sid=Text
+)
 queue_objects = insert(dead_objects).from_select(
     _dead,
     select(chunks.c.location, chunks.c.session_id, now()).where(
@@ -292,7 +294,9 @@ queue_prefix = insert(dead_objects).from_select(
 """`incarnation` may still be writing objects of these names; null for nobody."""
 
 take_copies = delete(dead_objects).where(
-    dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type), dead_objects.c.incarnation.is_not(None)
+    of_session(dead_objects),
+    dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type),
+    dead_objects.c.incarnation.is_not(None),
 )
 chunk_numbers = select(chunks.c.number).where(_fenced(chunks))
 tombstone_event = select(events.c.seq).where(

@@ -107,11 +107,10 @@ CREATE TABLE chunks (
     CONSTRAINT pk_chunks PRIMARY KEY (session_id, fence, number)
 );
 CREATE TABLE dead_objects (
-    name TEXT NOT NULL, session_id VARCHAR(128) NOT NULL, since {double} NOT NULL, incarnation BIGINT,
-    CONSTRAINT pk_dead_objects PRIMARY KEY (name)
+    session_id VARCHAR(128) NOT NULL, name TEXT NOT NULL, since {double} NOT NULL, incarnation BIGINT,
+    CONSTRAINT pk_dead_objects PRIMARY KEY (session_id, name)
 );
-CREATE INDEX ix_dead_objects_since_name ON dead_objects (since, name);
-CREATE INDEX ix_dead_objects_session_id ON dead_objects (session_id);
+CREATE INDEX ix_dead_objects_since ON dead_objects (since);
 CREATE INDEX ix_dead_objects_incarnation ON dead_objects (incarnation) WHERE incarnation IS NOT NULL;
 CREATE TABLE archived (
     session_id VARCHAR(128) NOT NULL, file TEXT NOT NULL, root_id VARCHAR(128) NOT NULL, state VARCHAR(16) NOT NULL,

@@ -343,7 +343,7 @@ async def test_copies_of_a_fork_that_is_being_made_are_kept_until_it_is_given_up
     assert (yard.folder / name).read_bytes() == codec.compress(large(1))
     await yard.sweep()
     assert name in await yard.look(2 * KEEP_S)
-    await yard.objects.end_copies(copies)
+    await yard.objects.end_copies("f", copies)
     assert len(await yard.look()) == 1
 
 

@@ -93,7 +93,7 @@ def test_something_else_at_the_address(stand: Stand, clean_environment: Environm
 def test_objects_without_their_setting(clean_environment: Environment, sqlite_url: str) -> None:
     with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection, connection:
         connection.execute("INSERT INTO store_meta VALUES ('objects', 's3://old/place')")
-        connection.execute("INSERT INTO dead_objects VALUES ('s/1-2.routed_experts.0', 's', 0, NULL)")
+        connection.execute("INSERT INTO dead_objects VALUES ('s', 's/1-2.routed_experts.0', 0, NULL)")
     clean_environment(DATABASE_URL=sqlite_url)
     findings = answer("doctor", "--no-generate", code=1)["findings"]
     assert "replay payloads of this store are in s3://old/place" in whats(findings, "database", "warning")

@@ -1,6 +1,8 @@
 """The object storage of replay payloads: S3, Google Cloud Storage, Azure, or a folder.
 
-Requests are repeated, with growing pauses, for at most `timeout_s` seconds (`store.object_storage`).
+Requests are repeated, with growing pauses, for at most `timeout_s` seconds. Credentials, regions and endpoints come
+from the environment, by the names that each vendor's own tools use (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`,
+`GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_KEY`, …).
 """
 
 from __future__ import annotations
@@ -17,16 +19,22 @@ from urllib.parse import urlsplit
 import msgspec
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
-from obstore.store import LocalStore
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutResult
+    from obstore.store import BackoffConfig
 
 from app.errors import PayloadsUnavailable, StartupError, StoreFull
 from app.extras import install
 from app.settings import Settings
-from app.store.object_storage import RemoteStore, first_line, open_remote, s3_endpoint
 from app.store.objects.names import OWNER, PROBE
+
+S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINTS = (*S3_ENDPOINTS, "AZURE_STORAGE_ENDPOINT")
+"""Variables with the address of an own server; one that begins with `http://` allows HTTP."""
+
+CONNECT_S = 5
 
 PROBE_S = 10.0
 """How long a start waits for the bucket."""
@@ -67,14 +75,14 @@ class Bucket:
         self._timeout_s = timeout_s
         self._folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
         self._versions: Any = None
-        self._store: RemoteStore | LocalStore
+        self._store: S3Store | GCSStore | AzureStore | LocalStore
         try:
             if self._folder is None:
-                self._store = open_remote(url, answer_s=timeout_s, retry_s=timeout_s)
+                self._store = _remote(url, timeout_s)
             else:
                 self._store = LocalStore(self._folder, mkdir=True, automatic_cleanup=True)
         except (*_FAULTS, ValueError) as error:
-            raise StartupError(f"TURNLOG_PAYLOADS={url!r}: {first_line(error)}") from error
+            raise StartupError(f"TURNLOG_PAYLOADS={url!r}: {_first_line(error)}") from error
 
     @property
     def is_folder(self) -> bool:
@@ -87,9 +95,9 @@ class Bucket:
             async with asyncio.timeout(PROBE_S):
                 await self._probe()
         except (TimeoutError, GenericError) as error:
-            return f"{self.url} does not answer: {first_line(error) or f'{PROBE_S:.0f} s'}"
+            return f"{self.url} does not answer: {_first_line(error) or f'{PROBE_S:.0f} s'}"
         except _FAULTS as error:
-            raise StartupError(f"TURNLOG_PAYLOADS={self.url!r}: {first_line(error)}") from error
+            raise StartupError(f"TURNLOG_PAYLOADS={self.url!r}: {_first_line(error)}") from error
         return None
 
     async def _probe(self) -> None:
@@ -221,7 +229,8 @@ class Bucket:
             raise PayloadsUnavailable(needed) from error
         if self._versions is None:
             region = os.environ.get("AWS_REGION")  # boto3 itself looks for other names than obstore
-            self._versions = boto3.client("s3", endpoint_url=s3_endpoint(), region_name=region)
+            endpoint = next((value for name in S3_ENDPOINTS if (value := os.environ.get(name))), None)
+            self._versions = boto3.client("s3", endpoint_url=endpoint, region_name=region)
         client, key = self._versions, f"{place.path.strip('/')}/{name}".lstrip("/")
         try:
             for page in client.get_paginator("list_object_versions").paginate(Bucket=place.netloc, Prefix=key):
@@ -236,7 +245,7 @@ class Bucket:
         507, which obstore tells only in its message."""
         if self._folder is not None:
             return shutil.disk_usage(self._folder).free <= size
-        return "status code: 507" in first_line(error)
+        return "status code: 507" in _first_line(error)
 
     async def _sync(self, name: str) -> None:
         """Make a new file and its folders durable, which obstore does not."""
@@ -245,7 +254,7 @@ class Bucket:
 
     def _failed(self, error: BaseException) -> PayloadsUnavailable:
         self.counters.failed += 1
-        return PayloadsUnavailable(f"{self.url} does not answer: {first_line(error) or type(error).__name__}")
+        return PayloadsUnavailable(f"{self.url} does not answer: {_first_line(error) or type(error).__name__}")
 
 
 def _sync(root: Path, path: Path) -> None:
@@ -257,3 +266,24 @@ def _sync(root: Path, path: Path) -> None:
             os.close(descriptor)
         if folder_or_file == root:
             return
+
+
+def _remote(url: str, timeout_s: float) -> S3Store | GCSStore | AzureStore:
+    """Raises obstore's BaseError, ValueError."""
+    pauses: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3)}
+    store = from_url(
+        url,
+        client_options={
+            "allow_http": any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS),
+            "connect_timeout": timedelta(seconds=CONNECT_S),
+            "timeout": timedelta(seconds=timeout_s),
+        },
+        retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=timeout_s), "backoff": pauses},
+    )
+    assert isinstance(store, S3Store | GCSStore | AzureStore)
+    return store
+
+
+def _first_line(error: BaseException) -> str:
+    """obstore's messages go on with the structure of the fault."""
+    return str(error).partition("\n")[0]

@@ -149,14 +149,14 @@ class Objects:
             pairs = [(found.name, copies.names[key]) for key, found in wanted.items()]
             await _all([self.bucket.copy(*pair) for pair in pairs], self._room)
         except BaseException:
-            await self.end_copies(copies)
+            await self.end_copies(fork_id, copies)
             raise
         reach("after_copied")
         return copies
 
-    async def end_copies(self, copies: Copies) -> None:
+    async def end_copies(self, fork_id: str, copies: Copies) -> None:
         """The copies belong to no fork: they may be deleted."""
-        await self._writer.submit(rows.EndWriting([copies.prefix], self._incarnation()))
+        await self._writer.submit(rows.EndWriting([DeadObject(copies.prefix, fork_id)], self._incarnation()))
 
     async def _run(self) -> None:
         pause = EVERY_S
@@ -193,12 +193,12 @@ class Objects:
     async def _end_writing(self) -> None:
         """A turn whose claim was taken may be uploading. When that has ended, or has not begun, it uploads no more."""
         me = self._incarnation()
-        ended: list[str] = []
+        ended: list[DeadObject] = []
         for dead in await self._database.read(partial(rows.written_by, incarnation=me)):
             fence = names.fence_of(dead.name)
             if fence is not None and (dead.session_id, fence) not in self._uploads:
                 self._given_up.add((dead.session_id, fence))
-                ended.append(dead.name)
+                ended.append(dead)
         if ended:
             await self._writer.submit(rows.EndWriting(ended, me))
 

@@ -7,13 +7,26 @@ writing, and waits for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from sqlalchemy import BigInteger, Connection, Integer, bindparam, delete, exists, insert, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Integer,
+    Text,
+    bindparam,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from app.domain.events import ChunkKey
 from app.store import statements as sql
-from app.store.dialect import Tx, now
+from app.store.dialect import ForEach, Tx, now
 from app.store.leases import holds_lease
 from app.store.log import StoreOperation
 from app.store.objects import names
@@ -26,7 +39,6 @@ OWNER = "objects_owner"
 """Key of `store_meta`: the random name of the store in object storage."""
 
 _is_live = chunks.c.tombstoned_by.is_(None) & chunks.c.location.is_not(None)
-_named = dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type)
 _of_session = dead_objects.c.session_id == bindparam("sid", type_=SESSION_ID)
 _is_written = dead_objects.c.incarnation.is_not(None)
 _waits = exists().where(_of_session, _is_written)
@@ -102,7 +114,7 @@ def written_by(connection: Connection, incarnation: int) -> list[DeadObject]:
 _due = (
     select(dead_objects.c.name, dead_objects.c.session_id)
     .where(dead_objects.c.incarnation.is_(None), dead_objects.c.since <= now() - bindparam("keep_s"))
-    .order_by(dead_objects.c.since, dead_objects.c.name)
+    .order_by(dead_objects.c.since)
     .limit(bindparam("most", type_=Integer))
 )
 
@@ -149,7 +161,7 @@ class ForgetDead(StoreOperation, frozen=True):
     dead: Sequence[DeadObject]
 
     def apply(self, tx: Tx) -> None:
-        tx.run_all(_forget, [{"object": dead.name} for dead in self.dead])
+        tx.each(_forget, [{"object": dead.name, "sid": dead.session_id} for dead in self.dead])
 
 
 class BeginCopies(StoreOperation, frozen=True):
@@ -168,11 +180,12 @@ class EndWriting(StoreOperation, frozen=True):
     """A process has written, and does not write any more, what `abandon` took from it or what `BeginCopies` began."""
 
     durable: ClassVar[bool] = False
-    names: Sequence[str]
+    written: Sequence[DeadObject]
     incarnation: int
 
     def apply(self, tx: Tx) -> None:
-        tx.run_all(_end_writing, [{"object": name, "writer": self.incarnation} for name in self.names])
+        rows = [{"object": dead.name, "sid": dead.session_id, "by": self.incarnation} for dead in self.written]
+        tx.each(_end_writing, rows)
 
 
 class EndWritingOfDead(StoreOperation, frozen=True):
@@ -205,14 +218,14 @@ class QueueUnreferenced(StoreOperation, frozen=True):
             used = {row[0] for row in tx.all(_locations, own)}
             queued = tuple(row[0] for row in tx.all(_queued, own))
             unreferenced += [
-                {"name": name, "session_id": session_id}
+                {"object": name, "sid": session_id}
                 for name, parsed in self.objects.items()
                 if parsed.session_id == session_id
                 and parsed.fence not in opened
                 and name not in used
                 and not name.startswith(queued)
             ]
-        tx.run_all(_queue, unreferenced)
+        tx.each(sql.queue_dead, unreferenced)
         return len(unreferenced)
 
 
@@ -223,18 +236,28 @@ def _row(name: str, session_id: str, incarnation: int | None) -> dict[str, objec
 _forget_url = delete(store_meta).where(_meta)
 _owner = select(store_meta.c.value).where(store_meta.c.key == OWNER)
 _insert_meta = insert(store_meta)
-_forget = delete(dead_objects).where(_named)
-_end_writing = (
-    update(dead_objects)
-    .where(_named, dead_objects.c.incarnation == bindparam("writer", type_=BigInteger))
-    .values(incarnation=None)
+
+
+def _is_given(given: Any) -> ColumnElement[bool]:
+    return (dead_objects.c.session_id == given.sid) & (dead_objects.c.name == given.object)
+
+
+_forget = ForEach(
+    lambda given: delete(dead_objects).where(_is_given(given)).returning(dead_objects.c.name), object=Text, sid=Text
+)
+_end_writing = ForEach(
+    lambda given: (
+        update(dead_objects)
+        .where(_is_given(given), dead_objects.c.incarnation == given.by)
+        .values(incarnation=None)
+        .returning(dead_objects.c.name)
+    ),
+    object=Text,
+    sid=Text,
+    by=BigInteger,
 )
 _lives = exists().where(incarnations.c.id == dead_objects.c.incarnation, ~sql.holder_is_dead)
 _end_writing_of_dead = update(dead_objects).where(_is_written, ~_lives).values(incarnation=None)
 _open_fences = select(open_turns.c.fence).where(open_turns.c.session_id == bindparam("sid", type_=SESSION_ID))
 _locations = select(chunks.c.location).where(chunks.c.session_id == bindparam("sid", type_=SESSION_ID), _is_live)
 _queued = select(dead_objects.c.name).where(_of_session)
-_queue = insert(dead_objects).from_select(
-    ["name", "session_id", "since"],
-    select(bindparam("name", type_=dead_objects.c.name.type), bindparam("session_id", type_=SESSION_ID), now()),
-)
