@@ -15,6 +15,7 @@ import pytest
 
 from app.crash_points import VARIABLE, CrashPoint
 from app.features.archive.rows import DROPPED_AT_ONCE
+from app.store.objects.names import parsed
 from integration.cli import answer
 from integration.places import Places
 from integration.routing import problems
@@ -119,6 +120,35 @@ def test_what_left_comes_back_to_the_byte(own: Stand, tmp_path: Path) -> None:
     assert again["archived"] == 6
     assert imported(own, again["file"])["imported"] == 6
     assert exported(own) == before
+
+
+def test_payloads_in_objects_leave_with_their_session(
+    sglang: SimulatorProcess, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has their bytes, and the bucket has them no more; what comes back is in the database."""
+    bucket = tmp_path / "bucket"
+    monkeypatch.setenv("TURNLOG_PAYLOADS", bucket.as_uri())  # also for `problems`
+    settings = {**SETTINGS, "TURNLOG_PAYLOADS": bucket.as_uri(), "TURNLOG_PAYLOADS_KEEP_S": "0"}
+    experts = {"layers": 48, "top_k": 4, "experts": 128}
+
+    def objects() -> list[str]:
+        names = (str(path.relative_to(bucket)) for path in bucket.rglob("*") if path.is_file())
+        return [name for name in names if parsed(name) is not None]
+
+    with serving(places.new("archive"), sglang.base_url, environment=settings) as stand:
+        talk = stand.talk()
+        talk.say("Question", sim={"experts": experts, "completion_tokens": 200}, return_routed_experts=True)
+        reward(stand, talk, 0.5)
+        close(stand, talk)
+        assert len(objects()) == 1
+        before = exported(stand)
+        step = archived(stand, tmp_path / "archive")
+        assert step["archived"] == 1
+        until(lambda: not objects())
+        assert imported(stand, step["file"]) == {"imported": 1, "there": 0}
+        assert exported(stand) == before
+        assert objects() == []
+        assert problems(stand) == []
 
 
 def test_what_stays(own: Stand, tmp_path: Path) -> None:
