@@ -50,6 +50,7 @@ def main() -> int:
     parser.add_argument("--database-url", help="a PostgreSQL database, which must be empty; default: a new SQLite file")
     parser.add_argument("--postgres", action="store_true", help="a PostgreSQL server of this run's own")
     parser.add_argument("--processes", type=int, default=1, help="servers on the PostgreSQL database")
+    parser.add_argument("--payloads", help="as TURNLOG_PAYLOADS: turns have replay payloads, which lie there")
     arguments = parser.parse_args()
     if arguments.processes > 1 and not (arguments.postgres or arguments.database_url):
         parser.error("several processes need --postgres or --database-url")
@@ -67,6 +68,7 @@ def main() -> int:
                 folder=arguments.folder,
                 database_url=url,
                 processes=arguments.processes,
+                payloads=arguments.payloads,
             )
         )
     return 0 if _print(rounds, arguments.least) else 1

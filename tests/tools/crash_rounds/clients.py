@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from ops.bench.load import Conversation, opening_messages, reply_message
+from ops.bench.load import EXPERTS, Conversation, opening_messages, reply_message
 from ops.verify import Acknowledged
 from tests.tools.session_client import SessionClient, acknowledged
 
@@ -65,10 +65,13 @@ class Round(msgspec.Struct):
 
 
 class Site:
-    """What the clients share: which servers are up, may new turns `go`, the round, every session so far."""
+    """What the clients share: which servers are up, may new turns `go`, the round, every session so far.
 
-    def __init__(self, base_urls: Sequence[str]) -> None:
+    `has_payloads`: each turn has some tens of KiB of replay payloads."""
+
+    def __init__(self, base_urls: Sequence[str], *, has_payloads: bool = False) -> None:
         self.base_urls = base_urls
+        self.has_payloads = has_payloads
         self.go = asyncio.Event()
         self.stopping = False
         self.round = Round(1)
@@ -115,8 +118,11 @@ class Client:
         while not self._site.stopping:
             index += 1
             latency = self._random.uniform(0, LONGEST_LATENCY_S)
-            sim = b'{"completion_tokens":11,"tool_calls":false,"reasoning":false,"latency_s":%.4f}' % latency
-            followed = Followed(f"crash-{self._number}-{index}", Conversation(self._opening, sim))
+            sim = {"completion_tokens": 11, "tool_calls": False, "reasoning": False, "latency_s": latency}
+            if self._site.has_payloads:
+                sim |= {"completion_tokens": 120, "experts": EXPERTS}
+            conversation = Conversation(self._opening, msgspec.json.encode(sim))
+            followed = Followed(f"crash-{self._number}-{index}", conversation)
             self._home = ""
             async for answer in self._session(followed).create():
                 if answer is not None and answer.code:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 import sys
@@ -122,24 +123,30 @@ async def run(
     folder: Path | None = None,
     database_url: str | None = None,
     processes: int = 1,
+    payloads: str | None = None,
 ) -> list[Round]:
     """All rounds, and a last one that has every session go on and audits every acknowledgement.
 
     `database_url` is an empty PostgreSQL database for `processes` servers; None: a new SQLite file in a folder in
-    `folder`, and one server.
+    `folder`, and one server. `payloads`: as TURNLOG_PAYLOADS; turns have replay payloads then.
     """
+    environment = {} if payloads is None else {"TURNLOG_PAYLOADS": payloads, "TURNLOG_REPLAY": "routed_experts"}
+    os.environ.update(environment)  # for the checks
     with (
         tempfile.TemporaryDirectory(prefix="turnlog-crash-", dir=folder) as made,
         SimulatorProcess("--seed", str(seed)) as engine,
         contextlib.ExitStack() as stack,
     ):
         own = Path(made)
-        servers = [ServerProcess(own, upstreams=[engine.base_url], database_url=database_url) for _ in range(processes)]
+        servers = [
+            ServerProcess(own, upstreams=[engine.base_url], database_url=database_url, environment=environment)
+            for _ in range(processes)
+        ]
         url = servers[0].migrate().environment["TURNLOG_DATABASE_URL"]
         for server in servers:
             stack.callback(server.stop)
             server.start()
-        site = Site([server.base_url for server in servers])
+        site = Site([server.base_url for server in servers], has_payloads=payloads is not None)
         conductor = Conductor(servers, site, own if database_url is None else None, seed)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             every = [Client(site, http, number, seed) for number in range(clients)]
