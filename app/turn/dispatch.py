@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,7 +19,6 @@ from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.engine_body import EngineBody, IdsOrigin
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, options_for
 from app.turn.live import LiveStream
-from app.turn.services import TurnServices
 from app.turn.stages import TurnStage
 from app.turn.staging import StagedTurn
 from app.upstream import headers as http_headers
@@ -26,6 +26,9 @@ from app.upstream.body import Body
 from app.upstream.client import Withheld
 from app.upstream.headers import Headers
 from app.upstream.streams import STREAM, Push, ReplyStream
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 
 class PreparedTurn(msgspec.Struct, frozen=True):
@@ -72,7 +75,7 @@ class Dispatch:
     """The requests of one turn. `staged` keeps its tokens, if any are kept; `live` is the client's stream, if it gets
     them as they come, and is told `left_out`."""
 
-    def __init__(self, services: TurnServices, context: TurnContext, claimed: ClaimedTurn) -> None:
+    def __init__(self, services: Services, context: TurnContext, claimed: ClaimedTurn) -> None:
         self.staged: StagedTurn | None = None
         self.live: LiveStream | None = None
         self.left_out: tuple[str, ...] = ()
