@@ -96,6 +96,18 @@ class Forbidden(AppError):
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
     meaning = "the id was never used, or with a session's token is another's"
+    session_id: str | None = None
+
+    @classmethod
+    def of(cls, session_id: str) -> SessionNotFound:
+        error = cls(f"session {session_id} does not exist")
+        error.session_id = session_id
+        return error
+
+
+class SessionArchived(SessionNotFound):
+    code = "session_archived"
+    meaning = "the session is in a file that the message names; `turnlog import` brings it back"
 
 
 class SessionClosed(AppError):
@@ -172,6 +184,11 @@ class Restored(AppError):
 class CheckpointExists(AppError):
     status, code, type, retry = 409, "checkpoint_exists", "conflict_error", False
     meaning = "another checkpoint has this name"
+
+
+class ArchiveBusy(AppError):
+    status, code, type, retry = 409, "archive_busy", "conflict_error", True
+    meaning = "another process archives or imports"
 
 
 class CheckpointBusy(AppError):

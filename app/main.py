@@ -48,7 +48,8 @@ from app.api.security_headers import hardened
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import StartupError
-from app.features import search
+from app.features import archive, search
+from app.features.archive.routes import router as archive_router
 from app.protocols.registry import protocol_at
 from app.services import running
 from app.settings import Settings, load_settings
@@ -112,6 +113,7 @@ class Turnlog(FastAPI):
                 log.exception("an unexpected fault at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
+            self.state.archive = await stack.enter_async_context(archive.running(self.state.services))
             await stack.enter_async_context(metrics_route.published(self.state.services))
             on_stop_signal(self.state.services.end_waits)
             _calm_collector()
@@ -146,6 +148,7 @@ def create_app(settings: Settings) -> Turnlog:
         exports.router,
         metrics_route.router,
         groups.router,
+        archive_router,
         fleet_routes.router,
         checkpoints.router,
         skyrl.router,

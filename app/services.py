@@ -28,7 +28,7 @@ from app.api.page.token_view import TokenViews
 from app.api.page.watch import Watch
 from app.api.tokens import Tokens
 from app.domain.proofs import Proofs
-from app.errors import AppError, StartupError
+from app.errors import AppError, SessionNotFound, StartupError
 from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter
 from app.export.feed import Feed
@@ -254,6 +254,8 @@ class Services:
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, clock)
         self.group_list = GroupList(database)
+        self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
+        """Ask where a session is that does not exist here."""
 
         # exports
         self.exported = ExportMetrics()
@@ -270,7 +272,7 @@ class Services:
         self.counted = CachedFigures(database, time.monotonic)
         self.page = PageReaders(
             sessions=self.session_list,
-            listed=MetadataColumns(database, self.session_list, self.group_list),
+            listed=MetadataColumns(database, self.session_list),
             overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, clock),
             watch=Watch(database, self.session_list, self.log_end),
             views=SessionViews(database, self.turns.held),
@@ -300,6 +302,12 @@ class Services:
             self.objects.start()
         self.controls.start()
         self.checkpoints.start()
+
+    async def explained(self, error: AppError) -> AppError:
+        """The error to answer, where another says more. Raises AppError."""
+        session_id = error.session_id if isinstance(error, SessionNotFound) else None
+        asked = [] if session_id is None else [await ask(session_id) for ask in self.explain]
+        return next(filter(None, asked), error)
 
     def end_waits(self) -> None:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""

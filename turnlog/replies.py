@@ -570,3 +570,28 @@ class EventLine(TypedDict):
     seq: int
     type: str
     at: float
+
+
+class ArchiveAfter(TypedDict):
+    """The last root that a request looked at."""
+
+    closed_at: float
+    session_id: str
+
+
+class ArchiveStep(TypedDict):
+    """`archived` sessions are in `file`, of `bytes`. `left` rollouts stay: they changed meanwhile, cannot be read, are
+    too large, or others of their group must stay. `after` is null at the end."""
+
+    archived: int
+    left: int
+    bytes: int
+    file: str | None
+    after: ArchiveAfter | None
+
+
+class ImportedFile(TypedDict):
+    """Sessions that were written, and that were there already."""
+
+    imported: int
+    there: int

@@ -63,10 +63,16 @@ class Create(SetOperation, frozen=True):
     def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[Appended | Existing | Refused | Circular]:
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
+        named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
+        gone = {row[0] for row in tx.each(sql.archived, [{"sid": session_id} for session_id in sorted(named)])}
         roots: dict[str, str | None] = {}
         for create in operations:
             session_id = create.session_id
             if session_id in outcomes:
+                continue
+            if session_id in gone or create.parent in gone:
+                is_own = session_id in gone
+                outcomes[session_id] = Existing("archived", create.body_hash) if is_own else Refused("archived")
                 continue
             root_id = None if create.parent is None else rollouts.root_for(tx, create.parent)
             root = None if root_id is None else tx.one(sql.head, {"sid": root_id})

@@ -40,6 +40,7 @@ from app.store.schema import (
     store_meta,
     turns,
 )
+from app.store.schema import archived as archived_sessions
 
 members = sessions.alias("members")
 """The sessions of a rollout, without its root."""
@@ -84,6 +85,15 @@ heads = ForEach(
     ),
     sid=Text,
 )
+archived = ForEach(
+    lambda given: select(archived_sessions.c.session_id).where(
+        archived_sessions.c.session_id == given.sid,
+        archived_sessions.c.state != "writing",
+        archived_sessions.c.state != "copy",
+    ),
+    sid=Text,
+)
+"""Sessions that are in an archive and not here, or were erased there."""
 
 
 def _has_event(given: Any) -> ColumnElement[bool]:

@@ -135,11 +135,10 @@ export interface GroupRow {
   state: "open" | "complete" | "leased" | "acknowledged";
 }
 
-/** GET /ui/api/groups */
+/** GET /groups */
 export interface GroupPage {
   groups: GroupRow[];
   next_cursor: string | null;
-  metadata: Record<string, Record<string, string>>;
 }
 
 export interface Attempt {

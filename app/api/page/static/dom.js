@@ -142,6 +142,11 @@ export function figure(label, value) {
   return h("div", { class: "figure" }, h("span", { class: "label" }, label), value);
 }
 
+/** A figure with a longer value. @param {string} label @param {Child} value */
+export function fact(label, value) {
+  return figure(label, h("span", { class: "value small" }, value));
+}
+
 /** A line of tools: the first to the left, the others to the right. @param {Child} left @param {Child} right */
 export function bar(left, right) {
   return h("div", { class: "bar" }, left, h("span", { class: "spacer" }), right);

@@ -105,11 +105,6 @@ export function isBefore(row, last, query) {
   return query.order === "asc" ? own < other : own > other;
 }
 
-/** @param {SessionRow} a @param {SessionRow} b @returns {number} newest change first, as the server orders it */
-export function newestFirst(a, b) {
-  return b.updated_at - a.updated_at || (a.session_id < b.session_id ? 1 : -1);
-}
-
 /** @param {Values} query @returns {string[]} the keys of metadata that are columns */
 export function columnsOf({ columns = "" }) {
   const keys = columns.split(",").map((one) => one.trim());
