@@ -24,7 +24,7 @@ from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest
 from app.domain.split import ITEMS
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.fleet.engines import Answer, EngineChoice
+from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
@@ -32,6 +32,7 @@ from app.turn.dispatch import Dispatch, EngineRefusal, GeneratedTurn, PreparedTu
 from app.turn.engine_body import EngineBody, TakesNoIds
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request
 from app.turn.large_bodies import INLINE_BYTES
+from app.turn.placement import EngineChoice
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
