@@ -62,9 +62,7 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "tools": None if request.tools is None else bytes(request.tools),
         "stream": (request.stream, request.stream_mode),
         "ids": request.ids,
-        "places": None
-        if layout is None
-        else (layout.starts, layout.ends, [(state.messages, state.reader.hexdigest()) for state in layout.hashed]),
+        "places": None if layout is None else (layout.starts, layout.ends),
         "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
     }
 
