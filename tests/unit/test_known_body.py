@@ -19,7 +19,7 @@ from app.domain.history import Incoming
 from app.domain.known_body import LONG_BODY, KnownBodies, KnownBody
 from app.domain.request import ChatRequest
 from app.errors import AppError
-from app.protocols.chat.parse import parse_chat
+from app.protocols.chat import parse_chat
 
 LONG = "lorem, [ipsum] {dolor} \\u0041é " * (LONG_BODY // 24)
 MESSAGES = [{"role": "system", "content": LONG}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]

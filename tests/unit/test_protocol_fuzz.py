@@ -15,7 +15,7 @@ from app.domain.history import Incoming
 from app.domain.request import ChatRequest, canonical_hash, join_object
 from app.errors import InvalidRequest
 from app.protocols.registry import PROTOCOLS
-from app.protocols.responses.echo import read_echo
+from app.protocols.responses.reply import read_echo
 
 WHOLE: dict[str, Any] = {
     "messages": """{"model": "m", "max_tokens": 9, "top_k": 3, "metadata": {"user_id": "u"},

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from app.domain.request import TokenIds, canonical_hash
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.body import OURS
-from app.protocols.chat.parse import parse_chat
-from app.protocols.completions.parse import parse_completion
+from app.protocols.chat import parse_chat
+from app.protocols.completions import parse_completion
 
 DEEP = "[" * 150 + "]" * 150
 

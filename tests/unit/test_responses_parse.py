@@ -10,9 +10,10 @@ from responding import TOOLS, Json, hashes, parsed, proof, request
 
 from app.domain.request import ChatRequest, canonical_hash, join_object
 from app.errors import InvalidRequest, PreviousResponseNotFound, Unsupported
-from app.protocols.responses import PROTOCOL
-from app.protocols.responses.echo import read_echo
+from app.protocols.responses import Responses
+from app.protocols.responses.reply import read_echo
 
+RESPONSES = Responses()
 USER = {"role": "user", "content": "hi"}
 
 
@@ -123,7 +124,7 @@ def test_input_as_text_and_instructions() -> None:
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return PROTOCOL.parse(request(**fields))
+    return RESPONSES.parse(request(**fields))
 
 
 def params_of(**fields: Any) -> Json:
@@ -233,7 +234,7 @@ def test_the_echo_is_small_and_the_same_every_turn() -> None:
     assert first.echo == second.echo
     assert first.echo is not None
     assert len(first.echo) < 2000
-    again = PROTOCOL.parse(json.dumps(dict(reversed(json.loads(request(tools=tools)).items()))).encode())
+    again = RESPONSES.parse(json.dumps(dict(reversed(json.loads(request(tools=tools)).items()))).encode())
     assert canonical_hash(again, "") == canonical_hash(first, "")
     assert not read_echo(chat(store=False).echo).is_stored
 
