@@ -58,7 +58,7 @@ from app.features.archive.routes import router as archive_router
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
 from app.services import Services
-from app.sessions.registration import Registration
+from app.sessions.recovery import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
 from app.store.engine import Database

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.sessions.eviction import Eviction
+from app.sessions.cache import Eviction
 
 
 def of(*names: str) -> Eviction:

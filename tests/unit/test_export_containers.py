@@ -23,13 +23,12 @@ from hypothesis.extra import numpy as hnp
 from integration.reading import read
 
 from app.errors import InvalidRequest
-from app.export.columns import Column, Columns
 from app.export.containers import lines, parquet
 from app.export.containers import safetensors as tensors
 from app.export.containers.parquet import ParquetWriter
 from app.export.containers.safetensors import SafetensorsWriter, TensorFile
 from app.export.containers.writer import EXCLUSION, ContainerWriter, Instead, refuse
-from app.export.row import Fields
+from app.export.row import Column, Columns, Fields
 
 COLUMNS: Columns = {
     "name": "text",

@@ -15,9 +15,8 @@ from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
 from app.export import formats, jsontext
-from app.export.columns import ITEMS, Column, depth
 from app.export.containers.writer import EXCLUSION
-from app.export.row import Routing, Row
+from app.export.row import ITEMS, Column, Routing, Row, depth
 from app.export.shapes import miles, skyrl, slime, verl
 
 JSON = dict[str, Any]

@@ -12,12 +12,11 @@ from helpers.replies import Changes, Text, body_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers import codec, job, payloads, seek
+from workers import codec, job, payloads
 from workers.codec import Facts, Wire
-from workers.job import Job, WorkerResult
+from workers.job import WINDOW, Job, WorkerResult
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import Want
-from workers.seek import WINDOW
 
 EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
 BOTH = (EXPERTS, POSITIONS)
@@ -228,7 +227,7 @@ def test_a_key_at_the_end_of_what_is_searched_at_a_time(short: int) -> None:
     padding = WINDOW - bare.index(b'"routed_experts"') - short
     body = sglang(TEXT, {CONTENT: "x" * (padding + 1)})
     assert body.index(b'"routed_experts"') == WINDOW - short
-    assert seek.long_values(memoryview(body)).base64_bytes == len(TEXT)
+    assert job.find_long_values(memoryview(body)).base64_bytes == len(TEXT)
     done = done_of(body)
     check(body, done, routed_experts=TEXT)
     assert TEXT.encode() not in wire_of(done).reply
