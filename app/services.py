@@ -30,11 +30,9 @@ from app.api.tokens import Tokens
 from app.domain.proofs import Proofs
 from app.errors import AppError, SessionNotFound, StartupError
 from app.event_loop_lag import LoopLag
-from app.export.exporter import Exporter
+from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
-from app.export.metrics import ExportMetrics
-from app.export.picker import load_picker
 from app.export.preview import Previews
 from app.export.session_samples import SessionSamples
 from app.extras import install
@@ -51,14 +49,13 @@ from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
 from app.sessions.checkpoints import Checkpoints
 from app.sessions.erasure import Erasure
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.sessions.forks import Forks
-from app.sessions.group_list import GroupList
+from app.sessions.groups import GroupList
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
-from app.sessions.recovery import BEATS_PER_LEASE, Recovery
-from app.sessions.registration import Registration
+from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.restores import Restores
 from app.sessions.session_list import SessionList
 from app.settings import Settings

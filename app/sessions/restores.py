@@ -26,7 +26,7 @@ from app.domain.restore import restoring
 from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.sessions.groups import settle_groups
 from app.sessions.lifecycle import Sessions
 from app.store import checkpoints as store

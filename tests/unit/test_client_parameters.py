@@ -21,9 +21,8 @@ from app.export.formats import SHAPES
 from app.export.shapes.turnlog import COLUMNS
 from app.features.search.routes import SearchQuery
 from app.fleet.pauses import AdapterState
-from app.sessions.group_list import GroupRow
-from app.sessions.session_filter import Status
-from app.sessions.session_list import SessionRow, Sort, State
+from app.sessions.groups import GroupRow
+from app.sessions.session_list import SessionRow, Sort, State, Status
 from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
 from app.store.groups import Acknowledged
 from turnlog import client, events, parameters, replies, rows

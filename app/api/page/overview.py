@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from app.fleet.pauses import AdapterState, FleetGate, Pauses
-from app.sessions.registration import Registration
+from app.sessions.recovery import Registration
 from app.sessions.session_list import SessionList
 from app.store import heads_view, reads
 from app.store.engine import Database

@@ -14,7 +14,7 @@ from app.domain.session import encode_session
 from app.metrics import Metrics
 from app.services import Services
 from app.sessions.lifecycle import Clock
-from app.sessions.registration import Registration
+from app.sessions.recovery import Registration
 from app.settings import Settings
 from app.store import incarnations, ports, reads, schema
 from app.store.dialect import Tx, now
