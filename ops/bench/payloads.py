@@ -29,8 +29,8 @@ CEILING = "database's ceiling, turns/s"
 PLACES = ("none", "database", "bucket", "bucket, 30 ms")
 
 COMPLETION_TOKENS = 200
-"""Enough for each turn's chunk to be an object: a turn stores the payload of its new tokens alone, and a small chunk stays
-in its row (`SMALL_BYTES`)."""
+"""Enough for each turn's chunk to be an object: a turn stores the payload of its new tokens alone, and a small chunk
+stays in its row (`SMALL_BYTES`)."""
 
 SERVE = """
 import sys, time

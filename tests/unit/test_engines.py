@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.fleet import EngineListed
 from app.errors import NoUpstream, UpstreamUnreachable
-from app.fleet.engines import EngineChoice, Engines
+from app.fleet.engines import Engines
 from app.upstream.client import EngineClient, Withheld
 from ops.server import reserve_port
 
@@ -140,9 +140,7 @@ async def test_what_is_known_of_an_engine_outlives_a_change_of_the_list(client: 
 
 
 async def asked(engines: Engines, *order: str, rid: str = "", version: str | None = None) -> str:
-    answer = await engines.generate(
-        EngineChoice(order), "chat", nothing, [], lambda size: None, rid=rid, version=version
-    )
+    answer = await engines.generate(order, "chat", nothing, [], lambda size: None, rid=rid, version=version)
     return answer.engine
 
 
@@ -198,23 +196,13 @@ async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: Engin
         assert [len(working.asked), len(other.asked)] == [3, 1]
 
 
-async def test_an_abort_of_what_has_ended_goes_to_all(client: EngineClient) -> None:
-    async with listening() as one, listening() as other:
-        one.go.set()
-        other.go.set()
-        engines = over(client, one.url, other.url)
-        await asked(engines, one.url, rid="turnlog-1")
-        await engines.abort("turnlog-1")
-        assert [len(one.asked), len(other.asked)] == [2, 1]
-
-
 async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(client: EngineClient) -> None:
     async with listening() as engine:
         engine.go.set()
         engines = over(client, engine.url)
         engines.seen(engine.url, "7", None)
-        plain = await engines.generate(EngineChoice([engine.url]), "chat", nothing, [], lambda size: None)
-        lora = await engines.generate(EngineChoice([engine.url]), "chat", nothing, [], lambda size: None, version="41")
+        plain = await engines.generate([engine.url], "chat", nothing, [], lambda size: None)
+        lora = await engines.generate([engine.url], "chat", nothing, [], lambda size: None, version="41")
     assert (plain.dispatched, plain.known) == ("7", "7")
     assert (lora.dispatched, lora.known) == ("41", "7")
 
@@ -242,7 +230,7 @@ async def test_what_may_not_be_sent_any_more_when_a_connection_is_there_is_not(c
 
         with pytest.raises(Withheld):
             await over(client, engine.url).generate(
-                EngineChoice([nobody, engine.url]), "chat", nothing, [], lambda size: None, may_send=no
+                [nobody, engine.url], "chat", nothing, [], lambda size: None, may_send=no
             )
         assert said == [True], "not of the engine that cannot be connected to"
         assert engine.asked == []

@@ -44,13 +44,6 @@ def test_a_foreign_cursor_is_refused(text: str) -> None:
         decode_cursor(text)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.text(max_size=12))
-def test_any_text_is_no_cursor(text: str) -> None:
-    with pytest.raises(InvalidRequest):
-        decode_cursor(text)
-
-
 FORGED: list[dict[str, Any]] = [
     {"low": [0, 10**30]},
     {"low": [-1, 0]},
