@@ -15,6 +15,7 @@ from sqlalchemy import (
     Connection,
     Integer,
     Text,
+    and_,
     bindparam,
     delete,
     exists,
@@ -239,7 +240,7 @@ _insert_meta = insert(store_meta)
 
 
 def _is_given(given: Any) -> ColumnElement[bool]:
-    return (dead_objects.c.session_id == given.sid) & (dead_objects.c.name == given.object)
+    return and_(dead_objects.c.session_id == given.sid, dead_objects.c.name == given.object)
 
 
 _forget = ForEach(

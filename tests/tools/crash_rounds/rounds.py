@@ -15,7 +15,9 @@ from pathlib import Path
 
 import aiohttp
 
+from app.settings import load_settings
 from app.store.engine import Database
+from app.store.objects.bucket import open_bucket
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Problem, verify_url
@@ -65,7 +67,8 @@ class Conductor:
 
     async def audit(self, result: Round, since: int = 0) -> None:
         """Look up what was acknowledged since so many turns."""
-        database = Database(self._servers[0].environment["TURNLOG_DATABASE_URL"])
+        bucket = open_bucket(load_settings("payloads", "payloads_timeout_s"))
+        database = Database(self._servers[0].environment["TURNLOG_DATABASE_URL"], bucket=bucket)
         try:
             found = await audit(database, self._site.acknowledged[since:], whole=False)
         finally:
