@@ -25,6 +25,7 @@ from app.sessions.groups import GroupRow
 from app.sessions.session_list import SessionRow, Sort, State, Status
 from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
 from app.store.groups import Acknowledged
+from ops import unasync
 from turnlog import client, events, parameters, replies, rows
 from turnlog.client.checked import checked, metadata_filter
 
@@ -141,3 +142,7 @@ def test_right_parameters_pass() -> None:
     filters = {"a": "b", "n": 3, "yes": True, "none": None}
     assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}
     assert metadata_filter(filters) == ["a=b", "n=3", "yes=true", "none=null"]
+
+
+def test_the_sync_client_is_current() -> None:
+    assert unasync.is_current(), "run python -m ops.unasync"
