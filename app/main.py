@@ -131,9 +131,9 @@ async def _open(made: Services) -> None:
 
 async def _require_objects(database: Database, bucket: Bucket | None) -> None:
     """Is the object storage there that the store refers to? Raises StartupError."""
-    if not await database.read(has_objects):
-        return
     url = await database.read(url_of_objects)
+    if url is None or not await database.read(has_objects):
+        return
     if bucket is None:
         raise StartupError(f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}")
     if url != bucket.url:
