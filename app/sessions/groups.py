@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
 from app.domain import cursors, groups
 from app.domain.groups import Attempt
 from app.errors import StoreDamaged
@@ -15,38 +13,10 @@ from app.store.group_reads import FeedLease
 from app.store.groups import Settle, SettleGroup
 from app.store.ports import Database, Writer
 from app.store.reads import Connection
+from turnlog.replies import GroupPage, ListedGroup
 
 MAX_MISSING = 20
 """How many missing attempts are listed; the lowest ones."""
-
-GroupState = Literal["open", "complete", "leased", "acknowledged"]
-"""`complete`: all rollouts, except erased ones, are closed and rewarded. The feed leases it until acknowledged."""
-
-
-class GroupRow(msgspec.Struct, frozen=True):
-    """`sessions` counts the rollouts, by their root sessions, without erased ones. `mean`, `std` (of the population),
-    `min` and `max` are of their rewards.
-
-    `zero_variance`: there are several rewards, and all are equal. `missing_attempts`: attempts between the first (0 or
-    1) and the largest that no session has, erased ones included.
-    """
-
-    group_id: str
-    sessions: int
-    closed: int
-    rewarded: int
-    mean: float | None
-    std: float | None
-    min: float | None
-    max: float | None
-    zero_variance: bool
-    missing_attempts: Sequence[int]
-    state: GroupState
-
-
-class GroupPage(msgspec.Struct, frozen=True):
-    groups: Sequence[GroupRow]
-    next_cursor: str | None
 
 
 class GroupList:
@@ -69,10 +39,10 @@ class GroupList:
         return await self._database.read(read)
 
 
-def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> GroupRow:
+def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
     outcome = groups.outcome(attempts)
     rewards = outcome.statistics
-    return GroupRow(
+    return ListedGroup(
         group_id=group_id,
         sessions=outcome.rollouts,
         closed=outcome.closed,
@@ -101,7 +71,7 @@ def missing_attempts(attempts: Sequence[int]) -> list[int]:
     return missing
 
 
-def _state(is_complete: bool, lease: FeedLease | None) -> GroupState:
+def _state(is_complete: bool, lease: FeedLease | None) -> Literal["open", "complete", "leased", "acknowledged"]:
     if lease is not None and lease.is_acknowledged:
         return "acknowledged"
     if not is_complete:
