@@ -163,10 +163,6 @@ ODD_IDS: dict[str, list[list[str | int | None]]] = {
 }
 
 
-def seen_ids(talk: Talk, replies: list[dict[str, Any]]) -> list[list[Any]]:
-    return [ids_of(talk.protocol, reply) for reply in replies]
-
-
 @pytest.mark.parametrize("ids", ODD_IDS)
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("protocol", SPOKEN)
@@ -336,16 +332,6 @@ def test_a_reply_that_is_carried_into_another_conversation_is_known_there(stand:
         ]
         [call, result] = [message for message in engine_messages(stand, talk) if message["role"] != "user"]
         assert (call["tool_calls"][0]["id"], result["tool_call_id"]) == ("", "")
-
-
-def test_claude_code_trims_the_arguments_of_a_call_whose_id_it_was_given(stand: Stand) -> None:
-    talk = stand.talk("messages")
-    talk.messages = [user("Go")]
-    given = ids_of("messages", ask(talk, calling('{"cmd": "x  "}', ids=["functions.Bash:0"])))
-    talk.messages = with_arguments("messages", talk.messages, '{"cmd": "x"}')
-    talk.messages += results("messages", given)
-    ask(talk, PLAIN)
-    require_one_line(talk, 2)
 
 
 @pytest.mark.parametrize("history", HISTORIES)

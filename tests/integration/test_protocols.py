@@ -13,7 +13,7 @@ from helpers.amounts import cases
 from helpers.replies import DEEP, Text, body_of, paths
 
 from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, serving, standing, user
+from integration.stand import Message, Stand, Talk, serving, standing, user
 from integration.tito import require_consistent
 from ops.simulator.process import SimulatorProcess
 
@@ -91,19 +91,6 @@ def test_a_session_whose_first_turn_is_no_chat_is_a_tree(stand: Stand, protocol:
     assert talk.tree()["history"] is None
     talk.say("One", sim=PLAIN)
     assert talk.tree()["history"] == "tree"
-
-
-def header_session(stand: Stand, protocol: str, headers: dict[str, str], *messages: Message) -> httpx.Response:
-    spoken = SPOKEN[protocol]
-    body = {"model": "simulator", **spoken.needed, spoken.history: list(messages), "sim": PLAIN}
-    return stand.http.post(spoken.path, json=body, headers=headers)
-
-
-@pytest.mark.parametrize("protocol", OTHERS)
-def test_a_session_may_come_by_header(stand: Stand, protocol: str) -> None:
-    headers = {"x-turnlog-session-id": f"by-header-{protocol}"}
-    assert header_session(stand, protocol, headers, user("One")).status_code == 200
-    assert stand.known(f"by-header-{protocol}").tree()["history"] == "tree"
 
 
 def shape_of(protocol: str, response: httpx.Response) -> tuple[Any, ...]:
@@ -332,20 +319,3 @@ def test_a_client_may_normalise_the_arguments_that_it_got_as_objects(stand: Stan
     ]
     [sent] = talk.state()["records"][-1]["request"]["messages"][1]["tool_calls"]
     assert sent["function"]["arguments"] == '{"at":1,"b":"x"}'
-
-
-@pytest.mark.long
-def test_images_pass_to_the_engine(stand: Stand) -> None:
-    url = "data:image/png;base64,AAAA"
-    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    shown = {
-        "messages": [{"type": "text", "text": "What is it?"}, {"type": "image", "source": source}],
-        "responses": [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": url}],
-    }
-    for protocol, content in shown.items():
-        talk = stand.talk(protocol)
-        talk.add({"role": "user", "content": content}, sim=PLAIN)
-        talk.say("And now?", sim=PLAIN)
-        assert [turn["parent"] for turn in talk.tree()["turns"]] == [0, 1]
-        [text, image] = talk.state()["records"][1]["request"]["messages"][0]["content"]
-        assert (text["text"], image["image_url"]["url"]) == ("What is it?", url)

@@ -276,16 +276,6 @@ def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> No
     }
 
 
-def test_without_its_parent_a_session_stands_for_itself(used: Stand) -> None:
-    group, parent = uuid.uuid4().hex, uuid.uuid4().hex
-    child = used.talk(parent_session_id=parent, group_id=group)
-    child.say("Hello")
-    reward(used, child, 0.5)
-    close(used, child)
-    assert group_of(used, group)["complete"] is True
-    assert [(row["reward"], row["group_id"], row["rollout_id"]) for row in child.rows()] == [(0.5, group, parent)]
-
-
 IDLE_S = 3.0
 
 
