@@ -12,6 +12,12 @@ cost 0.2).
     after_put            a turn's objects are in the bucket, and no row refers to them yet
     after_copied         a fork's objects are in the bucket, and there is no fork yet
     after_object_deleted objects are deleted, and still in the queue
+    after_archive_put    a file is written; its sessions are still in the database
+    after_archived       they are not; the file has no end yet
+    in_content_dropped   the many rows of a large one are deleted in steps
+    after_erasing_begun  a session must leave its files; after_archive_rewritten: one is there a second time, without it
+    after_archive_deleted    the old file is gone, and the index still says that it holds erased sessions
+    after_imported       after each rollout that came back
     after_freed          after each step that frees a few chunks
     after_components     erasing a session: after each step that deletes the components of a few rewards
     after_fork           after each new session of a fork
@@ -41,6 +47,16 @@ CrashPoint = Literal[
     "after_put",
     "after_copied",
     "after_object_deleted",
+    "before_archive_put",
+    "after_archive_put",
+    "in_archive",
+    "after_archived",
+    "in_content_dropped",
+    "after_erasing_begun",
+    "after_archive_rewritten",
+    "after_archive_deleted",
+    "in_import",
+    "after_imported",
     "before_engine",
     "after_engine",
     "after_judged",

@@ -96,6 +96,18 @@ class Forbidden(AppError):
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
     meaning = "the id was never used, or with a session's token is another's"
+    session_id: str | None = None
+
+    @classmethod
+    def of(cls, session_id: str) -> SessionNotFound:
+        error = cls(f"session {session_id} does not exist")
+        error.session_id = session_id
+        return error
+
+
+class SessionArchived(SessionNotFound):
+    code = "session_archived"
+    meaning = "the session is in a file that the message names; `turnlog import` brings it back"
 
 
 class SessionClosed(AppError):
@@ -158,7 +170,7 @@ class SessionBusy(AppError):
 
 
 class Restored(AppError):
-    """The store was taken back to a checkpoint: the session, or a turn that the request carries, is set aside."""
+    """The store was taken back to a checkpoint: the session, or a turn that the request carries, is undone."""
 
     status, code, type, retry = 409, "restored", "conflict_error", False
     meaning = "the session, or a turn in the request's history, is later than the checkpoint that was restored"
@@ -166,12 +178,17 @@ class Restored(AppError):
     @classmethod
     def of(cls, session_id: str, turn: int | None = None) -> Restored:
         what = f"session {session_id}" if turn is None else f"turn {turn} of session {session_id}"
-        return cls(f"{what} is set aside: the store was taken back to an earlier checkpoint")
+        return cls(f"{what} is undone: the store was taken back to an earlier checkpoint")
 
 
 class CheckpointExists(AppError):
     status, code, type, retry = 409, "checkpoint_exists", "conflict_error", False
     meaning = "another checkpoint has this name"
+
+
+class ArchiveBusy(AppError):
+    status, code, type, retry = 409, "archive_busy", "conflict_error", True
+    meaning = "another process archives or imports"
 
 
 class CheckpointBusy(AppError):

@@ -53,7 +53,8 @@ from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import AppError, StartupError
 from app.extras import install
-from app.features import search
+from app.features import archive, search
+from app.features.archive.routes import router as archive_router
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
 from app.services import Services
@@ -226,6 +227,7 @@ class Turnlog(FastAPI):
                 log.exception("an unexpected fault at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
+            self.state.archive = await stack.enter_async_context(archive.running(self.state.services))
             await stack.enter_async_context(metrics_route.published(self.state.services))
             on_stop_signal(self.state.services.end_waits)
             _calm_collector()
@@ -259,6 +261,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(exports.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
+    app.include_router(archive_router)
     app.include_router(fleet_routes.router)
     app.include_router(checkpoints.router)
     app.include_router(skyrl.router)

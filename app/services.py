@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from app.api.connection_limit import ConnectionLimit
@@ -19,6 +20,7 @@ from app.api.page.token_view import TokenViews
 from app.api.page.watch import Watch
 from app.api.tokens import Tokens
 from app.assembly import Assembly
+from app.errors import AppError, SessionNotFound
 from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter
 from app.export.feed import Feed
@@ -100,9 +102,11 @@ class Services(Assembly):
         self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
         self.group_list = GroupList(database)
         self.lag = LoopLag(time.monotonic)
+        self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
+        """Ask where a session is that does not exist here."""
         self.page = PageReaders(
             sessions=self.session_list,
-            listed=MetadataColumns(database, self.session_list, self.group_list),
+            listed=MetadataColumns(database, self.session_list),
             overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, time.time),
             watch=Watch(database, self.session_list, self.log_end),
             views=SessionViews(database, self.turns.held),
@@ -112,6 +116,12 @@ class Services(Assembly):
             previews=Previews(database, release),
             checkpoints=CheckpointViews(database),
         )
+
+    async def explained(self, error: AppError) -> AppError:
+        """The error to answer, where another says more. Raises AppError."""
+        session_id = error.session_id if isinstance(error, SessionNotFound) else None
+        asked = [] if session_id is None else [await ask(session_id) for ask in self.explain]
+        return next(filter(None, asked), error)
 
     def end_waits(self) -> None:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""

@@ -15,8 +15,8 @@ Shape = Literal["turnlog"] | TrainerShape
 
 Branches = Literal["kept", "main", "longest", "all"]
 Loss = Literal["once", "every"]
-SessionStatus = Literal["open", "closed", "erased", "set_aside"]
-SessionState = Literal["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"]
+SessionStatus = Literal["open", "closed", "erased", "undone"]
+SessionState = Literal["open", "idle", "claimed", "gated", "closed", "erased", "undone"]
 SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
 
 EventType = Literal[
@@ -66,7 +66,7 @@ class NewSession(TypedDict, total=False):
 class SessionFilters(TypedDict, total=False):
     """The filters and the order of `GET /sessions`."""
 
-    status: Annotated[SessionStatus, "Sessions: open, closed, erased, set_aside."]
+    status: Annotated[SessionStatus, "Sessions: open, closed, erased, undone."]
     state: Annotated[SessionState, "Instead of status; also idle, claimed, gated."]
     group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]

@@ -154,7 +154,7 @@ class TreeTurn(TypedDict):
     turn: int
     parent: int
     agent_id: str | None
-    state: Literal["open", "committed", "set_aside"]
+    state: Literal["open", "committed", "undone"]
     branch: int | None
     cause: BranchCause | None
     carries: int | None
@@ -389,14 +389,14 @@ class CheckpointList(TypedDict):
 
 class RestoredStore(TypedDict):
     """The store is what it was at checkpoint `name`; `before` is the checkpoint of what it was instead. `sessions` were
-    changed, of which `set_aside` had been created later. `erased` are sessions of the checkpoint whose content is gone,
+    changed, of which `undone` had been created later. `erased` are sessions of the checkpoint whose content is gone,
     `unreadable` damaged ones, left as they are. `epoch` is the store's new one."""
 
     name: str
     before: str
     epoch: str
     sessions: int
-    set_aside: int
+    undone: int
     erased: list[str]
     unreadable: list[str]
 
@@ -570,3 +570,28 @@ class EventLine(TypedDict):
     seq: int
     type: str
     at: float
+
+
+class ArchiveAfter(TypedDict):
+    """The last root that a request looked at."""
+
+    closed_at: float
+    session_id: str
+
+
+class ArchiveStep(TypedDict):
+    """`archived` sessions are in `file`, of `bytes`. `left` rollouts stay: they changed meanwhile, cannot be read, are
+    too large, or others of their group must stay. `after` is null at the end."""
+
+    archived: int
+    left: int
+    bytes: int
+    file: str | None
+    after: ArchiveAfter | None
+
+
+class ImportedFile(TypedDict):
+    """Sessions that were written, and that were there already."""
+
+    imported: int
+    there: int

@@ -81,7 +81,7 @@ async def list_checkpoints(request: Request) -> dict[str, Any]:
 async def restore_checkpoint(request: Request, name: Name) -> dict[str, Any]:
     """Make sessions, rewards, leases and acknowledgements what they were at the checkpoint; delete nothing.
 
-    All turns are held meanwhile. Turns and sessions that came later are set aside, claims are void, and export cursors
+    All turns are held meanwhile. Turns and sessions that came later are undone, claims are void, and export cursors
     end. What the store was is a checkpoint too, named in the reply. The restore goes on if the client does not wait,
     and after a crash.
     """

@@ -35,6 +35,10 @@ def handle_faults(app: FastAPI) -> None:
 
 async def _app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
+    try:
+        error = await services(request).explained(error)
+    except AppError as failed:
+        error = failed
     services(request).metrics.request_failed(error.code)
     status, headers, body = error_parts(error, protocol_at(route_path(request.scope)))
     return Response(body, status, dict(headers))

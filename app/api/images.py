@@ -45,7 +45,7 @@ async def get_image(
     app = services(request)
     entry = await app.cache.current(session_id)
     if entry is None:
-        raise SessionNotFound(f"session {session_id} does not exist")
+        raise SessionNotFound.of(session_id)
     if entry.session.status == "erased":
         raise SessionClosed(f"session {session_id} is erased")
     data = await images.image(app.database, entry.session, sha256)

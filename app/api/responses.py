@@ -17,10 +17,10 @@ from app.domain.split import ITEMS
 from app.domain.turns import Turn
 from app.errors import InvalidRequest, NotFound, SessionUnreadable
 from app.protocols.base import CommittedReply
-from app.protocols.responses import PROTOCOL
-from app.protocols.responses.echo import read_echo
+from app.protocols.registry import PROTOCOLS
 from app.protocols.responses.ids import response_proof
 from app.protocols.responses.listing import Order, input_items
+from app.protocols.responses.reply import read_echo
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
 
@@ -104,7 +104,7 @@ async def _response(app: Services, session_id: str, response_id: str) -> Respons
     entry, turn, proof, echo = await _stored(app, session_id, response_id)
     _, _, body = await transcript.stored_reply(app.database, entry.session, turn.number, ())
     reply = CommittedReply(body, proof, echo, turn.given_ids)
-    return Response(await rendered(len(body), lambda: PROTOCOL.reply(reply)), media_type=JSON)
+    return Response(await rendered(len(body), lambda: PROTOCOLS["responses"].reply(reply)), media_type=JSON)
 
 
 async def _input_items(app: Services, session_id: str, response_id: str, page: Page) -> Response:
@@ -123,7 +123,7 @@ async def _stored(app: Services, session_id: str, response_id: str) -> tuple[Cac
     proof = response_proof(response_id)
     number = None if proof is None else app.proofs.turn_of(session_id, proof)
     turn = None if number is None else entry.session.turns.get(number)
-    if proof is None or turn is None or turn.protocol != PROTOCOL.name:
+    if proof is None or turn is None or turn.protocol != PROTOCOLS["responses"].name:
         raise NotFound(f"session {session_id} has no such response")
     echo = await transcript.echo(app.database, entry.session, turn)
     if not read_echo(echo).is_stored:

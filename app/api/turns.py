@@ -97,7 +97,11 @@ class _TurnRequest:
         try:
             with app.inflight.reserve(self._token_session or self._path_session, self._peer) as reservation:
                 outcome = await self._answer(reservation)
-        except AppError as error:
+        except AppError as raised:
+            try:
+                error = await app.explained(raised)
+            except AppError as failed:
+                error = failed
             outcome = error.code
             await self._send_error(error)
             stages.end()

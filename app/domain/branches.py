@@ -107,7 +107,7 @@ def newest_of(session: Session, branch: int) -> Turn:
     raise KeyError(branch)
 
 
-SET_ASIDE = "set aside: the store was taken back to an earlier checkpoint"
+UNDONE = "undone: the store was taken back to an earlier checkpoint"
 
 
 def turns_left_out(
@@ -124,7 +124,7 @@ def turns_left_out(
             is_named = isinstance(branches, str)
             yield turn, f"not in branches={branches}" if is_named else "not picked by TURNLOG_PICKER"
     for turn in session.undone:
-        yield turn, SET_ASIDE
+        yield turn, UNDONE
 
 
 def _leaf(session: Session, turn: Turn, gone: set[int]) -> Leaf:

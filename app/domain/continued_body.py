@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from array import array
 from collections.abc import Sequence
@@ -14,16 +13,13 @@ from app.domain import bounds, split
 from app.domain.known_body import (
     MOST_HEAD,
     MOST_VALUES,
-    STATES,
     BodyLayout,
     BodyPrefix,
     HistoryPrefix,
     KnownMessages,
-    State,
     places_of,
 )
 from workers import scan
-from workers.parse_prompt import Hasher
 
 
 class ContinuedBody(NamedTuple):
@@ -93,27 +89,13 @@ def _layout(body: bytes, prefix: BodyPrefix, at: int, new: list[msgspec.Raw]) ->
     starts, ends = places_of(body, at, new)
     places = _moved(known.starts[:count], prefix.shift) + starts, _moved(known.ends[:count], prefix.shift) + ends
     values = known.values + scan.count_values(memoryview(body)[prefix.end : places[1][-1]])
-    hashed = _hashed(body, places[1], prefix if prefix.has_known_front else None)
     if not prefix.has_known_front:
         values += scan.count_values(memoryview(body)[: places[0][0]])
-    return BodyLayout(body, known.name, prefix.front, places, hashed, values, known if prefix.is_whole else None)
+    return BodyLayout(body, known.name, prefix.front, places, values, known if prefix.is_whole else None)
 
 
 def _moved(places: array[int], shift: int) -> array[int]:
     return array("Q", (place + shift for place in places)) if shift else places
-
-
-def _hashed(body: bytes, ends: Sequence[int], prefix: BodyPrefix | None = None) -> list[State]:
-    """The hash states of a body whose messages have these ends."""
-    begun = None if prefix is None else prefix.state(prefix.known.hashed)
-    hasher: Hasher = hashlib.sha256() if begun is None else begun.reader.copy()
-    done, at = (0, 0) if begun is None else (begun.messages, ends[begun.messages - 1])
-    states = [] if begun is None or prefix is None else [one for one in prefix.known.hashed if one.messages <= done]
-    for count in range(max(done + 1, len(ends) - STATES + 1), len(ends) + 1):
-        hasher.update(memoryview(body)[at : ends[count - 1]])
-        at = ends[count - 1]
-        states.append(State(count, hasher.copy()))
-    return states[-STATES:]
 
 
 def layout_of(body: bytes, name: str, raw: msgspec.Raw, items: Sequence[msgspec.Raw]) -> BodyLayout | None:
@@ -129,4 +111,4 @@ def layout_of(body: bytes, name: str, raw: msgspec.Raw, items: Sequence[msgspec.
         return None
     front = split.FIELDS.decode(body[:start] + b"0}")
     del front[name]
-    return BodyLayout(body, name, front, places, _hashed(body, places[1]), values)
+    return BodyLayout(body, name, front, places, values)

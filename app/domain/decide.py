@@ -245,9 +245,9 @@ def note(session: Session | None, session_id: str, text: str | None, tags: Itera
 def _labelled(session: Session | None, session_id: str) -> Session:
     """The session if it may be given a reward or a note: open or closed. Raises as `note`."""
     if session is None:
-        raise SessionNotFound(f"session {session_id} does not exist")
+        raise SessionNotFound.of(session_id)
     if session.status == "erased":
         raise SessionClosed(f"session {session_id} is erased")
-    if session.status == "set_aside":
+    if session.status == "undone":
         raise Restored.of(session_id)
     return session

@@ -114,7 +114,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
         open_turns={},
         **(_UNDONE if then is None else {name: getattr(then, name) for name in _OF_THE_TIME}),
     )
-    return msgspec.structs.replace(after, closed_at=recorded.at) if after.status == "set_aside" else after
+    return msgspec.structs.replace(after, closed_at=recorded.at) if after.status == "undone" else after
 
 
 _OF_THE_TIME = (
@@ -122,7 +122,7 @@ _OF_THE_TIME = (
     *("history", "closed_at", "is_reclaimed", "deliveries"),
 )
 _UNDONE: dict[str, Any] = {
-    "status": "set_aside",
+    "status": "undone",
     "reward": None,
     "turn_rewards": {},
     "has_roots_reward": False,

@@ -72,7 +72,7 @@ def is_complete(rollouts: int, unfinished: int) -> bool:
 
 
 def outcome(attempts: Iterable[Attempt]) -> GroupOutcome:
-    counted = [one for one in attempts if one.status not in ("erased", "set_aside")]
+    counted = [one for one in attempts if one.status not in ("erased", "undone")]
     rewards = [one.reward for one in counted if one.reward is not None]
     return GroupOutcome(
         rollouts=len(counted),

@@ -309,11 +309,11 @@ class Incoming:
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 
     def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
-        """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
+        """The turn that is undone and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
         whole = self
         if self._trusts_ids or index.odd_calls or index.has_bare_replies or index.has_empty_replies:
-            # How messages are read depends on the turns that are set aside, too.
+            # How messages are read depends on the turns that are undone, too.
             whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
             whole.check(index)
         for history in whole._histories(index):

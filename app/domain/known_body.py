@@ -1,5 +1,5 @@
 """The newest request bodies of a session, as bytes. The next body usually begins with one of them: then only what
-follows is read, checked and hashed.
+follows is read and checked.
 
     {"model":"m","messages":[{"role":…},{"role":…}   ],"stream":false}
     └─ front ─┘              └──────────── head ──┘  └─ rest
@@ -22,7 +22,7 @@ from workers import scan
 from workers.parse_prompt import Hasher, KnownText, KnownTokens
 
 LONG_BODY = 32 << 10
-"""Bytes of a body from which on it is worth keeping: a shorter one is parsed and hashed in some ten microseconds."""
+"""Bytes of a body from which on it is worth keeping: a shorter one is parsed in some ten microseconds."""
 
 MOST_HEAD = 8 << 20
 """Bytes of a head that is kept. The event loop compares it with a body, at some GiB a second."""
@@ -51,7 +51,7 @@ _WHITE = re.compile(rb"[ \t\r\n]*")
 
 
 class State(NamedTuple):
-    """What has read the first `messages` of a body: a hash object, or a translator (`app.protocols.translation`)."""
+    """The translator (`app.protocols.body`) that has read the first `messages` of a body."""
 
     messages: int
     reader: Any
@@ -67,13 +67,12 @@ class Translation(NamedTuple):
 class BodyLayout:
     """Where a checked body's messages are, and what was computed on the way.
 
-    `name` is that of their field, `front` are the fields before it, `starts` and `ends` the messages' places. `hashed`
-    are SHA-256 states of the body's bytes, the last one that of the head; `values` is an upper bound of its values by
-    `scan.count_values`. `continued` is the body that it begins with, if all of that one's messages are in it.
-    `translation` is set where the protocol translates messages.
+    `name` is that of their field, `front` are the fields before it, `starts` and `ends` the messages' places. `values`
+    is an upper bound of its values by `scan.count_values`. `continued` is the body that it begins with, if all of that
+    one's messages are in it. `translation` is set where the protocol translates messages.
     """
 
-    __slots__ = ("body", "continued", "ends", "front", "hashed", "name", "starts", "translation", "values")
+    __slots__ = ("body", "continued", "ends", "front", "name", "starts", "translation", "values")
 
     def __init__(
         self,
@@ -81,7 +80,6 @@ class BodyLayout:
         name: str,
         front: Mapping[str, msgspec.Raw],
         places: tuple[array[int], array[int]],
-        hashed: Sequence[State],
         values: int,
         continued: KnownBody | None = None,
     ) -> None:
@@ -89,7 +87,6 @@ class BodyLayout:
         self.name = name
         self.front = front
         self.starts, self.ends = places
-        self.hashed = hashed
         self.values = values
         self.continued = continued
         self.translation: Translation | None = None
@@ -100,7 +97,7 @@ class KnownBody:
     (`Incoming.spelling`), `text` that of the turn's tokens if it is kept."""
 
     __slots__ = (
-        *("ends", "front", "hashed", "head", "name", "protocol", "spelled", "starts"),
+        *("ends", "front", "head", "name", "protocol", "spelled", "starts"),
         *("text", "translation", "turn", "values"),
     )
 
@@ -110,7 +107,7 @@ class KnownBody:
         body, end = layout.body, layout.ends[-1]
         self.head = memoryview(body)[:end] if len(body) - end <= LONG_BODY else memoryview(body[:end])
         self.name, self.protocol = layout.name, protocol
-        self.front, self.hashed, self.values = layout.front, layout.hashed, layout.values
+        self.front, self.values = layout.front, layout.values
         self.starts, self.ends = layout.starts, layout.ends
         self.translation = layout.translation
         self.turn = turn

@@ -60,7 +60,7 @@ def tombstones(
     `max_bytes`, those of the leaves that were idle longest are dropped as well.
 
     A checkpoint pins what could be read when it was made: the payloads of turns that were committed up to event
-    `pinned_upto`. Those of turns that are set aside are dropped as soon as no checkpoint pins them.
+    `pinned_upto`. Those of turns that are undone are dropped as soon as no checkpoint pins them.
 
     `index` and `uses` are those before the commit; the uses are counted where they are not given.
     """

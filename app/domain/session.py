@@ -25,8 +25,8 @@ from workers.codec import describe
 
 EMPTY = Turns()
 
-Status = Literal["open", "closed", "erased", "set_aside"]
-"""`set_aside`: the session was created after the checkpoint to which the store was taken back."""
+Status = Literal["open", "closed", "erased", "undone"]
+"""`undone`: the session was created after the checkpoint to which the store was taken back."""
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):

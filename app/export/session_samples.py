@@ -58,7 +58,7 @@ class SessionSamples:
 
         stored, members = await self._cache.database.read(read, session_id=session_id)
         if session_id not in stored:
-            raise SessionNotFound(f"session {session_id} does not exist")
+            raise SessionNotFound.of(session_id)
         await fetch_objects(self._cache.database, stored.values())
         stored = await rollout_rows.counted(stored, members)
         try:

@@ -7,13 +7,14 @@ is rendered from the engine's committed one. The turn knows a protocol only by i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from app.domain.continued_body import ContinuedBody
 from app.domain.events import GivenIds, History
 from app.domain.request import ChatRequest, CompletionRequest
+from app.errors import UpstreamInvalid
 from app.protocols.errors import ErrorFields
 
 
@@ -91,3 +92,61 @@ class WireProtocol(Protocol):
 
     def error_event(self, error: ErrorFields) -> bytes:
         """The end of a stream that has begun and cannot be completed."""
+
+
+class FirstText:
+    """`kind` is None until there is something to send."""
+
+    def __init__(self) -> None:
+        self.kind: Literal["reasoning", "content"] | None = None
+        self._pieces: list[str] = []
+
+    def add(self, delta: Mapping[str, Any]) -> str:
+        """What of the delta belongs to the first text. Whitespace does not begin one: reasoning may yet come."""
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text: str = reasoning if self.kind == "reasoning" else delta.get("content") or ""
+        if self.kind is None and reasoning:
+            self.kind, self._pieces, text = "reasoning", [], reasoning
+        if text:
+            self._pieces.append(text)
+        if self.kind is None and text.strip():
+            self.kind, text = "content", "".join(self._pieces)
+        return "" if self.kind is None else text
+
+    def rest(self, kind: str, text: str) -> str:
+        """What is left of the committed reply's first text.
+
+        Raises UpstreamInvalid if the reply does not begin with what was sent.
+        """
+        sent = "".join(self._pieces)
+        if kind != self.kind or not text.startswith(sent):
+            raise UpstreamInvalid("the reply does not begin with what the engine streamed first")
+        return text[len(sent) :]
+
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+ONE: Schema = {"const": 1}
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+COMMON: Mapping[str, Schema] = {
+    "model": {"description": "For the engine; a known adapter's name makes it the turn's adapter."},
+    "stream": {
+        **nullable({"type": "boolean"}),
+        "description": "The committed reply as events, sent together; until then the stream is kept alive.",
+    },
+    "stream_mode": {
+        **nullable({"enum": ["whole", "live"]}),
+        "description": "`live`: deltas are sent as they are generated (docs/streaming.md). By default the session's.",
+    },
+    "n": nullable(ONE),
+    "lora_path": {"maxLength": 512, "description": "The turn's adapter; beside another of the session's: 400."},
+    "nvext": {"description": "`session_control` is Turnlog's, docs/fleet.md; the rest goes to the engine."},
+}
+"""Fields that are not listed are passed to the engine unchanged."""

@@ -1,16 +1,16 @@
-"""Splits a request's body into raw fields, within bounds; shared by all protocols."""
+"""Reads bodies as raw JSON, and translates their messages from where an earlier body had come to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast, get_args
+from typing import Protocol, Self, TypeVar, cast, get_args
 
 import msgspec
 
 from app.domain import bounds, split
 from app.domain.continued_body import ContinuedBody, layout_of
 from app.domain.events import StreamMode
-from app.domain.known_body import LONG_BODY, BodyLayout
+from app.domain.known_body import LONG_BODY, STATES, BodyLayout, BodyPrefix, State
 from app.domain.request import TokenIds, number_of, value_of
 from app.errors import InvalidRequest, Unsupported
 from workers import scan
@@ -171,3 +171,36 @@ def require_one(raw: msgspec.Raw | None, name: str = "n") -> None:
     if isinstance(value, int) and not isinstance(value, bool) and value > 1:
         raise Unsupported(f"{name} must be 1: a session has one continuation")
     raise InvalidRequest(f"{name} must be 1")
+
+
+class Translator(Protocol):
+    """Reads messages one by one. What it makes of the first ones must not depend on those that follow."""
+
+    def read(self, index: int, raw: msgspec.Raw) -> None:
+        """Read the body's message `index`. Raises InvalidRequest, and Unsupported."""
+
+    def copy(self) -> Self:
+        """One that goes on from here by itself."""
+
+
+T = TypeVar("T", bound=Translator)
+
+
+def translated(
+    translator: T, raws: Sequence[msgspec.Raw], prefix: BodyPrefix | None, *, keeps_states: bool
+) -> tuple[T, Sequence[State]]:
+    """The translator after all of these messages, and with `keeps_states` its states after the newest ones.
+
+    It reads only what follows a state that is known of the messages' beginning. Raises as `Translator.read`.
+    """
+    known = () if prefix is None or prefix.known.translation is None else prefix.known.translation.states
+    begun = None if prefix is None else prefix.state(known)
+    read = 0
+    if begun is not None:
+        translator, read = begun.reader.copy(), begun.messages
+    states = [state for state in known if state.messages <= read]
+    for index in range(read, len(raws)):
+        translator.read(index, raws[index])
+        if keeps_states and index + STATES >= len(raws):
+            states.append(State(index + 1, translator.copy()))
+    return translator, states[-STATES:]

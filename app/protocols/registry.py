@@ -1,23 +1,19 @@
-"""All protocols: one for each package beside this module, which defines it as `PROTOCOL`."""
+"""All protocols, by their names in the log and by their paths."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Mapping
 
-import app.protocols
 from app.protocols.base import WireProtocol
+from app.protocols.chat import Chat
+from app.protocols.completions import Completions
+from app.protocols.messages import Messages
+from app.protocols.responses import Responses
 
-
-def _load() -> dict[str, WireProtocol]:
-    names = sorted(found.name for found in pkgutil.iter_modules(app.protocols.__path__) if found.ispkg)
-    loaded = [importlib.import_module(f"app.protocols.{name}").PROTOCOL for name in names]
-    return {protocol.name: protocol for protocol in loaded}
-
-
-PROTOCOLS: Mapping[str, WireProtocol] = _load()
+PROTOCOLS: Mapping[str, WireProtocol] = {
+    protocol.name: protocol for protocol in (Chat(), Completions(), Messages(), Responses())
+}
 """By name, as the log has it."""
 
 ROUTES: Mapping[str, WireProtocol] = {protocol.route: protocol for protocol in PROTOCOLS.values()}

@@ -47,10 +47,10 @@ def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
     Raises SessionNotFound, SessionClosed, SessionReclaimed, Restored.
     """
     if entry is None:
-        raise SessionNotFound(f"session {session_id} does not exist")
+        raise SessionNotFound.of(session_id)
     if entry.session.status == "closed" and entry.session.is_reclaimed:
         raise SessionReclaimed(f"session {session_id} was closed because it was idle")
-    if entry.session.status == "set_aside":
+    if entry.session.status == "undone":
         raise Restored.of(session_id)
     if entry.session.status != "open":
         raise SessionClosed(f"session {session_id} is {entry.session.status}")

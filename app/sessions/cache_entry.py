@@ -59,7 +59,7 @@ class CacheEntry:
 
     @property
     def every_index(self) -> TreeIndex:
-        """As `index`, with the turns that are set aside too."""
+        """As `index`, with the turns that are undone too."""
         if self._every_index is None:
             self._every_index = TreeIndex(self.session.every_turn)
         return self._every_index

@@ -15,7 +15,7 @@ from functools import partial
 from app.crash_points import reach
 from app.domain import retention
 from app.domain.events import UnknownEvent
-from app.errors import SessionUnreadable
+from app.errors import SessionNotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Clock, Sessions
@@ -58,22 +58,31 @@ class Erasure:
         self._clock = clock
         self._sessions = sessions
         self._objects = objects
+        self.elsewhere: list[Callable[[str], Awaitable[bool | None]]] = []
+        """Erase a session where a feature has it, and a root's rollout. None: it is not there; False: that goes on."""
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """What features do with a session that has been erased, before that is answered."""
 
     async def erase(self, session_id: str) -> bool:
         """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
-        log files. Returns whether all of it is gone: objects are deleted afterwards.
+        log files. Returns whether all of it is gone: objects are deleted, and archives written again, afterwards.
 
         Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
-        while not await self._erase_rollout(session_id):
-            log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
+        # Before, so that nothing comes back from there meanwhile; and after, for what has just left.
+        before = [await ask(session_id) for ask in self.elsewhere]
+        try:
+            while not await self._erase_rollout(session_id):
+                log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
+        except SessionNotFound:
+            if all(answer is None for answer in before):
+                raise
+        left = [await ask(session_id) for ask in self.elsewhere]
         await self._database.empty_log_file()
         if self._objects is None:
-            return True
+            return False not in left
         self._objects.hurry()
-        return not await self._database.read(partial(is_being_erased, root_id=session_id))
+        return False not in left and not await self._database.read(partial(is_being_erased, root_id=session_id))
 
     async def _erase_rollout(self, session_id: str) -> bool:
         """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""

@@ -25,7 +25,7 @@ async def event_lines(
 ) -> AsyncIterator[bytes]:
     """The events after seq `after` as NDJSON. Raises SessionNotFound before the first line."""
     if await database.read(lambda connection: heads_view.head(connection, session_id), session_id=session_id) is None:
-        raise SessionNotFound(f"session {session_id} does not exist")
+        raise SessionNotFound.of(session_id)
     return _event_lines(database, followers, session_id, after, follow)
 
 
@@ -67,7 +67,7 @@ async def refused_reply(database: Database, session_id: str, fence: int) -> tupl
         lambda c: (heads_view.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
     )
     if head is None:
-        raise SessionNotFound(f"session {session_id} does not exist")
+        raise SessionNotFound.of(session_id)
     if found is None:
         raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
     try:

@@ -116,7 +116,7 @@ def _decided(order: ForkOrder, found: ForkSource, blob: StoredBlob | None) -> _D
         log = reads.decode_events(found.log)
         source = fold(order.source, log)
         if source is None:
-            raise SessionNotFound(f"session {order.source} does not exist")
+            raise SessionNotFound.of(order.source)
         forked = _forked(order, source, log, blob)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {order.source}: {error}") from error

@@ -228,7 +228,7 @@ class Sessions:
         if isinstance(outcome, Appended):
             self._closed(session_id, self._appended(session_id, outcome))
         elif outcome.status is None:
-            raise SessionNotFound(f"session {session_id} does not exist")
+            raise SessionNotFound.of(session_id)
         await self.close_members(session_id)
 
     async def close_members(self, root_id: str) -> None:
@@ -303,8 +303,8 @@ PAGE = 500
 def refusal(session_id: str, status: str | None) -> AppError:
     """The error for a session that cannot be written to."""
     if status is None:
-        return SessionNotFound(f"session {session_id} does not exist")
-    if status == "set_aside":
+        return SessionNotFound.of(session_id)
+    if status == "undone":
         return Restored.of(session_id)
     return SessionClosed(f"session {session_id} is {status}")
 
@@ -329,7 +329,7 @@ def hash_of(*creation: Any) -> str:
 
 
 def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
-    if existing.status == "set_aside":
+    if existing.status == "undone":
         raise Restored.of(session_id)
     if existing.status != "open":
         raise SessionEnded(f"session {session_id} is {existing.status}; an id is never used again")

@@ -67,7 +67,7 @@ HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine", "n
 class Restored(msgspec.Struct, frozen=True):
     """The store is again what it was at checkpoint `name`; `before` keeps what it was instead.
 
-    `sessions` were changed, of which `set_aside` had been created later. `erased` are the sessions of the checkpoint
+    `sessions` were changed, of which `undone` had been created later. `erased` are the sessions of the checkpoint
     whose content is gone. `unreadable` are damaged ones, which were left as they are. `epoch` is the store's new one.
     """
 
@@ -75,14 +75,14 @@ class Restored(msgspec.Struct, frozen=True):
     before: str
     epoch: str
     sessions: int
-    set_aside: int
+    undone: int
     erased: list[str]
     unreadable: list[str]
 
 
 class _Tally(msgspec.Struct):
     sessions: int = 0
-    set_aside: int = 0
+    undone: int = 0
     unreadable: list[str] = []
 
 
@@ -123,7 +123,7 @@ class Restores:
         await settle_groups(self._database, self._writer)
         erased = await self._database.read(lambda connection: store.erased(connection, target.id))
         log.info("the store was taken back to checkpoint %s: %d sessions changed", name, tally.sessions)
-        return Restored(name, before, epoch, tally.sessions, tally.set_aside, erased, tally.unreadable)
+        return Restored(name, before, epoch, tally.sessions, tally.undone, erased, tally.unreadable)
 
     async def _checkpoint(self, name: str) -> Checkpoint:
         found = await self._database.read(lambda connection: store.named(connection, name))
@@ -169,7 +169,7 @@ class Restores:
             self._cache.drop(session_id)
             self._followers.notify(session_id)
             tally.sessions += 1
-            tally.set_aside += operation.head["status"] == "set_aside"
+            tally.undone += operation.head["status"] == "undone"
 
     async def _restore_groups(self, target: Checkpoint) -> None:
         await settle_groups(self._database, self._writer)

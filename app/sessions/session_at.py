@@ -54,7 +54,7 @@ async def session_at(database: Database, session_id: str, seq: int | None = None
         session_id=session_id,
     )
     if not rows:
-        raise SessionNotFound(f"session {session_id} does not exist")
+        raise SessionNotFound.of(session_id)
     if seq is not None and seq > last:
         raise InvalidRequest(f"event {seq}: the log of session {session_id} ends with event {last}")
     if len(rows) <= INLINE:

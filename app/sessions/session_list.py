@@ -20,7 +20,7 @@ from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder, Status
 from app.store.reads import Connection
 
-State = Literal["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"]
+State = Literal["open", "idle", "claimed", "gated", "closed", "erased", "undone"]
 """`open` includes `idle`, `claimed` and `gated`. `claimed`: a turn is in flight. `gated`: a turn waits at a gate of
 this process."""
 
@@ -194,7 +194,7 @@ class SessionList:
         return await self._database.read(read)
 
     def _wanted(self, query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
-        is_open = query.state not in (None, "closed", "erased", "set_aside")
+        is_open = query.state not in (None, "closed", "erased", "undone")
         status: Any = "open" if is_open else query.status or query.state
         is_idle = query.state == "idle"
         needs_claim = query.state == "claimed" or query.stuck_s is not None or query.sort == "claimed_since"

@@ -28,14 +28,14 @@ class TreeTurn(msgspec.Struct, frozen=True):
     `tokens` are those of the whole history after the turn; a turn in flight has neither. `superseded`: a later turn
     took its place, so that it is only exported with `branches=all`; in a linear session it was rolled back.
     `loss_branches` are the branches whose rows have its sampled tokens in their loss. `reason` says why it is not
-    exported, or in no loss. `set_aside`: a restore of a checkpoint did that; it is in no branch any more. `left_out` is
+    exported, or in no loss. `undone`: a restore of a checkpoint did that; it is in no branch any more. `left_out` is
     what of its request the engine was not sent (`app.domain.left_out`).
     """
 
     turn: int
     parent: int
     agent_id: str | None
-    state: Literal["open", "committed", "set_aside"]
+    state: Literal["open", "committed", "undone"]
     branch: int | None = None
     cause: BranchCause | None = None
     carries: int | None = None
@@ -125,7 +125,7 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             turn=turn.number,
             parent=turn.history_parent,
             agent_id=turn.agent_id,
-            state="set_aside" if turn.number in session.undone else "committed",
+            state="undone" if turn.number in session.undone else "committed",
             branch=turn.branch,
             cause=turn.branch_cause,
             carries=turn.carries,

@@ -13,7 +13,7 @@ from app.domain.patterns import MAX_INTEGER
 from app.store import rollouts
 from app.store.broken import BrokenRow
 from app.store.damaged import attempt_or, rows_in_parts
-from app.store.reads import START, EventRow, Position, at_or_before
+from app.store.reads import START, EventRow, Position, at_or_before, last_forgotten
 from app.store.schema import events
 
 WINDOW = 10_000
@@ -62,10 +62,12 @@ _COLUMNS = (events.c.tx, events.c.position, events.c.session_id, *(events.c[name
 
 
 def holds(connection: Connection, place: Position, at: float | None) -> bool:
-    """Is the event that was written `at` that time still at this place? True where it cannot be known."""
+    """Is the event that was written `at` that time still at this place? True where it cannot be known, as of one whose
+    session may have been taken out of the log."""
     if place == START or at is None:
         return True
-    return attempt_or(connection, lambda again: written_at(again, place), at) == at
+    found = attempt_or(connection, lambda again: written_at(again, place), at)
+    return found == at or (found is None and place <= last_forgotten(connection))
 
 
 def written_at(connection: Connection, place: Position) -> float | None:

@@ -235,7 +235,7 @@ class DropRows(StoreOperation, frozen=True):
 _then = checkpoint_sessions.alias("then")
 _before = checkpoint_sessions.alias("before")
 _changed = or_(
-    and_(_then.c.seq.is_(None), sessions.c.status != "set_aside"),
+    and_(_then.c.seq.is_(None), sessions.c.status != "undone"),
     _then.c.seq != sessions.c.version,
     sessions.c.open_turns > 0,
 )

@@ -43,7 +43,7 @@ def figures(connection: Connection) -> Figures:
     """Reads every session's head: a second for some millions."""
     by_status = {row[0]: row[1] for row in connection.execute(_by_status)}
     return Figures(
-        {"open": 0, "closed": 0, "erased": 0, "set_aside": 0} | by_status,
+        {"open": 0, "closed": 0, "erased": 0, "undone": 0} | by_status,
         connection.execute(_open_turns).scalar_one(),
         reads.database_bytes(connection),
     )

@@ -116,7 +116,7 @@ def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list
             sessions.c.reward,
             sessions.c.status,
             case((is_finished, True), else_=False),
-        ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), sessions.c.status != "set_aside", is_root())
+        ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), sessions.c.status != "undone", is_root())
         for row in connection.execute(query):
             found[row[0]].append(Attempt(*row[1:]))
     return {group_id: in_order(of_group) for group_id, of_group in found.items()}

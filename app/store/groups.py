@@ -59,7 +59,7 @@ _members = select(
     func.sum(case((_erased, 1), else_=0)),
     func.sum(case((or_(_erased, is_finished), 0), else_=1)),
     func.max(case((_erased, None), else_=sessions.c.updated_at)),
-).where(sessions.c.group_id == bindparam("gid"), sessions.c.status != "set_aside", is_root())
+).where(sessions.c.group_id == bindparam("gid"), sessions.c.status != "undone", is_root())
 _settle = (
     update(groups)
     .where(groups.c.group_id == bindparam("gid"))

@@ -18,7 +18,7 @@ from app.store.dialect import begins_with, contains
 from app.store.reads import SPAN
 from app.store.schema import open_turns, sessions
 
-Status = Literal["open", "closed", "erased", "set_aside"]
+Status = Literal["open", "closed", "erased", "undone"]
 
 SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version", "claimed_since"]
 

@@ -218,18 +218,25 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: 
     return advance_head(tx, session_id, at, abandoned, freed=len(abandoned))
 
 
-def tombstone(tx: Tx, session_id: str, appended: Appended) -> None:
-    """Delete the bytes that the tombstones among the events free, and queue their objects."""
-    for recorded in appended.events:
-        if isinstance(recorded.event, BlobsTombstoned):
-            freed = recorded.event.freed
-            tombstone_chunks(tx, session_id, freed, recorded.seq)
+Tombstones = tuple[str, int, Iterable[ChunkKey]]
+"""A session, the event that frees chunks, and their keys."""
 
 
-def tombstone_chunks(tx: Tx, session_id: str, keys: Iterable[ChunkKey], by: int) -> None:
-    rows = [{"sid": session_id, "fenced": fence, "place": number, "by": by} for fence, number in keys]
-    tx.run_all(sql.queue_object, rows)
-    tx.run_all(sql.tombstone_chunk, rows)
+def tombstones_of(session_id: str, appended: Appended) -> list[Tombstones]:
+    """Those that the events say."""
+    events = ((recorded.seq, recorded.event) for recorded in appended.events)
+    return [(session_id, seq, event.freed) for seq, event in events if isinstance(event, BlobsTombstoned)]
+
+
+def free_chunks(tx: Tx, freed: Sequence[Tombstones]) -> None:
+    """Delete the bytes of chunks, and queue their objects."""
+    rows = [
+        {"sid": session_id, "fenced": fence, "place": number, "by": by}
+        for session_id, by, keys in freed
+        for fence, number in keys
+    ]
+    objects = [row for row in tx.each(sql.tombstone_chunks, rows) if row[0] is not None] if rows else []
+    tx.insert(sql.queue_object, [{"name": row[0], "session_id": row[1]} for row in objects])
 
 
 def size_of(stored: Sequence[StoredBlob] | Sequence[StoredChunk]) -> int:

@@ -64,6 +64,8 @@ class Fork(BaseOperation, frozen=True):
         taken = tx.one(sql.head, {"sid": self.fork_id})
         if taken is not None:
             return Existing(taken[1], taken[3])
+        if tx.each(sql.archived, [{"sid": self.fork_id}]):
+            return Existing("archived", self.forked.created.body_hash)
         tx.lock(sql.lock_head, {"sid": self.session_id})
         source = tx.one(sql.head, {"sid": self.session_id})
         if source is None or source[1] == "erased":

@@ -34,8 +34,8 @@ from app.store.log import (
     append,
     append_all,
     blob_row,
+    free_chunks,
     refused,
-    tombstone_chunks,
 )
 from app.store.objects import names
 
@@ -63,10 +63,16 @@ class Create(SetOperation, frozen=True):
     def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[Appended | Existing | Refused | Circular]:
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
+        named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
+        gone = {row[0] for row in tx.each(sql.archived, [{"sid": session_id} for session_id in sorted(named)])}
         roots: dict[str, str | None] = {}
         for create in operations:
             session_id = create.session_id
             if session_id in outcomes:
+                continue
+            if session_id in gone or create.parent in gone:
+                is_own = session_id in gone
+                outcomes[session_id] = Existing("archived", create.body_hash) if is_own else Refused("archived")
                 continue
             root_id = None if create.parent is None else rollouts.root_for(tx, create.parent)
             root = None if root_id is None else tx.one(sql.head, {"sid": root_id})
@@ -312,12 +318,12 @@ class FreeChunks(BaseOperation, frozen=True):
         found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
         if found and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
             return False  # A crash of PostgreSQL has undone the event, which was not synced: the next round writes it.
-        tombstone_chunks(tx, self.session_id, [(row[0], row[1]) for row in found], self.by)
+        free_chunks(tx, [(self.session_id, self.by, [(row[0], row[1]) for row in found])])
         return len(found) == self.most
 
 
 class Erase(BaseOperation, frozen=True):
-    """Delete the content of a session that is closed or set aside; its events stay.
+    """Delete the content of a session that is closed or undone; its events stay.
 
     The components of rewards up to event `components_upto` were removed before (`EraseComponents`). Its
     objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.

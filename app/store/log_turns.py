@@ -21,15 +21,17 @@ from app.store.log import (
     SetOperation,
     StoredBlob,
     StoredChunk,
+    Tombstones,
     TurnOperation,
     abandon,
     advance_head,
     append_all,
     blob_row,
     chunk_row,
+    free_chunks,
     refused,
     size_of,
-    tombstone,
+    tombstones_of,
 )
 
 
@@ -66,7 +68,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class Claim(SetOperation, frozen=True):
-    """Open a turn, if no turn has been committed or set aside since `known`, and fewer than `most` are open.
+    """Open a turn, if no turn has been committed or undone since `known`, and fewer than `most` are open.
 
     The store gives the turn its number and its fence, the `seq` of the returned event. Busy names the open turn that is
     in the way, or that the request repeats. `is_retry`: its client marked it as a retry without a key. Then no other
@@ -246,9 +248,11 @@ class Commit(SetOperation, TurnOperation, frozen=True):
             (commit.session_id, versions[commit.session_id] - len(commit.events) + 1, commit.at, commit.events)
             for commit in winners
         ]
+        freed: list[Tombstones] = []
         for commit, appended in zip(winners, append_all(tx, logs), strict=True):
-            tombstone(tx, commit.session_id, appended)
+            freed += tombstones_of(commit.session_id, appended)
             outcomes[commit.session_id] = appended
+        free_chunks(tx, freed)
         reach("in_commit")
         return [outcomes.get(commit.session_id) or commit._failure(tx) for commit in operations]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from app.store.reads import SPAN
-from app.store.schema import blobs, sessions
+from app.store.schema import blobs
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -27,16 +27,6 @@ def metadata_of(connection: Connection, session_ids: Sequence[str]) -> dict[str,
                 found[session_id] = codec.decompress(data)
             except CorruptContent:
                 continue
-    return found
-
-
-def first_of_groups(connection: Connection, group_ids: Sequence[str]) -> dict[str, str]:
-    """For each group the id of one of its sessions, the first by id, without erased ones."""
-    found: dict[str, str] = {}
-    for at in range(0, len(group_ids), SPAN):
-        part = sessions.c.group_id.in_(group_ids[at : at + SPAN])
-        query = select(sessions.c.group_id, func.min(sessions.c.session_id)).where(part, sessions.c.status != "erased")
-        found.update((row[0], row[1]) for row in connection.execute(query.group_by(sessions.c.group_id)))
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, Connection, Text, exists, func, select
+from sqlalchemy import ColumnElement, Connection, FromClause, Text, exists, func, select
 
 from app.store.dialect import ForEach, Tx, change_pins, keep_pins
 from app.store.schema import checkpoint_sessions, checkpoints, sessions
@@ -56,10 +56,10 @@ def read_pinned_upto(connection: Connection, session_id: str) -> int:
     return 0 if row is None else row[1]
 
 
-def is_pinned() -> ColumnElement[bool]:
+def is_pinned(heads: FromClause = sessions) -> ColumnElement[bool]:
     """Condition on heads: the session is in a checkpoint."""
     return exists().where(
-        checkpoint_sessions.c.session_id == sessions.c.session_id,
+        checkpoint_sessions.c.session_id == heads.c.session_id,
         checkpoints.c.id == checkpoint_sessions.c.checkpoint_id,
         checkpoints.c.state != "deleting",
     )

@@ -52,13 +52,13 @@ def _updated_at(log: FoldedLog) -> float:
 
 
 def _committed(log: FoldedLog) -> Iterator[TurnCommitted]:
-    """The turns that are not set aside, in order."""
+    """The turns that are not undone, in order."""
     events = (recorded.event for recorded in log.events)
     return (event for event in events if isinstance(event, TurnCommitted) and event.turn in log.session.turns)
 
 
 def _weight_version(log: FoldedLog) -> int | None:
-    """The largest numeric weight version of its committed turns, discarded ones too, but not of those set aside."""
+    """The largest numeric weight version of its committed turns, discarded ones too, but not of those undone."""
     versions = (version for turn in _committed(log) if (version := largest_version(turn)) is not None)
     return max(versions, default=None)
 

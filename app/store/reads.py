@@ -282,7 +282,7 @@ def closed_sessions(
     acknowledged: bool = False,
     among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
-    """Sessions closed or set aside at or before `cutoff`, after `after` in the order of (closed_at, id), without those
+    """Sessions closed or undone at or before `cutoff`, after `after` in the order of (closed_at, id), without those
     that a checkpoint has.
 
     `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a
@@ -362,7 +362,27 @@ def horizon(connection: Connection) -> Position:
         .limit(1)
     )
     row = connection.execute(last).first()
-    return START if row is None else Position(*row)
+    return max(START if row is None else Position(*row), last_forgotten(connection))
+
+
+FORGOTTEN = "forgotten"
+"""The key in `store_meta` of the last place of an event that was taken out of the log with its whole session."""
+
+
+def last_forgotten(connection: Connection) -> Position:
+    """The last place of an event that is not in the log any more: the log ends there or later."""
+    return forgotten_place(connection.execute(select_forgotten).scalar())
+
+
+def forgotten_place(value: str | None) -> Position:
+    """`value` is that row's."""
+    if value is None:
+        return START
+    tx, _, position = value.partition(".")
+    return Position(int(tx), int(position))
+
+
+select_forgotten = select(store_meta.c.value).where(store_meta.c.key == FORGOTTEN)
 
 
 def changed_sessions(

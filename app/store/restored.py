@@ -57,7 +57,10 @@ def newest_tx(connection: Connection) -> tuple[int, bool]:
     That is so of a dump that was restored into another server, which counts transactions from a lower number: exports,
     which stay below what may still commit, would not give those events. SQLite does not count transactions.
     """
-    newest: int = connection.execute(select(func.coalesce(func.max(events.c.tx), 0))).scalar_one()
+    newest = max(
+        connection.execute(select(func.coalesce(func.max(events.c.tx), 0))).scalar_one(),
+        reads.last_forgotten(connection).tx,
+    )
     if connection.dialect.name == "sqlite":
         return newest, False
     return newest, newest >= connection.execute(select(next_tx())).scalar_one()
@@ -66,8 +69,12 @@ def newest_tx(connection: Connection) -> tuple[int, bool]:
 def rebase(connection: Connection, after: str) -> str | None:
     """Move events, of the next sessions behind `after`, in front of every transaction of this server.
 
-    They keep their positions, which within a session grow with it. Returns the last of the sessions, None at the end.
+    They, and the last place that was forgotten, keep their positions, which within a session grow with it. Returns the
+    last of the sessions, None at the end.
     """
+    if not after and (gone := reads.last_forgotten(connection)) != reads.START:
+        forgotten = update(store_meta).where(store_meta.c.key == reads.FORGOTTEN)
+        connection.execute(forgotten.values(value=f"0.{gone.position}"))
     page = select(sessions.c.session_id).where(sessions.c.session_id > after).order_by(sessions.c.session_id)
     ids = list(connection.execute(page.limit(SESSIONS_AT_ONCE)).scalars())
     if not ids:

@@ -52,7 +52,7 @@ _members = sessions.alias("members")
 
 def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
     """Condition on heads: the session has no existing root."""
-    there = exists().where(_roots.c.session_id == table.c.root_id, _roots.c.status != "set_aside").correlate(table)
+    there = exists().where(_roots.c.session_id == table.c.root_id, _roots.c.status != "undone").correlate(table)
     return or_(table.c.root_id.is_(None), ~there)
 
 
@@ -64,12 +64,12 @@ def group() -> ColumnElement[str | None]:
 
 def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
     """Condition on heads: the session's rollout counts in one of these groups."""
-    there = _members.c.status != "set_aside"
+    there = _members.c.status != "undone"
     named = select(_members.c.session_id).where(_members.c.group_id.in_(group_ids), there, is_root(_members))
     theirs = (
         select(_members.c.session_id)
         .join_from(_members, _roots, _roots.c.session_id == _members.c.root_id)
-        .where(_roots.c.group_id.in_(group_ids), there, _roots.c.status != "set_aside")
+        .where(_roots.c.group_id.in_(group_ids), there, _roots.c.status != "undone")
     )
     return sessions.c.session_id.in_(union_all(named, theirs))
 

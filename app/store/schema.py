@@ -311,39 +311,22 @@ A `name` that ends with `/`, `.` or `-` stands for all that begin with it: those
 lost its claim, of a fork. While `incarnation` is set, that process may still be writing them.
 """
 
-archives = Table(
-    "archives",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
-    Column("name", Text, nullable=False, unique=True),
-    Column("created_at", Double, nullable=False),
-    Column("writer", BigInteger),
-)
-"""Archives in object storage: Parquet files that hold closed sessions. `created_at` is the database's clock.
-`writer` is the process that is still writing it: no erasure ends before that, since the archive may hold any session.
-"""
+_IS_UNFINISHED = text("state IN ('writing', 'leaving', 'erasing')")
 
-archived_sessions = Table(
-    "archived_sessions",
+archived = Table(
+    "archived",
     metadata,
-    Column("session_id", SESSION_ID, primary_key=True),
-    Column("archive_id", BigInteger),
-    Column("row_group", Integer, nullable=False),
-    Column("tx", BigInteger, nullable=False),
-    Column("position", BigInteger, nullable=False),
-    Column("exported_tx", BigInteger, nullable=False),
-    Column("exported_position", BigInteger, nullable=False),
-    Index("ix_archived_sessions_archive_id", "archive_id"),
-    Index("ix_archived_sessions_tx_position", "tx", "position"),
-    Index("ix_archived_sessions_exported_tx_exported_position", "exported_tx", "exported_position"),
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("file", Text, nullable=False),
+    Column("root_id", SESSION_ID, nullable=False),
+    Column("state", String(16), nullable=False),
+    PrimaryKeyConstraint("session_id", "file"),
+    Index("ix_archived_root_id", "root_id"),
+    Index("ix_archived_file", "file"),
+    Index("ix_archived_state", "state", sqlite_where=_IS_UNFINISHED, postgresql_where=_IS_UNFINISHED),
 )
-"""Sessions whose events and content are in an archive, in this row group of its file, and nowhere else.
-
-Their heads stay. (`tx`, `position`) is the place of the session's last event in the order of commits, (`exported_tx`,
-`exported_position`) that of its last event in `events.EXPORTED`, which is its place in an export.
-`archive_id` null: the session has been brought back. A reader of all events may have passed the places of its events
-while they were in the archive; so it is given them here.
-"""
+"""Sessions in archives: `file` is the URL of a Parquet file that may hold the session, `root_id` its rollout's root,
+also of the root itself. `features.archive.rows` has the states."""
 
 refused_replies = Table(
     "refused_replies",

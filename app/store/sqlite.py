@@ -28,6 +28,7 @@ from app.store.broken import damage
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
 from app.store.lock import SqliteLock
 from app.store.ports import LOCKED_S, Committed
+from app.store.reads import forgotten_place, select_forgotten
 from app.store.schema import events
 
 T = TypeVar("T")
@@ -303,7 +304,8 @@ class SqliteWriter:
 
 
 def _last_position(connection: sqlite3.Connection) -> int:
-    """The largest position in use. Both the order's index and the rows are read, since either may be damaged."""
+    """The largest position in use. Both the order's index and the rows are read, since either may be damaged. The
+    places of sessions that were taken out of the log are not given again."""
     tx = SqliteTx(connection, 1)
     found: list[int] = []
     for statement in (_LAST_IN_ORDER, _LAST_WRITTEN):
@@ -316,4 +318,5 @@ def _last_position(connection: sqlite3.Connection) -> int:
             log.warning("the end of the events cannot be read (%s): run `turnlog verify`", why)
             continue
         found += [place for place in row or (0,) if isinstance(place, int)]
-    return max(found, default=NEVER_REACHED)
+    gone = tx.one(select_forgotten, {})
+    return max(max(found, default=NEVER_REACHED), forgotten_place(None if gone is None else gone[0]).position)

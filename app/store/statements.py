@@ -40,6 +40,7 @@ from app.store.schema import (
     store_meta,
     turns,
 )
+from app.store.schema import archived as archived_sessions
 
 members = sessions.alias("members")
 """The sessions of a rollout, without its root."""
@@ -51,7 +52,7 @@ def of_session(table: Table) -> ColumnElement[bool]:
 
 
 has_rows = or_(sessions.c.status == "open", sessions.c.status == "closed")
-"""Condition on heads: neither erased nor set aside."""
+"""Condition on heads: neither erased nor undone."""
 
 
 def _fenced(table: Table) -> ColumnElement[bool]:
@@ -84,6 +85,15 @@ heads = ForEach(
     ),
     sid=Text,
 )
+archived = ForEach(
+    lambda given: select(archived_sessions.c.session_id).where(
+        archived_sessions.c.session_id == given.sid,
+        archived_sessions.c.state != "writing",
+        archived_sessions.c.state != "copy",
+    ),
+    sid=Text,
+)
+"""Sessions that are in an archive and not here, or were erased there."""
 
 
 def _has_event(given: Any) -> ColumnElement[bool]:
@@ -93,7 +103,7 @@ def _has_event(given: Any) -> ColumnElement[bool]:
 
 def _claim_heads(given: Any) -> Executable:
     """Count a turn as open: in an open session whose log goes on from what the caller knows, where no turn has been
-    committed or set aside since, and fewer than `most` are open."""
+    committed or undone since, and fewer than `most` are open."""
     restored = exists().where(
         events.c.session_id == given.sid, events.c.seq > given.known, events.c.type == "SessionRestored"
     )
@@ -199,7 +209,7 @@ def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
 
 
 close_idle_head = close_head.where(is_idle(bindparam("idle_since", type_=Double)))
-ENDED = ("closed", "set_aside")
+ENDED = ("closed", "undone")
 """What a session may be whose content is freed or erased."""
 erase_head = (
     update(sessions)
@@ -238,12 +248,24 @@ dead_open_turns = (
 )
 drop_open_turn = delete(open_turns).where(_fenced(open_turns))
 drop_staged = delete(chunks).where(_fenced(chunks))
-_is_chunk = _fenced(chunks) & (chunks.c.number == bindparam("place")) & chunks.c.tombstoned_by.is_(None)
-tombstone_chunk = update(chunks).where(_is_chunk).values(data=None, tombstoned_by=bindparam("by"))
+
+
+def _tombstone_chunks(given: Any) -> Executable:
+    """Returns the objects that nothing refers to any more."""
+    is_live = chunks.c.tombstoned_by.is_(None)
+    return (
+        update(chunks)
+        .where(
+            chunks.c.session_id == given.sid, chunks.c.fence == given.fenced, chunks.c.number == given.place, is_live
+        )
+        .values(data=None, tombstoned_by=given.by)
+        .returning(chunks.c.location, chunks.c.session_id)
+    )
+
+
+tombstone_chunks = ForEach(_tombstone_chunks, sid=Text, fenced=BigInteger, place=Integer, by=BigInteger)
 _dead = ["name", "session_id", "since"]
-queue_object = insert(dead_objects).from_select(
-    _dead, select(chunks.c.location, chunks.c.session_id, now()).where(_is_chunk, chunks.c.location.is_not(None))
-)
+queue_object = insert(dead_objects).values(since=now())
 queue_objects = insert(dead_objects).from_select(
     _dead,
     select(chunks.c.location, chunks.c.session_id, now()).where(

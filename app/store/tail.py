@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select, tuple_
 
 from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
 from app.store.engine import Database
-from app.store.reads import START, Position
+from app.store.reads import START, Position, last_forgotten
 from app.store.schema import events
 
 SETTLE_S = 1.0
@@ -40,7 +40,7 @@ def end(connection: Connection) -> Position:
         .limit(1)
     )
     row = connection.execute(query).first()
-    return START if row is None else Position(*row)
+    return max(START if row is None else Position(*row), last_forgotten(connection))
 
 
 class Synced(NamedTuple):

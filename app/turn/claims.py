@@ -101,7 +101,7 @@ class Claims:
 
     async def take(self, entry: CacheEntry, context: TurnContext, *, is_alone: bool = False) -> ClaimedTurn | None:
         """Claim the session at a version that the request fits; None if its turn is already committed, or the request
-        must be read again: another process has committed turns, or a restore has set some aside or given some back.
+        must be read again: another process has committed turns, or a restore has undone some or given some back.
 
         `is_alone`: no other turn is in flight in this process.
         """
@@ -197,7 +197,7 @@ class Claims:
     async def _match(self, entry: CacheEntry, context: TurnContext) -> Plan:
         """Where the request joins the session's history.
 
-        Raises Restored (the request carries a turn that is set aside), SessionBusy (takes precedence over the others),
+        Raises Restored (the request carries a turn that is undone), SessionBusy (takes precedence over the others),
         RollbackTooDeep, HistoryMismatch.
         """
         session = entry.session

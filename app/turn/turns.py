@@ -197,7 +197,7 @@ class Turns:
         return found
 
     def _proven_chat(self, session: Session, proof: str) -> Turn | None:
-        """Raises Restored if it is set aside."""
+        """Raises Restored if it is undone."""
         number = self._services.proofs.turn_of(session.session_id, proof) or 0
         if number in session.undone:
             raise Restored.of(session.session_id, number)

@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_1, the first.
+Revision: first_4, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_1"
+revision = "first_4"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -113,19 +113,13 @@ CREATE TABLE dead_objects (
 CREATE INDEX ix_dead_objects_since_name ON dead_objects (since, name);
 CREATE INDEX ix_dead_objects_session_id ON dead_objects (session_id);
 CREATE INDEX ix_dead_objects_incarnation ON dead_objects (incarnation) WHERE incarnation IS NOT NULL;
-CREATE TABLE archives (
-    id {id}, name TEXT NOT NULL, created_at {double} NOT NULL, writer BIGINT,
-    CONSTRAINT pk_archives PRIMARY KEY (id),
-    CONSTRAINT uq_archives_name UNIQUE (name)
+CREATE TABLE archived (
+    session_id VARCHAR(128) NOT NULL, file TEXT NOT NULL, root_id VARCHAR(128) NOT NULL, state VARCHAR(16) NOT NULL,
+    CONSTRAINT pk_archived PRIMARY KEY (session_id, file)
 );
-CREATE TABLE archived_sessions (
-    session_id VARCHAR(128) NOT NULL, archive_id BIGINT, row_group INTEGER NOT NULL, tx BIGINT NOT NULL,
-    position BIGINT NOT NULL, exported_tx BIGINT NOT NULL, exported_position BIGINT NOT NULL,
-    CONSTRAINT pk_archived_sessions PRIMARY KEY (session_id)
-);
-CREATE INDEX ix_archived_sessions_archive_id ON archived_sessions (archive_id);
-CREATE INDEX ix_archived_sessions_tx_position ON archived_sessions (tx, position);
-CREATE INDEX ix_archived_sessions_exported_tx_exported_position ON archived_sessions (exported_tx, exported_position);
+CREATE INDEX ix_archived_root_id ON archived (root_id);
+CREATE INDEX ix_archived_file ON archived (file);
+CREATE INDEX ix_archived_state ON archived (state) WHERE state IN ('writing', 'leaving', 'erasing');
 CREATE TABLE refused_replies (
     session_id VARCHAR(128) NOT NULL, fence BIGINT NOT NULL, size BIGINT NOT NULL, data {bytes} NOT NULL,
     CONSTRAINT pk_refused_replies PRIMARY KEY (session_id, fence)

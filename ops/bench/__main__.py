@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import export, payloads, peer, sessions, startup, turns
+from ops.bench import archive, export, payloads, peer, sessions, startup, turns
 from ops.bench.measure import print_results
 
 BENCHMARKS = {
@@ -20,6 +20,7 @@ BENCHMARKS = {
     "sessions": sessions,
     "payloads": payloads,
     "export": export,
+    "archive": archive,
     "startup": startup,
 }
 

@@ -1,7 +1,7 @@
 """Replay payloads in the database and in object storage: what a turn costs the database, the server and the client.
 
-The same turns four times on one PostgreSQL: without replay payloads, with them in the database, in a folder, and in a
-bucket of a local S3 server. The ceiling is what the database's CPU would allow on one core.
+The same turns on one PostgreSQL: without replay payloads, with them in the database, and in a bucket of a local S3
+server, also of one that takes 30 ms longer for each PUT. The ceiling is what the database's CPU allows on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,23 @@ from ops.server import PORT, OwnProcess
 
 CEILING = "database's ceiling, turns/s"
 
-PLACES = ("none", "database", "folder", "bucket")
+PLACES = ("none", "database", "bucket", "bucket, 30 ms")
+
+SERVE = """
+import sys, time
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+
+serve = DomainDispatcherApplication(create_backend_app)
+delay_s = float(sys.argv[2]) / 1000
+
+def answer(environ, start_response):
+    if environ["REQUEST_METHOD"] == "PUT":
+        time.sleep(delay_s)
+    return serve(environ, start_response)
+
+run_simple("127.0.0.1", int(sys.argv[1]), answer, threaded=True)
+"""
 
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
 
@@ -46,19 +62,20 @@ async def main(arguments: argparse.Namespace) -> int:
         primary(arguments.folder) as database,
         simulator(everywhere) as engine,
         folder_for_bench(arguments.folder) as folder,
-        S3Server(folder) as s3,
+        S3Server(folder) as fast,
+        S3Server(folder, 30) as slow,
     ):
         whole = size.script()
         places: dict[str, tuple[Script, Mapping[str, str]]] = {
             "none": (_without_payloads(whole), {}),
             "database": (whole, {}),
-            "folder": (whole, {"TURNLOG_PAYLOADS": f"file://{folder}/objects"}),
-            "bucket": (whole, s3.bucket()),
+            "bucket": (whole, fast.bucket()),
+            "bucket, 30 ms": (whole, slow.bucket()),
         }
         for number in range(arguments.rounds):
             for place in arguments.places:
                 script, environment = places[place]
-                before = cpu_s(s3.pid)
+                before = cpu_s(fast.pid) + cpu_s(slow.pid)
                 store = database.new_database()
                 with turnlog(engine, everywhere, arguments.folder, environment, store.url) as server:
                     side = Side(
@@ -69,7 +86,7 @@ async def main(arguments: argparse.Namespace) -> int:
                         database=store,
                     )
                     row = (await side.measured(arguments.seconds)).figures()
-                storage = (cpu_s(s3.pid) - before) * 1000 / max(row["turns"], 1)
+                storage = (cpu_s(fast.pid) + cpu_s(slow.pid) - before) * 1000 / max(row["turns"], 1)
                 rows.append({"round": number + 1, "payloads": place, **row, "storage ms/turn": storage})
     shown = [_shown(row) for row in rows]
     table(shown)
@@ -106,11 +123,11 @@ def _without_payloads(script: Script) -> Script:
 
 
 class S3Server(OwnProcess):
-    """A local S3 server."""
+    """A local S3 server that takes `ms` milliseconds longer for each PUT."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "moto.server", "-p", PORT]
-        super().__init__(command, folder / "s3.log", environment=dict(os.environ))
+    def __init__(self, folder: Path, ms: int = 0) -> None:
+        command = [sys.executable, "-c", SERVE, PORT, str(ms)]
+        super().__init__(command, folder / f"s3-{ms}.log", environment=dict(os.environ))
 
     def answers(self) -> bool:
         try:

@@ -85,7 +85,7 @@ class StoredSession(msgspec.Struct, frozen=True):
     turns: Sequence[StoredTurn]
 
 
-async def fill(url: str, sessions: int, turns: int) -> None:
+async def fill(url: str, sessions: int, turns: int, *, ended: bool = False) -> None:
     """Write sessions `filled-0` and so on, which all have the same turns. Only their number matters, not their
     content."""
     made = [_plain_turn(number) for number in range(turns)]
@@ -93,7 +93,7 @@ async def fill(url: str, sessions: int, turns: int) -> None:
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, every, b'{"model":"simulator"}', ended=False)
+        await write_sessions(database, every, b'{"model":"simulator"}', ended=ended)
     finally:
         await database.close()
 

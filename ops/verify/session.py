@@ -197,7 +197,7 @@ class SessionCheck:
                     last = max(last, ended.fence)
 
     def _retry_keys(self, session: Session) -> None:
-        """Check that no key has two turns. One that is set aside has none any more."""
+        """Check that no key has two turns. One that is undone has none any more."""
         keys = [turn.retry_key for turn in session.turns if turn.retry_key is not None]
         twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
         self._expect(not twice, f"committed twice under one retry key: {twice}")

@@ -172,7 +172,7 @@ def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
             func.sum(case((is_erased, 1), else_=0)),
             func.sum(case((or_(is_erased, is_finished), 0), else_=1)),
         )
-        .where(sessions.c.group_id.in_(ids), sessions.c.status != "set_aside", is_root())
+        .where(sessions.c.group_id.in_(ids), sessions.c.status != "undone", is_root())
         .group_by(sessions.c.group_id)
     )
     return {row[0]: _Members(*row[1:]) for row in connection.execute(query)}

@@ -15,7 +15,7 @@ from sqlalchemy.sql import Executable
 from app.domain.known_body import LONG_BODY
 from app.domain.session import Session
 from app.errors import SessionUnreadable
-from app.protocols.chat.parse import parse_chat
+from app.protocols.chat import parse_chat
 from app.sessions.cache import SessionCache
 from app.store.dialect import Parameters, Row
 from app.store.engine import Database

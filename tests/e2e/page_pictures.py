@@ -33,7 +33,6 @@ VIEWS = {
     "tree": "#/session/deep-research-5",
     "rollouts": "#/group/retail%2Forder-17/rollouts?sort=best",
     "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
-    "compared": "#/session/deep-research-5?branch=0&against=2",
     "checkpoints": "#/checkpoints",
     "checkpoint": f"#/checkpoint/{CHECKPOINT}",
 }
@@ -41,7 +40,6 @@ LOOKED_AT = {
     **{name: hash for name, hash in VIEWS.items() if name != "search"},
     "engines": "#/",
     "columns": "#/?columns=task,harness&metadata=harness%3Ddemo",
-    "groupcolumns": "#/groups?columns=task,harness",
     "picked": "#/rollouts?sessions=retail-00,retail-03",
     "session": f"#/session/{STORY}",
     "note": f"#/session/{STORY}",
@@ -65,20 +63,9 @@ PRESSED: Mapping[str, Callable[[Page], None]] = {
 SIZES = ((1440, 900, 0.55), (768, 1024, 0.6), (390, 844, 0.72))
 """Width and height of a window, and the scale of its picture on a sheet."""
 
-DOCUMENTED = (
-    ("sessions", "light"),
-    ("sessions", "dark"),
-    ("groups", "light"),
-    ("group", "light"),
-    ("rollouts", "light"),
-    ("diff", "light"),
-    ("exports", "light"),
-    ("tree", "light"),
-    ("compared", "light"),
-    ("checkpoint", "light"),
-)
+DOCUMENTED = (("sessions", "light"), ("group", "light"), ("rollouts", "light"), ("tree", "light"))
 BUSY_S = 12.0
-"""So long the server works before the pictures: the dead engine is known as such then, and the sparkline is a line."""
+"""So long the server works before the pictures: the dead engine is known as such then."""
 
 SHOWN_MS = 700
 
@@ -110,10 +97,10 @@ def main() -> None:
             story(page.stand)
             sheets(browser, page.stand.server.base_url, LOOKED_AT, folder)
             sign_in(browser, folder)
+            search(browser, folder)
         else:
             for name, scheme in DOCUMENTED:
                 take(shown, name, scheme, folder / f"{name}-{scheme}.png")
-        search(browser, folder, arguments.all)
 
 
 def sheets(browser: Browser, base_url: str, views: Mapping[str, str], folder: Path) -> None:
@@ -154,16 +141,12 @@ def sign_in(browser: Browser, folder: Path) -> None:
         sheets(browser, stand.server.base_url, {"signin": "#/"}, folder)
 
 
-def search(browser: Browser, folder: Path, every: bool) -> None:
+def search(browser: Browser, folder: Path) -> None:
     searched = {"TURNLOG_SEARCH": "on"}
     with tempfile.TemporaryDirectory() as root, standing(Path(root), environment=searched) as stand:
         rollouts(stand)
         until(lambda: stand.http.get("/search", params={"q": "order"}).json()["is_current"])
-        if every:
-            sheets(browser, stand.server.base_url, {"search": VIEWS["search"]}, folder)
-            return
-        page = opened(browser, stand.server.base_url)
-        take(page, "search", "light", folder / "search-light.png")
+        sheets(browser, stand.server.base_url, {"search": VIEWS["search"]}, folder)
 
 
 def opened(browser: Browser, base_url: str, width: int = 1200, height: int = 700) -> Page:

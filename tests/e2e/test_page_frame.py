@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -81,13 +80,8 @@ def test_sign_in_and_out(watched: Watched) -> None:
     copied = page.evaluate("navigator.clipboard.readText()")
     assert '-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"' in copied
     assert TOKEN not in copied
-    page.get_by_role("button", name="Copy as Python").click()
-    page.wait_for_function("async () => (await navigator.clipboard.readText()).includes('httpx.get')")
-    copied = page.evaluate("navigator.clipboard.readText()")
-    assert "TURNLOG_ADMIN_TOKEN" in copied
-    assert TOKEN not in copied
     environment = {**os.environ, "TURNLOG_ADMIN_TOKEN": TOKEN}
-    ran = subprocess.run([sys.executable, "-c", copied], env=environment, capture_output=True, check=True, timeout=30)
+    ran = subprocess.run(["bash", "-c", copied], env=environment, capture_output=True, check=True, timeout=30)
     assert json.loads(ran.stdout)["groups"] == []
     assert TOKEN not in page.content()
 

@@ -1,4 +1,4 @@
-"""Search, notes, tags and saved views of the page in a real browser."""
+"""Search, notes and tags of the page in a real browser."""
 
 from __future__ import annotations
 
@@ -91,47 +91,13 @@ def test_notes_and_tags_are_shown_filtered_and_copied(searched: Stand, watch: Wa
     expect(page.locator(ROWS)).to_have_count(1)
 
 
-def test_a_view_is_saved_found_again_and_forgotten(searched: Stand, watch: Watch) -> None:
-    page = watch(searched.server.base_url).open("#/?q=found-0&sort=turns&order=asc")
-    page.click("text=Save view")
-    page.keyboard.type("first <ten>")
-    page.keyboard.press("Enter")
-    page.evaluate("location.hash = '#/groups'")
-    page.wait_for_selector(f"{ROWS}[data-key=zoo]")
-    page.evaluate("location.hash = '#/'")
-    page.click(".savedviews >> text=first <ten>")
-    page.wait_for_url("**q=found-0**")
-    expect(page.locator(ROWS)).to_have_count(10)
-    page.reload()
-    page.get_by_label("Forget first <ten>").click()
-    expect(page.locator(".savedviews a")).to_have_count(0)
-    page.evaluate(
-        """localStorage.setItem("turnlog-views", '[{"name": "x", "href": "javascript:alert(1)"}, 7, null]')"""
-    )
-    page.reload()
-    page.wait_for_selector(ROWS)
-    expect(page.locator(".savedviews a")).to_have_count(0)
-
-
-def test_metadata_filters_the_list_and_is_a_column_of_groups(searched: Stand, watch: Watch) -> None:
+def test_metadata_filters_the_list(searched: Stand, watch: Watch) -> None:
     page = watch(searched.server.base_url, width=1440).open("#/?q=found-0")
     expect(page.locator(ROWS)).to_have_count(10)
     page.fill("input[name=metadata]", "task")
     page.fill("input[name=metadata]", "task=t1")
     expect(page.locator(ROWS)).to_have_count(5)
     assert "metadata=task%3Dt1" in page.url
-    page.evaluate("location.hash = '#/groups'")
-    page.fill("input[name=columns]", "task")
-    page.keyboard.press("Enter")
-    expect(page.locator("main thead th").last).to_have_text("task")
-    expect(page.locator(f"{ROWS}[data-key=zoo] td").last).to_have_text("t0")
-    page.click("text=Save view")
-    page.keyboard.type("by task")
-    page.keyboard.press("Enter")
-    page.evaluate("location.hash = '#/search'")
-    page.click(".savedviews >> text=by task")
-    expect(page.locator(f"{ROWS}[data-key=zoo] td").last).to_have_text("t0")
-    page.get_by_label("Forget by task").click()
 
 
 def test_metadata_as_columns(searched: Stand, watch: Watch) -> None:

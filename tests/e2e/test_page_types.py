@@ -79,7 +79,7 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("Me", "/ui/api/me"),
         ("Overview", "/ui/api/overview"),
         ("SessionPage", "/ui/api/sessions"),
-        ("GroupPage", "/ui/api/groups"),
+        ("GroupPage", "/groups"),
         ("VersionRow[]", "/ui/api/versions"),
         ("ExportPreview", "/ui/api/exports?shape=slime&max_seq_len=100"),
         ("CheckpointList", "/checkpoints"),

@@ -28,7 +28,7 @@ VIEWS = {
     "#/checkpoints": "main tbody tr[data-key]",
     "#/checkpoint/step-40": "main tbody tr[data-key]",
     "#/session/deep-research-5": ".said",
-    "#/session/deep-research-5?branch=0&against=2": ".sides .said",
+    "#/rollouts?sessions=deep-research-5@0,deep-research-5@2&diff=deep-research-5@0,deep-research-5@2": ".difflist li",
     "#/session/deep-research-5/tokens": ".tokens .tok",
 }
 """Addresses, and what is there once the view is."""
@@ -150,7 +150,7 @@ def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) ->
 
 def test_what_is_copied_and_where_one_is_are_lines_that_scroll_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
     page = watch(page_stand.stand.server.base_url, width=390).open("#/session/deep-research-5")
-    last = page.get_by_role("button", name="Copy note as Python")
+    last = page.get_by_role("button", name="Copy note as curl")
     last.wait_for()
     assert len(set(tops(page, "[aria-label=Session] .switches button"))) == 1
     last.focus()

@@ -86,7 +86,7 @@ DAMAGE = {
         "event 3 comes before an earlier one",
     ),
     "a chunk of no turn": (
-        "INSERT INTO chunks SELECT session_id, 77, number, kind, size, hash, NULL, NULL, data, NULL, NULL FROM chunks "
+        "INSERT INTO chunks SELECT session_id, 77, number, kind, size, hash, NULL, NULL, data FROM chunks "
         "WHERE session_id = 'rich' AND data IS NOT NULL LIMIT 1",
         "belong to no turn",
     ),

@@ -48,6 +48,20 @@ OF_CHECKPOINTS: tuple[CrashPoint, ...] = (
 OF_OBJECTS: tuple[CrashPoint, ...] = ("before_put", "after_put", "after_copied", "after_object_deleted")
 """Tried in `test_objects`."""
 
+OF_ARCHIVES: tuple[CrashPoint, ...] = (
+    "before_archive_put",
+    "after_archive_put",
+    "in_archive",
+    "after_archived",
+    "in_content_dropped",
+    "after_erasing_begun",
+    "after_archive_rewritten",
+    "after_archive_deleted",
+    "in_import",
+    "after_imported",
+)
+"""Tried in `integration/test_archive.py`."""
+
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
     "completion_tokens": 1500,
@@ -416,4 +430,6 @@ def test_every_point_is_tried() -> None:
     )
     marked = [mark for test in tests for mark in test.pytestmark]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
-    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_OBJECTS} == set(POINTS)
+    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_OBJECTS, *OF_ARCHIVES} == set(
+        POINTS
+    )

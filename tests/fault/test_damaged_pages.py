@@ -296,7 +296,7 @@ def test_a_server_lives_with_a_damaged_list(whole: Whole, tmp_path: Path, engine
     with served(damaged, engine) as stand:
         rows = stand.rows(explain="true")
         assert {row["session_id"] for row in rows if "excluded" in row} == damaged.lost
-        lists = ("/sessions?limit=500", "/ui/api/sessions?limit=200", "/ui/api/overview", "/ui/api/groups")
+        lists = ("/sessions?limit=500", "/ui/api/sessions?limit=200", "/ui/api/overview", "/groups")
         replies = {path: stand.http.get(path) for path in lists}
         assert all(reply.is_success or error_of(reply) == (500, "store_damaged") for reply in replies.values()), replies
         assert any(reply.is_error for reply in replies.values()) or where != "heads"

@@ -95,7 +95,7 @@ def reopened(here: Talk, there: Talk) -> httpx.Response:
 
 
 def given_back(here: Talk, there: Talk) -> httpx.Response:
-    """This process knows a turn to be set aside that was given back since."""
+    """This process knows a turn to be undone that was given back since."""
     before = _checkpoint(there)
     there.say("More")
     after = f"{before}-after"
@@ -106,8 +106,8 @@ def given_back(here: Talk, there: Talk) -> httpx.Response:
     return here.chat([*there.messages, user("And?")])
 
 
-def key_set_aside(here: Talk, there: Talk) -> httpx.Response:
-    """This process knows the key of a turn that was set aside since."""
+def key_undone(here: Talk, there: Talk) -> httpx.Response:
+    """This process knows the key of a turn that was undone since."""
     name = _checkpoint(there)
     key = {"idempotency-key": "once"}
     assert here.chat([*there.messages, user("More")], headers=key).status_code == 200
@@ -127,9 +127,7 @@ Case = Callable[[Talk, Talk], httpx.Response]
 
 NEGATIVES: dict[Case, str] = {
     **dict.fromkeys((previous_response, item_reference, read_response, read_input_items), "responses"),
-    **dict.fromkeys(
-        (continued, rolled_back, forked, rewarded, reopened, given_back, key_set_aside, taken_back), "chat"
-    ),
+    **dict.fromkeys((continued, rolled_back, forked, rewarded, reopened, given_back, key_undone, taken_back), "chat"),
 }
 
 

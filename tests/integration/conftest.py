@@ -16,6 +16,7 @@ from ops.simulator.process import SimulatorProcess
 ON_BOTH = frozenset(
     {
         "test_all_events",
+        "test_archive",
         "test_checkpoints",
         "test_export",
         "test_fork",

@@ -41,26 +41,19 @@ NESTED = {"experts": {"nested": True}, "indexer_topk": {"nested": True}}
 
 @pytest.fixture(
     scope="module",
-    params=["sglang", "sglang pool", "sglang objects", "vllm", pytest.param("vllm pool", marks=pytest.mark.long)],
+    params=["sglang", "sglang pool", "vllm", pytest.param("vllm pool", marks=pytest.mark.long)],
 )
 def line(
     request: pytest.FixtureRequest,
     sglang: SimulatorProcess,
     vllm: SimulatorProcess,
     places: Places,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Recorded]:
-    """A server that asks for both kinds: judged where it is, or in the pool; kept in the database, or as objects."""
+    """A server that asks for both kinds: judged where it is, or all in the pool."""
     kind, _, how = request.param.partition(" ")
     engine = sglang if kind == "sglang" else vllm
-    folder = tmp_path_factory.mktemp("objects")
-    settings = {"": {}, "pool": POOL, "objects": {"TURNLOG_PAYLOADS": f"file://{folder}"}}[how]
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in settings.items():
-            environment.setenv(name, value)  # for `turnlog verify` in this process
-        with recorded(places.new("replay"), engine.base_url, {**BOTH, **settings}) as made:
-            yield made
-            assert any(folder.glob("*/*")) is (how == "objects")
+    with recorded(places.new("replay"), engine.base_url, {**BOTH, **(POOL if how else {})}) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

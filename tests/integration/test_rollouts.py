@@ -269,7 +269,7 @@ def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> No
     assert own not in given
     reasons = {line["group_id"]: line["excluded"] for line in handed_out(used, "why", explain="true")}
     assert reasons[own] == "it has no rollout: its sessions are children"
-    listed = used.http.get("/ui/api/groups", params={"limit": 500}).json()["groups"]
+    listed = used.http.get("/groups", params={"limit": 500}).json()["groups"]
     assert {one["group_id"]: (one["sessions"], one["state"]) for one in listed if one["group_id"] in (group, own)} == {
         group: (1, "acknowledged"),
         own: (0, "open"),

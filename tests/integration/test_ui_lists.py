@@ -100,6 +100,10 @@ def test_the_list_is_paged_and_refuses_what_it_does_not_know(stand: Stand) -> No
         assert error_of(refused) == (400, "invalid_request"), wrong
 
 
+def listed_groups(stand: Stand) -> Any:
+    return stand.http.get("/groups", params={"limit": 500}).json()["groups"]
+
+
 def test_groups_are_listed_with_what_makes_them_useless(stand: Stand) -> None:
     name = uuid.uuid4().hex
     rewards = {"alike": (1.0, 1.0), "differ": (0.0, 1.0), "lacking": (None, 1.0)}
@@ -112,7 +116,7 @@ def test_groups_are_listed_with_what_makes_them_useless(stand: Stand) -> None:
     found: dict[str, Any] = {}
     cursor: str | None = None
     while True:
-        page = get(stand, "groups", limit=2, **({} if cursor is None else {"cursor": cursor}))
+        page = stand.http.get("/groups", params={"limit": 2, **({} if cursor is None else {"cursor": cursor})}).json()
         found |= {group["group_id"]: group for group in page["groups"]}
         cursor = page["next_cursor"]
         if cursor is None:
@@ -125,14 +129,12 @@ def test_groups_are_listed_with_what_makes_them_useless(stand: Stand) -> None:
     assert (lacking["sessions"], lacking["closed"], lacking["rewarded"], lacking["state"]) == (2, 2, 1, "open")
     taken = {"consumer": "ui", "size": 1000}
     stand.http.get("/export/groups", params=taken).raise_for_status()
-    assert next(one for one in get(stand, "groups", limit=500)["groups"] if one["group_id"] == alike["group_id"])[
-        "state"
-    ] == ("leased")
+    assert next(one for one in listed_groups(stand) if one["group_id"] == alike["group_id"])["state"] == ("leased")
     acknowledged = {"consumer": "ui", "groups": [alike["group_id"]]}
     stand.http.post("/export/groups/ack", json=acknowledged).raise_for_status()
-    states = {one["group_id"]: one["state"] for one in get(stand, "groups", limit=500)["groups"]}
+    states = {one["group_id"]: one["state"] for one in listed_groups(stand)}
     assert states[alike["group_id"]] == "acknowledged"
-    assert stand.http.get("/ui/api/groups", params={"cursor": "é"}).status_code == 400
+    assert stand.http.get("/groups", params={"cursor": "é"}).status_code == 400
 
 
 SHAPES = [
@@ -196,27 +198,6 @@ def test_columns_of_metadata(stand: Stand) -> None:
         "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
     }, "the first six columns"
     assert stand.http.get("/ui/api/sessions", params={"q": "columns-"}).json()["metadata"] == {}
-
-
-def test_columns_of_metadata_of_groups(stand: Stand) -> None:
-    """Those of the first session of each group; an erased one has none."""
-    for number, group in enumerate(("columns/a", "columns/a", "columns/b", "columns/c")):
-        metadata = {"task": f"{group} {number}", "n": number} if group != "columns/c" else {}
-        stand.talk(session_id=f"group-columns-{number}", group_id=group, attempt=number, metadata=metadata)
-    gone = stand.talk(session_id="group-columns-0a", group_id="columns/b", metadata={"task": "erased"})
-    assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
-    found: dict[str, Any] = {}
-    cursor = None
-    while not found or cursor:
-        parameters = {"columns": "task,n", "limit": 2, **({"cursor": cursor} if cursor else {})}
-        page = stand.http.get("/ui/api/groups", params=parameters).json()
-        found |= page["metadata"] or {"": None}
-        cursor = page["next_cursor"]
-    assert {name: value for name, value in found.items() if name.startswith("columns/")} == {
-        "columns/a": {"task": "columns/a 0", "n": "0"},
-        "columns/b": {"task": "columns/b 2", "n": "2"},
-    }
-    assert stand.http.get("/ui/api/groups").json()["metadata"] == {}
 
 
 def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang: SimulatorProcess) -> None:

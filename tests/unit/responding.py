@@ -13,8 +13,9 @@ from openai.types.responses import Response
 from app.domain.calls import given_ids, sampled_calls
 from app.domain.history import canonical_hash
 from app.protocols.base import CommittedReply
-from app.protocols.responses import PROTOCOL
+from app.protocols.responses import Responses
 
+RESPONSES = Responses()
 Json = dict[str, Any]
 
 TOOLS = [
@@ -87,12 +88,12 @@ def request(**fields: Any) -> bytes:
 def committed(reply: Json, turn: int = 1, **fields: Any) -> CommittedReply:
     calls = sampled_calls(json.dumps(reply["choices"][0]["message"]).encode())
     given = given_ids(calls, "responses", proof(turn), [])
-    return CommittedReply(json.dumps(reply).encode(), proof(turn), PROTOCOL.parse(request(**fields)).echo, given)
+    return CommittedReply(json.dumps(reply).encode(), proof(turn), RESPONSES.parse(request(**fields)).echo, given)
 
 
 def parsed(items: list[Json], **fields: Any) -> list[Json]:
     """The chat messages of a request."""
-    return [json.loads(bytes(raw)) for raw in PROTOCOL.parse(request(input=items, **fields)).messages]
+    return [json.loads(bytes(raw)) for raw in RESPONSES.parse(request(input=items, **fields)).messages]
 
 
 def hashes(messages: list[Json]) -> list[str]:

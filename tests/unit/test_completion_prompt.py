@@ -19,7 +19,7 @@ from app.domain.history import Plan
 from app.domain.session import Session
 from app.domain.tree import TreeIndex
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
-from app.protocols.completions.parse import parse_completion
+from app.protocols.completions import parse_completion
 
 Prompt = str | list[int]
 

@@ -16,7 +16,7 @@ from app.domain.history import Plan
 from app.domain.session import Session
 from app.domain.tree import TreeIndex
 from app.errors import HistoryMismatch
-from app.protocols.completions.parse import parse_completion
+from app.protocols.completions import parse_completion
 from workers.parse import token_text
 
 

@@ -10,8 +10,8 @@ import pytest
 from app.domain.control import SessionControl, session_named
 from app.domain.request import ChatRequest, CompletionRequest
 from app.errors import InvalidRequest
-from app.protocols.chat.parse import parse_chat
-from app.protocols.completions.parse import parse_completion
+from app.protocols.chat import parse_chat
+from app.protocols.completions import parse_completion
 
 
 def chat(**fields: Any) -> ChatRequest:

@@ -27,14 +27,14 @@ async def test_figures_are_read_again_when_they_are_old(sqlite_store: Store) -> 
     counted = CachedFigures(sqlite_store.database, clock)
     first = await counted.now()
     assert first is not None
-    assert (first.sessions, first.open_turns) == ({"open": 0, "closed": 0, "erased": 0, "set_aside": 0}, 0)
+    assert (first.sessions, first.open_turns) == ({"open": 0, "closed": 0, "erased": 0, "undone": 0}, 0)
     assert first.bytes > 0
     await sqlite_store.submit(create("s"))
     assert await counted.now() is first
     clock.now += FRESH_S
     later = await counted.now()
     assert later is not None
-    assert later.sessions == {"open": 1, "closed": 0, "erased": 0, "set_aside": 0}
+    assert later.sessions == {"open": 1, "closed": 0, "erased": 0, "undone": 0}
 
 
 async def test_who_asks_does_not_wait_for_a_database_that_is_away() -> None:

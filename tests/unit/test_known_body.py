@@ -19,7 +19,7 @@ from app.domain.history import Incoming
 from app.domain.known_body import LONG_BODY, KnownBodies, KnownBody
 from app.domain.request import ChatRequest
 from app.errors import AppError
-from app.protocols.chat.parse import parse_chat
+from app.protocols.chat import parse_chat
 
 LONG = "lorem, [ipsum] {dolor} \\u0041é " * (LONG_BODY // 24)
 MESSAGES = [{"role": "system", "content": LONG}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
@@ -62,9 +62,7 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "tools": None if request.tools is None else bytes(request.tools),
         "stream": (request.stream, request.stream_mode),
         "ids": request.ids,
-        "places": None
-        if layout is None
-        else (layout.starts, layout.ends, [(state.messages, state.reader.hexdigest()) for state in layout.hashed]),
+        "places": None if layout is None else (layout.starts, layout.ends),
         "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
     }
 

@@ -34,7 +34,7 @@ def test_it_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> No
         threads.append(threading.get_ident())
         return {"app": app.title}
 
-    monkeypatch.setattr(openapi, "document", document)
+    monkeypatch.setattr(service, "document", document)
     request = Request({"type": "http", "app": create_app(Settings(search="on"))})
     reply = asyncio.run(service.openapi_json(request))
     assert reply.body == b'{"app":"Turnlog"}'

@@ -9,11 +9,11 @@ from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.request import TokenIds, join_object
+from app.domain.request import TokenIds, canonical_hash, join_object
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.body import OURS
-from app.protocols.chat.parse import parse_chat
-from app.protocols.completions.parse import parse_completion
+from app.protocols.chat import parse_chat
+from app.protocols.completions import parse_completion
 
 DEEP = "[" * 150 + "]" * 150
 
@@ -176,6 +176,12 @@ def test_what_is_no_prompt(prompt: str) -> None:
 def test_a_turn_has_one_prompt_one_choice_and_no_echo(rest: str) -> None:
     with pytest.raises(Unsupported):
         parse_completion(f'{{"prompt":"a",{rest}}}'.encode())
+
+
+def test_a_body_is_another_request_on_another_route() -> None:
+    body = b'{"messages":[1],"prompt":"a"}'
+    assert canonical_hash(parse_chat(body), "history") != canonical_hash(parse_completion(body), "history")
+    assert canonical_hash(parse_chat(body), "history") == canonical_hash(parse_chat(b" " + body), "history")
 
 
 SAID = b'{"role":"user","content":""}'

@@ -13,9 +13,10 @@ from responding import TOOLS, Json, hashes, parsed, proof, request
 
 from app.domain.request import ChatRequest, canonical_hash, join_object
 from app.errors import InvalidRequest, PreviousResponseNotFound, Unsupported
-from app.protocols.responses import PROTOCOL
-from app.protocols.responses.echo import read_echo
+from app.protocols.responses import Responses
+from app.protocols.responses.reply import read_echo
 
+RESPONSES = Responses()
 USER = {"role": "user", "content": "hi"}
 
 
@@ -126,7 +127,7 @@ def test_input_as_text_and_instructions() -> None:
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return PROTOCOL.parse(request(**fields))
+    return RESPONSES.parse(request(**fields))
 
 
 def params_of(**fields: Any) -> Json:
@@ -236,7 +237,7 @@ def test_the_echo_is_small_and_the_same_every_turn() -> None:
     assert first.echo == second.echo
     assert first.echo is not None
     assert len(first.echo) < 2000
-    again = PROTOCOL.parse(json.dumps(dict(reversed(json.loads(request(tools=tools)).items()))).encode())
+    again = RESPONSES.parse(json.dumps(dict(reversed(json.loads(request(tools=tools)).items()))).encode())
     assert canonical_hash(again, "") == canonical_hash(first, "")
     assert not read_echo(chat(store=False).echo).is_stored
 
@@ -355,7 +356,7 @@ RAW = [b"1e999", b'"\\ud800"', b"nul", b"[" * 150 + b"]" * 150, b"9" * 5000, b"\
 def judge(body: bytes) -> bool:
     """A request, or a 400 of ours; nothing else is raised. Was it accepted?"""
     try:
-        asked = PROTOCOL.parse(body)
+        asked = RESPONSES.parse(body)
     except InvalidRequest:
         return False
     messages = [json.loads(bytes(raw)) for raw in asked.messages]

@@ -19,10 +19,11 @@ from app.domain.calls import with_given_ids
 from app.errors import InvalidRequest, PreviousResponseNotFound
 from app.protocols.base import CommittedReply, StoredTurn
 from app.protocols.errors import ErrorFields
-from app.protocols.responses import PROTOCOL
-from app.protocols.responses.echo import read_echo
+from app.protocols.responses import Responses
 from app.protocols.responses.listing import input_items
+from app.protocols.responses.reply import read_echo
 
+RESPONSES = Responses()
 INCLUDE = ["reasoning.encrypted_content"]
 HISTORY: list[Json] = [
     {"role": "developer", "content": "be brief"},
@@ -83,9 +84,9 @@ def test_the_stream_assembles_to_the_reply(client: OpenAI, answers: Answers) -> 
     random = Random(17)
     for turn in range(cases(2000)):
         reply = committed(engine_reply(random, turn), turn, include=random.choice([[], INCLUDE]))
-        whole = json.loads(PROTOCOL.reply(reply))
+        whole = json.loads(RESPONSES.reply(reply))
         Response.model_validate(whole)
-        answers.body = PROTOCOL.events(reply)
+        answers.body = RESPONSES.events(reply)
         events, response = assembled(client)
         assert [event.sequence_number for event in events] == list(range(len(events)))
         sent = [part for part in answers.body.split(b"\n") if part.startswith(b"data: ")]
@@ -104,17 +105,17 @@ def test_a_reply_that_comes_back_is_the_stored_one(name: str) -> None:
         if name == "no ids" and '"raw"' in json.dumps(engine):
             continue  # The only arguments whose way back needs the id: a custom tool's that are no object.
         reply = committed(engine, turn, include=INCLUDE)
-        items = CLIENTS[name](json.loads(PROTOCOL.reply(reply))["output"])
+        items = CLIENTS[name](json.loads(RESPONSES.reply(reply))["output"])
         outputs = [
             {"type": item["type"] + "_output", "call_id": item["call_id"], "output": "done"}
-            for item in json.loads(PROTOCOL.reply(reply))["output"]
+            for item in json.loads(RESPONSES.reply(reply))["output"]
             if "call_id" in item
         ]
         new = outputs or [{"role": "user", "content": "and?"}]
         message = engine["choices"][0]["message"]
-        asked = PROTOCOL.parse(request(input=[*HISTORY, *items, *new], instructions="sys"))
+        asked = RESPONSES.parse(request(input=[*HISTORY, *items, *new], instructions="sys"))
         stored = StoredTurn([*asked.messages[:2], msgspec.Raw(json.dumps(message).encode())])
-        full = PROTOCOL.complete(asked, {proof(turn): stored})
+        full = RESPONSES.complete(asked, {proof(turn): stored})
         found = hashes([json.loads(bytes(raw)) for raw in full.messages])
         before = hashes(parsed(HISTORY, instructions="sys"))
         assert found[: len(before) + 1] == [*before, *hashes([message])], (name, message)
@@ -141,7 +142,7 @@ def test_calls_as_their_tools_are_spelled() -> None:
         ("apply_patch", "{}"),
         ("who", "x"),
     ]
-    items = json.loads(PROTOCOL.reply(committed(calls_reply(*calls))))["output"]
+    items = json.loads(RESPONSES.reply(committed(calls_reply(*calls))))["output"]
     base = proof(1)
     assert [(item["type"], item["id"], item["name"], item.get("namespace")) for item in items] == [
         ("function_call", f"fc_{base}_0", "shell", None),
@@ -163,7 +164,7 @@ def test_a_call_without_an_id_or_a_name_comes_back_as_it_was(fault: str) -> None
         for call in message["tool_calls"]:
             del call["id"]
     whole = committed(reply)
-    items = json.loads(PROTOCOL.reply(whole))["output"]
+    items = json.loads(RESPONSES.reply(whole))["output"]
     assert all(item["call_id"] for item in items)
     assert hashes(parsed([*HISTORY, *items]))[-1:] == hashes([with_given_ids(message, whole.given_ids)])
 
@@ -181,11 +182,11 @@ def test_a_call_without_an_id_or_a_name_comes_back_as_it_was(fault: str) -> None
 def test_how_a_reply_ended(finish: str, status: str, reason: str | None) -> None:
     reply = engine_reply(Random(1))
     reply["choices"][0]["finish_reason"] = finish
-    whole = json.loads(PROTOCOL.reply(committed(reply)))
+    whole = json.loads(RESPONSES.reply(committed(reply)))
     assert (whole["status"], (whole["incomplete_details"] or {}).get("reason")) == (status, reason)
     assert whole["output"][-1]["status"] == status
     assert ("completed_at" in whole) is (reason is None)
-    assert PROTOCOL.events(committed(reply)).count(f"event: response.{status}\n".encode()) == 1
+    assert RESPONSES.events(committed(reply)).count(f"event: response.{status}\n".encode()) == 1
 
 
 def test_what_the_response_repeats() -> None:
@@ -197,12 +198,12 @@ def test_what_the_response_repeats() -> None:
         "user": "u",
         "top_p": 1,
     }
-    whole = json.loads(PROTOCOL.reply(committed(engine_reply(Random(2)), **fields, previous_response_id=None)))
+    whole = json.loads(RESPONSES.reply(committed(engine_reply(Random(2)), **fields, previous_response_id=None)))
     assert {name: whole[name] for name in fields} == fields
     assert [tool["type"] for tool in whole["tools"]] == [tool["type"] for tool in TOOLS]
     assert not read_echo(committed(engine_reply(Random(2)), store=False).echo).is_stored
     other = Response.model_validate_json(
-        PROTOCOL.reply(CommittedReply(json.dumps(engine_reply(Random(2))).encode(), proof(1)))
+        RESPONSES.reply(CommittedReply(json.dumps(engine_reply(Random(2))).encode(), proof(1)))
     )
     assert other.tool_choice == "auto"
 
@@ -211,14 +212,14 @@ def test_usage() -> None:
     reply = engine_reply(Random(0))
     reply["usage"] = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
     reply["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
-    usage = Response.model_validate_json(PROTOCOL.reply(committed(reply))).usage
+    usage = Response.model_validate_json(RESPONSES.reply(committed(reply))).usage
     assert usage is not None
     assert (usage.input_tokens, usage.input_tokens_details.cached_tokens) == (7, 4)
     assert (usage.output_tokens, usage.output_tokens_details.reasoning_tokens, usage.total_tokens) == (5, 3, 12)
 
 
 def stored(instructions: str | None, items: list[Json], **fields: Any) -> StoredTurn:
-    asked = PROTOCOL.parse(request(input=items, instructions=instructions, **fields))
+    asked = RESPONSES.parse(request(input=items, instructions=instructions, **fields))
     reply = msgspec.Raw(b'{"role":"assistant","content":"A"}')
     return StoredTurn([*asked.messages, reply], asked.echo)
 
@@ -228,27 +229,27 @@ def stored(instructions: str | None, items: list[Json], **fields: Any) -> Stored
 def test_previous_response_id(before: str | None, now: str | None) -> None:
     """The history of the response with this request's instructions; byte for byte if they are the same."""
     turn = stored(before, HISTORY)
-    asked = PROTOCOL.parse(request(instructions=now, previous_response_id=f"resp_{proof(4)}", input=HISTORY))
+    asked = RESPONSES.parse(request(instructions=now, previous_response_id=f"resp_{proof(4)}", input=HISTORY))
     assert (asked.continues, asked.needs, asked.proofs) == (proof(4), (), (proof(4),))
-    messages = PROTOCOL.complete(asked, {proof(4): turn}).messages
+    messages = RESPONSES.complete(asked, {proof(4): turn}).messages
     expected = stored(now, HISTORY).messages
     later = [b'{"role":"user","content":"be brief"}', b'{"role":"user","content":"hi"}']
     assert [bytes(raw) for raw in messages] == [*map(bytes, expected), *later]
     with pytest.raises(PreviousResponseNotFound):
-        PROTOCOL.complete(asked, {})
+        RESPONSES.complete(asked, {})
 
 
 @pytest.mark.parametrize("item_id", [f"fc_{proof(4)}_0", f"msg_{proof(5)}"])
 def test_a_reference_to_what_the_session_does_not_have(item_id: str) -> None:
-    asked = PROTOCOL.parse(request(input=[*HISTORY, {"type": "item_reference", "id": item_id}]))
+    asked = RESPONSES.parse(request(input=[*HISTORY, {"type": "item_reference", "id": item_id}]))
     with pytest.raises(InvalidRequest, match=item_id):
-        PROTOCOL.complete(asked, {proof(4): stored(None, HISTORY)})
+        RESPONSES.complete(asked, {proof(4): stored(None, HISTORY)})
 
 
 def test_previous_response_of_another_protocol() -> None:
     turn = StoredTurn([msgspec.Raw(b'{"role":"user","content":"q"}')], b'{"protocol":"messages","shown":{}}')
-    asked = PROTOCOL.parse(request(instructions="s", previous_response_id=f"resp_{proof(4)}"))
-    messages = [json.loads(bytes(raw)) for raw in PROTOCOL.complete(asked, {proof(4): turn}).messages]
+    asked = RESPONSES.parse(request(instructions="s", previous_response_id=f"resp_{proof(4)}"))
+    messages = [json.loads(bytes(raw)) for raw in RESPONSES.complete(asked, {proof(4): turn}).messages]
     assert [message["content"] for message in messages] == ["s", "q", "hi"]
 
 
@@ -261,7 +262,7 @@ def test_input_items() -> None:
         {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "p"},
         {"type": "custom_tool_call_output", "call_id": "b", "output": "done"},
     ]
-    asked = PROTOCOL.parse(request(input=[*HISTORY, *calls], instructions="sys"))
+    asked = RESPONSES.parse(request(input=[*HISTORY, *calls], instructions="sys"))
     listed = json.loads(input_items(asked.messages, proof(2), asked.echo, "asc"))
     assert [(item["type"], item.get("role"), item.get("namespace")) for item in listed["data"]] == [
         ("message", "system", None),
@@ -275,7 +276,7 @@ def test_input_items() -> None:
     assert listed["data"][0]["content"] == [{"type": "input_text", "text": "be brief"}]
     assert listed["data"][3]["output"] == "seen"
     ResponseItemList.model_validate(listed)
-    again = PROTOCOL.parse(request(input=listed["data"], instructions="sys"))
+    again = RESPONSES.parse(request(input=listed["data"], instructions="sys"))
     assert [bytes(raw) for raw in again.messages] == [bytes(raw) for raw in asked.messages]
     names = [item["id"] for item in listed["data"]]
     page = json.loads(input_items(asked.messages, proof(2), asked.echo, "desc", 2, names[4]))
@@ -293,9 +294,9 @@ def test_input_items() -> None:
     ],
 )
 def test_errors(client: OpenAI, answers: Answers, error: ErrorFields, code: str) -> None:
-    answers.body = PROTOCOL.error_event(error)
+    answers.body = RESPONSES.error_event(error)
     events, response = assembled(client)
     assert [event.type for event in events] == ["response.created", "response.failed"]
     assert (response.status, response.error.code, response.error.message) == ("failed", code, error.message)
-    body = json.loads(PROTOCOL.error(error))["error"]
+    body = json.loads(RESPONSES.error(error))["error"]
     assert body["code"] == ("context_length_exceeded" if error.is_context else error.code)

@@ -83,7 +83,7 @@ def test_after_a_restore_the_session_is_what_it_was_and_no_number_is_given_twice
         assert after.payloads.keys() <= {one.number for one in after.turns}
         assert (after.last_turn, after.branches) == (before.last_turn, before.branches)
         if not event.to_seq:
-            assert (after.status, list(after.turns), after.reward) == ("set_aside", [], None)
+            assert (after.status, list(after.turns), after.reward) == ("undone", [], None)
             continue
         then = folded(events[: event.to_seq])
         assert (after.turns, after.status, after.reward, after.note) == (

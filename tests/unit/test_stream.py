@@ -9,9 +9,9 @@ import pytest
 from helpers.replies import body_of
 from helpers.streams import assembled, calls_of, chunks
 
-from app.protocols.chat import PROTOCOL
-from app.protocols.chat.events import DONE, as_stream
+from app.protocols.chat import DONE, as_stream
 from app.protocols.errors import engine_error
+from app.protocols.registry import PROTOCOLS
 from app.protocols.sse import wants_stream
 
 CALLS = [
@@ -74,6 +74,6 @@ def test_who_wants_a_stream(body: bytes, wants: bool) -> None:
     "body", [b"", b"<html>", b"\xff", b"7", b'{"message":"x"}', b'{"error":{"message":"x"}}', b"[" * 100_000]
 )
 def test_an_error_is_an_event_of_json(body: bytes) -> None:
-    event = PROTOCOL.error_event(engine_error(500, body))
+    event = PROTOCOLS["chat"].error_event(engine_error(500, body))
     assert event.endswith(b"\n\n" + DONE)
     assert json.loads(event.removesuffix(DONE).removeprefix(b"data: "))["error"]["message"]

@@ -75,7 +75,7 @@ def restore(ctx: typer.Context, name: Name) -> None:
         from turnlog.cli.output import line
 
         line(f"the store is what it was at checkpoint {name}; {done['before']} is what it was before", "bold")
-        line(f"{amount(done['sessions'], 'session')} changed, {done['set_aside']} of them set aside")
+        line(f"{amount(done['sessions'], 'session')} changed, {done['undone']} of them undone")
         for kind in ("erased", "unreadable"):
             if done[kind]:
                 line(f"{len(done[kind])} {kind}: {', '.join(done[kind][:10])}")

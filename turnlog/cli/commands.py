@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from turnlog.cli import (
+    archive,
     checkpoints,
     export,
     fleet,
@@ -50,12 +51,14 @@ for _panel, _name, _function in (
     (MAKE, "note", notes.note),
     (ORDER, "pause", fleet.pause),
     (ORDER, "resume", fleet.resume),
+    (KEEP, "archive", archive.archive),
+    (KEEP, "import", archive.bring_back),
     (KEEP, "verify", maintain.verify),
     (KEEP, "backup", maintain.backup),
     (KEEP, "restore", maintain.restore),
     (KEEP, "replay", maintain.replay),
 ):
-    _calls_server = _panel in (OBSERVE, MAKE, ORDER)
+    _calls_server = _panel in (OBSERVE, MAKE, ORDER) or _name in ("archive", "import")
     _made = app.command(_name, rich_help_panel=_panel, cls=None if _calls_server else ServerCommand)
     _made(server_options(_function) if _calls_server else _function)
 for _name, _program in (("simulator", serving.simulator), ("demo", serving.demo), ("bench", serving.bench)):

@@ -25,7 +25,7 @@ class State(StrEnum):
     GATED = "gated"
     CLOSED = "closed"
     ERASED = "erased"
-    SET_ASIDE = "set_aside"
+    UNDONE = "undone"
 
 
 class Sort(StrEnum):

@@ -1,4 +1,4 @@
-"""Values of sessions' metadata, as columns of the page's lists."""
+"""Values of sessions' metadata, as columns of the page's list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from app.sessions.group_list import GroupList, GroupRow
 from app.sessions.session_list import SessionList, SessionListPage, SessionQuery, SessionRow
 from app.store import metadata_reads
 from app.store.engine import Database
@@ -28,19 +27,10 @@ class ListedSessions(msgspec.Struct, frozen=True):
     metadata: Mapping[str, Mapping[str, str]]
 
 
-class ListedGroups(msgspec.Struct, frozen=True):
-    """A page of the groups. `metadata`: by group, the values of one of its sessions."""
-
-    groups: Sequence[GroupRow]
-    next_cursor: str | None
-    metadata: Mapping[str, Mapping[str, str]]
-
-
 class MetadataColumns:
-    def __init__(self, database: Database, sessions: SessionList, groups: GroupList) -> None:
+    def __init__(self, database: Database, sessions: SessionList) -> None:
         self._database = database
         self._sessions = sessions
-        self._groups = groups
 
     async def page(self, query: SessionQuery, cursor: str | None, limit: int, columns: str | None) -> ListedSessions:
         """A page of the list with the metadata named by `columns`, a comma between two.
@@ -48,34 +38,17 @@ class MetadataColumns:
         A column is a key, with dots into objects. Raises InvalidRequest for an invalid cursor, StoreUnavailable.
         """
         found = await self._sessions.page(query, cursor, limit)
-        ids = {row.session_id: row.session_id for row in found.sessions}
+        ids = [row.session_id for row in found.sessions]
         return _listed(found, await self._values(ids, columns))
 
-    async def page_of_groups(self, cursor: str | None, limit: int, columns: str | None) -> ListedGroups:
-        """A page of the groups, with the metadata of the first session of each.
-
-        Raises InvalidRequest for an invalid cursor, StoreUnavailable.
-        """
-        found = await self._groups.page(cursor, limit)
-        if not columns:
-            return ListedGroups(found.groups, found.next_cursor, {})
-        ids = [row.group_id for row in found.groups]
-        first = await self._database.read(lambda c: metadata_reads.first_of_groups(c, ids))
-        return ListedGroups(found.groups, found.next_cursor, await self._values(first, columns))
-
-    async def _values(self, sessions: Mapping[str, str], columns: str | None) -> dict[str, dict[str, str]]:
-        """For each key of `sessions`, the values of that session."""
+    async def _values(self, ids: Sequence[str], columns: str | None) -> dict[str, dict[str, str]]:
+        """By session, its values."""
         keys = [key.strip() for key in (columns or "").split(",") if key.strip()][:MAX_COLUMNS]
         if not keys:
             return {}
-        ids = list(sessions.values())
         stored = await self._database.read(lambda c: metadata_reads.metadata_of(c, ids))
         return await asyncio.to_thread(
-            lambda: {
-                name: values
-                for name, session_id in sessions.items()
-                if session_id in stored and (values := _values_of(stored[session_id], keys))
-            }
+            lambda: {session_id: values for session_id, raw in stored.items() if (values := _values_of(raw, keys))}
         )
 
 

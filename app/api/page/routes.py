@@ -151,18 +151,6 @@ async def rollout(
     return reply(await services(request).page.rollouts.at(session_id, branch, start, limit))
 
 
-@router.get("/groups")
-@for_the_page
-async def list_groups(
-    request: Request,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
-    cursor: PageCursor = None,
-    columns: Annotated[Columns, Query()] = None,
-) -> Response:
-    """Groups, ordered by id."""
-    return reply(await services(request).page.listed.page_of_groups(cursor, limit, columns))
-
-
 @router.get("/checkpoints/{name}")
 @for_the_page
 async def checkpoint(

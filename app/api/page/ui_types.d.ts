@@ -7,7 +7,7 @@
 /** What an element can be given as a child; nothing is made of null, undefined and false. */
 export type Child = Node | string | number | null | undefined | false | readonly Child[];
 
-export type State = "open" | "idle" | "claimed" | "gated" | "closed" | "erased" | "set_aside";
+export type State = "open" | "idle" | "claimed" | "gated" | "closed" | "erased" | "undone";
 
 /** GET /ui/api/me */
 export interface Me {
@@ -21,7 +21,7 @@ export interface Me {
 export interface SessionRow {
   session_id: string;
   version: number;
-  status: "open" | "closed" | "erased" | "set_aside";
+  status: "open" | "closed" | "erased" | "undone";
   state: State;
   turns: number;
   group_id: string | null;
@@ -135,11 +135,10 @@ export interface GroupRow {
   state: "open" | "complete" | "leased" | "acknowledged";
 }
 
-/** GET /ui/api/groups */
+/** GET /groups */
 export interface GroupPage {
   groups: GroupRow[];
   next_cursor: string | null;
-  metadata: Record<string, Record<string, string>>;
 }
 
 export interface Attempt {
@@ -230,7 +229,7 @@ export interface TreeTurn {
   turn: number;
   parent: number;
   agent_id: string | null;
-  state: "open" | "committed" | "set_aside";
+  state: "open" | "committed" | "undone";
   branch: number | null;
   cause: string | null;
   carries: number | null;
@@ -434,7 +433,7 @@ export interface SessionThen {
   session_id: string;
   seq: number;
   version: number;
-  status: "open" | "closed" | "erased" | "set_aside";
+  status: "open" | "closed" | "erased" | "undone";
   group_id: string | null;
 }
 

@@ -10,15 +10,41 @@ import msgspec
 from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest, CompletionRequest
-from app.protocols.base import CommittedReply, LiveRenderer, StoredTurn
+from app.protocols.base import COMMON, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn
 from app.protocols.errors import ErrorFields
-from app.protocols.messages.errors import error_body
-from app.protocols.messages.events import as_stream
-from app.protocols.messages.live import LiveMessage
 from app.protocols.messages.parse import parse_messages
-from app.protocols.messages.reply import as_message
-from app.protocols.messages.schema import EXAMPLE, REQUEST
+from app.protocols.messages.reply import LiveMessage, as_message, as_stream, error_body
 from app.protocols.sse import event
+
+_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"anyOf": [TEXT, {"type": "array", "items": {"type": "object"}}]},
+    },
+    "required": ["role", "content"],
+}
+
+REQUEST: Mapping[str, Any] = {
+    "title": "MessagesRequest",
+    "type": "object",
+    "description": "An Anthropic Messages request. Fields that the API does not know go to the engine as they are.",
+    "properties": {
+        **COMMON,
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "description": "The whole history."},
+        "system": {"description": "Text, or text blocks."},
+        "tools": {"description": "Tools with an `input_schema`; stored once a session."},
+    },
+    "required": ["model", "max_tokens", "messages"],
+    "additionalProperties": True,
+}
+
+EXAMPLE: Schema = {
+    "model": "simulator",
+    "max_tokens": 64,
+    "messages": [{"role": "user", "content": "What is 6 times 7?"}],
+}
 
 
 class Messages:
@@ -53,6 +79,3 @@ class Messages:
 
     def error_event(self, error: ErrorFields) -> bytes:
         return event(msgspec.Raw(error_body(error)), "error")
-
-
-PROTOCOL = Messages()

@@ -1,14 +1,67 @@
-"""Content blocks, and what they are in a chat: parts of text and images."""
+"""Content of the Messages API and what it is in a chat: blocks, and a call's arguments."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from app.domain import bounds
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.messages.reading import decode, is_given, required
+from workers.depth import MAX_DEPTH, too_deep
+
+T = TypeVar("T")
+
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$?(?P<path>.*)`)?", re.DOTALL)
+_LONGEST = 120
+"""Characters of a message: it may repeat an invalid value."""
+
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+def decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, where: str) -> T:
+    """The value at `where` of the request."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(_at(str(error), where)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{where} is not a value that can be read") from error
+
+
+def _at(fault: str, where: str) -> str:
+    """msgspec's message with the place in the whole request."""
+    found = _FAULT.fullmatch(fault)
+    what, path = (found["what"], found["path"] or "") if found else (fault, "")
+    missing = _MISSING.fullmatch(what)
+    return (
+        f"{where}{path}.{missing[1]} is missing" if missing else f"{where}{path}: {what[:1].lower()}{what[1:_LONGEST]}"
+    )
+
+
+def required(value: T | None, where: str) -> T:
+    """A field that its block must have."""
+    if value is None:
+        raise InvalidRequest(f"{where} is missing")
+    return value
+
+
+def object_text(raw: msgspec.Raw, where: str) -> bytes:
+    """A raw JSON object. Raises InvalidRequest for anything else."""
+    text = bytes(raw).strip()
+    if not text:
+        raise InvalidRequest(f"{where} is missing")
+    if text[:1] != b"{":
+        raise InvalidRequest(f"{where} must be an object")
+    return text
+
+
+def is_given(raw: msgspec.Raw | None) -> bool:
+    """Is there a value other than null?"""
+    return raw is not None and bytes(raw).strip() not in (b"", b"null")
+
 
 NOTHING = msgspec.Raw(b"")
 
@@ -151,3 +204,55 @@ class Parts:
         if not self._parts:
             return ""
         return self._parts if len(self._parts) > 1 or self._parts[0]["type"] != "text" else self._parts[0]["text"]
+
+
+_INVALID = "INVALID_JSON"
+
+_AROUND = 10
+"""Levels of nesting left for what is around the arguments in the request that returns them."""
+
+
+def as_input(arguments: Any) -> msgspec.Raw:
+    """The input of a `tool_use` block as raw JSON.
+
+    What the model sampled is spliced into the reply as it is, if clients can read it as an object and send it back.
+    Anything else travels inside `{"INVALID_JSON": text}`, which Anthropic documents for arguments that are no JSON.
+    """
+    if arguments is None:
+        return msgspec.Raw(b"{}")
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    if not text.strip():
+        return msgspec.Raw(b"{}")
+    raw = text.encode()
+    return msgspec.Raw(raw if _returns(raw) else msgspec.json.encode({_INVALID: text}))
+
+
+def as_arguments(raw: bytes) -> str:
+    """The arguments of an input, which is a JSON object: its own spelling without the white space."""
+    if _INVALID.encode() in raw:
+        text = _wrapped(_decoded(raw))
+        if text is not None:
+            return text
+    return msgspec.json.format(raw, indent=-1).decode()
+
+
+def _returns(raw: bytes) -> bool:
+    """Is it an object that every client can read, and that comes back as one?"""
+    if bounds.is_too_much(raw) or too_deep(raw, MAX_DEPTH - _AROUND):
+        return False
+    value = _decoded(raw)
+    return isinstance(value, dict) and _wrapped(value) is None
+
+
+def _decoded(raw: bytes) -> Any:
+    """None if it cannot be read."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _wrapped(value: Any) -> str | None:
+    """The text of `{"INVALID_JSON": text}`, with nothing else in it."""
+    text = value.get(_INVALID) if isinstance(value, dict) and len(value) == 1 else None
+    return text if isinstance(text, str) else None

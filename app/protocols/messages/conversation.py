@@ -14,10 +14,21 @@ import msgspec
 from app.domain.known_body import BodyPrefix, State
 from app.domain.proofs import find_proof
 from app.errors import InvalidRequest
-from app.protocols.messages.arguments import as_arguments
-from app.protocols.messages.content import Block, Content, Parts, blocks_of, content_of, part_of, text_of, unsupported
-from app.protocols.messages.reading import decode, object_text, required
-from app.protocols.translation import translated
+from app.protocols.body import translated
+from app.protocols.messages.content import (
+    Block,
+    Content,
+    Parts,
+    as_arguments,
+    blocks_of,
+    content_of,
+    decode,
+    object_text,
+    part_of,
+    required,
+    text_of,
+    unsupported,
+)
 from workers.depth import MAX_DEPTH, too_deep
 
 _BILLING = "x-anthropic-billing-header:"

@@ -1,16 +1,47 @@
-"""A committed reply as a message."""
+"""A committed reply, or one that is still generated, as a message of the Messages API and as its stream; errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from app.domain.calls import with_given_ids
-from app.protocols.base import CommittedReply
+from app.protocols.base import CommittedReply, FirstText
 from app.protocols.engine_reply import Counts, ReplyFields, read_reply, reasoning_of
-from app.protocols.messages.arguments import as_input
+from app.protocols.errors import ErrorFields
+from app.protocols.messages.content import as_input
+from app.protocols.sse import event
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+_TOO_LONG = "prompt is too long"
+"""Claude Code compacts its history after a 400 whose message begins like this."""
+
+
+def error_body(error: ErrorFields) -> bytes:
+    """The error with its stable code, where it has one."""
+    message = f"{_TOO_LONG}: {error.message}" if error.is_context else error.message
+    fields: dict[str, Any] = {"type": _type_of(error.status), "message": message}
+    if error.code is not None:
+        fields["code"] = error.code
+    if error.details is not None:
+        fields["details"] = error.details
+    return msgspec.json.encode({"type": "error", "error": fields, "request_id": error.request_id})
+
+
+def _type_of(status: int) -> str:
+    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
 
 Block = dict[str, Any]
 
@@ -93,3 +124,79 @@ def _usage(counts: Counts) -> dict[str, int]:
         "cache_read_input_tokens": counts.cached,
         "output_tokens": counts.sampled,
     }
+
+
+def as_stream(message: dict[str, Any]) -> bytes:
+    """All events, from `message_start` to `message_stop`."""
+    return named(events_of(message))
+
+
+def named(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(event(data, data["type"]) for data in events)
+
+
+def events_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    usage = message["usage"]
+    begun: dict[str, Any] = {
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 0},
+    }
+    yield {"type": "message_start", "message": {**message, **begun}}
+    for index, block in enumerate(message["content"]):
+        head, deltas = block_parts(block)
+        yield {"type": "content_block_start", "index": index, "content_block": head}
+        for delta in deltas:
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+    yield {"type": "message_delta", "delta": end, "usage": usage}
+    yield {"type": "message_stop"}
+
+
+def block_parts(block: Block) -> tuple[Block, list[Block]]:
+    """A block's empty head, and the deltas that fill it."""
+    if block["type"] == "thinking":
+        thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signature = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [thinking, signature]
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": bytes(block["input"]).decode()}]
+
+
+_KINDS = {"thinking": "reasoning", "text": "content"}
+
+
+class LiveMessage:
+    def __init__(self, begun: CommittedReply) -> None:
+        self._proof = begun.proof
+        self._head = next(events_of(as_message(begun)))
+        self._first = FirstText()
+
+    def delta(self, delta: Mapping[str, Any]) -> bytes:
+        is_new = self._first.kind is None
+        text = self._first.add(delta)
+        if not text:
+            return b""
+        [block] = content_of({self._first.kind or "": text}, self._proof)
+        head, (filled, *_) = block_parts(block)
+        events: list[dict[str, Any]] = [{"type": "content_block_delta", "index": 0, "delta": filled}]
+        if is_new:
+            events = [self._head, {"type": "content_block_start", "index": 0, "content_block": head}, *events]
+        return named(events)
+
+    def end(self, reply: CommittedReply) -> bytes:
+        message = as_message(reply)
+        events = list(events_of(message))
+        if self._first.kind is None:
+            return named(events)
+        block = message["content"][0]
+        rest = self._first.rest(_KINDS.get(block["type"], ""), block.get(block["type"], ""))
+        [filled, *_] = block_parts({**block, block["type"]: rest})[1]
+        delta = [{**events[2], "delta": filled}] if rest else []
+        return named([*delta, *events[3:]])
+
+    def error(self, error: ErrorFields) -> bytes:
+        return event(msgspec.Raw(error_body(error)), "error")

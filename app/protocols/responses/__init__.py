@@ -10,15 +10,40 @@ import msgspec
 from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.request import ChatRequest
-from app.protocols.base import CommittedReply, LiveRenderer, StoredTurn
+from app.protocols.base import COMMON, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
 from app.protocols.errors import ErrorFields, openai_error
-from app.protocols.responses.events import as_events, failed
-from app.protocols.responses.live import LiveResponse
-from app.protocols.responses.parse import parse_responses
-from app.protocols.responses.reply import render
-from app.protocols.responses.schema import EXAMPLE, REQUEST
-from app.protocols.responses.stored import complete_request
+from app.protocols.responses.parse import complete_request, parse_responses
+from app.protocols.responses.reply import LiveResponse, as_events, failed, render
 from app.protocols.sse import KEEPALIVE
+
+REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
+    "title": "ResponsesRequest",
+    "type": "object",
+    "description": "An OpenAI Responses request. Fields that Turnlog does not know go to the engine as they are.",
+    "properties": {
+        **COMMON,
+        "input": {
+            "anyOf": [{**TEXT, "minLength": 1}, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
+            "description": "A user's text, or items: the whole history and what is new.",
+        },
+        "instructions": {**nullable(TEXT), "description": "The beginning of the system message."},
+        "previous_response_id": {
+            **nullable(TEXT),
+            "description": "A response of this session, whose history the input continues.",
+        },
+        "tools": {
+            **nullable({"type": "array", "items": {"type": "object"}}),
+            "description": "Functions, namespaces and custom tools.",
+        },
+        "store": {**nullable({"type": "boolean"}), "description": "false: `GET` does not find the response."},
+        "truncation": nullable({"const": "disabled"}),
+        "background": nullable({"const": False}),
+    },
+    "required": ["input"],
+    "additionalProperties": True,
+}
+
+EXAMPLE: Schema = {"model": "simulator", "input": "What is 6 times 7?"}
 
 
 class Responses:
@@ -53,6 +78,3 @@ class Responses:
 
     def error_event(self, error: ErrorFields) -> bytes:
         return failed(error)
-
-
-PROTOCOL = Responses()

@@ -1,7 +1,4 @@
-"""Responses input items as chat messages.
-
-The messages of an item depend on it and its neighbours alone, so that a history that grows keeps its beginning.
-"""
+"""Items of a request's input as chat messages: their values, their parts and what they are."""
 
 from __future__ import annotations
 
@@ -10,13 +7,135 @@ from typing import Any
 
 import msgspec
 
+from app.domain.left_out import IMAGE_DETAIL, left_out_at
 from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.responses import ids
-from app.protocols.responses.parts import content_of, reasoning_text, text_of
-from app.protocols.responses.tools import flat_name
-from app.protocols.responses.values import fields, items, name, one_of, placed, text, text_or_none, unsupported
 from workers.depth import MAX_DEPTH, too_deep
+
+MAX_SHOWN = 64
+"""Characters of a client's own word that an error repeats."""
+
+
+def flat_name(namespace: str | None, called: str) -> str:
+    return called if namespace is None else f"{namespace}__{called}"
+
+
+def text(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{path} must be a string")
+    return value
+
+
+def name(value: Any, path: str) -> str:
+    if not text(value, path):
+        raise InvalidRequest(f"{path} must not be empty")
+    return str(value)
+
+
+def text_or_none(value: Any, path: str) -> str | None:
+    return None if value is None else text(value, path)
+
+
+def flag_or_none(value: Any, path: str) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise InvalidRequest(f"{path} must be true or false")
+
+
+def fields(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path} must be an object")
+    return value
+
+
+def items(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{path} must be a list")
+    return value
+
+
+def placed(values: list[Any], path: str) -> list[tuple[str, Any]]:
+    """The values of a list with their paths."""
+    return [(f"{path}[{index}]", value) for index, value in enumerate(values)]
+
+
+def one_of(value: Any, path: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed or not isinstance(value, str):
+        raise InvalidRequest(f"{path} must be one of {', '.join(allowed)}")
+    return value
+
+
+def unsupported(path: str, value: Any = None) -> Unsupported:
+    """`value` is what stands there, if it is a short word of the protocol."""
+    shown = f" {value[:MAX_SHOWN]!r}" if isinstance(value, str) else ""
+    return Unsupported(f"{path}{shown} is not supported: it cannot be carried to an engine")
+
+
+_TEXT = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
+"""A part's type and the field that holds its text."""
+
+
+def text_of(value: Any, path: str, separator: str) -> str:
+    """A content without images as one text."""
+    content = content_of(value, path, separator, [])
+    if not isinstance(content, str):
+        raise unsupported(f"{path}: an image here")
+    return content
+
+
+def content_of(value: Any, path: str, separator: str, left_out: list[str]) -> str | list[dict[str, Any]]:
+    """A content as chat content: texts become one text, since many chat templates take no list; with images, a list.
+
+    What an engine is not sent of it is added to `left_out` (`app.domain.left_out`).
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{path} must be a string or a list")
+    parts = [_part(part, f"{path}[{index}]", left_out) for index, part in enumerate(value)]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return separator.join(part["text"] for part in parts)
+
+
+def reasoning_text(item: dict[str, Any], path: str) -> str:
+    """A reasoning item's text: its content's, else its summary's."""
+    found = _texts(item.get("content"), f"{path}.content", ("reasoning_text", "text"))
+    summary = _texts(item.get("summary"), f"{path}.summary", ("summary_text",))
+    return found or summary
+
+
+def _texts(value: Any, path: str, types: tuple[str, ...]) -> str:
+    texts = []
+    for index, part in enumerate([] if value is None else items(value, path)):
+        at = f"{path}[{index}]"
+        if fields(part, at).get("type") not in types:
+            raise InvalidRequest(f"{at}.type must be {types[0]}")
+        texts.append(text(part.get("text"), f"{at}.text"))
+    return "".join(texts)
+
+
+def _part(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
+    part = fields(value, path)
+    kind = text(part.get("type"), f"{path}.type")
+    if kind in _TEXT:
+        return {"type": "text", "text": text(part.get(_TEXT[kind]), f"{path}.{_TEXT[kind]}")}
+    if kind == "input_image":
+        return _image(part, path, left_out)
+    raise unsupported(f"{path}.type", kind)
+
+
+def _image(part: dict[str, Any], path: str, left_out: list[str]) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        raise unsupported(f"{path}.file_id")
+    image = {"url": text(part.get("image_url"), f"{path}.image_url")}
+    detail = text_or_none(part.get("detail"), f"{path}.detail")
+    if detail == "original":  # Engines know low, high and auto.
+        detail = "auto"
+        left_out.append(left_out_at(IMAGE_DETAIL, path))
+    return {"type": "image_url", "image_url": image if detail is None else {**image, "detail": detail}}
+
 
 Item = dict[str, Any]
 
@@ -31,7 +150,7 @@ REFERENCE = "item_reference"
 MAX_REFERRED = 256
 """Responses whose items one request may refer to: each is read from the store."""
 
-_REASONING, _TEXT, _CALL = 0, 1, 2
+_REASONING, _ITEMS_TEXT, _CALL = 0, 1, 2
 """Ranks of what an assistant's message holds: its parts stand in this order."""
 
 
@@ -128,7 +247,7 @@ class Conversation:
         role = one_of(item.get("role"), f"{path}.role", ("user", "assistant", "system", "developer"))
         content, at = item.get("content"), f"{path}.content"
         if role == "assistant":
-            self._assistant(_TEXT, proof)["content"] = text_of(content, at, "")
+            self._assistant(_ITEMS_TEXT, proof)["content"] = text_of(content, at, "")
         elif role == "user":
             self._client({"role": "user", "content": content_of(content, at, BETWEEN_TEXTS, self.left_out)})
         elif self._leads:
@@ -187,7 +306,7 @@ class Conversation:
         if found[0] == ids.REASONING:
             self._assistant(_REASONING, proof)["reasoning_content"] = place
         elif found[0] == ids.MESSAGE:
-            self._assistant(_TEXT, proof)["content"] = place
+            self._assistant(_ITEMS_TEXT, proof)["content"] = place
         else:
             self._assistant(_CALL, proof).setdefault("tool_calls", []).append(place)
 

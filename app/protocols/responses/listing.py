@@ -9,9 +9,8 @@ import msgspec
 
 from app.errors import InvalidRequest
 from app.protocols.engine_reply import reasoning_of
-from app.protocols.responses.echo import read_echo
 from app.protocols.responses.items import BETWEEN_SYSTEM
-from app.protocols.responses.output import Item, call_item, message_item, reasoning_item
+from app.protocols.responses.reply import Item, call_item, message_item, read_echo, reasoning_item
 from app.protocols.responses.tools import Named
 
 Order = Literal["asc", "desc"]

@@ -1,8 +1,8 @@
-"""Parses a Responses request into a chat."""
+"""Parses a Responses request: its parameters, and the stored turns that it goes on from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,8 +10,11 @@ import msgspec
 from app.domain import control
 from app.domain.continued_body import ContinuedBody
 from app.domain.known_body import BodyLayout, State, Translation
+from app.domain.left_out import INCLUDE, left_out_at
+from app.domain.proofs import find_proof
 from app.domain.request import ChatRequest, value_of
 from app.errors import InvalidRequest, PreviousResponseNotFound
+from app.protocols.base import StoredTurn
 from app.protocols.body import (
     engine_params,
     fields_of,
@@ -20,14 +23,278 @@ from app.protocols.body import (
     require_one,
     stream_mode,
     token_ids,
+    translated,
 )
 from app.protocols.responses import ids
-from app.protocols.responses.echo import Echo
-from app.protocols.responses.items import Conversation
-from app.protocols.responses.params import Parameters
+from app.protocols.responses.items import (
+    BETWEEN_SYSTEM,
+    REFERENCE,
+    Conversation,
+    fields,
+    flag_or_none,
+    items,
+    name,
+    one_of,
+    text,
+    text_or_none,
+    unsupported,
+)
+from app.protocols.responses.reply import Echo, read_echo
 from app.protocols.responses.tools import collect, read_choice, read_tools
-from app.protocols.responses.values import text, text_or_none
-from app.protocols.translation import translated
+
+Params = dict[str, msgspec.Raw]
+
+NOT_CARRIED = frozenset(
+    ["client_metadata", "prompt_cache_retention", "prompt_cache_options", "service_tier", "stream_options"]
+)
+"""Hints to OpenAI's service, which mean nothing to an engine: accepted, and neither sent nor kept."""
+
+_REFUSED = (
+    "background_options",
+    "context_management",
+    "conversation",
+    "image",
+    "max_tool_calls",
+    "moderation",
+    "prompt",
+    "access_programs",
+)
+
+_ENCRYPTED = "reasoning.encrypted_content"
+
+_OF_SERVER_TOOLS = ("web_search_call.", "file_search_call.", "code_interpreter_call.", "computer_call_output.")
+"""What an `include` asks for of the calls of a server's tools begins so; there are no such calls."""
+
+_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+"""Engines know three."""
+
+_NO_THINKING = {"enable_thinking": False, "thinking": False}
+"""Chat templates' own switches: Qwen's and GLM's; DeepSeek's and Granite's."""
+
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+"""Of `metadata`, as OpenAI has them."""
+
+
+class Parameters:
+    """Takes the fields of a request that Turnlog knows, each once. `params` go to the engine, `shown` into the reply.
+
+    Fields that it does not take are left in `given`.
+    """
+
+    def __init__(self, given: Params) -> None:
+        self.given = given
+        self.params: Params = {}
+        self.shown: dict[str, Any] = {}
+        self.encrypted = False
+        self.left_out: list[str] = []
+
+    def take(self, field: str) -> Any:
+        """The field's value, decoded; None if it is absent."""
+        return value_of(self.given.pop(field, None), field)
+
+    def send(self, field: str, value: Any) -> None:
+        self.params[field] = msgspec.Raw(msgspec.json.encode(value))
+
+    def read(self) -> None:
+        """Raises InvalidRequest, and Unsupported for what cannot be carried to an engine."""
+        for field in _REFUSED:
+            if self.take(field) not in (None, []):
+                raise unsupported(field)
+        for field in NOT_CARRIED:
+            self.given.pop(field, None)
+        for reader in (self._sampling, self._reasoning, self._text, self._include, self._service, self._repeated):
+            reader()
+
+    def _sampling(self) -> None:
+        for field, sent, check in (
+            ("temperature", "temperature", _number),
+            ("top_p", "top_p", _number),
+            ("max_output_tokens", "max_tokens", _count),
+            ("parallel_tool_calls", "parallel_tool_calls", flag_or_none),
+        ):
+            raw = self.given.get(field)
+            value = check(self.take(field), field)
+            self.shown[field] = value
+            if value is not None and raw is not None:
+                self.params[sent] = raw
+        self.shown["parallel_tool_calls"] = self.shown["parallel_tool_calls"] is not False
+
+    def _reasoning(self) -> None:
+        value = self.take("reasoning")
+        given = {} if value is None else fields(value, "reasoning")
+        effort = text_or_none(given.get("effort"), "reasoning.effort")
+        if effort == "none":
+            own = self.take("chat_template_kwargs")
+            self.send("chat_template_kwargs", {**_NO_THINKING, **fields(own or {}, "chat_template_kwargs")})
+        elif effort is not None:
+            self.send("reasoning_effort", _EFFORTS[one_of(effort, "reasoning.effort", ("none", *_EFFORTS))])
+            self.given.pop("reasoning_effort", None)
+        summary = self._asked(given, "summary") or self._asked(given, "generate_summary")
+        for key, kept in given.items():
+            is_default = kept is None or (key, kept) in (
+                ("context", "auto"),
+                ("context", "all_turns"),
+                ("mode", "standard"),
+            )
+            if key not in ("effort", "summary", "generate_summary") and not is_default:
+                raise unsupported(f"reasoning.{key[:64]}")
+        self.shown["reasoning"] = {"effort": effort, "summary": summary}
+
+    def _asked(self, given: dict[str, Any], key: str) -> str | None:
+        value = given.get(key)
+        return None if value is None else one_of(value, f"reasoning.{key}", ("auto", "concise", "detailed"))
+
+    def _text(self) -> None:
+        value = self.take("text")
+        given = {} if value is None else fields(value, "text")
+        form = given.get("format") or {"type": "text"}
+        kind = text(fields(form, "text.format").get("type"), "text.format.type")
+        if one_of(kind, "text.format.type", ("text", "json_object", "json_schema")) != "text":
+            self.given.pop("response_format", None)
+            self.send("response_format", _schema(form) if kind == "json_schema" else {"type": kind})
+        self.shown["text"] = {"format": form}
+        verbosity = given.get("verbosity")
+        if verbosity is not None:
+            self.given.pop("verbosity", None)
+            self.send("verbosity", one_of(verbosity, "text.verbosity", ("low", "medium", "high")))
+            self.shown["text"]["verbosity"] = verbosity
+
+    def _include(self) -> None:
+        value = self.take("include")
+        for index, included in enumerate([] if value is None else items(value, "include")):
+            place = f"include[{index}]"
+            if text(included, place).startswith(_OF_SERVER_TOOLS):
+                self.left_out.append(left_out_at(INCLUDE, place))
+            elif included == _ENCRYPTED:
+                self.encrypted = True
+            else:
+                raise unsupported(place, included)
+        if self.take("top_logprobs"):
+            raise unsupported("top_logprobs")
+
+    def _service(self) -> None:
+        if flag_or_none(self.take("background"), "background"):
+            raise unsupported("background")
+        truncation = self.take("truncation")
+        if truncation == "auto":
+            raise unsupported("truncation", "auto")
+        if truncation is not None:
+            one_of(truncation, "truncation", ("auto", "disabled"))
+        store = flag_or_none(self.take("store"), "store")
+        self.shown |= {"background": False, "truncation": "disabled", "store": store is not False}
+
+    def _repeated(self) -> None:
+        """Fields that mean nothing to an engine and that the response repeats."""
+        for field in ("user", "safety_identifier", "prompt_cache_key"):
+            if (value := text_or_none(self.take(field), field)) is not None:
+                self.shown[field] = value
+        metadata = self.take("metadata")
+        self.shown["metadata"] = {} if metadata is None else _metadata(fields(metadata, "metadata"))
+
+
+def _metadata(metadata: dict[str, Any]) -> dict[str, str]:
+    if len(metadata) > _MAX_PAIRS:
+        raise InvalidRequest(f"metadata has more than {_MAX_PAIRS} entries")
+    for key, value in metadata.items():
+        if len(key) > _MAX_KEY or len(text(value, f"metadata.{key[:_MAX_KEY]}")) > _MAX_VALUE:
+            raise InvalidRequest(f"metadata: a key has at most {_MAX_KEY} characters, a value at most {_MAX_VALUE}")
+    return metadata
+
+
+def _schema(form: dict[str, Any]) -> dict[str, Any]:
+    path = "text.format"
+    schema: dict[str, Any] = {"name": name(form.get("name"), f"{path}.name")}
+    schema["schema"] = fields(form.get("schema"), f"{path}.schema")
+    checks: tuple[tuple[str, Callable[[Any, str], Any]], ...] = (
+        ("strict", flag_or_none),
+        ("description", text_or_none),
+    )
+    for key, check in checks:
+        if (value := check(form.get(key), f"{path}.{key}")) is not None:
+            schema[key] = value
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _number(value: Any, path: str) -> float | None:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise InvalidRequest(f"{path} must be a number")
+
+
+def _count(value: Any, path: str) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise InvalidRequest(f"{path} must be a positive integer")
+
+
+_MARK = msgspec.json.encode(REFERENCE)
+
+
+def complete_request(request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
+    """`turns` are those that it continues and needs, by proof. Raises PreviousResponseNotFound, and InvalidRequest for
+    an item that the session does not have."""
+    if request.continues is None and not request.needs:
+        return request
+    messages = [_filled(raw, turns) if _MARK in bytes(raw) else raw for raw in request.messages]
+    if request.continues is not None:
+        turn = turns.get(request.continues)
+        if turn is None:
+            raise PreviousResponseNotFound("previous_response_id names no response of this session")
+        messages = [*_history(turn, read_echo(request.echo).instructions), *messages]
+    return msgspec.structs.replace(request, messages=messages)
+
+
+def _history(turn: StoredTurn, instructions: str) -> list[msgspec.Raw]:
+    """A stored turn's messages with these instructions instead of its own."""
+    before = read_echo(turn.echo).instructions
+    if before == instructions:
+        return turn.messages
+    first: Any = msgspec.json.decode(turn.messages[0])
+    has_system = first.get("role") == "system" and isinstance(first.get("content"), str)
+    rest = _without(first["content"], before) if has_system else ""
+    texts = [one for one in (instructions, rest) if one]
+    system = [msgspec.Raw(msgspec.json.encode({"role": "system", "content": BETWEEN_SYSTEM.join(texts)}))]
+    return [*(system if texts else []), *turn.messages[1 if has_system else 0 :]]
+
+
+def _without(content: str, instructions: str) -> str:
+    if not instructions or not content.startswith(instructions):
+        return content
+    return content[len(instructions) :].removeprefix(BETWEEN_SYSTEM)
+
+
+def _filled(raw: msgspec.Raw, turns: Mapping[str, StoredTurn]) -> msgspec.Raw:
+    """A message whose places are filled with what they refer to."""
+    message = msgspec.json.decode(raw)
+    for key in ("content", "reasoning_content"):
+        if _is_place(message.get(key)):
+            message[key] = _referred(message[key][REFERENCE], turns)
+    calls = message.get("tool_calls")
+    if calls:
+        message["tool_calls"] = [_referred(call[REFERENCE], turns) if _is_place(call) else call for call in calls]
+    return msgspec.Raw(msgspec.json.encode(message))
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, dict) and REFERENCE in value
+
+
+def _referred(item_id: str, turns: Mapping[str, StoredTurn]) -> Any:
+    """The reasoning, the text or the call that an item's id names."""
+    found = ids.output_item(item_id)
+    turn = turns.get(find_proof(item_id) or "")
+    if found is None or turn is None:
+        raise InvalidRequest(f"item_reference {item_id} names no output item of this session")
+    reply: Any = msgspec.json.decode(turn.messages[-1])
+    if found[0] == ids.REASONING:
+        return reply.get("reasoning_content") or reply.get("reasoning")
+    if found[0] == ids.MESSAGE:
+        return reply.get("content")
+    calls = reply.get("tool_calls") or []
+    if found[1] >= len(calls):
+        raise InvalidRequest(f"item_reference {item_id} names no output item of this session")
+    return calls[found[1]]
+
 
 MAX_PROOFS = 1000
 """The newest that are read: they tell which of several equal turns a history continues."""

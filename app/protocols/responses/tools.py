@@ -15,9 +15,10 @@ import msgspec
 from app.domain.left_out import SERVER_TOOL, left_out_at
 from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.responses.values import (
+from app.protocols.responses.items import (
     fields,
     flag_or_none,
+    flat_name,
     items,
     name,
     one_of,
@@ -65,10 +66,6 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 NO_TOOLS = Tools({}, {}, [])
-
-
-def flat_name(namespace: str | None, called: str) -> str:
-    return called if namespace is None else f"{namespace}__{called}"
 
 
 def read_tools(field: msgspec.Raw | None) -> Tools:

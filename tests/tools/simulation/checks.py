@@ -94,7 +94,7 @@ class _Session:
             self._must(False, problem)
 
     def _order(self) -> None:
-        """Under a key that was committed there is no further claim, unless the turn was set aside."""
+        """Under a key that was committed there is no further claim, unless the turn was undone."""
         done: set[str] = set()
         for recorded in in_effect(self._log):
             match recorded.event:

@@ -33,7 +33,7 @@ def problems(connection: Connection, session_id: str) -> Iterator[str]:
             if (rows, count) != (1, turn.output_tokens):
                 yield f"of {branches} rows {rows} have turn {turn.number} in their loss: {count} tokens"
     if session.is_tree:
-        if not session.undone:  # Branches are numbered with those of the turns that are set aside.
+        if not session.undone:  # Branches are numbered with those of the turns that are undone.
             yield from _branches(session)
         for turn in session.turns:
             if not _is_deepest(session, turn):

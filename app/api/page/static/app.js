@@ -206,7 +206,6 @@ class App {
       part("tools"),
       h("span", { id: "release", class: "muted release" }),
       button("?", showKeys, { title: "Keys (?)", "aria-label": "Keys" }),
-      themeSwitch(),
       button("Sign out", () => this.#signOut(), { id: "sign-out", hidden: true }),
     );
     part("skip").addEventListener("click", () => this.main.focus());
@@ -254,25 +253,6 @@ function part(id) {
   const found = document.getElementById(id);
   if (!found) throw new Error(`the page has no ${id}`);
   return found;
-}
-
-/** @returns {HTMLElement} the system's theme, light or dark */
-function themeSwitch() {
-  const root = document.documentElement;
-  const select = h(
-    "select",
-    { "aria-label": "Theme", title: "Theme" },
-    h("option", { value: "" }, "auto"),
-    h("option", { value: "light" }, "light"),
-    h("option", { value: "dark" }, "dark"),
-  );
-  select.value = root.dataset.theme ?? "";
-  select.addEventListener("change", () => {
-    if (select.value) root.dataset.theme = select.value;
-    else delete root.dataset.theme;
-    localStorage.setItem("turnlog-theme", select.value);
-  });
-  return select;
 }
 
 await new App().start();

@@ -6,40 +6,6 @@ import { sessionHref } from "./route.js";
 
 /** @import {Attempt} from "../ui_types.d.ts" */
 
-/** A line of the last values; the newest is at the right. */
-export class Sparkline {
-  /** @param {string} label @param {number} places how many values it holds */
-  constructor(label, places) {
-    this.label = label;
-    this.places = places;
-    /** @type {(number|null)[]} */
-    this.values = [];
-    this.line = svg("path");
-    this.area = svg("path", { class: "area" });
-    this.title = svg("title");
-    this.element = svg(
-      "svg",
-      { class: "sparkline", viewBox: `0 0 ${places - 1} 30`, preserveAspectRatio: "none", role: "img" },
-      this.title,
-      this.area,
-      this.line,
-    );
-  }
-
-  /** @param {number|null} value null: not known */
-  add(value) {
-    this.values.push(value);
-    if (this.values.length > this.places) this.values.shift();
-    const known = this.values.filter((one) => one !== null);
-    const most = Math.max(1e-9, ...known);
-    const left = this.places - this.values.length;
-    const points = this.values.map((one, index) => `${left + index} ${(28 - (26 * (one ?? 0)) / most).toFixed(1)}`);
-    this.line.setAttribute("d", `M${points.join("L")}`);
-    this.area.setAttribute("d", `M${left} 30L${points.join("L")}L${this.places - 1} 30Z`);
-    this.title.textContent = `${this.label}, last ${this.values.length} s: at most ${decimal(most, 1)}`;
-  }
-}
-
 const WIDE = 640;
 const LEFT = 34;
 const RIGHT = 20;

@@ -2,8 +2,8 @@
 
 import { get, url } from "./api.js";
 import { FollowsFleet } from "./checkpoints.js";
-import { copyButton, copyButtons } from "./copy.js";
-import { badge, bar, button, figure, h, replace } from "./dom.js";
+import { copyButton, copyCurl } from "./copy.js";
+import { badge, bar, button, fact, h, replace } from "./dom.js";
 import { clock, count, since } from "./format.js";
 import { groupHref, sessionHref } from "./route.js";
 import { badgeCell, linkCell, textCell } from "./rows.js";
@@ -41,7 +41,7 @@ export class CheckpointView extends FollowsFleet {
         h("a", { href: "#/checkpoints" }, "All checkpoints"),
         copyButton(() => restoring(id), "Copy the restore's command"),
         again,
-        copyButtons(() => ({ path: this.path, parameters: { limit: PAGE } })),
+        copyCurl(() => ({ path: this.path, parameters: { limit: PAGE } })),
       ]),
       this.problem,
       this.facts,
@@ -99,8 +99,6 @@ function restoring(name) {
 
 /** @param {Omit<Checkpoint, "erased">} checkpoint @returns {HTMLElement[]} */
 function facts({ created_at, cut, state, sessions, groups, restores }) {
-  const fact = (/** @type {string} */ label, /** @type {Child} */ value) =>
-    figure(label, h("span", { class: "value small" }, value));
   const found = [
     fact("Made", [since(created_at), " ", h("span", { class: "muted" }, clock(created_at))]),
     fact("Cut", cut),

@@ -1,7 +1,7 @@
 /** All checkpoints. The command line makes, restores and deletes them; the page only shows what there is. */
 
 import { get } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { bar, button, h, message, replace, setText } from "./dom.js";
 import { count } from "./format.js";
 import { checkpointHref } from "./route.js";
@@ -49,7 +49,7 @@ export class CheckpointsView extends FollowsFleet {
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Checkpoints"),
-      bar(this.total, [again, copyButtons(() => ({ path: "/checkpoints" }))]),
+      bar(this.total, [again, copyCurl(() => ({ path: "/checkpoints" }))]),
       this.problem,
       this.table.element,
     );

@@ -1,7 +1,7 @@
 /** The messages up to a turn: roles, reasoning, tool calls and their results, as they are stored. */
 
 import { get, url } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { badge, button, failure, folded, h, message, panel, replace } from "./dom.js";
 import { bytes, count } from "./format.js";
 import { LatestRequest } from "./view.js";
@@ -177,7 +177,7 @@ export class Conversation {
     this.turnField = h("input", { type: "number", min: "1", "aria-label": "turn", class: "short" });
     this.turnField.addEventListener("change", () => this.onPick(Number(this.turnField.value) || null));
     this.newest = button("newest", () => this.onPick(null));
-    this.copy = h("fieldset", { class: "plain", "aria-label": "Copy" }, copyButtons(() => this.#request(), "request to the engine"));
+    this.copy = h("fieldset", { class: "plain", "aria-label": "Copy" }, copyCurl(() => this.#request(), "request to the engine"));
     this.element = panel(
       "conversation-title",
       "Conversation",

@@ -1,37 +1,30 @@
 /** Copying to the clipboard. Without TLS a browser gives no clipboard: the text is then shown, selected. */
 
-import { curl, python } from "./commands.js";
+import { needsAuthorization, url } from "./api.js";
 import { announce, button, h, showDialog } from "./dom.js";
+import { replaceOdd } from "./visible.js";
 
-/** @import {Command} from "./commands.js" */
+/** @import {Parameters} from "./route.js" */
 
 const SHOWN_MS = 1500;
 
 /**
- * Buttons that copy a request as a command for a shell, and as Python.
- * @param {() => Command} request asked when one is pressed
+ * A button that copies a request as a command for a shell.
+ * @param {() => Command} request asked when it is pressed
  * @param {string} [what] is copied, where it is not what the view shows
- * @returns {HTMLElement}
  */
-export function copyButtons(request, what = "") {
-  const label = ["Copy", what, "as"].filter(Boolean).join(" ");
-  return h(
-    "span",
-    { class: "copies" },
-    copyButton(() => curl(request()), `${label} curl`),
-    copyButton(() => python(request()), "Python", `${label} Python`),
-  );
+export function copyCurl(request, what = "") {
+  return copyButton(() => curl(request()), ["Copy", what, "as curl"].filter(Boolean).join(" "));
 }
 
 /**
  * A button that copies what `text` returns when it is pressed.
  * @param {() => string} text
  * @param {string} label
- * @param {string} [name] for those who do not see what it stands beside
  * @returns {HTMLButtonElement}
  */
-export function copyButton(text, label, name) {
-  const made = button(label, press, { class: "quiet", "aria-label": name });
+export function copyButton(text, label) {
+  const made = button(label, press, { class: "quiet" });
   return made;
 
   async function press() {
@@ -62,4 +55,33 @@ function show(text) {
   field.value = text;
   showDialog(null, field);
   field.select();
+}
+
+/**
+ * A request: with a body it is a POST of JSON, unless it names another method. `engine` is the base URL of an engine
+ * that is asked in place of this server, whose token it must not see.
+ * @typedef {{path: string, parameters?: Parameters, body?: unknown, method?: "PUT", engine?: string}} Command
+ */
+
+/** @param {Command} command @returns {string} for a POSIX shell; a body is a here-document */
+function curl({ path, parameters, body, method, engine }) {
+  const parts = [method ? `curl -sS -X ${method}` : "curl -sS"];
+  if (!engine && needsAuthorization()) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
+  parts.push(quoted(engine ? engine + path : url(path, parameters)));
+  if (body === undefined) return parts.join(" ");
+  parts.push("-H 'content-type: application/json' --data-binary @-");
+  return `${parts.join(" ")} <<'TURNLOG'\n${escaped(JSON.stringify(body))}\nTURNLOG\n`;
+}
+
+/** @param {string} json @returns {string} with every character escaped that would not be seen */
+function escaped(json) {
+  return replaceOdd(json, (character) => {
+    const units = Array.from({ length: character.length }, (_, at) => character.charCodeAt(at));
+    return units.map((unit) => `\\u${unit.toString(16).padStart(4, "0")}`).join("");
+  });
+}
+
+/** @param {string} text @returns {string} for a POSIX shell, whatever is in it */
+function quoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
 }

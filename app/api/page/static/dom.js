@@ -142,6 +142,11 @@ export function figure(label, value) {
   return h("div", { class: "figure" }, h("span", { class: "label" }, label), value);
 }
 
+/** A figure with a longer value. @param {string} label @param {Child} value */
+export function fact(label, value) {
+  return figure(label, h("span", { class: "value small" }, value));
+}
+
 /** A line of tools: the first to the left, the others to the right. @param {Child} left @param {Child} right */
 export function bar(left, right) {
   return h("div", { class: "bar" }, left, h("span", { class: "spacer" }), right);
@@ -187,7 +192,7 @@ export function showDialog(attributes, ...content) {
 
 /** The shape beside a session's state, for those who do not see the colour. */
 /** @type {Record<string, string>} */
-const SHAPES = { open: "○", idle: "○", claimed: "▶", gated: "‖", closed: "■", erased: "×", set_aside: "□" };
+const SHAPES = { open: "○", idle: "○", claimed: "▶", gated: "‖", closed: "■", erased: "×", undone: "□" };
 /** @type {Record<string, string>} */
 const TONE_SHAPES = { good: "●", warn: "▲", bad: "✕" };
 

@@ -1,7 +1,7 @@
 /** A session's log: each event with all of its fields; new ones are added while one looks. */
 
 import { ApiError, stream } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { button, folded, h, message, panel, replace, setText } from "./dom.js";
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
@@ -99,7 +99,7 @@ export class EventLog {
     this.element = panel(
       "events-title",
       "Event log",
-      [this.state, h("span", { class: "switches" }, this.pause, copyButtons(() => ({ path: this.path })))],
+      [this.state, h("span", { class: "switches" }, this.pause, copyCurl(() => ({ path: this.path })))],
       this.notes,
       this.earlier,
       this.list,

@@ -1,7 +1,7 @@
 /** An export before it is made: how many rows, what is left out of it and why, and a link for each shape and format. */
 
 import { get, url } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { announce, bar, button, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
 import { ExportForm, previewOf, SHAPES } from "./exportform.js";
 import { compact, count } from "./format.js";
@@ -44,7 +44,7 @@ export class ExportsView extends View {
         [this.progress, this.stop, this.further],
         [
           button("Count again", () => this.#open(this.query), { class: "quiet" }),
-          copyButtons(() => ({ path: "/ui/api/exports", parameters: previewOf(this.query) })),
+          copyCurl(() => ({ path: "/ui/api/exports", parameters: previewOf(this.query) })),
         ],
       ),
       this.problem,
@@ -234,7 +234,7 @@ function downloads(query) {
     h("tr", null, h("th", { scope: "row" }, shape), CONTAINERS.map((format) => h("td", null, link(format, shape)))),
   );
   return [
-    bar(h("h2", null, "Download"), copyButtons(() => ({ path: "/export", parameters: query }))),
+    bar(h("h2", null, "Download"), copyCurl(() => ({ path: "/export", parameters: query }))),
     h("div", { class: "table-scroll" }, h("table", null, h("tbody", null, shapes))),
     h("p", null, "For reading, with rows of their own: ", DOCUMENTS.map((format) => [link(format, null), " "])),
     h("p", { class: "muted" }, NOTE),

@@ -8,7 +8,7 @@ import { serverNow } from "./format.js";
 /** @import {Values} from "./form.js" */
 /** @typedef {Values & {sort: string, order: string}} ListQuery the filters that are set, and the order */
 
-const STATES = ["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"];
+const STATES = ["open", "idle", "claimed", "gated", "closed", "erased", "undone"];
 
 /** The filters' names are the parameters of GET /ui/api/sessions. */
 const FILTERS = [
@@ -86,7 +86,7 @@ export function matches(row, query) {
 
 /** A turn that waits at a gate may have a claim: it is both. @param {SessionRow} row @param {string} state */
 function isInState(row, state) {
-  if (state === "open") return row.state !== "closed" && row.state !== "erased" && row.state !== "set_aside";
+  if (state === "open") return row.state !== "closed" && row.state !== "erased" && row.state !== "undone";
   if (state === "claimed") return row.claimed_since !== null;
   return row.state === state;
 }
@@ -103,11 +103,6 @@ export function isBefore(row, last, query) {
   const [own, other] = [row[column], last[column]];
   if (own === null || other === null) return own !== null;
   return query.order === "asc" ? own < other : own > other;
-}
-
-/** @param {SessionRow} a @param {SessionRow} b @returns {number} newest change first, as the server orders it */
-export function newestFirst(a, b) {
-  return b.updated_at - a.updated_at || (a.session_id < b.session_id ? 1 : -1);
 }
 
 /** @param {Values} query @returns {string[]} the keys of metadata that are columns */

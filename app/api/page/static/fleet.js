@@ -1,8 +1,7 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
-import { Sparkline } from "./chart.js";
 import { badge, figure, h, replace, setBadge, setText } from "./dom.js";
-import { bytes, compact, count, decimal, duration, milliseconds } from "./format.js";
+import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
 import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
 import { visibleText } from "./visible.js";
@@ -11,7 +10,6 @@ import { visibleText } from "./visible.js";
 /** @import {Column} from "./rows.js" */
 /** @typedef {{element: HTMLElement, show: (overview: Overview) => void}} Part of the strip */
 
-const SPARK_S = 60;
 /** @type {Record<string, string>} */
 const HEALTH = { healthy: "good", busy: "warn", paused: "warn", dead: "bad", unknown: "muted" };
 const MOST_NAMED = 3;
@@ -76,16 +74,14 @@ function sessionCounts() {
 /** @returns {Part} */
 function speed() {
   const turns = liveFigure("Turns/s");
-  const spark = new Sparkline("Turns per second", SPARK_S);
   const overhead = liveFigure("Overhead p50 / p99", { hint: "Turnlog's own share of a turn, over the last minute" });
   const engine = liveFigure("Engine p50 / p99", { hint: "The engine's share of a turn, over the last minute" });
-  const element = h("div", { class: "group" }, turns.element, spark.element, overhead.element, engine.element);
+  const element = h("div", { class: "group" }, turns.element, overhead.element, engine.element);
   const pair = (/** @type {Percentiles} */ { p50, p99 }) => `${milliseconds(p50)} / ${milliseconds(p99)}`;
   return {
     element,
     show: (overview) => {
       turns.set(rate(overview.turns_per_s));
-      spark.add(overview.turns_per_s);
       overhead.set(pair(overview.overhead_ms));
       engine.set(pair(overview.engine_ms));
       element.title = `Of ${overview.scope}`;

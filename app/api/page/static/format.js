@@ -121,13 +121,12 @@ export function setSince(element, at, style = "ago") {
   tick(element);
 }
 
-/** Let every `<time>` of the document tick. @returns {() => void} stop */
+/** Let every `<time>` of the document tick. */
 export function startTicking() {
-  const timer = setInterval(() => {
+  setInterval(() => {
     if (document.hidden) return;
     for (const element of document.querySelectorAll("time[data-at]")) tick(/** @type {HTMLElement} */ (element));
   }, TICK_MS);
-  return () => clearInterval(timer);
 }
 
 /** @param {HTMLElement} element */
@@ -149,4 +148,16 @@ function coarse(seconds) {
 /** @param {number} value @returns {string} */
 function pad(value) {
   return String(value).padStart(2, "0");
+}
+
+/** @param {number[]} numbers @returns {string} "2, 5–7" */
+export function ranges(numbers) {
+  /** @type {[number, number][]} */
+  const found = [];
+  for (const one of [...numbers].sort((a, b) => a - b)) {
+    const last = found.at(-1);
+    if (last && one === last[1] + 1) last[1] = one;
+    else found.push([one, one]);
+  }
+  return found.map(([from, to]) => (from === to ? String(from) : `${from}–${to}`)).join(", ");
 }

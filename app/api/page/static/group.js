@@ -2,16 +2,15 @@
 
 import { get } from "./api.js";
 import { rewardPlot } from "./chart.js";
-import { copyButtons } from "./copy.js";
-import { badge, bar, figure, h, message, replace } from "./dom.js";
-import { count, decimal } from "./format.js";
-import { ranges } from "./groups.js";
+import { copyCurl } from "./copy.js";
+import { badge, bar, fact, h, message, replace } from "./dom.js";
+import { count, decimal, ranges } from "./format.js";
 import { queryOf, rolloutsHref, sessionHref, sessionsHref } from "./route.js";
 import { badgeCell, linkCell, smallTable, textCell } from "./rows.js";
-import { View } from "./view.js";
-import { visible, visibleText } from "./visible.js";
+import { noGroup, View } from "./view.js";
+import { visible } from "./visible.js";
 
-/** @import {Attempt, Child, Group, SessionRow, Statistics} from "../ui_types.d.ts" */
+/** @import {Attempt, Group, SessionRow, Statistics} from "../ui_types.d.ts" */
 /** @import {Column} from "./rows.js" */
 /** @import {Place} from "./view.js" */
 
@@ -33,7 +32,7 @@ export class GroupView extends View {
         h("a", { href: rolloutsHref(id) }, "Side by side"),
         h("a", { href: sessionsHref({ group_id: id }) }, "In the session list"),
         h("a", { href: `#/exports${queryOf({ group_id: id })}` }, "Export"),
-        copyButtons(() => ({ path: this.path })),
+        copyCurl(() => ({ path: this.path })),
       ]),
       this.problem,
       this.facts,
@@ -42,11 +41,9 @@ export class GroupView extends View {
     this.refresh();
   }
 
-  /** @param {string} code @returns {[string, ...Child[]]|null} */
+  /** @param {string} code */
   absent(code) {
-    if (code !== "not_found") return null;
-    const all = h("p", null, h("a", { href: "#/groups" }, "All groups"));
-    return [`There is no group “${visibleText(this.id)}”.`, h("p", null, "No session has this group_id."), all];
+    return code === "not_found" ? noGroup(this.id) : null;
   }
 
   /** @param {SessionRow[]} rows */
@@ -109,11 +106,6 @@ function facts(group) {
 /** @param {string} text */
 function flag(text) {
   return h("span", { class: "flag" }, `▲ ${text}`);
-}
-
-/** @param {string} label @param {Child} value */
-function fact(label, value) {
-  return figure(label, h("span", { class: "value small" }, value));
 }
 
 /**

@@ -1,13 +1,11 @@
 /** All groups: which have no variance, which lack attempts. */
 
 import { get } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { bar, button, chip, h, message, replace, setText } from "./dom.js";
-import { columnsField, columnsOf, DEFAULT_ORDER } from "./filters.js";
-import { count, decimal } from "./format.js";
-import { groupHref, queryOf, setQuery } from "./route.js";
+import { count, decimal, ranges } from "./format.js";
+import { groupHref, queryOf } from "./route.js";
 import { badgeCell, linkCell, textCell } from "./rows.js";
-import { SavedViews } from "./saved.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
 import { visibleText } from "./visible.js";
@@ -40,22 +38,20 @@ export class GroupsView extends View {
     this.nextCursor = null;
     this.isLoaded = false;
     this.hasNews = false;
-    /** @type {Map<string, Record<string, string>>} values of the columns of metadata, by group */
-    this.metadata = new Map();
-    /** @type {string[]} keys of metadata */
-    this.keys = [];
-    this.table = this.#newTable();
-    this.columns = columnsField();
-    this.columns.addEventListener("change", () => this.#open(this.only ?? "", this.columns.querySelector("input")?.value ?? ""));
-    this.saved = new SavedViews();
+    this.table = new LongTable(this.closed, {
+      label: "Groups",
+      columns: columns(),
+      keyOf: (/** @type {GroupRow} */ group) => group.group_id,
+      onNearEnd: () => this.#more(),
+    });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
     this.total = h("span", { role: "status" });
-    const copy = copyButtons(() => ({ path: "/ui/api/groups", parameters: this.#parameters(null) }));
+    const copy = copyCurl(() => ({ path: "/groups", parameters: { limit: PAGE } }));
     const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Groups"),
-      bar([this.chips, this.saved.element], [this.columns, this.total, again, copy]),
+      bar(this.chips, [this.total, again, copy]),
       this.problem,
       this.table.element,
     );
@@ -64,55 +60,15 @@ export class GroupsView extends View {
     this.refresh();
   }
 
-  /** @returns {LongTable<GroupRow>} another choice of columns makes another one */
-  #newTable() {
-    this.tableLife?.abort();
-    this.tableLife = new AbortController();
-    return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
-      label: "Groups",
-      columns: [...columns(), ...this.keys.map((key) => this.#metadataColumn(key))],
-      keyOf: (/** @type {GroupRow} */ group) => group.group_id,
-      onNearEnd: () => this.#more(),
-    });
-  }
-
-  /** @param {string} key @returns {Column<GroupRow>} */
-  #metadataColumn(key) {
-    return {
-      title: visibleText(key),
-      hint: "Of the metadata of one of its sessions",
-      width: "130px",
-      fill: textCell((group) => visibleText(this.metadata.get(group.group_id)?.[key] ?? "–")),
-    };
-  }
-
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.#open(query.get("only") ?? "", query.get("columns") ?? "");
-  }
-
-  /** @param {string} asked a filter @param {string} columns keys of metadata */
-  #open(asked, columns) {
-    const only = FILTERS.some(({ name }) => name === asked) ? asked : "";
-    const query = (/** @type {string} */ name) => ({ only: name, columns });
-    setQuery(query(only));
-    this.only = only;
+    const asked = query.get("only") ?? "";
+    this.only = FILTERS.some(({ name }) => name === asked) ? asked : "";
     replace(
       this.chips,
-      FILTERS.map(({ name, title }) => chip(`#/groups${queryOf(query(name))}`, title, name === only)),
+      FILTERS.map(({ name, title }) => chip(`#/groups${queryOf({ only: name })}`, title, name === this.only)),
     );
-    const field = this.columns.querySelector("input");
-    if (field && field !== document.activeElement) field.value = columns;
-    const keys = columnsOf({ ...DEFAULT_ORDER, columns });
-    if (keys.join() === this.keys.join()) {
-      this.#show();
-      return;
-    }
-    this.keys = keys;
-    const old = this.table;
-    this.table = this.#newTable();
-    old.element.replaceWith(this.table.element);
-    this.refresh();
+    this.#show();
   }
 
   /** @param {SessionRow[]} rows */
@@ -144,22 +100,15 @@ export class GroupsView extends View {
   #read(cursor) {
     const request = async (/** @type {AbortSignal} */ signal) => {
       this.#show();
-      return /** @type {GroupPage} */ (await get("/ui/api/groups", this.#parameters(cursor), signal));
+      return /** @type {GroupPage} */ (await get("/groups", { limit: PAGE, cursor }, signal));
     };
     return this.read(request, (page) => {
       const known = cursor === null ? [] : this.groups;
       this.groups = [...new Map([...known, ...page.groups].map((group) => [group.group_id, group])).values()];
-      if (cursor === null) this.metadata.clear();
-      for (const [id, values] of Object.entries(page.metadata)) this.metadata.set(id, values);
       this.nextCursor = page.next_cursor;
       this.isLoaded = true;
       this.#show();
     });
-  }
-
-  /** @param {string|null} cursor */
-  #parameters(cursor) {
-    return { limit: PAGE, cursor, columns: this.keys.join(",") || null };
   }
 
   #show() {
@@ -199,18 +148,6 @@ function verdict(group) {
 function tone(group) {
   if (group.zero_variance || group.missing_attempts.length) return "warn";
   return group.state === "complete" ? "good" : undefined;
-}
-
-/** @param {number[]} attempts @returns {string} "2, 5–7" */
-export function ranges(attempts) {
-  /** @type {[number, number][]} */
-  const found = [];
-  for (const one of [...attempts].sort((a, b) => a - b)) {
-    const last = found.at(-1);
-    if (last && one === last[1] + 1) last[1] = one;
-    else found.push([one, one]);
-  }
-  return found.map(([from, to]) => (from === to ? String(from) : `${from}–${to}`)).join(", ");
 }
 
 /** @returns {Column<GroupRow>[]} */

@@ -1,6 +1,6 @@
-/** The probabilities of tokens, as colours with a legend and as a histogram. */
+/** The probabilities of tokens, as colours with a legend. */
 
-import { h, replace, svg } from "./dom.js";
+import { h, replace } from "./dom.js";
 import { count } from "./format.js";
 
 /** @import {Token} from "../ui_types.d.ts" */
@@ -8,12 +8,6 @@ import { count } from "./format.js";
 /** Lower ends of the classes, from likely to not; the last class has none. */
 const ENDS = [Math.log(0.9), Math.log(0.5), Math.log(0.2), Math.log(0.05), Math.log(0.01), Math.log(0.001)];
 const NAMES = ["90 % or more", "50 to 90 %", "20 to 50 %", "5 to 20 %", "1 to 5 %", "0.1 to 1 %", "under 0.1 %"];
-
-/** Bars of the histogram, half a nat each; the last one also has everything below. */
-const BARS = 24;
-const NATS = 0.5;
-const WIDTH = 240;
-const HEIGHT = 72;
 
 /** @param {number} logprob @returns {number} its class, 0 for the likely ones */
 export function classOf(logprob) {
@@ -25,7 +19,6 @@ export function classOf(logprob) {
 export class TokenStatistics {
   constructor() {
     this.classes = NAMES.map(() => 0);
-    this.bars = Array.from({ length: BARS }, () => 0);
     this.tokens = 0;
     this.sampled = 0;
     this.inLoss = 0;
@@ -43,7 +36,6 @@ export class TokenStatistics {
       this.scored += 1;
       this.sum += logprob;
       increment(this.classes, classOf(logprob));
-      increment(this.bars, Math.min(BARS - 1, Math.max(0, Math.floor(-logprob / NATS))));
     }
   }
 }
@@ -53,39 +45,8 @@ function increment(counts, index) {
   counts[index] = (counts[index] ?? 0) + 1;
 }
 
-/** @param {TokenStatistics} statistics @returns {SVGElement} */
-function histogram(statistics) {
-  const most = Math.max(1, ...statistics.bars);
-  const width = WIDTH / BARS;
-  const ends = `from 0 down to ${-BARS * NATS} and below`;
-  const label = `Histogram of the logprobs of ${count(statistics.scored)} sampled tokens, ${ends}`;
-  return svg(
-    "svg",
-    { class: "histogram", viewBox: `0 0 ${WIDTH} ${HEIGHT + 14}`, role: "img", "aria-label": label },
-    statistics.bars.map((bar, place) => {
-      const height = bar && Math.max(1, (HEIGHT * bar) / most);
-      const where = { x: place * width + 0.5, y: HEIGHT - height, width: width - 1, height };
-      const ends = `${-place * NATS} to ${place === BARS - 1 ? "below" : -(place + 1) * NATS}`;
-      return svg(
-        "rect",
-        { ...where, class: `lp${classOf(-(place + 0.5) * NATS)}` },
-        svg("title", null, `${ends}: ${count(bar)}`),
-      );
-    }),
-    svg("line", { x1: 0, x2: WIDTH, y1: HEIGHT + 0.5, y2: HEIGHT + 0.5, class: "axis" }),
-    [0, 6, 12, 18, 24].map((place) => {
-      const anchor = place === 0 ? "start" : place === BARS ? "end" : "middle";
-      return svg(
-        "text",
-        { x: place * width, y: HEIGHT + 12, "text-anchor": anchor },
-        place === 0 ? "0" : `−${place * NATS}`,
-      );
-    }),
-  );
-}
-
 /**
- * Fill an element with the legend and how many tokens each colour has, the histogram, the sums.
+ * Fill an element with the legend and how many tokens each colour has, the sums.
  * @param {Element} element
  * @param {TokenStatistics} statistics
  * @param {string} what of which tokens
@@ -117,8 +78,6 @@ export function showStatistics(element, statistics, what) {
         ),
       ),
     ),
-    scored > 0 &&
-      h("figure", null, histogram(statistics), h("figcaption", null, "logprob, half a nat a bar")),
     h(
       "ul",
       { class: "sums" },

@@ -15,7 +15,7 @@ import { named } from "./visible.js";
  * @param {RolloutStep} step
  * @returns {Child}
  */
-export function probabilityStrip({ strip, mean_logprob: mean, output_tokens: tokens }) {
+function probabilityStrip({ strip, mean_logprob: mean, output_tokens: tokens }) {
   if (!strip.length) return null;
   const lowest = Math.exp(Math.min(...strip));
   const text = `Probabilities of ${count(tokens)} tokens: mean ${percent(Math.exp(mean ?? 0))}, lowest ${percent(lowest)}`;
@@ -72,11 +72,11 @@ export function turnCell(column, index, step, isDifferent) {
 
 /** @param {Column} column @param {HeadOptions} options @returns {Child} */
 export function columnHead(column, options) {
-  const { sessionId, head, error } = column;
+  const { key, sessionId, head, error } = column;
   const name = h("a", { href: sessionHref(sessionId) }, named(sessionId));
   if (error) return [h("strong", null, name), h("p", { class: "note" }, String(/** @type {Error} */ (error).message))];
   if (!head) return [h("strong", null, name), h("p", { class: "note" }, "Loading …")];
-  const box = h("input", { type: "checkbox", "data-key": `choose ${sessionId}`, "aria-label": `compare ${sessionId}` });
+  const box = h("input", { type: "checkbox", "data-key": `choose ${key}`, "aria-label": `compare ${key}` });
   box.checked = options.isChosen;
   box.addEventListener("change", () => options.onChoose(box.checked));
   return [
@@ -115,11 +115,11 @@ function difference({ isReference, differsFrom }) {
 }
 
 /** @param {Column} column @param {HeadOptions} options @returns {Child} */
-function branchChoice({ sessionId, head }, { onBranch }) {
+function branchChoice({ key, sessionId, head }, { onBranch }) {
   if (!head?.branches.length) return null;
   const select = h(
     "select",
-    { "aria-label": `branch of ${sessionId}`, "data-key": `branch ${sessionId}` },
+    { "aria-label": `branch of ${sessionId}`, "data-key": `branch ${key}` },
     head.branches.map(({ branch, cause, step }) =>
       h("option", { value: branch }, `branch ${branch}${cause ? `, ${cause}` : ""}${step ? ` after step ${step}` : ""}`),
     ),

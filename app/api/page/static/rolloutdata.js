@@ -1,6 +1,7 @@
 /** Rollouts as they are read: each first in short, then a few turns at a time when somebody looks at them. */
 
 import { get } from "./api.js";
+import { wholeNumber } from "./route.js";
 
 /** @import {Rollout, RolloutStep} from "../ui_types.d.ts" */
 
@@ -12,7 +13,8 @@ const KEPT = 400;
 /** Rollouts that change are read again at most so often. */
 const REFRESH_MS = 500;
 
-/** @typedef {{sessionId: string, head: Rollout|null, branch: number|null, error: unknown}} Column a rollout, also before it is read */
+/** A rollout, also before it is read; `key` is its session, or `session@branch`. */
+/** @typedef {{key: string, sessionId: string, head: Rollout|null, branch: number|null, error: unknown}} Column */
 
 export class RolloutData {
   /** @param {AbortSignal} closed ends all requests @param {() => void} onChange something was read */
@@ -37,24 +39,25 @@ export class RolloutData {
     return this.running > 0;
   }
 
-  /** @param {string[]} ids in the order of the address */
-  open(ids) {
-    this.columns = ids.map((sessionId) => ({ sessionId, head: null, branch: null, error: null }));
+  /** @param {string[]} keys in the order of the address */
+  open(keys) {
+    this.columns = keys.map((key) => {
+      const [sessionId = "", branch] = key.split("@");
+      return { key, sessionId, head: null, branch: wholeNumber(branch ?? null, 0), error: null };
+    });
     this.blocks.clear();
     this.waiting = [];
     this.changed.clear();
     for (const column of this.columns) this.#readHead(column);
   }
 
-  /** @param {string} sessionId @returns {Column|undefined} */
-  column(sessionId) {
-    return this.columns.find((one) => one.sessionId === sessionId);
+  /** @param {string} key @returns {Column|undefined} */
+  column(key) {
+    return this.columns.find((one) => one.key === key);
   }
 
-  /** Read this again: it has changed. @param {string} sessionId */
-  refresh(sessionId) {
-    const column = this.column(sessionId);
-    if (!column) return;
+  /** Read this again: it has changed. @param {Column} column */
+  refresh(column) {
     this.changed.add(column);
     this.refreshing ??= setTimeout(() => this.#readChanged(), REFRESH_MS);
   }
@@ -70,10 +73,8 @@ export class RolloutData {
     this.changed.clear();
   }
 
-  /** @param {string} sessionId @param {number} branch */
-  choose(sessionId, branch) {
-    const column = this.column(sessionId);
-    if (!column) return;
+  /** @param {Column} column @param {number} branch */
+  choose(column, branch) {
     column.branch = branch;
     this.#readHead(column);
   }

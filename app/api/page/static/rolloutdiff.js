@@ -68,7 +68,7 @@ export class RolloutDiff {
     };
     replace(
       this.head,
-      h("h2", null, "Diff of ", named(one.sessionId), " and ", named(other.sessionId)),
+      h("h2", null, "Diff of ", named(one.key), " and ", named(other.key)),
       h("span", { class: "note" }, pair.map(rewardOf).join(" and ")),
       equal > 0 && h("span", { class: "note" }, `${count(equal)} of ${count(steps)} steps are equal`),
       equal > 0 && button("show them", toggle, { "aria-pressed": String(this.isWhole) }),

@@ -9,6 +9,16 @@ const COLUMN_PX = 340;
 /** Cells beyond the ones in sight. */
 const OVER = 1;
 
+/** Rows and columns that a key goes on. @type {Record<string, [number, number]>} */
+const STEPS = {
+  ArrowDown: [1, 0],
+  ArrowUp: [-1, 0],
+  ArrowRight: [0, 1],
+  ArrowLeft: [0, -1],
+  Home: [-Infinity, 0],
+  End: [Infinity, 0],
+};
+
 /**
  * @typedef {object} GridOptions
  * @property {string} label
@@ -61,14 +71,6 @@ export class RolloutGrid {
     this.element.setAttribute("aria-rowcount", String(rows + 1));
     this.element.setAttribute("aria-colcount", String(columns + 1));
     this.#renderSoon();
-  }
-
-  /** @param {number} px the height of each turn */
-  setRowHeight(px) {
-    const top = this.element.scrollTop / this.rowPx;
-    this.rowPx = px;
-    this.#render();
-    this.element.scrollTop = top * px;
   }
 
   /** @param {number} row */
@@ -180,10 +182,10 @@ export class RolloutGrid {
       return;
     }
     const [row, column] = target === this.element ? [this.at[0], this.at[1]] : this.at;
-    const to = destination(event.key, row, column, this.rows);
-    if (!to) return;
+    const step = STEPS[event.key];
+    if (!step) return;
     event.preventDefault();
-    this.#goTo(Math.max(0, Math.min(this.rows - 1, to[0])), Math.max(0, Math.min(this.columns - 1, to[1])));
+    this.#goTo(Math.max(0, Math.min(this.rows - 1, row + step[0])), Math.max(0, Math.min(this.columns - 1, column + step[1])));
   }
 
   /** @param {number} row @param {number} column */
@@ -198,32 +200,5 @@ export class RolloutGrid {
     cancelAnimationFrame(this.frame);
     this.#render();
     this.parts.get(`cell ${row} ${column}`)?.focus({ preventScroll: true });
-  }
-}
-
-/**
- * @param {string} key @param {number} row @param {number} column @param {number} rows
- * @returns {[number, number]|null} null: the key goes nowhere
- */
-function destination(key, row, column, rows) {
-  switch (key) {
-    case "ArrowDown":
-      return [row + 1, column];
-    case "ArrowUp":
-      return [row - 1, column];
-    case "ArrowRight":
-      return [row, column + 1];
-    case "ArrowLeft":
-      return [row, column - 1];
-    case "PageDown":
-      return [row + 5, column];
-    case "PageUp":
-      return [row - 5, column];
-    case "Home":
-      return [0, column];
-    case "End":
-      return [rows - 1, column];
-    default:
-      return null;
   }
 }

@@ -1,7 +1,7 @@
 /** Rollouts side by side: those of a group, or those that the address names. A row is a step of each. */
 
 import { get } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { bar, button, h, replace, setText } from "./dom.js";
 import { count, decimal } from "./format.js";
 import { groupHref, setQuery, wholeNumber } from "./route.js";
@@ -9,7 +9,7 @@ import { columnHead, turnCell } from "./rolloutcell.js";
 import { firstDifference, RolloutData } from "./rolloutdata.js";
 import { RolloutDiff } from "./rolloutdiff.js";
 import { RolloutGrid } from "./rolloutgrid.js";
-import { View } from "./view.js";
+import { noGroup, View } from "./view.js";
 import { named } from "./visible.js";
 
 /** @import {Child, Group, SessionRow} from "../ui_types.d.ts" */
@@ -25,7 +25,6 @@ const SORTS = {
   worst: "reward, lowest first",
   longest: "most tokens first",
 };
-const HEIGHTS = { 120: "low", 240: "middle", 480: "high" };
 
 export class RolloutsView extends View {
   /** @param {HTMLElement} root @param {Place} place */
@@ -58,8 +57,6 @@ export class RolloutsView extends View {
       this.#remember();
       this.#show();
     });
-    this.heightField = options("Height", HEIGHTS, (value) => this.grid.setRowHeight(Number(value)));
-    this.heightField.value = "240";
     this.total = h("span", { role: "status" });
     this.jump = button("First difference", () => this.#jump());
     this.pages = h("span");
@@ -67,7 +64,7 @@ export class RolloutsView extends View {
       root,
       bar(
         h("h1", null, id ? ["Rollouts of ", h("a", { href: groupHref(id) }, named(id))] : "Rollouts"),
-        copyButtons(() => ({
+        copyCurl(() => ({
           path: `/ui/api/sessions/${encodeURIComponent(this.columns[0]?.sessionId ?? "")}/rollout`,
           parameters: { limit: 20 },
         })),
@@ -76,7 +73,6 @@ export class RolloutsView extends View {
         "div",
         { class: "bar" },
         h("label", null, "Order ", this.sortField),
-        h("label", null, "Height ", this.heightField),
         this.jump,
         this.total,
         this.pages,
@@ -89,11 +85,9 @@ export class RolloutsView extends View {
     this.onQuery(query);
   }
 
-  /** @param {string} code @returns {[string, ...Child[]]|null} */
+  /** @param {string} code */
   absent(code) {
-    if (code !== "not_found") return null;
-    const all = h("p", null, h("a", { href: "#/groups" }, "All groups"));
-    return [`There is no group “${this.id}”.`, h("p", null, "No session has this group_id."), all];
+    return code === "not_found" ? noGroup(this.id) : null;
   }
 
   /** @param {URLSearchParams} query */
@@ -110,8 +104,10 @@ export class RolloutsView extends View {
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
     for (const row of rows) {
-      const head = this.data.column(row.session_id)?.head;
-      if (head && row.version > head.version) this.data.refresh(row.session_id);
+      for (const column of this.data.columns) {
+        const isIt = column.sessionId === row.session_id && column.head;
+        if (isIt && row.version > isIt.version) this.data.refresh(column);
+      }
     }
     if (this.id && rows.some((row) => row.group_id === this.id && !this.ids.includes(row.session_id))) this.changed();
   }
@@ -226,15 +222,15 @@ export class RolloutsView extends View {
   /** @param {number} at */
   #headKey(at) {
     const column = this.columns[at];
-    const key = [column?.sessionId, column?.head?.version, column?.head?.branch, String(column?.error ?? ""), at === 0];
-    return JSON.stringify([...key, this.differences[at], this.chosen.includes(column?.sessionId ?? "")]);
+    const key = [column?.key, column?.head?.version, column?.head?.branch, String(column?.error ?? ""), at === 0];
+    return JSON.stringify([...key, this.differences[at], this.chosen.includes(column?.key ?? "")]);
   }
 
   /** @param {number} at @returns {Child} */
   #head(at) {
     const column = this.columns[at];
     if (!column) return null;
-    const id = column.sessionId;
+    const id = column.key;
     return columnHead(column, {
       isReference: at === 0,
       differsFrom: this.differences[at] ?? null,
@@ -243,7 +239,7 @@ export class RolloutsView extends View {
         const others = this.chosen.filter((one) => one !== id);
         this.#choose(isChosen ? [...others, id].slice(-2) : others);
       },
-      onBranch: (branch) => this.data.choose(id, branch),
+      onBranch: (branch) => this.data.choose(column, branch),
     });
   }
 
@@ -254,7 +250,7 @@ export class RolloutsView extends View {
     if (!column || !mark) return "none";
     const step = this.data.step(column, row);
     const state = step instanceof Error ? "failed" : step ? "read" : "loading";
-    return `${column.sessionId} ${mark[0]} ${mark[1]} ${state} ${this.differences[at] === row}`;
+    return `${column.key} ${mark[0]} ${mark[1]} ${state} ${this.differences[at] === row}`;
   }
 
   /** @param {number} at @param {number} row @returns {Child} */

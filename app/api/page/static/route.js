@@ -98,9 +98,9 @@ export function rolloutsHref(id, parameters) {
   return `${groupHref(id)}/rollouts${queryOf(parameters)}`;
 }
 
-/** @param {string[]} ids of sessions @returns {string} these side by side */
-export function sideBySideHref(ids) {
-  return `#/rollouts${queryOf({ sessions: ids.join(",") })}`;
+/** @param {string[]} keys sessions, or `session@branch` @param {string[]} [diff] two of them @returns {string} these side by side */
+export function sideBySideHref(keys, diff = []) {
+  return `#/rollouts${queryOf({ sessions: keys.join(","), diff: diff.join(",") })}`;
 }
 
 /**

@@ -66,11 +66,6 @@ export class Rows {
     }
   }
 
-  /** Fill every row again, for columns that depend on more than the row. */
-  refill() {
-    for (const line of this.lines.values()) this.#fill(line);
-  }
-
   /** @param {Row} row @returns {Line<Row>} */
   #line(row) {
     const key = this.keyOf(row);

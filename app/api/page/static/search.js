@@ -1,12 +1,11 @@
 /** Search: messages, tool calls and results over all sessions; each hit leads to its turn. */
 
 import { ApiError, get } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { announce, badge, bar, button, h, message, replace, setText } from "./dom.js";
 import { choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 import { count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery } from "./route.js";
-import { SavedViews } from "./saved.js";
 import { View } from "./view.js";
 import { named, visible } from "./visible.js";
 
@@ -40,7 +39,7 @@ export class SearchView extends View {
       root,
       h("h1", { class: "visually-hidden" }, "Search"),
       foldedForm(this.closed, this.form),
-      bar([this.found, new SavedViews().element], copyButtons(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } }))),
+      bar(this.found, copyCurl(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } }))),
       this.problem,
       this.list,
       this.foot,

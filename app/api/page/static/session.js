@@ -1,9 +1,8 @@
 /** One session: what it is, its turns, its conversation and its log, now or after any of its events. */
 
 import { get } from "./api.js";
-import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { badge, button, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
 import { clock, count, decimal, since } from "./format.js";
@@ -48,7 +47,6 @@ export class SessionView extends View {
     this.seq = wholeNumber(query.get("seq"), 1);
     this.turn = wholeNumber(query.get("turn"), 1);
     this.branch = wholeNumber(query.get("branch"), 0);
-    this.against = wholeNumber(query.get("against"), 0);
     /** The last event that was read, and the last that the live stream named. */
     this.lastRead = 0;
     this.lastNamed = 0;
@@ -68,17 +66,15 @@ export class SessionView extends View {
     this.timeline = new Timeline((turn) => this.#pick(turn));
     this.conversation = new Conversation(this.closed, id, (turn) => this.#pick(turn));
     this.tree = new BranchTree(
+      id,
       (branch) => this.#pick(null, branch),
-      (branch) => this.#compare(branch),
       (turn) => this.#pick(turn),
     );
-    this.comparison = new Comparison(this.closed, id, () => this.#compare(null));
     this.log = new EventLog(this.closed, id, () => this.changed());
     this.columns = h(
       "div",
       { class: "columns" },
       this.tree.element,
-      this.comparison.element,
       this.conversation.element,
       this.log.element,
     );
@@ -130,7 +126,6 @@ export class SessionView extends View {
     this.seq = wholeNumber(query.get("seq"), 1);
     this.turn = wholeNumber(query.get("turn"), 1);
     this.branch = wholeNumber(query.get("branch"), 0);
-    this.against = wholeNumber(query.get("against"), 0);
     this.refresh();
   }
 
@@ -145,17 +140,6 @@ export class SessionView extends View {
   #pick(turn, branch = null) {
     this.turn = turn;
     this.branch = branch;
-    if (turn !== null || branch === this.against) this.against = null;
-    this.#picked();
-  }
-
-  /** @param {number|null} against */
-  #compare(against) {
-    this.against = against;
-    this.#picked();
-  }
-
-  #picked() {
     this.#remember();
     if (!this.session) return;
     this.#mark(this.session);
@@ -163,17 +147,14 @@ export class SessionView extends View {
   }
 
   #remember() {
-    setQuery({ seq: this.seq, turn: this.turn, branch: this.branch, against: this.against });
+    setQuery({ seq: this.seq, turn: this.turn, branch: this.branch });
   }
 
   /** @param {Session} session */
   #mark(session) {
     this.timeline.update(session, this.turn);
-    this.tree.update(session.tree, { branch: this.branch, against: this.against, turn: this.turn });
-    const comparing = hasBranch(session, this.against);
+    this.tree.update(session.tree, { branch: this.branch, turn: this.turn });
     this.columns.classList.toggle("withtree", session.tree !== null);
-    this.columns.classList.toggle("comparing", comparing);
-    for (const { element } of [this.conversation, this.log]) element.hidden = comparing;
     this.tokensLink.setAttribute("href", tokensHref(this.id, { seq: this.seq, branch: this.branch }));
   }
 
@@ -194,11 +175,7 @@ export class SessionView extends View {
   async #readConversation(session) {
     const turn = session.turns.some((one) => one.turn === this.turn) ? this.turn : null;
     const branch = hasBranch(session, this.branch) ? this.branch : null;
-    const read = branch ?? session.tree?.turns.find((one) => one.turn === turn)?.branch ?? session.tree?.main_branch;
-    await Promise.all([
-      this.conversation.update(session, turn, branch),
-      this.comparison.update(session.seq, read ?? 0, hasBranch(session, this.against) ? this.against : null),
-    ]);
+    await this.conversation.update(session, turn, branch);
   }
 
   /** @param {Session} session */
@@ -250,9 +227,9 @@ export class SessionView extends View {
         "span",
         { class: "switches" },
         seq === null && !session.erased && button("Edit note", () => this.noteForm.open(session), { class: "quiet" }),
-        copyButtons(() => ({ path: this.path, parameters: { seq } })),
-        copyButtons(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
-        copyButtons(
+        copyCurl(() => ({ path: this.path, parameters: { seq } })),
+        copyCurl(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
+        copyCurl(
           () => ({
             path: `/sessions/${encodeURIComponent(this.id)}/note`,
             method: "PUT",

@@ -1,14 +1,12 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { ApiError } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
 import { addressOf, columnsField, columnsOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
 import { count, decimal } from "./format.js";
 import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { badgeCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
-import { SavedViews } from "./saved.js";
-import { MOST_ARRIVED, SessionList } from "./sessionlist.js";
+import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
 import { visibleText } from "./visible.js";
@@ -18,35 +16,31 @@ import { visibleText } from "./visible.js";
 /** @import {Column} from "./rows.js" */
 /** @import {Place} from "./view.js" */
 
-const POLL_MS = 5000;
+const POLL_MS = 2000;
 
 export class SessionsView extends View {
   /** @param {HTMLElement} root @param {Place} place */
-  constructor(root, { query, overview }) {
+  constructor(root, { query }) {
     super(root);
     this.list = new SessionList(this.closed, () => this.#show());
     /** @type {Set<string>} the sessions that are to be shown side by side */
     this.picked = new Set();
-    const newestVersion = () => overview()?.weight_version ?? null;
-    this.versionShown = newestVersion();
-    this.newestVersion = newestVersion;
     this.table = this.#newTable([]);
     this.form = new FilterForm(this.closed, (filters) => {
       const { sort, order } = this.list.query;
       this.#open({ sort, order, ...filters });
     }, columnsField());
     this.total = h("span", { role: "status" });
-    this.changes = button("", () => this.refresh(), { class: "changed", hidden: true });
-    this.saved = new SavedViews();
+    this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    const copy = copyButtons(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
+    const copy = copyCurl(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar([this.presets, this.saved.element], [this.compare, this.changes, this.total, again, copy]),
+      bar(this.presets, [this.compare, this.changes, this.total, again, copy]),
       this.problem,
       this.table.element,
     );
@@ -62,12 +56,10 @@ export class SessionsView extends View {
     this.keys = keys;
     return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
       label: "Sessions",
-      columns: [this.#pickColumn(), ...columns(this.newestVersion), ...keys.map((key) => this.#metadataColumn(key))],
+      columns: [this.#pickColumn(), ...columns(), ...keys.map((key) => this.#metadataColumn(key))],
       keyOf: (row) => row.session_id,
-      isDim: (row) => this.list.unmatched.has(row.session_id),
       onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
       onNearEnd: () => this.list.error || this.list.more(),
-      onReleased: () => this.#show(),
     });
   }
 
@@ -126,9 +118,6 @@ export class SessionsView extends View {
   /** @param {Overview} overview */
   onOverview(overview) {
     this.form.setEngines(overview.engines.map((engine) => engine.url));
-    if (overview.weight_version === this.versionShown) return;
-    this.versionShown = overview.weight_version;
-    this.table.refill();
   }
 
   onReset() {
@@ -149,49 +138,33 @@ export class SessionsView extends View {
     return this.list.refresh();
   }
 
-  /** Time and gates change what matches without an event. */
-  async #poll() {
+  /** The list of newest changes follows by itself while nobody reads it; time and gates change what matches without an event. */
+  #poll() {
     const { list, table } = this;
-    if (list.isLoading) return;
-    if (needsPolling(list.query) && !table.isHeld) list.refresh();
-    else if (list.isTotalOld) await list.recount().catch(ignoreRefusal);
+    if (list.isLoading || table.isHeld || !table.isAtTop) return;
+    if ((list.hasNews && list.isByChange) || needsPolling(list.query)) list.refresh();
   }
 
   #show() {
     const { list, table } = this;
-    if (table.isAtTop && !table.isHeld && !list.isLoading) list.rearrange();
     table.show(list.rows, list.total, list.isLoading);
     table.element.classList.toggle("stale", list.isLoading && !list.isLoaded);
     const more = list.isTotalExact ? "" : "+";
     setText(this.total, list.isLoaded ? `${count(list.total)}${more} ${list.total === 1 ? "session" : "sessions"}` : "");
-    this.#showChanges();
+    this.changes.hidden = !list.hasNews || (list.isByChange && table.isAtTop);
     this.#showFoot();
     replace(this.problem, list.error !== null && failure(list.error, () => list.refresh()));
-  }
-
-  #showChanges() {
-    const { arrived, unmatched } = this.list;
-    const parts = [];
-    if (arrived.size) parts.push(`${count(arrived.size)}${arrived.size < MOST_ARRIVED ? "" : "+"} new`);
-    if (unmatched.size) parts.push(`${count(unmatched.size)} no longer match`);
-    this.changes.hidden = !parts.length;
-    setText(this.changes, `${parts.join(", ")}: show`);
   }
 
   #showFoot() {
     const { list, table } = this;
     if (!list.isLoaded) table.setFoot(list.isLoading && "Loading …");
-    else if (!list.rows.length) table.setFoot(nothing(list.query));
+    else if (!list.byId.size) table.setFoot(nothing(list.query));
     else if (list.nextCursor) {
       const more = button("Load more", () => list.more());
-      table.setFoot(`${count(list.rows.length)} of ${count(list.total)} loaded`, more);
-    } else table.setFoot(`All ${count(list.rows.length)} shown`);
+      table.setFoot(`${count(list.byId.size)} of ${count(list.total)} loaded`, more);
+    } else table.setFoot(`All ${count(list.byId.size)} shown`);
   }
-}
-
-/** A total that cannot be read is read again later; the banner tells a lost connection. @param {unknown} error */
-function ignoreRefusal(error) {
-  if (!(error instanceof ApiError)) throw error;
 }
 
 /** @param {ListQuery} query @returns {HTMLElement} */
@@ -222,20 +195,8 @@ function shortEngine(engine) {
   return engine.replace(/^https?:\/\//, "");
 }
 
-/**
- * By the newest weights now, which may be newer than the row.
- * @param {SessionRow} row
- * @param {number|null} newest
- * @returns {number|null}
- */
-function staleness(row, newest) {
-  const own = row.weight_version;
-  if (newest === null || own === null || !/^\d{1,15}$/.test(String(own))) return row.staleness;
-  return Math.max(0, Number(newest) - Number(own));
-}
-
-/** @param {() => number|null} newest @returns {Column<SessionRow>[]} */
-function columns(newest) {
+/** @returns {Column<SessionRow>[]} */
+function columns() {
   return [
     { title: "Session", isHeader: true, fill: linkCell((row) => row.session_id, (row) => sessionHref(row.session_id)) },
     { title: "State", width: "100px", fill: badgeCell((row) => row.state) },
@@ -271,7 +232,7 @@ function columns(newest) {
       width: "80px",
       number: true,
       sort: "staleness",
-      fill: textCell((row) => count(staleness(row, newest()))),
+      fill: textCell((row) => count(row.staleness)),
     },
     { title: "Engine", width: "12%", fill: textCell((row) => (row.engine ? shortEngine(row.engine) : "–")) },
     { title: "Changed", width: "112px", number: true, sort: "updated_at", fill: sinceCell((row) => row.updated_at) },

@@ -24,10 +24,8 @@ const POINTED_MS = 3000;
  * @property {string} label
  * @property {Column<Row>[]} columns
  * @property {(row: Row) => string} keyOf
- * @property {(row: Row) => boolean} [isDim]
  * @property {(sort: string, order: "asc"|"desc") => void} [onSort]
  * @property {() => void} [onNearEnd]
- * @property {() => void} [onReleased] the user is done with the rows: they may move again
  */
 
 /** The least width of a column that shares what the others leave. */
@@ -56,7 +54,6 @@ export class LongTable {
     this.frame = 0;
     this.isBusy = true;
     this.pointedAt = -POINTED_MS;
-    this.resting = 0;
     this.above = h("td");
     this.below = h("td");
     this.body = h("tbody");
@@ -107,11 +104,6 @@ export class LongTable {
     this.#renderSoon();
   }
 
-  /** Fill the rows in sight again, for columns that depend on more than the row. */
-  refill() {
-    this.lines.refill();
-  }
-
   /** @param {...Child} children below the last row */
   setFoot(...children) {
     replace(this.foot, ...children);
@@ -141,21 +133,14 @@ export class LongTable {
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
     closed.addEventListener("abort", () => {
       cancelAnimationFrame(this.frame);
-      clearTimeout(this.resting);
       this.sizes.disconnect();
     });
-    const released = () => setTimeout(() => this.isHeld || this.options.onReleased?.());
     this.body.addEventListener("pointermove", () => {
       this.pointedAt = performance.now();
-      clearTimeout(this.resting);
-      this.resting = setTimeout(released, POINTED_MS);
     });
     this.body.addEventListener("pointerleave", () => {
       this.pointedAt = -POINTED_MS;
-      released();
     });
-    this.body.addEventListener("focusout", released);
-    this.element.addEventListener("scrollend", released);
     this.body.addEventListener("focusin", (event) => {
       const line = /** @type {Element} */ (event.target).closest("tr");
       this.#choose(line?.dataset.key ?? null);
@@ -175,7 +160,6 @@ export class LongTable {
     this.below.style.height = `${Math.max(0, this.rows.length - end) * ROW_PX}px`;
     this.lines.show(this.rows.slice(first, end), (element, row, index) => {
       element.setAttribute("aria-rowindex", String(first + index + 2));
-      element.classList.toggle("gone", this.options.isDim?.(row) ?? false);
       this.#markCurrent(element);
     });
     this.element.setAttribute("aria-busy", String(this.isBusy));

@@ -22,7 +22,7 @@ const STAGES = ["gate", "claim", "prepare", "engine", "validate"];
 const COLUMNS = ["Turn", "State", "Stages", "Total", "Prompt", "Output", "Finish", "Weights", "Opened"];
 
 /** @type {Set<string>} */
-const NUMBERS = new Set(["Total", "Prompt", "Output", ...STAGES]);
+const NUMBERS = new Set(["Total", "Prompt", "Output"]);
 
 /** Rows in the document at a time: a session may have thousands of turns. */
 const ROWS = 100;
@@ -67,8 +67,6 @@ export class Timeline {
   /** @param {(turn: number) => void} onPick somebody wants to read this turn's conversation */
   constructor(onPick) {
     this.onPick = onPick;
-    this.withEngine = true;
-    this.asNumbers = false;
     /** @type {Session|null} */
     this.session = null;
     /** @type {Row[]} */
@@ -78,14 +76,14 @@ export class Timeline {
     /** @type {number|null} */
     this.picked = null;
     this.body = h("tbody");
-    this.head = h("tr");
+    const titles = COLUMNS.map((name) => h("th", { scope: "col", class: NUMBERS.has(name) ? "number" : null }, name));
     this.pager = h("span", { class: "pager" });
     this.detail = h("p", { class: "stagedetail" });
     this.element = panel(
       "timeline-title",
       "Turns",
-      [legend(), this.pager, this.#switches()],
-      h("div", { class: "table-scroll" }, h("table", { class: "timeline" }, h("thead", null, this.head), this.body)),
+      [legend(), this.pager],
+      h("div", { class: "table-scroll" }, h("table", { class: "timeline" }, h("thead", null, h("tr", null, titles)), this.body)),
       this.detail,
     );
     this.body.addEventListener("mouseover", (event) => this.#explain(event));
@@ -104,41 +102,17 @@ export class Timeline {
     this.#render();
   }
 
-  #switches() {
-    const one = (/** @type {string} */ label, /** @type {(isOn: boolean) => void} */ change) => {
-      const press = () => {
-        const isOn = made.getAttribute("aria-pressed") !== "true";
-        made.setAttribute("aria-pressed", String(isOn));
-        change(isOn);
-        if (this.session) this.#render();
-      };
-      const made = button(label, press, { "aria-pressed": "false" });
-      return made;
-    };
-    return h(
-      "span",
-      { class: "switches" },
-      one("without engine", (isOn) => (this.withEngine = !isOn)),
-      one("as numbers", (isOn) => (this.asNumbers = isOn)),
-    );
-  }
-
   #render() {
     const focused = this.body.contains(document.activeElement)
       ? document.activeElement?.getAttribute("data-key")
       : null;
     const first = Math.max(0, Math.min(this.first ?? Infinity, this.rows.length - ROWS));
     const shown = this.rows.slice(first, first + ROWS);
-    const totals = shown.map(({ kind, fact }) => (kind === "turn" && fact.timing ? this.#shownTotal(fact.timing) : 0));
+    const totals = shown.map(({ kind, fact }) => (kind === "turn" && fact.timing ? sum(fact.timing, STAGES) : 0));
     const scale = Math.max(1e-6, ...totals);
-    const columns = this.asNumbers ? COLUMNS.flatMap((name) => (name === "Stages" ? STAGES : [name])) : COLUMNS;
-    replace(
-      this.head,
-      columns.map((name) => h("th", { scope: "col", class: NUMBERS.has(name) ? "number" : null }, name)),
-    );
     replace(
       this.body,
-      shown.map((row) => this.#row(row, scale, columns.length)),
+      shown.map((row) => this.#row(row, scale, COLUMNS.length)),
     );
     this.#showPager(first);
     if (!focused) return;
@@ -178,9 +152,6 @@ export class Timeline {
     const { timing } = turn;
     const state = turn.live ? badge("committed", "good") : badge("discarded", "muted");
     const cause = turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn");
-    const stages = this.asNumbers
-      ? STAGES.map((stage) => number(milliseconds(timing?.[stage])))
-      : h("td", { class: "stages" }, timing ? this.#bar(timing, scale) : "–");
     return h(
       "tr",
       {
@@ -190,7 +161,7 @@ export class Timeline {
       },
       h("th", { scope: "row" }, this.#turnButton(turn)),
       h("td", null, state, cause, turn.discarded_by && h("span", { class: "note" }, ` by event ${turn.discarded_by}`)),
-      stages,
+      h("td", { class: "stages" }, timing ? this.#bar(timing, scale) : "–"),
       number(timing ? milliseconds(sum(timing, STAGES)) : "–"),
       number(count(turn.prompt_tokens)),
       number(count(turn.output_tokens)),
@@ -209,18 +180,9 @@ export class Timeline {
     });
   }
 
-  get #shownStages() {
-    return this.withEngine ? STAGES : STAGES.filter((stage) => stage !== "engine");
-  }
-
-  /** @param {Stages} timing */
-  #shownTotal(timing) {
-    return sum(timing, this.#shownStages);
-  }
-
   /** @param {Stages} timing @param {number} scale */
   #bar(timing, scale) {
-    const parts = this.#shownStages.filter((stage) => timing[stage]);
+    const parts = STAGES.filter((stage) => timing[stage]);
     const width = (/** @type {keyof Stages} */ stage) => `${(100 * timing[stage]) / scale}%`;
     return [
       h(

@@ -1,8 +1,8 @@
 /** A branch's tokens, as a trainer gets them: loss mask, logprobs, weight versions, and where each comes from. */
 
 import { get } from "./api.js";
-import { copyButtons } from "./copy.js";
-import { badge, button, chip, failure, h, message, replace, setText } from "./dom.js";
+import { copyCurl } from "./copy.js";
+import { badge, button, chip, h, message, replace } from "./dom.js";
 import { count } from "./format.js";
 import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
 import { sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
@@ -15,8 +15,8 @@ import { named, visibleText } from "./visible.js";
 
 /** Tokens of a page, each an element. */
 const PAGE = 2000;
-/** Tokens that are read at a time to be counted, the most that the server gives. */
-const COUNTED = 10000;
+/** Tokens that a key goes on; `#goTo` ends at the last one. @type {Record<string, number>} */
+const STEPS = { ArrowRight: 1, ArrowLeft: -1, PageDown: PAGE, PageUp: -PAGE, End: Number.MAX_SAFE_INTEGER / 2 };
 /** Boundaries between weight versions that get a button, and branches that get a link. */
 const JUMPS = 40;
 
@@ -138,7 +138,6 @@ export class TokensView extends View {
     const statistics = new TokenStatistics();
     statistics.add(page.tokens);
     showStatistics(this.statistics, statistics, `these ${count(page.tokens.length)} tokens`);
-    if (page.total > page.tokens.length) this.statistics.append(this.#countAllButton(page));
   }
 
   #renderTitle() {
@@ -151,7 +150,7 @@ export class TokensView extends View {
       h(
         "span",
         { class: "switches" },
-        copyButtons(() => ({ path: this.path, parameters: this.#parameters })),
+        copyCurl(() => ({ path: this.path, parameters: this.#parameters })),
       ),
     );
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
@@ -258,53 +257,11 @@ export class TokensView extends View {
     this.cells.addEventListener("keydown", (event) => {
       const cell = cellOf(event);
       if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
-      const to = this.#positionAfter(event.key, cell);
-      if (to === undefined) return;
+      const to = event.key === "Home" ? 0 : positionOf(cell) + (STEPS[event.key] ?? NaN);
+      if (Number.isNaN(to)) return;
       event.preventDefault();
       this.#goTo(to);
     });
-  }
-
-  /** @param {string} key @param {HTMLElement} cell @returns {number|undefined} where the key leads from this token */
-  #positionAfter(key, cell) {
-    const at = positionOf(cell);
-    switch (key) {
-      case "ArrowRight":
-        return at + 1;
-      case "ArrowLeft":
-        return at - 1;
-      case "PageDown":
-        return at + PAGE;
-      case "PageUp":
-        return at - PAGE;
-      case "Home":
-        return 0;
-      case "End":
-        return (this.page?.total ?? 1) - 1;
-      case "ArrowDown":
-        return this.#nearestInNextLine(cell, 1);
-      case "ArrowUp":
-        return this.#nearestInNextLine(cell, -1);
-    }
-  }
-
-  /** @param {HTMLElement} cell @param {1|-1} step down or up @returns {number|undefined} */
-  #nearestInNextLine(cell, step) {
-    const { left, top, height } = cell.getBoundingClientRect();
-    const all = [...this.cells.querySelectorAll(".tok")];
-    /** @type {{off: number, top: number, cell: Element}|null} */
-    let best = null;
-    for (let index = all.indexOf(cell) + step; ; index += step) {
-      const other = all[index];
-      if (!other) break;
-      const box = other.getBoundingClientRect();
-      const lines = Math.abs(box.top - top) / Math.max(1, height);
-      if (lines < 0.5) continue;
-      if (best && Math.abs(box.top - best.top) > 2) break;
-      const off = Math.abs(box.left - left);
-      if (!best || off < best.off) best = { off, top: box.top, cell: other };
-    }
-    return best ? positionOf(/** @type {HTMLElement} */ (best.cell)) : undefined;
   }
 
   #focusAt() {
@@ -346,35 +303,6 @@ export class TokensView extends View {
         ` · logprob ${logprob.toFixed(6)}, probability ${Math.exp(logprob).toPrecision(4)}`,
       version >= 0 && [" · weights ", named(versions[version] ?? "?")],
     );
-  }
-
-  /** @param {TokenPage} page */
-  #countAllButton(page) {
-    const press = async () => {
-      made.disabled = true;
-      try {
-        await this.#countAll(page, made);
-      } catch (error) {
-        if (this.closed.aborted) return;
-        made.replaceWith(failure(error));
-      }
-    };
-    const made = button(`count all ${count(page.total)} tokens`, press);
-    return made;
-  }
-
-  /** Read the whole branch, without keeping it. @param {TokenPage} page @param {HTMLElement} progress */
-  async #countAll({ branch, total }, progress) {
-    const statistics = new TokenStatistics();
-    while (statistics.tokens < total) {
-      const parameters = { seq: this.seq, branch, start: statistics.tokens, limit: COUNTED };
-      const { tokens } = /** @type {TokenPage} */ (await get(this.path, parameters, this.closed));
-      if (!tokens.length || !progress.isConnected) break;
-      statistics.add(tokens);
-      setText(progress, `${count(statistics.tokens)} of ${count(total)}`);
-    }
-    if (!progress.isConnected) return;
-    showStatistics(this.statistics, statistics, `all ${count(statistics.tokens)} tokens of the branch`);
   }
 }
 

@@ -1,14 +1,15 @@
 /** A session's tree: its branches, why each began, and whose loss each turn is in. */
 
 import { badge, button, h, panel, replace } from "./dom.js";
-import { count } from "./format.js";
+import { count, ranges } from "./format.js";
+import { sideBySideHref } from "./route.js";
 import { named } from "./visible.js";
 
-/** @import {Child, Tree, TreeBranch, TreeTurn} from "../ui_types.d.ts" */
+/** @import {Tree, TreeBranch, TreeTurn} from "../ui_types.d.ts" */
 
 /**
- * What of the tree is shown elsewhere: the branch of the conversation, and the one that it is compared with.
- * @typedef {{branch: number|null, against: number|null, turn: number|null}} Picked
+ * What of the tree is shown elsewhere: the branch of the conversation, or a turn.
+ * @typedef {{branch: number|null, turn: number|null}} Picked
  */
 
 /** Why a branch began, behind "because". @type {Record<string, string>} */
@@ -30,13 +31,13 @@ const DEPTH = 8;
 /** The branches of one session. Nothing is shown where there is only one. */
 export class BranchTree {
   /**
+   * @param {string} id of the session
    * @param {(branch: number) => void} onBranch somebody wants to read it
-   * @param {(branch: number|null) => void} onAgainst or to compare it with the one that is read
    * @param {(turn: number) => void} onTurn or to read one turn
    */
-  constructor(onBranch, onAgainst, onTurn) {
+  constructor(id, onBranch, onTurn) {
+    this.id = id;
     this.onBranch = onBranch;
-    this.onAgainst = onAgainst;
     this.onTurn = onTurn;
     this.shown = BRANCHES;
     this.key = "";
@@ -95,8 +96,9 @@ export class BranchTree {
    */
   #item(tree, branch, depth, own, trained, picked) {
     const { branch: number, cause, fork_turn, parent_branch, agent_id, tokens, reason } = branch;
-    const isRead = picked.turn === null && number === (picked.branch ?? tree.main_branch);
-    const isCompared = number === picked.against;
+    const main = picked.branch ?? tree.main_branch;
+    const isRead = picked.turn === null && number === main;
+    const pair = [main, number].map((one) => `${this.id}@${one}`);
     return h(
       "li",
       { style: { "--depth": Math.min(depth, DEPTH) }, dataset: { branch: number }, "aria-current": isRead ? "true" : null },
@@ -113,13 +115,7 @@ export class BranchTree {
         own[0]?.carries != null && h("span", { class: "note" }, `quotes turn ${own[0].carries}`),
         agent_id !== null && h("code", null, named(agent_id)),
         h("span", { class: "note" }, `${count(tokens)} tokens`),
-        !isRead &&
-          button(isCompared ? "compared" : "compare", () => this.onAgainst(isCompared ? null : number), {
-            class: "link",
-            "data-key": `against-${number}`,
-            "aria-pressed": String(isCompared),
-            "aria-label": `compare branch ${number} with the one that is read`,
-          }),
+        number !== main && h("a", { href: sideBySideHref(pair, pair) }, `compare with branch ${main}`),
       ),
       h(
         "p",
@@ -127,7 +123,7 @@ export class BranchTree {
         own.length > TURNS && h("span", { class: "note" }, `${count(own.length - TURNS)} earlier … `),
         own.slice(-TURNS).map((turn) => this.#turnButton(turn, picked)),
       ),
-      h("p", { class: "note" }, reason === null ? `its row trains ${spelled(trained)}` : `no row: ${reason}`),
+      h("p", { class: "note" }, reason === null ? `its row trains ${trained.length ? `turns ${ranges(trained)}` : "no turn"}` : `no row: ${reason}`),
     );
   }
 
@@ -194,19 +190,4 @@ function trainedBy(turns) {
     }
   }
   return found;
-}
-
-/** @param {number[]} turns @returns {string} "turns 1 and 3 to 5", or "no turn" */
-function spelled(turns) {
-  /** @type {[number, number][]} */
-  const ranges = [];
-  for (const turn of turns) {
-    const last = ranges.at(-1);
-    if (last && last[1] === turn - 1) last[1] = turn;
-    else ranges.push([turn, turn]);
-  }
-  if (!ranges.length) return "no turn";
-  const texts = ranges.map(([first, last]) => (first === last ? String(first) : `${first} to ${last}`));
-  const word = turns.length === 1 ? "turn" : "turns";
-  return texts.length > 1 ? `${word} ${texts.slice(0, -1).join(", ")} and ${texts.at(-1)}` : `${word} ${texts[0]}`;
 }

@@ -1,7 +1,7 @@
 /** The newest weight versions: how many sessions each has, and how they went. Charts are Prometheus' and Grafana's. */
 
 import { get } from "./api.js";
-import { copyButtons } from "./copy.js";
+import { copyCurl } from "./copy.js";
 import { bar, button, h, message, replace } from "./dom.js";
 import { count, decimal } from "./format.js";
 import { sinceCell, smallTable, textCell } from "./rows.js";
@@ -30,7 +30,7 @@ export class VersionsView extends View {
       ],
       (one) => String(one.version),
     );
-    const tools = [button("Refresh", () => this.refresh(), { class: "quiet" }), copyButtons(() => ({ path: "/ui/api/versions" }))];
+    const tools = [button("Refresh", () => this.refresh(), { class: "quiet" }), copyCurl(() => ({ path: "/ui/api/versions" }))];
     replace(root, h("h1", { class: "visually-hidden" }, "Versions"), bar(null, tools), this.problem, this.nothing, this.table.element);
     this.refresh();
   }

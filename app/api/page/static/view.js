@@ -173,3 +173,9 @@ export function noSession(id) {
     h("p", null, h("a", { href: "#/" }, "All sessions")),
   ];
 }
+
+/** @param {string} id @returns {[string, ...Child[]]} the message of a view of a group that does not exist */
+export function noGroup(id) {
+  const all = h("p", null, h("a", { href: "#/groups" }, "All groups"));
+  return [`There is no group “${visibleText(id)}”.`, h("p", null, "No session has this group_id."), all];
+}

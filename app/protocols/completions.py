@@ -1,12 +1,16 @@
-"""Parses a text completion's request."""
+"""OpenAI text completions: a prompt as text or as token ids."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
 from app.domain import bounds, control, split
+from app.domain.continued_body import ContinuedBody
 from app.domain.request import CompletionRequest, TokenIds, value_of
 from app.errors import InvalidRequest, Unsupported
+from app.protocols.base import COMMON, IDS, ONE, TEXT, Schema, nullable
 from app.protocols.body import (
     engine_params,
     flag,
@@ -16,7 +20,29 @@ from app.protocols.body import (
     stream_mode,
     token_ids,
 )
+from app.protocols.chat import Chat
 from workers import scan
+
+_SINGLE: Schema = {"type": "array", "minItems": 1, "maxItems": 1}
+
+REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
+    "title": "CompletionRequest",
+    "type": "object",
+    "description": "An OpenAI completions request. Fields that Turnlog does not know go to the engine as they are.",
+    "properties": {
+        **COMMON,
+        "prompt": {
+            "anyOf": [TEXT, IDS, {**_SINGLE, "items": TEXT}, {**_SINGLE, "items": IDS}],
+            "description": "Text or ids; a list of one such prompt is that one.",
+        },
+        "best_of": nullable(ONE),
+        "echo": nullable({"const": False}),
+    },
+    "required": ["prompt"],
+    "additionalProperties": True,
+}
+
+EXAMPLE: Schema = {"model": "simulator", "prompt": "6 times 7 is", "max_tokens": 8}
 
 
 def parse_completion(body: bytes, has_few_values: bool = False) -> CompletionRequest:
@@ -62,3 +88,16 @@ def _only_item(raw: bytes) -> msgspec.Raw:
         if len(items) == 1:
             return items[0]
     raise Unsupported("prompt must be one prompt: a session has one continuation")
+
+
+class Completions(Chat):
+    name = "completions"
+    route = "/v1/completions"
+    has_layouts = False
+    schema = REQUEST
+    example = EXAMPLE
+
+    def parse(
+        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+    ) -> CompletionRequest:
+        return parse_completion(body, has_few_values)

@@ -1,0 +1,46 @@
+"""Archives: old rollouts leave the database as Parquet files, and come back from them.
+
+`POST /archives` writes files, `POST /archives/import` reads them; the table `archived` is the index of what left. Where
+this touches the rest:
+
+    SessionNotFound     asks whether the session is in a file: 404 `session_archived`   (`Services.explain`)
+    creating a session  refuses an id that left, and a parent that did                 (`store.statements.archived`)
+    an erasure          takes the session out of its files, and is 202 until it is     (`Erasure.elsewhere`)
+    the log's end       stays where it was when its last events have left              (`reads.last_forgotten`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.features.archive.archive import Archive
+    from app.services import Services
+
+
+@contextlib.asynccontextmanager
+async def running(app: Services) -> AsyncIterator[Archive]:
+    from app.features.archive.archive import Archive
+
+    archive = Archive(
+        app.database,
+        app.writer,
+        app.cache,
+        app.exporter,
+        time.time,
+        app.registration.incarnation,
+        lease_s=math.inf if app.database.is_sqlite else app.settings.lease_s,
+        timeout_s=app.settings.payloads_timeout_s,
+        forget=app.erasure.forget,
+    )
+    app.explain.append(archive.where_is)
+    app.erasure.elsewhere.append(archive.erase)
+    archive.start()
+    try:
+        yield archive
+    finally:
+        await archive.stop()

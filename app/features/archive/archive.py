@@ -1,0 +1,409 @@
+"""Moves rollouts into files, brings them back, and takes erased sessions out of files.
+
+    Reserve ──▶ file is written, read back and compared ──▶ Forget, a transaction a rollout ──▶ DropContent, in steps
+
+At most one process does any of it at a time: it holds the lease `archive`. What a crash leaves is ended by the next
+process that holds it (`_finish`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from app.crash_points import reach
+from app.domain.events import UnknownEvent
+from app.errors import (
+    AppError,
+    ArchiveBusy,
+    InvalidRequest,
+    NotFound,
+    SessionArchived,
+    SessionClosed,
+    SessionEnded,
+    SessionExists,
+    SessionUnreadable,
+    StartupError,
+    Unsupported,
+)
+from app.export.query import ExportQuery
+from app.export.row import Fields
+from app.extras import install
+from app.features.archive import rows
+from app.features.archive.rows import Place, Rollout, StoredRows
+from app.sessions.cache import SessionCache
+from app.store import reads
+from app.store.leases import ReleaseLease, TakeLease
+from app.store.objects.names import PROBE
+from app.store.objects.reader import load_chunks
+from app.store.ports import Database, Writer
+from app.tasks import cancelled
+from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile
+from workers.codec import CorruptContent
+
+if TYPE_CHECKING:
+    from app.export.exporter import Exporter
+    from app.store.objects.bucket import Bucket
+
+log = logging.getLogger("turnlog.archive")
+
+FILE_BYTES = 32 << 20
+"""Bytes of content in one file, about; the last rollout may go beyond it."""
+
+LARGEST_BYTES = 256 << 20
+"""A rollout with more content than this stays: it would be one transaction of an import."""
+
+INLINE = 64
+"""Logs of at most so many events are folded on the event loop."""
+
+AT_ONCE = 100
+"""Operations submitted together, and sessions shaped together."""
+
+EVERY_S = 30.0
+"""Pause between two looks for what is left to do; an erasure does not wait for it."""
+
+LEASE_S = 3600.0
+"""A process that dies gives the lease up sooner: its heartbeat ends."""
+
+SCHEMES = ("s3://", "gs://", "az://", "file:///")
+
+
+class Archive:
+    """`clock` gives seconds, `incarnation` this process's number in the store; `lease_s` seconds without a heartbeat
+    mean that another process is dead. `forget`: what other features do with a session that left. Runs a task from
+    `start` to `stop`."""
+
+    def __init__(
+        self,
+        database: Database,
+        writer: Writer,
+        cache: SessionCache,
+        exporter: Exporter,
+        clock: Callable[[], float],
+        incarnation: Callable[[], int],
+        *,
+        lease_s: float,
+        timeout_s: float,
+        forget: Sequence[Callable[[str], Awaitable[None]]],
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._cache = cache
+        self._exporter = exporter
+        self._clock = clock
+        self._incarnation = incarnation
+        self._lease_s = lease_s
+        self._timeout_s = timeout_s
+        self._forget = forget
+        self._buckets: dict[str, Bucket] = {}
+        self._one = asyncio.Lock()
+        self._due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="turnlog-archive")
+
+    async def stop(self) -> None:
+        await cancelled(self._task)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if await self._database.read(partial(rows.unfinished, most=1)):
+                    async with self._leased() as fence:
+                        await self._finish(fence)
+            except ArchiveBusy:
+                pass
+            except AppError as error:
+                log.warning("what is due in archives waits: %s", error)
+            except Exception:
+                log.exception("an unexpected fault in archives")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await self._due.wait()
+            self._due.clear()
+
+    @contextlib.asynccontextmanager
+    async def _leased(self) -> AsyncIterator[int]:
+        """The fence of the lease. Raises ArchiveBusy if another process has it."""
+        async with self._one:
+            fence = await self._writer.submit(TakeLease(rows.LEASE, self._incarnation(), LEASE_S, self._lease_s))
+            if fence is None:
+                raise ArchiveBusy("another process archives or imports")
+            try:
+                yield fence
+            finally:
+                await self._writer.submit(ReleaseLease(rows.LEASE, fence))
+
+    async def _write(self, operation: rows.Fenced | rows.Forget) -> bool:
+        """Raises ArchiveBusy if the lease was lost."""
+        done = await self._writer.submit(operation)
+        if done is None:
+            raise ArchiveBusy("another process has taken over")
+        return done
+
+    # Leaving.
+
+    async def step(self, older_than_s: float, to: str, limit: int, after: Place | None) -> ArchiveStep:
+        """Move some rollouts that were closed `older_than_s` seconds ago, the first `limit` behind `after`, into one
+        file below `to`.
+
+        Raises InvalidRequest, Unsupported (without pyarrow), ArchiveBusy, PayloadsUnavailable, StoreUnavailable,
+        StoreFull.
+        """
+        bucket = self._bucket(to)
+        async with self._leased() as fence:
+            await self._finish(fence)
+            cutoff = self._clock() - older_than_s
+            begin = after or Place(-1.0, "")
+            found = await self._database.read(partial(rows.candidates, cutoff=cutoff, after=begin, limit=limit))
+            taken: list[Rollout] = []
+            size, left, at = 0, found.left, found.after
+            for root in found.roots:
+                rollout = await self._readable(root.session_id)
+                if rollout is None:
+                    left += 1
+                    continue
+                taken.append(rollout)
+                size += rollout.size
+                if size >= FILE_BYTES:
+                    at = root
+                    break
+            step = ArchiveStep(archived=0, left=left, bytes=0, file=None, after=None)
+            if at is not None:
+                step["after"] = ArchiveAfter(closed_at=at.closed_at, session_id=at.session_id)
+            if taken:
+                file = f"{bucket.url}/{await self._new_name()}"
+                gone, written = await self._archive(fence, bucket, file, taken)
+                step["left"] += len(taken) - len(gone)
+                if gone:
+                    step["archived"] = sum(len(rollout.sessions) for rollout in gone)
+                    step["bytes"], step["file"] = written, file
+                    log.info("%d sessions left the database for %s", step["archived"], file)
+            return step
+
+    async def _readable(self, root_id: str) -> Rollout | None:
+        """A rollout with all of its content, checked; None if it must stay."""
+        try:
+            read = partial(rows.read_rollout, root_id=root_id, largest=LARGEST_BYTES)
+            rollout = await self._database.read(read, one_moment=True, session_id=root_id)
+            if rollout is None:
+                return None
+            whole = [await self._whole(session) for session in rollout.sessions]
+        except (SessionUnreadable, CorruptContent, UnknownEvent) as error:
+            self._database.unreadable.warn(root_id, error)
+            return None
+        return Rollout(root_id, whole)
+
+    async def _whole(self, session: StoredRows) -> StoredRows:
+        """The session with the bytes of its chunks. Raises CorruptContent, UnknownEvent, PayloadsUnavailable."""
+        log_rows = [reads.EventRow(*(row[name] for name in reads.EventRow._fields)) for row in session.rows["events"]]
+        fold = partial(reads.fold_rows, session.session_id, None, log_rows)
+        folded = fold() if len(log_rows) <= INLINE else await asyncio.to_thread(fold)
+        if folded is None or folded.version != session.head["version"]:
+            raise CorruptContent("its log is not whole")
+        for table, column in (("turns", "facts"), ("turns", "wire"), ("blobs", "data")):
+            if any(row[column] is None for row in session.rows[table]):
+                raise CorruptContent("content is missing")
+        live = [row for row in session.rows["chunks"] if row["tombstoned_by"] is None]
+        elsewhere = [(row["fence"], row["number"]) for row in live if row["data"] is None]
+        frames = await load_chunks(self._database, session.session_id, elsewhere) if elsewhere else {}
+        if any(frames.get(key) is None for key in elsewhere):
+            raise CorruptContent("a chunk is lost")
+        chunks = [
+            {**row, "data": frames.get((row["fence"], row["number"]), row["data"])} for row in session.rows["chunks"]
+        ]
+        return session._replace(rows={**session.rows, "chunks": chunks})
+
+    async def _archive(
+        self, fence: int, bucket: Bucket, file: str, taken: Sequence[Rollout]
+    ) -> tuple[list[Rollout], int]:
+        """Write a file and forget what is in it: which rollouts left, and the bytes of the file."""
+        from app.features.archive.file import decode, encode
+
+        samples = await self._samples([one.session_id for rollout in taken for one in rollout.sessions])
+        body = await asyncio.to_thread(encode, taken, samples)
+        lines = [(one.session_id, rollout.root_id) for rollout in taken for one in rollout.sessions]
+        await self._write(rows.Reserve(fence, file, lines))
+        reach("before_archive_put")
+        await bucket.put(_name(file), body)
+        reach("after_archive_put")
+        stored = await self._read(file) or b""
+        if await asyncio.to_thread(lambda: list(itertools.chain(*decode(stored)))) != list(taken):
+            raise CorruptContent(f"{file} does not hold what was written")
+        gone: list[Rollout] = []
+        for at in range(0, len(taken), AT_ONCE):
+            part = taken[at : at + AT_ONCE]
+            forgotten = await asyncio.gather(*(self._write(_forget(fence, file, rollout)) for rollout in part))
+            gone += [rollout for rollout, is_done in zip(part, forgotten, strict=True) if is_done]
+        reach("after_archived")
+        for rollout in gone:
+            for session in rollout.sessions:
+                self._cache.drop(session.session_id)
+                for forget in self._forget:
+                    await forget(session.session_id)
+        await self._finish(fence)
+        return gone, len(body)
+
+    async def _samples(self, session_ids: Sequence[str]) -> list[Fields]:
+        query = ExportQuery(format="parquet")
+        parts = [session_ids[at : at + AT_ONCE] for at in range(0, len(session_ids), AT_ONCE)]
+        return [row for part in parts for row in await self._exporter.rows(part, query) if "excluded" not in row]
+
+    # What is left to do.
+
+    async def _finish(self, fence: int) -> None:
+        """End what was begun: files that were being written, content that is still here, erasures."""
+        lines = await self._database.read(rows.unfinished)
+        for line in lines:
+            if line.state == "leaving":
+                while await self._write(rows.DropContent(fence, line.file, line.session_id)):
+                    reach("in_content_dropped")
+        for file in sorted({line.file for line in lines if line.state == "writing"}):
+            if not await self._write(rows.EndFile(fence, file)):
+                await self._delete(file)
+        for file in sorted({line.file for line in lines if line.state == "erasing"}):
+            try:
+                await self._rewrite(fence, file)
+            except CorruptContent as error:
+                log.error("sessions that were erased cannot be taken out of %s: %s", file, error)
+
+    async def _rewrite(self, fence: int, file: str) -> None:
+        """Write a file again without the sessions that must leave it."""
+        lines = await self._database.read(partial(rows.of_file, file=file))
+        kept = [(line.session_id, line.root_id) for line in lines if line.state in ("archived", "copy")]
+        body = await self._read(file) if kept else None
+        if body is not None:
+            from app.features.archive.file import without
+
+            erased = frozenset(line.session_id for line in lines) - {session_id for session_id, _ in kept}
+            left = await asyncio.to_thread(without, body, erased)
+            place = file.rpartition("/")[0]
+            new = f"{place}/{await self._new_name()}"
+            await self._write(rows.Reserve(fence, new, kept))
+            await self._bucket(place).put(_name(new), left)
+            reach("after_archive_rewritten")
+            await self._write(rows.Move(fence, file, new))
+            log.info("%s was written again as %s, without %d erased sessions", file, new, len(erased))
+        await self._delete(file)
+        reach("after_archive_deleted")
+        await self._write(rows.EndErasing(fence, file))
+
+    # For the routes of sessions.
+
+    async def where_is(self, session_id: str) -> AppError | None:
+        """The error for a session that is not in the database, if it is in a file or was erased there."""
+        lines = await self._database.read(partial(rows.of_session, session_id=session_id))
+        for line in lines:
+            if line.session_id == session_id and line.state in ("erasing", "erased"):
+                return SessionClosed(f"session {session_id} is erased")
+            if line.session_id == session_id and line.state in ("leaving", "archived"):
+                return SessionArchived(f"session {session_id} is archived in {line.file}")
+        return None
+
+    async def erase(self, session_id: str) -> bool | None:
+        """Take a session, and for a root its rollout, out of all files. None: it is in none; False: that goes on."""
+        lines = await self._database.read(partial(rows.of_session, session_id=session_id))
+        if any(line.state not in ("erasing", "erased") for line in lines):
+            await self._writer.submit(rows.BeginErasing(session_id))
+            reach("after_erasing_begun")
+            lines = await self._database.read(partial(rows.of_session, session_id=session_id))
+        if any(line.state == "erasing" for line in lines):
+            self._due.set()
+            return False
+        ids = [line.session_id for line in lines]
+        return None if not lines else not await self._database.read(partial(rows.have_objects, session_ids=ids))
+
+    # Back.
+
+    async def bring_back(self, file: str) -> ImportedFile:
+        """Write the sessions of a file into the database, but those that are there already.
+
+        Raises NotFound (no such file), InvalidRequest (not an archive), SessionExists, SessionEnded (one was erased),
+        Unsupported, ArchiveBusy, PayloadsUnavailable, StoreUnavailable, StoreFull.
+        """
+        self._bucket(file.rpartition("/")[0])
+        async with self._leased() as fence:
+            await self._finish(fence)
+            body = await self._read(file)
+            if body is None:
+                raise NotFound(f"there is no {file}")
+            from app.features.archive.file import decode
+
+            try:
+                for group in decode(body):
+                    await self._require_importable(group)
+                imported = there = 0
+                for group in decode(body):
+                    for rollout in group:
+                        if await self._write(rows.Import(fence, rollout)):
+                            imported += len(rollout.sessions)
+                        else:
+                            await self._require_importable([rollout])
+                            there += len(rollout.sessions)
+                        reach("after_imported")
+            except CorruptContent as error:
+                raise InvalidRequest(f"{file}: {error}") from error
+            return ImportedFile(imported=imported, there=there)
+
+    async def _require_importable(self, group: Sequence[Rollout]) -> None:
+        """Raises SessionExists if an id is another session's, or the session has changed since; SessionEnded."""
+        own = {
+            session.session_id: (session.head["body_hash"], session.head["created_at"], session.head["version"])
+            for rollout in group
+            for session in rollout.sessions
+        }
+        for session_id in await self._database.read(partial(rows.erased_among, session_ids=list(own))):
+            raise SessionEnded(f"session {session_id} was erased")
+        for session_id, known in (await self._database.read(partial(rows.identities, session_ids=list(own)))).items():
+            if known != own[session_id]:
+                raise SessionExists(f"session {session_id} exists")
+
+    # Files.
+
+    async def _new_name(self) -> str:
+        return f"turnlog-{await self._database.read(reads.epoch)}-{secrets.token_hex(8)}.parquet"
+
+    async def _read(self, file: str) -> bytes | None:
+        """None: there is no such file. Raises as `_bucket`, PayloadsUnavailable."""
+        return await self._bucket(file.rpartition("/")[0]).read(_name(file))
+
+    async def _delete(self, file: str) -> None:
+        """Delete a file, with all of its versions."""
+        bucket = self._bucket(file.rpartition("/")[0])
+        if not bucket.is_folder and not bucket.keeps_versions:
+            await bucket.probe()  # which tells whether it does
+            await bucket.delete(PROBE)
+        await bucket.delete(_name(file))
+
+    def _bucket(self, url: str) -> Bucket:
+        """Raises InvalidRequest, Unsupported."""
+        if not url.startswith(SCHEMES):
+            raise InvalidRequest(f"{url:.200}: a URL begins with {', '.join(SCHEMES)}")
+        if find_spec("pyarrow") is None:
+            raise Unsupported(f"archives need pyarrow on the server (turnlog[parquet]): {install('parquet')}")
+        from app.store.objects.bucket import Bucket
+
+        url = url.rstrip("/")
+        if url not in self._buckets:
+            try:
+                self._buckets[url] = Bucket(url, self._timeout_s)
+            except StartupError as error:
+                raise InvalidRequest(f"{url:.200}: there is no such storage") from error
+        return self._buckets[url]
+
+
+def _name(file: str) -> str:
+    return file.rpartition("/")[2]
+
+
+def _forget(fence: int, file: str, rollout: Rollout) -> rows.Forget:
+    versions = {session.session_id: session.head["version"] for session in rollout.sessions}
+    return rows.Forget(rollout.root_id, fence, file, versions)

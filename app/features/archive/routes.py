@@ -1,0 +1,87 @@
+"""Routes of archives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.api.bodies import body_of
+from app.api.describe import BODY, PAYLOADS, WRITE, describe, json_reply
+from app.domain.patterns import ID
+from app.errors import ArchiveBusy, NotFound, SessionEnded, SessionExists, Unsupported
+from app.features.archive.archive import Archive
+from app.features.archive.rows import Place
+from turnlog.replies import ArchiveStep, ImportedFile
+
+router = APIRouter(tags=["Archives"])
+
+MOST = 10_000
+"""Rollouts that one request looks at."""
+
+
+class After(BaseModel):
+    """Where a request goes on: `after` of the reply before."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    closed_at: float = Field(allow_inf_nan=False)
+    session_id: str = Field(pattern=ID)
+
+
+class ArchiveSessions(BaseModel):
+    """The body of `POST /archives`. `to` is a folder's URL: `s3://…`, `gs://…`, `az://…`, `file:///…`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    to: str = Field(max_length=1024)
+    older_than_s: float = Field(ge=0, allow_inf_nan=False, description="Since the root was closed.")
+    limit: int = Field(default=1000, ge=1, le=MOST, description="Rollouts that one request looks at.")
+    after: After | None = None
+
+
+class ImportFile(BaseModel):
+    """The body of `POST /archives/import`: a file's URL."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    file: str = Field(max_length=1024)
+
+
+@router.post("/archives")
+@describe(
+    "Archive some closed rollouts",
+    "admin",
+    json_reply(ArchiveStep, "What left the database, and where the next request goes on."),
+    errors=(*BODY, ArchiveBusy, *WRITE, *PAYLOADS, Unsupported),
+    body=ArchiveSessions,
+    example={"to": "s3://bucket/run-7", "older_than_s": 604800},
+)
+async def archive_sessions(request: Request) -> dict[str, Any]:
+    """Move some rollouts into one Parquet file: closed, rewarded, in no checkpoint, and those of a group
+    acknowledged by the training feed. Repeat with `after` of the reply until it is null; turns go on meanwhile."""
+    given = await body_of(request, ArchiveSessions)
+    after = None if given.after is None else Place(given.after.closed_at, given.after.session_id)
+    return {**await _archive(request).step(given.older_than_s, given.to, given.limit, after)}
+
+
+@router.post("/archives/import")
+@describe(
+    "Bring the sessions of an archive back",
+    "admin",
+    json_reply(ImportedFile, "How many were written, and how many were there already."),
+    errors=(*BODY, NotFound, SessionExists, SessionEnded, ArchiveBusy, *WRITE, *PAYLOADS, Unsupported),
+    body=ImportFile,
+    example={"file": "s3://bucket/run-7/turnlog-1-5d41402abc4b2a76.parquet"},
+)
+async def import_file(request: Request) -> dict[str, Any]:
+    """Write the sessions of a file with their numbers, rewards and payloads. Their events stand at the end of the
+    order of commits. No group is offered in the training feed again. Repeat it after a crash."""
+    given = await body_of(request, ImportFile)
+    return {**await _archive(request).bring_back(given.file)}
+
+
+def _archive(request: Request) -> Archive:
+    archive: Archive = request.app.state.archive
+    return archive

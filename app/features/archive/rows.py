@@ -1,0 +1,502 @@
+"""What the database says of archives: which sessions may leave, the index of those that left, and the operations.
+
+A row of `archived` names a session and a file that may hold it:
+
+    writing     the file is being written; the session is in the database
+    leaving     the session is in the file and nowhere else; some of its content still has to be deleted
+    archived    it is in the file and nowhere else
+    copy        the file has a copy of a session that is in the database: it changed meanwhile, or was imported
+    erasing     the session must leave the file
+    erased      the file it was in is gone, and the id is never used again
+
+Every operation of a run checks the fence of the lease `archive`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+
+from app.crash_points import reach
+from app.store import pins, rollouts
+from app.store import statements as sql
+from app.store.dialect import Tx, oldest_tx
+from app.store.leases import holds_lease
+from app.store.log import BaseOperation, StoreOperation
+from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
+from app.store.schema import (
+    archived,
+    blobs,
+    chunks,
+    dead_objects,
+    events,
+    groups,
+    refused_replies,
+    sessions,
+    snapshots,
+    store_meta,
+    turns,
+)
+
+LEASE = "archive"
+
+_NOT_IN_FILES = {"session_id", "tx", "position", "location"}
+CONTENT: dict[Any, list[Column[Any]]] = {
+    table: [column for column in table.columns if column.name not in _NOT_IN_FILES]
+    for table in (events, turns, blobs, chunks, refused_replies)
+}
+"""The tables whose rows leave, and their columns that do: a place in the order of commits is the database's."""
+
+DROPPED_AT_ONCE = 16
+"""Rows of content, of at most about 1 MiB each, that one transaction deletes: SQLite overwrites what it frees."""
+
+
+class StoredRows(NamedTuple):
+    """A session's head, its group's row in the feed, and its rows by table: the columns of `CONTENT`."""
+
+    head: dict[str, Any]
+    feed: dict[str, Any] | None
+    rows: Mapping[str, Sequence[Mapping[str, Any]]]
+
+    @property
+    def session_id(self) -> str:
+        return str(self.head["session_id"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of its content, as stored."""
+        values = (value for rows in self.rows.values() for row in rows for value in row.values())
+        return sum(len(value) for value in values if isinstance(value, bytes))
+
+
+class Rollout(NamedTuple):
+    root_id: str
+    sessions: Sequence[StoredRows]
+
+    @property
+    def size(self) -> int:
+        return sum(session.size for session in self.sessions)
+
+
+class Place(NamedTuple):
+    """Where a walk over the roots goes on: behind this one, in the order in which they were closed."""
+
+    closed_at: float
+    session_id: str
+
+
+class Candidates(NamedTuple):
+    """Roots that may leave, how many may not, and the last root that was looked at; None at the end."""
+
+    roots: list[Place]
+    left: int
+    after: Place | None
+
+
+# Which may leave.
+
+_is_closed = sessions.c.status == "closed"
+_members = sessions.alias("members")
+_pinned_member = exists().where(
+    _members.c.root_id == sessions.c.session_id, _members.c.root_id.is_not(None), pins.is_pinned(_members)
+)
+_may_leave = rollouts.is_finished & ~pins.is_pinned() & ~_pinned_member
+_acknowledged = exists().where(groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None))
+
+
+def candidates(connection: Connection, cutoff: float, after: Place, limit: int) -> Candidates:
+    """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward, in no checkpoint. Those of
+    a group leave once it is acknowledged and all of its rollouts may."""
+    place = tuple_(sessions.c.closed_at, sessions.c.session_id)
+    query = (
+        select(sessions.c.closed_at, sessions.c.session_id, sessions.c.group_id)
+        .where(
+            _is_closed,
+            sessions.c.closed_at <= cutoff,
+            place > after,
+            rollouts.is_root(),
+            _may_leave,
+            or_(sessions.c.group_id.is_(None), _acknowledged),
+        )
+        .order_by(sessions.c.closed_at, sessions.c.session_id)
+        .limit(limit)
+    )
+    rows = connection.execute(query).all()
+    waiting = select(sessions.c.group_id).where(
+        sessions.c.group_id.in_({row[2] for row in rows if row[2] is not None}),
+        or_(sessions.c.status == "open", _is_closed),
+        rollouts.is_root(),
+        or_(sessions.c.status == "open", sessions.c.closed_at > cutoff, ~_may_leave),
+    )
+    held = set(connection.execute(waiting).scalars())
+    last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
+    roots = [Place(row[0], row[1]) for row in rows if row[2] not in held]
+    return Candidates(roots, len(rows) - len(roots), last)
+
+
+def _stored_bytes(connection: Connection, root_id: str) -> int:
+    """About how many bytes of content a rollout has."""
+    ids = _of_rollout(root_id).where(_is_closed)
+    sizes = (
+        (turns, func.coalesce(func.length(turns.c.facts), 0) + func.coalesce(func.length(turns.c.wire), 0)),
+        (blobs, func.coalesce(func.length(blobs.c.data), 0)),
+        (chunks, chunks.c.size),
+    )
+    of_each = (
+        select(func.coalesce(func.sum(size), 0)).where(
+            table.c.session_id.in_(ids), *((chunks.c.tombstoned_by.is_(None),) if table is chunks else ())
+        )
+        for table, size in sizes
+    )
+    return sum(int(connection.execute(query).scalar_one()) for query in of_each)
+
+
+def read_rollout(connection: Connection, root_id: str, largest: int) -> Rollout | None:
+    """A rollout's closed sessions, the root first, with all rows but the bytes of chunks that are elsewhere.
+
+    None if it has more than `largest` bytes of content, or if a transaction that began before its last event may still
+    run: a reader of the log could then pass over what that one appends."""
+    if _stored_bytes(connection, root_id) > largest:
+        return None
+    heads = connection.execute(select(sessions).where(sessions.c.session_id.in_(_of_rollout(root_id)), _is_closed))
+    by_id = {head["session_id"]: dict(head) for head in heads.mappings()}
+    oldest: int = connection.execute(select(oldest_tx())).scalar_one()
+    newest = connection.execute(select(func.max(events.c.tx)).where(events.c.session_id.in_(list(by_id)))).scalar()
+    if root_id not in by_id or newest is None or newest >= oldest:
+        return None
+    group_id = by_id[root_id]["group_id"]
+    feed = connection.execute(select(groups).where(groups.c.group_id == group_id)).mappings().first()
+    content: dict[str, dict[str, list[dict[str, Any]]]] = {one: {table.name: [] for table in CONTENT} for one in by_id}
+    for table, columns in CONTENT.items():
+        rows = select(table.c.session_id, *columns).where(table.c.session_id.in_(list(by_id)))
+        for row in connection.execute(rows.order_by(*table.primary_key.columns)).mappings():
+            values = dict(row)
+            content[values.pop("session_id")][table.name].append(values)
+    ids = [root_id, *sorted(by_id.keys() - {root_id})]
+    return Rollout(root_id, [StoredRows(by_id[one], None if feed is None else dict(feed), content[one]) for one in ids])
+
+
+def _of_rollout(root_id: Any) -> Any:
+    return select(sessions.c.session_id).where(
+        or_(sessions.c.session_id == root_id, (sessions.c.root_id == root_id) & sessions.c.root_id.is_not(None))
+    )
+
+
+def identities(connection: Connection, session_ids: Sequence[str]) -> dict[str, tuple[str, float, int]]:
+    """What tells apart two sessions of one id, and a session from what it was, for those that are there."""
+    query = select(sessions.c.session_id, sessions.c.body_hash, sessions.c.created_at, sessions.c.version)
+    rows = connection.execute(query.where(sessions.c.session_id.in_(session_ids)))
+    return {row[0]: (row[1], row[2], row[3]) for row in rows}
+
+
+# The index.
+
+
+class Indexed(NamedTuple):
+    session_id: str
+    root_id: str
+    file: str
+    state: str
+
+
+_index = select(archived.c.session_id, archived.c.root_id, archived.c.file, archived.c.state)
+_is_unfinished = or_(*(archived.c.state == state for state in ("writing", "leaving", "erasing")))
+
+
+def unfinished(connection: Connection, most: int = 10_000) -> list[Indexed]:
+    """What a run or an erasure has left to do."""
+    query = _index.where(_is_unfinished).order_by(archived.c.file, archived.c.session_id).limit(most)
+    return [Indexed(*row) for row in connection.execute(query)]
+
+
+def of_file(connection: Connection, file: str) -> list[Indexed]:
+    return [Indexed(*row) for row in connection.execute(_index.where(archived.c.file == file))]
+
+
+def erased_among(connection: Connection, session_ids: Sequence[str]) -> list[str]:
+    is_erased = or_(archived.c.state == "erasing", archived.c.state == "erased")
+    query = select(archived.c.session_id).where(archived.c.session_id.in_(session_ids), is_erased)
+    return list(connection.execute(query).scalars())
+
+
+def have_objects(connection: Connection, session_ids: Sequence[str]) -> bool:
+    """Do replay payloads of these sessions, which are not in the database, wait for their deletion?"""
+    gone = dead_objects.c.session_id.in_(session_ids) & ~exists().where(
+        sessions.c.session_id == dead_objects.c.session_id
+    )
+    return connection.execute(select(dead_objects.c.name).where(gone).limit(1)).first() is not None
+
+
+def of_session(connection: Connection, session_id: str) -> list[Indexed]:
+    """A session in files, and for a root its whole rollout."""
+    query = _index.where(or_(archived.c.session_id == session_id, archived.c.root_id == session_id))
+    return [Indexed(*row) for row in connection.execute(query)]
+
+
+_file_is = archived.c.file == bindparam("in_file")
+_of_sid = archived.c.session_id == bindparam("sid")
+_set_state = update(archived).values(state=bindparam("to"))
+_turn = _set_state.where(_of_sid, _file_is, archived.c.state == bindparam("was"))
+_turn_file = _set_state.where(_file_is, archived.c.state == bindparam("was"))
+_drop_line = delete(archived).where(_of_sid, _file_is)
+_drop_file = delete(archived).where(_file_is, archived.c.state == bindparam("was"))
+_begin_erasing = (
+    update(archived)
+    .where(
+        or_(_of_sid, archived.c.root_id == bindparam("sid")),
+        or_(*(archived.c.state == state for state in ("writing", "leaving", "archived", "copy"))),
+    )
+    .values(state="erasing")
+)
+_state_of = select(archived.c.state).where(_of_sid, _file_is).with_for_update()
+
+
+class Fenced(StoreOperation, frozen=True):
+    """An operation of the holder of the lease; without it nothing is written, and `apply` gives None."""
+
+    fence: int
+
+    def apply(self, tx: Tx) -> bool | None:
+        return self.write(tx) if holds_lease(tx, LEASE, self.fence) else None
+
+    def write(self, tx: Tx) -> bool:
+        raise NotImplementedError
+
+
+class Reserve(Fenced, frozen=True):
+    """Say which sessions a file will hold, before it is written: an erasure finds them there."""
+
+    file: str
+    lines: Sequence[tuple[str, str]]
+
+    def write(self, tx: Tx) -> bool:
+        rows = [{"session_id": one, "root_id": root, "file": self.file, "state": "writing"} for one, root in self.lines]
+        tx.insert(insert(archived), rows)
+        return True
+
+
+class Forget(BaseOperation, frozen=True):
+    """A rollout is in the file: it leaves the database. False, and nothing is written, if anything was added since it
+    was read, or a checkpoint has it.
+
+    The many rows of a large one are deleted by `DropContent`, in steps.
+    """
+
+    session_id: str
+    """The root."""
+    fence: int
+    file: str
+    versions: Mapping[str, int]
+    """The rollout's sessions, and the last event of each."""
+
+    @property
+    def size(self) -> int:
+        return 1 << 20
+
+    def apply(self, tx: Tx) -> bool | None:
+        if not holds_lease(tx, LEASE, self.fence):
+            return None
+        if pins.is_restoring(tx):
+            return False
+        present = {row[0] for row in tx.all(_present, {"sid": self.session_id})}
+        if present != self.versions.keys():
+            return False
+        for session_id in sorted(self.versions):
+            tx.lock(sql.lock_head, {"sid": session_id})
+            head = tx.one(sql.head, {"sid": session_id})
+            if head is None or tuple(head[:3]) != (self.versions[session_id], "closed", 0):
+                return False
+            if pins.pinned_upto(tx, session_id):
+                return False
+            line = tx.one(_state_of, {"sid": session_id, "in_file": self.file})
+            if line is None or line[0] != "writing":
+                return False
+        group = tx.one(_group_of, {"sid": self.session_id})
+        gone = tx.one(select_forgotten, {})
+        last = forgotten_place(None if gone is None else gone[0])
+        for session_id in sorted(self.versions):
+            place = tx.one(_last_place, {"sid": session_id})
+            last = max(last, Position(*place)) if place is not None else last
+            tx.run(_turn, {"sid": session_id, "in_file": self.file, "was": "writing", "to": "leaving"})
+            for statement in _drop_at_once:
+                tx.run(statement, {"sid": session_id})
+            tx.run(sql.queue_objects, {"sid": session_id})
+            _drop_content(tx, session_id, self.file)
+        tx.run(_forget_place, {})
+        tx.insert(insert(store_meta), [{"key": FORGOTTEN, "value": f"{last.tx}.{last.position}"}])
+        rollouts.note(tx, None if group is None else group[0])
+        reach("in_archive")
+        return True
+
+
+class DropContent(Fenced, frozen=True):
+    """Delete some of what a session that has left still has in the database; True while there may be more."""
+
+    durable: ClassVar[bool] = False
+    file: str
+    session_id: str
+
+    @property
+    def size(self) -> int:
+        return DROPPED_AT_ONCE << 20
+
+    def write(self, tx: Tx) -> bool:
+        return _drop_content(tx, self.session_id, self.file)
+
+
+class EndFile(Fenced, frozen=True):
+    """A file that was being written: sessions that did not leave have a copy in it. False: none has left, the file is
+    to be deleted and nothing names it any more."""
+
+    file: str
+
+    def write(self, tx: Tx) -> bool:
+        if tx.one(_has_left, {"in_file": self.file}) is not None:
+            tx.run(_turn_file, {"in_file": self.file, "was": "writing", "to": "copy"})
+            return True
+        tx.run(delete(archived).where(_file_is), {"in_file": self.file})
+        return False
+
+
+class Move(Fenced, frozen=True):
+    """A file was written anew as `new`, with the sessions that `Reserve` named: their lines move."""
+
+    old: str
+    new: str
+
+    def write(self, tx: Tx) -> bool:
+        for session_id, state in tx.all(_lines_of, {"in_file": self.old}):
+            if tx.one(_state_of, {"sid": session_id, "in_file": self.new}) is not None:
+                tx.run(_turn, {"sid": session_id, "in_file": self.new, "was": "writing", "to": state})
+                tx.run(_drop_line, {"sid": session_id, "in_file": self.old})
+        return True
+
+
+class EndErasing(Fenced, frozen=True):
+    """A file is gone, and with it the sessions that had to leave it."""
+
+    file: str
+
+    def write(self, tx: Tx) -> bool:
+        tx.run(_turn_file, {"in_file": self.file, "was": "erasing", "to": "erased"})
+        return True
+
+
+class BeginErasing(StoreOperation, frozen=True):
+    """A session, and for a root its rollout, must leave every file. Durable: an erasure goes on after a crash."""
+
+    session_id: str
+
+    def apply(self, tx: Tx) -> None:
+        tx.run(_begin_erasing, {"sid": self.session_id})
+        tx.run(_hurry_objects, {"sid": self.session_id})
+
+
+class Import(Fenced, frozen=True):
+    """Write a rollout's rows again, with new places at the end of the order of commits. False, and nothing is written,
+    if one of its sessions is there."""
+
+    rollout: Rollout
+
+    @property
+    def size(self) -> int:
+        return min(self.rollout.size, 64 << 20)
+
+    def write(self, tx: Tx) -> bool:
+        heads = [session.head for session in self.rollout.sessions]
+        if any(tx.one(sql.head, {"sid": head["session_id"]}) is not None for head in heads):
+            return False
+        for session in self.rollout.sessions:
+            tx.run(_imported, {"sid": session.session_id})
+        tx.insert(insert(sessions), heads)
+        for table in CONTENT:
+            rows = [
+                {**row, "session_id": session.session_id}
+                for session in self.rollout.sessions
+                for row in session.rows[table.name]
+            ]
+            if table is events and (positions := tx.positions(len(rows))) is not None:
+                rows = [{**row, "position": next(positions)} for row in rows]
+            if rows:
+                tx.insert(insert(table), rows)
+        feed = self.rollout.sessions[0].feed
+        if feed is not None and tx.one(_group, {"sid": feed["group_id"]}) is None:
+            tx.insert(insert(groups), [feed])
+        rollouts.note(tx, heads[0]["group_id"])
+        reach("in_import")
+        return True
+
+
+def _drop_content(tx: Tx, session_id: str, file: str) -> bool:
+    room = DROPPED_AT_ONCE
+    for table in _IN_STEPS:
+        rows = tx.all(_some[table.name], {"sid": session_id, "most": room})
+        names = [f"key_{column.name}" for column in _key(table)]
+        tx.run_all(_drop_some[table.name], [{"sid": session_id, **dict(zip(names, row, strict=True))} for row in rows])
+        room -= len(rows)
+        if not room:
+            return True
+    tx.run(_turn, {"sid": session_id, "in_file": file, "was": "leaving", "to": "archived"})
+    return False
+
+
+_hurry_objects = (
+    update(dead_objects)
+    .where(
+        dead_objects.c.session_id.in_(
+            select(archived.c.session_id).where(or_(_of_sid, archived.c.root_id == bindparam("sid")))
+        )
+    )
+    .values(since=0.0)
+)
+_imported = _set_state.where(_of_sid, archived.c.state == "archived").values(state="copy")
+_group = select(groups.c.group_id).where(groups.c.group_id == bindparam("sid"))
+_group_of = select(sessions.c.group_id).where(sql.of_session(sessions))
+_present = _of_rollout(bindparam("sid", type_=sessions.c.session_id.type)).where(
+    or_(sessions.c.status == "open", _is_closed)
+)
+_last_place = (
+    select(events.c.tx, events.c.position)
+    .where(sql.of_session(events))
+    .order_by(events.c.tx.desc(), events.c.position.desc())
+    .limit(1)
+)
+_forget_place = delete(store_meta).where(store_meta.c.key == FORGOTTEN)
+_has_left = (
+    select(archived.c.session_id)
+    .where(_file_is, or_(archived.c.state == "leaving", archived.c.state == "archived"))
+    .limit(1)
+)
+_lines_of = select(archived.c.session_id, archived.c.state).where(_file_is).order_by(archived.c.session_id)
+_drop_at_once = [delete(table).where(sql.of_session(table)) for table in (events, refused_replies, snapshots, sessions)]
+_IN_STEPS = (turns, blobs, chunks)
+
+
+def _key(table: Any) -> list[Any]:
+    return list(table.primary_key.columns)[1:]
+
+
+_some = {
+    table.name: select(*_key(table)).where(sql.of_session(table)).order_by(*_key(table)).limit(bindparam("most"))
+    for table in _IN_STEPS
+}
+_drop_some = {
+    table.name: delete(table).where(
+        sql.of_session(table), *(column == bindparam(f"key_{column.name}") for column in _key(table))
+    )
+    for table in _IN_STEPS
+}

@@ -1,0 +1,374 @@
+"""OpenAI chat completions: the engines' own protocol, whose replies pass as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.domain import control
+from app.domain.calls import given_prefix, with_ids
+from app.domain.continued_body import ContinuedBody
+from app.domain.events import History
+from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
+from app.domain.request import ChatRequest, CompletionRequest, join_object, value_of
+from app.errors import Unsupported
+from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
+from app.protocols.body import (
+    engine_params,
+    fields_of,
+    flag,
+    items_of,
+    require_one,
+    stream_mode,
+    token_ids,
+)
+from app.protocols.errors import ErrorFields, openai_error
+from app.protocols.sse import KEEPALIVE, event
+
+_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {"role": TEXT, "content": {}, "tool_calls": {}, "tool_call_id": {}, "name": {}},
+    "required": ["role"],
+}
+
+REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
+    "title": "ChatRequest",
+    "type": "object",
+    "description": "An OpenAI chat request. Fields that Turnlog does not know go to the engine as they are.",
+    "properties": {
+        **COMMON,
+        "messages": {
+            "type": "array",
+            "items": _MESSAGE,
+            "minItems": 1,
+            "description": "The whole history, and what is new.",
+        },
+        "tools": {"description": "For the engine; stored once a session."},
+        "input_ids": {**nullable(IDS), "description": "The client's own prompt ids."},
+    },
+    "required": ["messages"],
+    "additionalProperties": True,
+}
+
+EXAMPLE: Schema = {"model": "simulator", "messages": [{"role": "user", "content": "What is 6 times 7?"}]}
+
+
+_KNOWN, _KNOWN_BYTES = 32, 256 << 10
+"""How many lists of tools up to which size are remembered: agents send the same ones with every turn."""
+
+_CARRIED = (None, "function", "custom")
+
+ORIGINAL = b'"original"'
+"""In every body that has such a detail."""
+
+
+class _Tool(msgspec.Struct):
+    type: Any = None
+
+
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_TOOL = msgspec.json.Decoder(_Tool)
+
+Tools = msgspec.Raw | None
+Places = tuple[str, ...]
+
+
+def offered_tools(raw: msgspec.Raw, params: dict[str, msgspec.Raw]) -> tuple[Tools, Places]:
+    """The tools that an engine can be sent, and what is left out. Where none are left, `params` lose the choice too.
+
+    Raises Unsupported where the choice forces a tool that is left out. Tools that are no list of objects are the
+    engine's to refuse.
+    """
+    text = bytes(raw)
+    tools, left_out = _remembered(text) if len(text) <= _KNOWN_BYTES else _carried(text)
+    if not left_out:
+        return raw, ()
+    choice = value_of(params.get("tool_choice"), "tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    forces = kind not in (*_CARRIED, "allowed_tools") if tools else choice not in (None, "auto", "none")
+    if forces:
+        raise Unsupported("tool_choice forces a tool that cannot be carried to an engine")
+    if not tools:
+        params.pop("tool_choice", None)
+        params.pop("parallel_tool_calls", None)
+        return None, left_out
+    return msgspec.Raw(tools), left_out
+
+
+def _carried(text: bytes) -> tuple[bytes, Places]:
+    """The list without a server's tools, empty if none is left."""
+    try:
+        items = _ITEMS.decode(text)
+        places = [place for place, item in enumerate(items) if _TOOL.decode(item).type not in _CARRIED]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return text, ()
+    kept = [bytes(item) for place, item in enumerate(items) if place not in places]
+    left_out = tuple(left_out_at(SERVER_TOOL, f"tools[{place}]") for place in places)
+    return b"[" + b",".join(kept) + b"]" if kept else b"", left_out
+
+
+_remembered = functools.lru_cache(_KNOWN)(_carried)
+
+
+def with_known_details(messages: Sequence[msgspec.Raw], known: int) -> tuple[Sequence[msgspec.Raw], Places]:
+    """The messages with `detail: "auto"` for images that have `original`, which no engine knows, and their places.
+
+    The first `known` messages have none. Raises InvalidRequest.
+    """
+    changed: dict[int, msgspec.Raw] = {}
+    left_out: list[str] = []
+    for index in range(known, len(messages)):
+        raw = messages[index]
+        if ORIGINAL in bytes(raw):
+            message = value_of(raw, f"messages[{index}]")
+            places = [f"messages[{index}].content[{part}]" for part in _replace_details(message)]
+            if places:
+                changed[index] = msgspec.Raw(msgspec.json.encode(message))
+                left_out += [left_out_at(IMAGE_DETAIL, place) for place in places]
+    if not changed:
+        return messages, ()
+    return [changed.get(index, raw) for index, raw in enumerate(messages)], tuple(left_out)
+
+
+def _replace_details(message: Any) -> list[int]:
+    """Replace the details in place. Returns the numbers of the content's parts that had them."""
+    content = message.get("content") if isinstance(message, dict) else None
+    replaced = []
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        image = part.get("image_url") if isinstance(part, dict) else None
+        if isinstance(image, dict) and image.get("detail") == "original":
+            image["detail"] = "auto"
+            replaced.append(number)
+    return replaced
+
+
+def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
+    """`has_few_values`: the body has no more values than `bounds.FEW`. `continued`: what is known of it.
+
+    Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
+
+    Messages are only split here; `history.Incoming.check` checks the new ones.
+    """
+    fields, many_values = fields_of(body, has_few_values, continued)
+    messages, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
+    tools = fields.pop("tools", None)
+    ids = token_ids(fields.pop("input_ids", None), "input_ids")
+    stream = flag(fields.pop("stream", None), "stream")
+    mode = stream_mode(fields)
+    require_one(fields.pop("n", None))
+    params = engine_params({"tools": tools, **fields} if tools is not None else fields, many_values)
+    params.pop("tools", None)
+    if tools is not None and bytes(tools) == b"null":
+        tools = None
+    left_out: Places = ()
+    details: Places = ()
+    if tools is not None:
+        tools, left_out = offered_tools(tools, params)
+    known, known_bytes = (0, 0) if continued is None else (continued.prefix.messages, continued.prefix.end)
+    if body.find(ORIGINAL, known_bytes) >= 0:
+        messages, details = with_known_details(messages, known)
+    if details:
+        layout = None  # Its messages are not the body's: the next body is read as a whole.
+    own = control.remove_control(params)
+    return ChatRequest(
+        messages,
+        tools,
+        params,
+        stream,
+        ids,
+        own,
+        stream_mode=mode,
+        layout=layout,
+        prefix=None if continued is None else continued.history(),
+        left_out=(*left_out, *details),
+    )
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+
+
+def with_given_ids(reply: CommittedReply) -> bytes:
+    """The engine's reply, with the ids that the client was given; all else is raw."""
+    if reply.given_ids is None:
+        return reply.body
+    fields: dict[str, bytes] = {**_FIELDS.decode(reply.body)}
+    [choice] = _CHOICES.decode(fields["choices"])
+    message = with_ids(choice["message"], reply.given_ids.by_place())
+    fields["choices"] = b"[" + join_object({**choice, "message": message}) + b"]"
+    return join_object(fields)
+
+
+class LiveIds:
+    """The ids of a reply's calls as they come: the same that `app.domain.calls.given_ids` makes of the whole one."""
+
+    def __init__(self, proof: str) -> None:
+        self._prefix = given_prefix("chat", proof)
+        self._places: set[int] = set()
+        self._ids: set[str] = set()
+
+    def of(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A piece of a call; its first has an id."""
+        place, call_id = call["index"], call.get("id")
+        if place in self._places:
+            return call
+        self._places.add(place)
+        if not isinstance(call_id, str) or not call_id or call_id in self._ids:
+            return {**call, "id": f"{self._prefix}_{place}"}
+        self._ids.add(call_id)
+        return call
+
+
+DONE = b"data: [DONE]\n\n"
+
+_NOT_IN_A_CHUNK = (
+    "meta_info",
+    "message",
+    "prompt_token_ids",
+    "response_token_ids",
+    "token_ids",
+    "routed_experts",
+    "indexer_topk",
+)
+
+_IN_EVERY_CHUNK = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier"))
+"""Fields of a reply that each chunk repeats; the others (such as `usage`) come with the last."""
+
+_WITH_CONTENT = frozenset(("index", "logprobs"))
+"""Fields of a choice that come with its content; the others (such as `finish_reason`) come with the last chunk."""
+
+
+Fields = dict[str, msgspec.Raw]
+
+_CHUNK = msgspec.Raw(b'"chat.completion.chunk"')
+
+
+def as_stream(body: bytes) -> bytes:
+    """A whole reply as chunks and `[DONE]`; unchanged JSON stays raw.
+
+    A chat: the message without its tool calls, each call as a head and its arguments, then the end. Clients take only
+    the first of several calls in a chunk (Codex 0.58), or join their arguments (LiteLLM's adapter for Messages). A
+    completion is one chunk.
+    """
+    reply = _without(_FIELDS.decode(body), _NOT_IN_A_CHUNK)
+    choices = _CHOICES.decode(reply["choices"])
+    if not any("message" in choice for choice in choices):
+        return event({**reply, "choices": [_without(choice, _NOT_IN_A_CHUNK) for choice in choices]}) + DONE
+    return chunks_of(reply, [part for choice in choices for part in _parts(choice)])
+
+
+def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]]) -> bytes:
+    """The parts as chunks, to the end of the stream; the last has also what no other repeats."""
+    *first, last = parts
+    repeated = repeated_fields(reply)
+    chunks = [{**repeated, "choices": [part]} for part in first]
+    chunks.append({**_without(reply, _NOT_IN_A_CHUNK), "object": _CHUNK, "choices": [last]})
+    return b"".join(map(event, chunks)) + DONE
+
+
+def repeated_fields(reply: Fields) -> Fields:
+    """What each chunk of a reply has."""
+    return {**{name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}, "object": _CHUNK}
+
+
+def parts_of(reply: Fields) -> list[dict[str, Any]]:
+    """A chat's only choice: the message without its calls, the calls' pieces, and the end."""
+    [choice] = _CHOICES.decode(reply["choices"])
+    return list(_parts(choice))
+
+
+def _parts(choice: Fields) -> Iterator[dict[str, Any]]:
+    """A chat's choice, split over several chunks."""
+    delta = _FIELDS.decode(choice["message"])
+    calls = msgspec.json.decode(delta.pop("tool_calls", b"null")) or []
+    index = choice.get("index", 0)
+    with_content = {name: value for name, value in choice.items() if name in _WITH_CONTENT}
+    yield {"index": index, **with_content, "delta": delta, "finish_reason": None}
+    for number, call in enumerate(calls):
+        for piece in call_pieces(call):
+            delta_of_call = {"tool_calls": [{**piece, "index": number}]}
+            yield {"index": index, "delta": delta_of_call, "finish_reason": None}
+    yield {"index": index, "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_WITH_CONTENT))}
+
+
+def call_pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A tool call's head with empty arguments, then its arguments."""
+    function = call.get("function")
+    if not isinstance(function, dict) or "arguments" not in function:
+        yield call
+        return
+    yield {**call, "function": {**function, "arguments": ""}}
+    yield {"function": {"arguments": function["arguments"]}}
+
+
+def _without(fields: Fields, names: Collection[str]) -> Fields:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+class LiveChat:
+    def __init__(self, begun: CommittedReply) -> None:
+        self._repeated = repeated_fields(_FIELDS.decode(begun.body))
+        self._sent: set[str] = set()
+        self._ids = LiveIds(begun.proof)
+
+    def delta(self, delta: Mapping[str, Any]) -> bytes:
+        texts = {name: text for name, text in delta.items() if name != "tool_calls"}
+        if not self._sent:
+            texts = {"role": "assistant", **texts}
+            self._sent.add("role")
+        self._sent.update(texts)
+        deltas = [texts] if texts else []
+        for call in map(self._ids.of, delta.get("tool_calls", ())):
+            deltas += [{"tool_calls": [{**piece, "index": call["index"]}]} for piece in call_pieces(call)]
+        return b"".join(map(self._chunk, deltas))
+
+    def _chunk(self, delta: Mapping[str, Any]) -> bytes:
+        return event({**self._repeated, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+    def end(self, reply: CommittedReply) -> bytes:
+        """The message's fields that were not sent, the logprobs, and the end."""
+        fields = _FIELDS.decode(reply.body)
+        first, *_, last = parts_of(fields)
+        unsent = {name: value for name, value in first["delta"].items() if name not in self._sent}
+        return chunks_of(fields, [{**first, "delta": unsent}, last])
+
+    def error(self, error: ErrorFields) -> bytes:
+        """Without `[DONE]`, which would end the stream as if it were whole."""
+        return event(msgspec.Raw(openai_error(error)))
+
+
+class Chat:
+    name = "chat"
+    route = "/v1/chat/completions"
+    is_native = True
+    has_layouts = True
+    history: History = "linear"
+    keepalive = KEEPALIVE
+    schema: Mapping[str, Any] = REQUEST
+    example: Mapping[str, Any] = EXAMPLE
+
+    def parse(
+        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+    ) -> ChatRequest | CompletionRequest:
+        return parse_chat(body, has_few_values, continued)
+
+    def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
+        return request
+
+    def reply(self, reply: CommittedReply) -> bytes:
+        return with_given_ids(reply)
+
+    def events(self, reply: CommittedReply) -> bytes:
+        return as_stream(with_given_ids(reply))
+
+    def live(self, begun: CommittedReply) -> LiveRenderer:
+        return LiveChat(begun)
+
+    def error(self, error: ErrorFields) -> bytes:
+        return openai_error(error)
+
+    def error_event(self, error: ErrorFields) -> bytes:
+        return event(msgspec.Raw(openai_error(error))) + DONE

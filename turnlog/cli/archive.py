@@ -1,0 +1,52 @@
+"""`turnlog archive` and `turnlog import`: old rollouts leave the database as Parquet files, and come back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from turnlog.amounts import amount
+from turnlog.cli.remote import remote
+from turnlog.cli.run import UsageError, printed_as_json, say
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def archive(
+    ctx: typer.Context,
+    older_than: Annotated[str, typer.Option(help="Rollouts that were closed so long ago: 90s, 30m, 12h, 7d.")],
+    to: Annotated[str, typer.Option(help="A folder's URL, as the server sees it: s3://…, gs://…, az://…, file:///….")],
+) -> None:
+    """Move old rollouts out of the database into Parquet files, while turns go on."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", older_than)
+    if matched is None:
+        raise UsageError(f"--older-than {older_than}: a number and s, m, h or d")
+    body: dict[str, Any] = {"to": to, "older_than_s": float(matched[1]) * _UNITS[matched[2]], "after": None}
+    told: dict[str, Any] = {"archived": 0, "left": 0, "bytes": 0, "files": []}
+    while True:
+        step = remote(ctx).read("POST", "/archives", body=body, slow=True)
+        for name in ("archived", "left", "bytes"):
+            told[name] += step[name]
+        if step["file"] is not None:
+            told["files"].append(step["file"])
+            say(f"{amount(step['archived'], 'session')} in {step['file']}")
+        body["after"] = step["after"]
+        if body["after"] is None:
+            break
+    if not printed_as_json(ctx, told):
+        files = amount(len(told["files"]), "file")
+        typer.echo(f"archived {amount(told['archived'], 'session')} in {files}, {told['bytes']} bytes")
+
+
+def bring_back(
+    ctx: typer.Context,
+    file: Annotated[str, typer.Argument(help="The file's URL, or its path on the server's machine.")],
+) -> None:
+    """Bring the sessions of an archive back into the database."""
+    url = file if "://" in file else Path(file).absolute().as_uri()
+    told = remote(ctx).read("POST", "/archives/import", body={"file": url}, slow=True)
+    if not printed_as_json(ctx, told):
+        typer.echo(f"imported {amount(told['imported'], 'session')}, {told['there']} were there already")
