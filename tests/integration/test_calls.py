@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, error_of, standing, user
+from integration.stand import SPOKEN, Message, Stand, Talk, error_of, standing, tool_of, user
 
 PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
 HISTORIES = ("linear", "tree")
@@ -17,17 +17,6 @@ HISTORIES = ("linear", "tree")
 BAD_ARGUMENTS = ('{"cmd": "echo', "[1]", "null", '{"cmd": "a\tb"}', "", '{"a": NaN}', '{"a": "\\ud800"}')
 SENT = {'{"cmd": "a\tb"}': '{"cmd":"a\\tb"}', '{"a": NaN}': '{"a":null}'}
 """What an engine is sent where that is not `{}`."""
-
-
-def tools(protocol: str) -> list[dict[str, Any]]:
-    schema = {"type": "object", "properties": {"cmd": {"type": "string"}}}
-    return [
-        {
-            "chat": {"type": "function", "function": {"name": "Bash", "parameters": schema}},
-            "messages": {"name": "Bash", "input_schema": schema},
-            "responses": {"type": "function", "name": "Bash", "parameters": schema},
-        }[protocol]
-    ]
 
 
 def calling(*arguments: str, ids: list[str | int | None] | None = None) -> dict[str, Any]:
@@ -41,6 +30,10 @@ def called(protocol: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
         return list(reply["choices"][0]["message"].get("tool_calls") or ())
     blocks = reply["content"] if protocol == "messages" else reply["output"]
     return [block for block in blocks if block["type"] in ("tool_use", "function_call")]
+
+
+def tools(protocol: str) -> list[dict[str, Any]]:
+    return [tool_of(protocol, "Bash", "cmd", "string")]
 
 
 ID = {"chat": "id", "messages": "id", "responses": "call_id"}
