@@ -22,7 +22,7 @@ from app.fleet.versions import WeightVersions
 from app.sessions.cache import SessionCache
 from app.sessions.checkpoints import Checkpoints
 from app.sessions.erasure import Erasure
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.sessions.forks import Forks
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions

@@ -58,7 +58,7 @@ from app.features.archive.routes import router as archive_router
 from app.metrics import Metrics
 from app.protocols.registry import protocol_at
 from app.services import Services
-from app.sessions.registration import Registration
+from app.sessions.recovery import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
 from app.store.engine import Database
@@ -131,9 +131,9 @@ async def _open(made: Services) -> None:
 
 async def _require_objects(database: Database, bucket: Bucket | None) -> None:
     """Is the object storage there that the store refers to? Raises StartupError."""
-    if not await database.read(has_objects):
-        return
     url = await database.read(url_of_objects)
+    if url is None or not await database.read(has_objects):
+        return
     if bucket is None:
         raise StartupError(f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}")
     if url != bucket.url:

@@ -24,7 +24,7 @@ from sqlalchemy.engine import make_url
 
 from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
-from app.sessions.inspection import described, event_fields
+from app.sessions.event_log import described, event_fields
 from app.sessions.session_at import session_at
 from app.settings import Settings, load_settings
 from app.store.engine import Database

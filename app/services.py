@@ -22,19 +22,17 @@ from app.api.tokens import Tokens
 from app.assembly import Assembly
 from app.errors import AppError, SessionNotFound
 from app.event_loop_lag import LoopLag
-from app.export.exporter import Exporter
+from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
-from app.export.metrics import ExportMetrics
-from app.export.picker import load_picker
 from app.export.preview import Previews
 from app.export.session_samples import SessionSamples
 from app.fleet.health import HealthWatch
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
-from app.sessions.group_list import GroupList
+from app.sessions.groups import GroupList
 from app.sessions.log_end import LogEnd
-from app.sessions.registration import Registration
+from app.sessions.recovery import Registration
 from app.sessions.session_list import SessionList
 from app.settings import Settings
 from app.store.engine import Database

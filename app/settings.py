@@ -26,9 +26,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
-from app.domain import base_url
+from app.domain import patterns
 from app.domain.events import History, OnAbort, OnDivergence
-from app.domain.holding import SETTABLE
+from app.domain.request import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
@@ -169,7 +169,7 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
-            return tuple(base_url.plain(part) for part in value.split(",") if part.strip())
+            return tuple(patterns.plain_base_url(part) for part in value.split(",") if part.strip())
         return value
 
     @field_validator("admin_token", "session_secret", mode="before")
@@ -220,7 +220,7 @@ class Settings(BaseSettings):
     @field_validator("public_url")
     @classmethod
     def _address(cls, value: str | None) -> str | None:
-        if value is not None and base_url.fault(value) is not None:
+        if value is not None and patterns.base_url_fault(value) is not None:
             raise ValueError("a URL such as https://turnlog.example.org, without credentials, query and fragment")
         return None if value is None else value.rstrip("/")
 
@@ -289,7 +289,7 @@ class Settings(BaseSettings):
 def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
     """Raises ValueError, whose message begins with `wanted`, for an invalid or repeated URL."""
     for url in urls:
-        fault = base_url.fault(url)
+        fault = patterns.base_url_fault(url)
         if fault is not None:
             raise ValueError(f"{wanted} {fault}, separated by commas")
     if len(set(urls)) != len(urls):

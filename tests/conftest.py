@@ -23,9 +23,6 @@ settings.load_profile("turnlog")
 pytest_plugins = (
     "fault.table",
     "helpers.threats",
-    "helpers.fed",
-    "helpers.kept",
-    "helpers.programs",
     "real_engine.table",
 )
 

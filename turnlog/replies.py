@@ -88,7 +88,9 @@ class SessionPage(TypedDict):
 
 
 class ListedGroup(TypedDict):
-    """`sessions` counts the rollouts, by their root sessions. `std` is the population's."""
+    """`sessions` counts the rollouts, by their root sessions, without erased ones. `std` is the population's.
+    `zero_variance`: there are several rewards, and all are equal. `missing_attempts`: the lowest attempts that no
+    session has, erased ones included. `complete` is a group that the feed may lease."""
 
     group_id: str
     sessions: int
@@ -144,6 +146,8 @@ class Attempt(TypedDict):
 
 
 class Group(TypedDict):
+    """`complete`: each rollout that is not erased is closed and rewarded."""
+
     group_id: str
     attempts: list[Attempt]
     statistics: Statistics | None
@@ -151,6 +155,12 @@ class Group(TypedDict):
 
 
 class TreeTurn(TypedDict):
+    """A turn of the tree. `parent` is the turn whose messages it continues, 0 where it begins a conversation. `cause`
+    is set where it begins its branch, `carries` where it quotes a turn of another branch. `messages` and `tokens` are
+    those of the whole history after it; a turn in flight has neither. `superseded`: a later turn took its place.
+    `loss_branches`: whose rows have its sampled tokens in their loss; `reason`: why it is not exported, or in no loss.
+    `left_out`: what of its request the engine was not sent."""
+
     turn: int
     parent: int
     agent_id: str | None
@@ -171,6 +181,9 @@ class TreeTurn(TypedDict):
 
 
 class TreeBranch(TypedDict):
+    """A branch: it leaves `parent_branch` after turn `fork_turn`, both null where it begins a conversation. `leaf` is
+    its newest turn, `turns` counts its own, `tokens` those of the whole sequence. Without a row `reason` says why."""
+
     branch: int
     cause: BranchCause | None
     parent_branch: int | None
@@ -184,6 +197,8 @@ class TreeBranch(TypedDict):
 
 
 class Tree(TypedDict):
+    """Turns in the order of their commits, then those in flight. `main_branch` has the newest turn."""
+
     session_id: str
     version: int
     status: SessionStatus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -78,15 +79,14 @@ async def list_checkpoints(request: Request) -> dict[str, Any]:
     json_reply(wire.RestoredStore, "It is restored."),
     errors=(NotFound, CheckpointBusy, *WRITE),
 )
-async def restore_checkpoint(request: Request, name: Name) -> dict[str, Any]:
+async def restore_checkpoint(request: Request, name: Name) -> Mapping[str, Any]:
     """Make sessions, rewards, leases and acknowledgements what they were at the checkpoint; delete nothing.
 
     All turns are held meanwhile. Turns and sessions that came later are undone, claims are void, and export cursors
     end. What the store was is a checkpoint too, named in the reply. The restore goes on if the client does not wait,
     and after a crash.
     """
-    found: dict[str, Any] = msgspec.to_builtins(await services(request).checkpoints.restore(name))
-    return found
+    return await services(request).checkpoints.restore(name)
 
 
 @router.delete("/checkpoints/{name}", status_code=204)

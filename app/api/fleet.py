@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +16,6 @@ from app.api.state import services
 from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
-from app.fleet.pauses import Told
 from turnlog import replies as wire
 
 router = APIRouter(tags=["Fleet"])
@@ -78,7 +76,7 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     body = await body_of(request, PauseAdapter, is_optional=True)
     pauses = services(request).pauses
     result = await pauses.pause_adapter(name, body.lease_s)
-    state = msgspec.to_builtins(await pauses.adapter(name))
+    state = await pauses.adapter(name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
 
 
@@ -92,13 +90,12 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     optional_body=True,
     example={"version": "43"},
 )
-async def resume_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
+async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
     body = await body_of(request, ResumeAdapter, is_optional=True)
     pauses = services(request).pauses
     await pauses.resume_adapter(name, body.version)
-    found: dict[str, Any] = msgspec.to_builtins(await pauses.adapter(name))
-    return found
+    return await pauses.adapter(name)
 
 
 @router.get(ADAPTER)
@@ -108,15 +105,14 @@ async def resume_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
     json_reply(wire.AdapterState, "The state of its gate."),
     errors=(InvalidRequest, NotFound, *READ),
 )
-async def get_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.adapter(name))
-    return found
+async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
+    return await services(request).pauses.adapter(name)
 
 
 @router.get("/adapters")
 @describe("List the adapters", "page", json_reply(wire.AdapterList, "All adapters."), errors=READ)
-async def list_adapters(request: Request) -> dict[str, Any]:
-    return {"adapters": msgspec.to_builtins(await services(request).pauses.adapters())}
+async def list_adapters(request: Request) -> Mapping[str, Any]:
+    return {"adapters": await services(request).pauses.adapters()}
 
 
 @router.post("/fleet/pause")
@@ -134,7 +130,7 @@ async def pause_fleet(request: Request) -> JSONResponse:
     body = await body_of(request, PauseFleet, is_optional=True)
     pauses = services(request).pauses
     engines = await pauses.pause_fleet(body.mode, body.lease_s)
-    return reply(msgspec.to_builtins(await pauses.fleet()), engines)
+    return reply(await pauses.fleet(), engines)
 
 
 @router.post("/fleet/resume")
@@ -155,20 +151,19 @@ async def resume_fleet(request: Request) -> JSONResponse:
     body = await body_of(request, ResumeFleet, is_optional=True)
     pauses = services(request).pauses
     engines = await pauses.resume_fleet(body.version)
-    return reply(msgspec.to_builtins(await pauses.fleet()), engines)
+    return reply(await pauses.fleet(), engines)
 
 
 @router.get("/fleet")
 @describe("The fleet's gate", "page", json_reply(wire.FleetGate, "The state of the gate."), errors=READ)
-async def get_fleet(request: Request) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.fleet())
-    return found
+async def get_fleet(request: Request) -> Mapping[str, Any]:
+    return await services(request).pauses.fleet()
 
 
-def reply(state: dict[str, Any], engines: Mapping[str, Told]) -> JSONResponse:
+def reply(state: Mapping[str, Any], engines: Mapping[str, wire.Told]) -> JSONResponse:
     """The gate's state and each engine's result; 502 with the same fields beside the error if an engine failed."""
-    body = {**state, "engines": msgspec.to_builtins(engines)}
-    failed = [url for url, result in engines.items() if not result.ok]
+    body = {**state, "engines": engines}
+    failed = [url for url, result in engines.items() if not result["ok"]]
     if not failed:
         return JSONResponse(body)
     gate = "shut" if state.get("paused") else "open"

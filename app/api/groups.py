@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -55,10 +56,9 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
 )
 async def get_group(
     request: Request, group_id: Annotated[str, Path(pattern=NO_NUL, description="A group's id.")]
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """A group's sessions, and the statistics of their rewards."""
-    found: dict[str, Any] = msgspec.to_builtins(await services(request).feed.group(group_id))
-    return found
+    return await services(request).feed.group(group_id)
 
 
 @router.post("/export/groups/ack")

@@ -47,7 +47,7 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
     order = await body_of(request, Lora)
     result = await services(request).pauses.pause_adapter(order.lora_name, LEASE_S)
     body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
-    if all(engine.ok for engine in result.engines.values()):
+    if all(engine["ok"] for engine in result.engines.values()):
         return JSONResponse(body)
     return reply({**body, "status": "failed", "paused": True}, result.engines)
 

@@ -20,8 +20,7 @@ from app.domain.events import Matcher
 from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
 from app.domain.reasoning import without_reasoning
-from app.domain.returned import StoredReplies
-from app.domain.returned_calls import ReturnedCalls
+from app.domain.returned import ReturnedCalls, StoredReplies
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash

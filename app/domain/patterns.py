@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from urllib.parse import urlsplit
 
 ID = r"^[A-Za-z0-9._:-]{1,128}$"
 """Of a session, of an affinity, of a consumer. For `re.fullmatch`: `$` alone lets a line feed follow."""
@@ -25,3 +26,29 @@ def is_in_row(value: object) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**64
     return not isinstance(value, float) or math.isfinite(value)
+
+
+MAX_LENGTH = 2048
+
+
+def plain_base_url(text: str) -> str:
+    """The URL without a trailing slash and the `/v1` that OpenAI's clients need, so that equal URLs compare equal."""
+    return text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def base_url_fault(url: str) -> str | None:
+    """What is accepted instead, as text that follows "base URLs"; None for a valid URL."""
+    wanted = "such as http://127.0.0.1:30000"
+    if not url.isprintable() or " " in url or "\\" in url or len(url) > MAX_LENGTH:
+        return wanted
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises for one that is out of range
+        (parts.hostname or "").encode("idna")
+    except ValueError:
+        return wanted
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        return wanted
+    if parts.username or parts.password:
+        return "without credentials (use TURNLOG_UPSTREAM_API_KEY)"
+    return None

@@ -12,29 +12,64 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from importlib import import_module
 from itertools import islice
+from threading import Lock
+from typing import cast
 
 import msgspec
 
 from app.domain.branches import Branches, Picker
 from app.domain.events import EXPORTED
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, StartupError
 from app.export import formats, links
-from app.export.cursor import NO_VERSION, Cursor, decode_cursor
-from app.export.helpers import Helpers, PartMaker, made
-from app.export.metrics import ExportMetrics
+from app.export.helpers import HelpedExport, Helpers, PartMaker, made
 from app.export.pages import PART_BYTES, ExportPage, ExportPages
 from app.export.parts import PartRows
-from app.export.query import ExportQuery
+from app.export.query import NO_VERSION, Cursor, ExportQuery, decode_cursor
 from app.export.row import Fields
-from app.export.slices import next_rows
-from app.export.threads import Threads
-from app.export.worker import HelpedExport, MadePart
-from app.export.writing import Rows, begun, read_ahead, written
+from app.export.writing import MadePart, Rows, Threads, begun, next_rows, read_ahead, written
 from app.store import bulk, group_reads, reads
 from app.store.engine import Database
 from app.store.reads import Position
 from app.store.tail import wait_for_horizon
+
+
+class ExportMetrics(msgspec.Struct):
+    """Exports that run, that ended normally (`whole`), and that failed or whose client disconnected (`cut`).
+
+    `rows` and `sent_bytes` count all of them, `seconds` those that have ended.
+    """
+
+    running: int = 0
+    whole: int = 0
+    cut: int = 0
+    rows: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    _adding: Lock = msgspec.field(default_factory=Lock)
+
+    def add_rows(self, count: int) -> None:
+        """For any thread: those of several exports make rows at a time."""
+        with self._adding:
+            self.rows += count
+
+    async def counted(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """The same pieces, counted from the first one until they are closed."""
+        clock = asyncio.get_running_loop().time
+        began, is_whole = clock(), False
+        self.running += 1
+        try:
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    self.sent_bytes += len(piece)
+                    yield piece
+            is_whole = True
+        finally:
+            self.running -= 1
+            self.whole += is_whole
+            self.cut += not is_whole
+            self.seconds += clock() - began
 
 
 class Export(msgspec.Struct, frozen=True):
@@ -208,3 +243,19 @@ class Exporter:
             parts, after = await export_pages.following(after, query.session_id, query.group_id, types)
             for part in parts:
                 yield part
+
+
+def load_picker(path: str | None) -> Picker | None:
+    """The function at a dotted path, `package.module.function`. Raises StartupError."""
+    if path is None:
+        return None
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise StartupError(
+            f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function that can be imported: {error}"
+        ) from error
+    if not callable(found):
+        raise StartupError(f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function; this is none")
+    return cast(Picker, found)

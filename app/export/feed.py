@@ -54,6 +54,7 @@ from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
+from turnlog import replies as wire
 
 ACKS_AT_ONCE = 200
 """Groups acknowledged in one transaction."""
@@ -107,18 +108,6 @@ class _Line(msgspec.Struct, frozen=True):
     staleness_unknown: str | None
 
 
-class Group(msgspec.Struct, frozen=True):
-    """A group's rollouts, and the statistics of their rewards so far; null if there are none.
-
-    `complete`: each rollout that is not erased is closed and rewarded.
-    """
-
-    group_id: str
-    attempts: Sequence[Attempt]
-    statistics: Statistics | None
-    complete: bool
-
-
 class Feed:
     """`exporter` gives the rows of the sessions that are handed out."""
 
@@ -142,13 +131,18 @@ class Feed:
             given = await self._lease(query, current)
         return self._lines(query, current, given)
 
-    async def group(self, group_id: str) -> Group:
+    async def group(self, group_id: str) -> wire.Group:
         """A group as it is now. Raises NotFound if no session has the id."""
         every = await self._attempts(group_id)
         if not every:
             raise NotFound("no session has this group_id")
         found = outcome(every)
-        return Group(group_id, every, found.statistics, found.complete)
+        return {
+            "group_id": group_id,
+            "attempts": msgspec.to_builtins(every),
+            "statistics": msgspec.to_builtins(found.statistics),
+            "complete": found.complete,
+        }
 
     async def _attempts(self, group_id: str) -> list[Attempt]:
         return (await self._database.read(partial(group_reads.attempts, group_ids=[group_id])))[group_id]

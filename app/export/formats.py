@@ -9,13 +9,12 @@ import msgspec
 
 from app.domain.samples import Segment, Status
 from app.errors import InvalidRequest, Unsupported
-from app.export.columns import Columns
 from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
-from app.export.row import Fields, Row, Shape, Unfit
+from app.export.row import Columns, Fields, Row, Shape, Unfit
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
 from app.extras import install
 

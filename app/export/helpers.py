@@ -1,13 +1,15 @@
 """Makes the parts of a large export on several cores, in their order.
 
-Helper processes (`app.export.worker`) make parts beside a thread of this process. They run while a large export does,
-so that a server without one does not hold their memory. A part that a helper did not make is made on the thread.
+Helper processes make parts beside a thread of this process. They run while a large export does, so that a server
+without one does not hold their memory. A helper reads the store itself: to hand over what was read would cost as much
+as to read it. A part that a helper did not make is made on the thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sys
 from collections import deque
@@ -16,15 +18,98 @@ from itertools import chain, islice
 
 import msgspec
 
+from app.domain.branches import Branches
+from app.errors import AppError
+from app.export import formats
+from app.export.containers.writer import PIECE
 from app.export.pages import ExportPage, ExportPages
 from app.export.parts import PartRows, Warn
-from app.export.slices import next_rows
-from app.export.threads import Threads
-from app.export.worker import HelpedExport, MadePart, PartJob
-from app.export.writing import Rows
+from app.export.query import Cursor, ExportQuery
+from app.export.writing import MadePart, Rows, Threads, next_rows
+from app.store.engine import Database
+from app.store.reads import Position
 from app.tasks import cancelled, uncancelled
+from workers.codec import describe
 from workers.parse import Rejected
 from workers.pool import Pool, PoolError
+
+MAX_BYTES = 32 << 20
+"""About how many bytes of rows a job gives at most: a session may have many rows, each with its whole prompt."""
+
+
+class HelpedExport(msgspec.Struct, frozen=True):
+    """An export: where its store is, and what is asked for. `query` is the JSON of an ExportQuery."""
+
+    url: str
+    query: str
+    window: Cursor
+    high: Position
+    release: str
+    branches: Branches
+
+
+class PartJob(msgspec.Struct, frozen=True):
+    """Pages of an export. `export` is a HelpedExport, encoded, the same in all its jobs."""
+
+    export: bytes
+    pages: list[ExportPage]
+
+
+describe(HelpedExport, PartJob)
+
+
+def run(_: memoryview, body: memoryview) -> bytes:
+    """Raises Rejected where the store cannot be read: then the server tries, and says why."""
+    job = msgspec.msgpack.decode(body, type=PartJob)
+    part = _part_of(job.export)
+    try:
+        stored = _loop().run_until_complete(part.pages.read(job.pages))
+    except AppError as error:
+        raise Rejected(type(error).__name__) from error
+    part.unreadable.clear()
+    made = part.rows.fields(job.pages, stored)
+    packed: list[bytes] = []
+    count = 0
+    query = part.query
+    with contextlib.closing(formats.open_writer(query.format, query.shape, query.explain, part.rows.instead)) as writer:
+        while rows := next_rows(made, sys.maxsize, PIECE):
+            count += len(rows)
+            packed.append(writer.pack(rows))
+            if sum(map(len, packed)) >= MAX_BYTES:
+                break
+    is_whole = next(made, None) is None
+    return msgspec.msgpack.encode(MadePart(count, is_whole, packed, part.unreadable, part.pages.turn_bytes))
+
+
+class _Export:
+    """What a helper keeps of an export between its jobs."""
+
+    def __init__(self, export: HelpedExport) -> None:
+        self.query = ExportQuery.model_validate_json(export.query)
+        self.pages = ExportPages.of_query(_database(export.url), export.high, self.query, export.branches)
+        self.unreadable: list[tuple[str, str]] = []
+        self.rows = PartRows(self.query, export.window, export.release, export.branches, self._warn)
+
+    def _warn(self, session_id: str, why: object) -> None:
+        self.unreadable.append((session_id, str(why)))
+
+
+@functools.lru_cache(maxsize=4)
+def _part_of(export: bytes) -> _Export:
+    return _Export(msgspec.msgpack.decode(export, type=HelpedExport))
+
+
+@functools.cache
+def _database(url: str) -> Database:
+    return Database(url, blocking=True)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Not an `asyncio.Runner`: in the main thread it has all that a task returned written out as text, to see whether
+    its own handler of signals is still there."""
+    return asyncio.new_event_loop()
+
 
 log = logging.getLogger("turnlog.export")
 
@@ -74,7 +159,7 @@ class Helpers:
                 self.count,
                 deadline_s=self._deadline_s,
                 memory_bytes=self._memory_bytes,
-                function="app.export.worker:run",
+                function="app.export.helpers:run",
                 patience_s=0,
             )
             self._pool.start()

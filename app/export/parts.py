@@ -11,10 +11,9 @@ from app.domain.branches import Branches, BranchRow, Picker, turns_left_out
 from app.domain.samples import Truncate
 from app.domain.session import Session
 from app.export import formats
-from app.export.cursor import Cursor
 from app.export.faults import excluded, instead, told
 from app.export.pages import ExportPage
-from app.export.query import ExportQuery, session_excluded
+from app.export.query import Cursor, ExportQuery, session_excluded
 from app.export.row import Fields, Row, Unfit
 from app.export.rows import SessionRows, known
 from app.store.bulk import StoredSession

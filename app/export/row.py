@@ -3,17 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy.typing as npt
 
-from app.domain.events import TurnCommitted
+from app.domain.events import LogprobsOf, TurnCommitted
 from app.domain.groups import Root
+from app.domain.request import number_of
 from app.domain.samples import Sample
 from app.domain.session import Session
 from app.export.links import Links
-from app.export.sampling import TurnSampling
+from workers.codec import describe
+
+
+class TurnSampling(msgspec.Struct, frozen=True):
+    """Turn `turn`'s sampling parameters as its request named them, None where it named none: then the engine's own
+    default holds, which may come from the model's `generation_config.json`."""
+
+    turn: int
+    logprobs_of: LogprobsOf | Literal["unknown"]
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+
+
+class _Params(msgspec.Struct, frozen=True):
+    temperature: msgspec.Raw = msgspec.Raw(b"null")
+    top_k: msgspec.Raw = msgspec.Raw(b"null")
+    top_p: msgspec.Raw = msgspec.Raw(b"null")
+    min_p: msgspec.Raw = msgspec.Raw(b"null")
+
+
+describe(_Params)
+
+
+def sampling_of(event: TurnCommitted, params: bytes) -> TurnSampling:
+    """`params` are the request's, raw JSON. What is no number, or none that a row holds, is None."""
+    return msgspec.structs.replace(_named(params), turn=event.turn, logprobs_of=event.logprobs_of or "unknown")
+
+
+@lru_cache(maxsize=16)
+def _named(params: bytes) -> TurnSampling:
+    """The same of any turn: most requests of a session have the same parameters."""
+    found = msgspec.json.decode(params, type=_Params)
+    top_k = number_of(found.top_k)
+    return TurnSampling(
+        turn=0,
+        logprobs_of="unknown",
+        temperature=_float(found.temperature),
+        top_k=top_k if isinstance(top_k, int) else None,
+        top_p=_float(found.top_p),
+        min_p=_float(found.min_p),
+    )
+
+
+def _float(raw: msgspec.Raw) -> float | None:
+    value = number_of(raw)
+    return None if value is None else float(value)
+
 
 Value = object
 """A field of a shaped row: a numpy array, text, bytes, a number, None, `msgspec.Raw`, or lists and maps of these."""
@@ -150,3 +200,31 @@ class Unfit(Exception):
 
 Shape = Callable[[Row], Fields]
 """Raises Unfit."""
+
+
+Column: TypeAlias = "str | Mapping[str, Column]"
+
+Columns = Mapping[str, Column]
+"""The types of a shape's columns, which typed containers need before the first row. A column is one of
+
+- `text`, `bytes`, `bool`, `int64`, `float64`: one value;
+- `json`: any value, which may contain arrays; a container without such a type stores its JSON text;
+- `[int32]`: a numpy array, or a list of numbers, of any type in `ITEMS`; `[text]` is a list of text;
+- `[[int32]]`: an array of two dimensions, or a list of arrays of different lengths; likewise `[[[uint8]]]`;
+- a mapping from names to columns: a map with those keys.
+
+Any value may be None. An array of rows may be flat, with two dimensions where the column has three. A container with
+one type per column casts an array to it, and refuses if that would change a value; flat rows become one layer there.
+The other containers keep each array's own type. A row may omit a column (None) but must not add one.
+"""
+
+ITEMS = frozenset(
+    {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64", "bool", "text"}
+)
+"""The item types of arrays."""
+
+
+def depth(column: str) -> tuple[int, str]:
+    """The number of dimensions and the item type: `[[int32]]` is (2, "int32"), `text` is (0, "text")."""
+    dimensions = len(column) - len(column.lstrip("["))
+    return dimensions, column[dimensions : len(column) - dimensions]

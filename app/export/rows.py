@@ -20,8 +20,7 @@ from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Payload, Session
 from app.export.links import Links, links
-from app.export.row import Routing, Row, RowImage, Source, TurnContent
-from app.export.sampling import TurnSampling, sampling_of
+from app.export.row import Routing, Row, RowImage, Source, TurnContent, TurnSampling, sampling_of
 from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events

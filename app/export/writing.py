@@ -6,17 +6,83 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
-from itertools import chain
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain, islice
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
 
 from app.export.containers.writer import ContainerWriter
 from app.export.row import Fields
-from app.export.slices import some_rows
-from app.export.threads import Threads
-from app.export.worker import MadePart
 from app.tasks import cancelled
+from workers.codec import describe
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+COUNT = 2
+"""One makes rows while the other writes. Each thread keeps freed memory to itself, so more would only cost memory."""
+
+
+class Threads:
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(COUNT, thread_name_prefix="export")
+
+    async def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *arguments, **named))
+
+
+SLICE_BYTES = 2 << 20
+"""Approximate bytes of rows that are made together: a session may have many, each with its whole prompt."""
+
+
+def some_rows(made: Iterator[Fields], limit: int, most: int = SLICE_BYTES) -> Iterator[Fields]:
+    """The next rows: at most `limit`, and about `most` bytes of them. Each is made when it is asked for."""
+    size = 0
+    for row in islice(made, limit):
+        size += sum(map(_weight, row.values()))
+        yield row
+        if size >= most:
+            return
+
+
+def next_rows(made: Iterator[Fields], limit: int, most: int = SLICE_BYTES) -> list[Fields]:
+    """As `some_rows`, made."""
+    return list(some_rows(made, limit, most))
+
+
+def _weight(value: object) -> int:
+    """Approximate bytes of a field."""
+    if value is None or isinstance(value, (int, float)):
+        return 8  # most fields
+    match value:
+        case np.ndarray():
+            return value.nbytes
+        case str() | bytes():
+            return len(value)
+        case msgspec.Raw():
+            return len(memoryview(value))
+        case list() | tuple():
+            return sum(map(_weight, value))
+    return 8
+
+
+class MadePart(msgspec.Struct, frozen=True):
+    """The first `rows` rows of a part, packed; all of them if it `is_whole`.
+
+    `unreadable`: the sessions that cannot be read, and why. `turn_bytes`: what a turn had, None without one.
+    """
+
+    rows: int
+    is_whole: bool
+    packed: list[bytes]
+    unreadable: list[tuple[str, str]]
+    turn_bytes: int | None
+
+
+describe(MadePart)
 
 Rows = MadePart | Iterator[Fields]
 """Rows that a helper process has made, or what makes them on a thread."""

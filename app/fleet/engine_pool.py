@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.base_url import fault, plain
 from app.domain.events import is_number
 from app.domain.fleet import EngineListed, Fleet, FleetEvent, Regression, VersionRegressed
+from app.domain.patterns import base_url_fault, plain_base_url
 from app.errors import AppError, InvalidRequest, NotFound
 from app.fleet.engines import Engines
 from app.fleet.member import Member, is_lower
@@ -124,8 +124,8 @@ def _is_new_regression(fleet: Fleet, event: VersionRegressed) -> bool:
 
 def _require_base_url(text: str) -> str:
     """The normalised base URL. Raises InvalidRequest if it is none."""
-    url = plain(text)
-    wrong = fault(url)
+    url = plain_base_url(text)
+    wrong = base_url_fault(url)
     if wrong is not None:
         raise InvalidRequest(f"url: a base URL {wrong}")
     return url

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal
 
 import msgspec
 
@@ -41,6 +40,7 @@ from app.store import fleet as store
 from app.store.ports import Database
 from app.tasks import cancelled
 from app.upstream.control import EngineControl
+from turnlog.replies import AdapterState, FleetGate, Told
 
 log = logging.getLogger("turnlog.pauses")
 
@@ -52,50 +52,11 @@ RETRY_S = 1.0
 """Pause before a failed write of an opened gate is retried."""
 
 
-class Told(msgspec.Struct, frozen=True):
-    """Whether an engine did as told; `aborted` counts the generations that it was asked to abort."""
-
-    ok: bool
-    error: str | None = None
-    aborted: int = 0
-
-
 class SweepResult(msgspec.Struct, frozen=True):
     """The rids of the aborted generations, and the outcome at each engine."""
 
     aborted: list[str]
     engines: dict[str, Told]
-
-
-class AdapterState(msgspec.Struct, frozen=True):
-    """`since` is when the gate last changed, in seconds since the epoch. `held` counts turns waiting in this process,
-    `in_flight` those with a claim in any process."""
-
-    name: str
-    paused: bool
-    closings: int
-    since: float | None
-    lease_left_s: float | None
-    version: str | None
-    held: int
-    in_flight: int
-
-
-class FleetGate(msgspec.Struct, frozen=True):
-    """As `AdapterState`, for all turns. `version` is the version of the fleet's log, `weight_version` that of engines
-    that cannot say theirs. `held_for`: all turns are held while a checkpoint is made or restored."""
-
-    paused: bool
-    mode: PauseMode | None
-    closings: int
-    since: float | None
-    lease_left_s: float | None
-    held: int
-    in_flight: int
-    paused_adapters: list[str]
-    version: int
-    weight_version: str | None
-    held_for: Literal["drain", "restore"] | None = None
 
 
 class Pauses:
@@ -180,7 +141,7 @@ class Pauses:
 
     async def adapter(self, name: str) -> AdapterState:
         """Raises NotFound, StoreUnavailable."""
-        found = [one for one in await self.adapters() if one.name == name]
+        found = [one for one in await self.adapters() if one["name"] == name]
         if not found:
             raise NotFound("no adapter of this name was ever paused or resumed")
         return found[0]
@@ -269,7 +230,10 @@ class Pauses:
     async def _for_each_engine(self, order: Callable[[Member], Awaitable[str | None]]) -> dict[str, Told]:
         members = list(self._engines.members.values())
         errors = await asyncio.gather(*(order(member) for member in members))
-        return {member.url: Told(error is None, error) for member, error in zip(members, errors, strict=True)}
+        return {
+            member.url: Told(ok=error is None, error=error, aborted=0)
+            for member, error in zip(members, errors, strict=True)
+        }
 
     async def _watch(self) -> None:
         """Open each gate when its lease has run out, so that a dead trainer stops nothing for ever."""
@@ -329,8 +293,8 @@ class Pauses:
         elif not self._fleet.fleet.gate.is_shut:
             return
         for url, told in (await self._tell_engines()).items():
-            if not told.ok:
-                log.warning("%s could not be told what the fleet's gate is: %s", url, told.error)
+            if not told["ok"]:
+                log.warning("%s could not be told what the fleet's gate is: %s", url, told["error"])
 
 
 def _closings(gate: Gate) -> int:
@@ -343,4 +307,4 @@ def _pausing(control: EngineControl, mode: PauseMode) -> Callable[[Member], Awai
 
 def _engine_outcome(outcomes: Mapping[str, str | None]) -> Told:
     error = next((error for error in outcomes.values() if error is not None), None)
-    return Told(error is None, error, len(outcomes))
+    return Told(ok=error is None, error=error, aborted=len(outcomes))

@@ -3,6 +3,8 @@
 A reply that names its versions is believed. vLLM's chat names none, so the engine is asked: by each health check, and
 by the first turn after a gate has opened, since trainers change weights behind a shut gate. An engine that cannot say
 has the version that the trainer named when it resumed the fleet.
+
+`GET /weight_info` is a route of vLLM's development mode. A trainer sets the version with `POST /update_weight_version`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from app.domain.fleet import Gate
 from app.fleet.member import Member
 from app.fleet.state import FleetState
-from app.upstream.client import EngineClient
-from app.upstream.headers import to_control
-from app.upstream.weights import UNSET, weight_version
+from app.upstream.client import EngineClient, EngineError
+from app.upstream.headers import Headers, to_control
+from workers.parse_parts import MAX_VERSION
+
+UNSET = "default"
+"""What both engines report until somebody sets a version."""
+
+TIMEOUT_S = 2.0
+"""A turn may wait for the answer, which is read from memory."""
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | int | None = None
+
+
+async def weight_version(client: EngineClient, base_url: str, headers: Headers) -> str | None:
+    """The version; None if the engine has no such route, does not answer, or has one that is too long for a reply."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reply = await client.get(base_url + "/weight_info", headers)
+        if reply.status != 200:
+            return None
+        version = msgspec.json.decode(reply.body.joined(), type=_WeightInfo).weight_version
+    except (EngineError, TimeoutError, msgspec.DecodeError):
+        return None
+    return None if version is None or len(str(version)) > MAX_VERSION else str(version)
+
 
 Seen = Callable[[str, str | None, str | None], None]
 """Takes an engine's base URL, its weight version, and the one known when it was asked."""

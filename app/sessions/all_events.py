@@ -18,7 +18,7 @@ import msgspec
 
 from app.domain.events import UnknownEvent
 from app.errors import PositionGone, StoreDamaged, StoreUnavailable
-from app.sessions.inspection import event_fields
+from app.sessions.event_log import event_fields
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.store import all_events, reads
 from app.store.all_events import EventFilter, EventPage, PlacedRow

@@ -21,13 +21,14 @@ from app.domain.fleet import Fleet, FleetEvent, TurnsFreed, TurnsHeld
 from app.errors import AppError, CheckpointBusy, CheckpointExists, NotFound
 from app.fleet.gates import Gates
 from app.fleet.state import FleetState
-from app.sessions.restores import Restored, Restores
+from app.sessions.restores import Restores
 from app.store import checkpoints as store
 from app.store import fleet as fleet_store
 from app.store import reads
 from app.store.checkpoints import Checkpoint, Cut, Delete, DropRows, Make, Missing, NameTaken, Restoring
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
+from turnlog.replies import RestoredStore
 
 log = logging.getLogger("turnlog.checkpoints")
 
@@ -72,7 +73,7 @@ class Checkpoints:
         self._has_deleted = True
         self._draining: list[TurnsHeld] = []
         self._beginning = asyncio.Lock()
-        self._running: asyncio.Task[Restored] | None = None
+        self._running: asyncio.Task[RestoredStore] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
 
@@ -141,7 +142,7 @@ class Checkpoints:
         self._has_deleted = True
         self._woken.set()
 
-    async def restore(self, name: str) -> Restored:
+    async def restore(self, name: str) -> RestoredStore:
         """Take the store back to a checkpoint. Of one that is being restored, wait for the end.
 
         It goes on if the caller does not wait, and after a crash. Raises NotFound, CheckpointBusy, StoreUnavailable,
@@ -161,13 +162,13 @@ class Checkpoints:
             running = self._run(placed)
         return await asyncio.shield(running)
 
-    def _run(self, held: TurnsHeld) -> asyncio.Task[Restored]:
+    def _run(self, held: TurnsHeld) -> asyncio.Task[RestoredStore]:
         """Start to restore, in a task that outlives the request."""
         self._running = asyncio.create_task(self._restored(held), name="turnlog-restore")
         self._running.add_done_callback(_tell)
         return self._running
 
-    async def _restored(self, held: TurnsHeld) -> Restored:
+    async def _restored(self, held: TurnsHeld) -> RestoredStore:
         assert held.before is not None
         await asyncio.sleep(self._gates.settled_s)
         try:
@@ -239,7 +240,7 @@ class Checkpoints:
         self._has_deleted = False
 
 
-def _tell(done: asyncio.Task[Restored]) -> None:
+def _tell(done: asyncio.Task[RestoredStore]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
         log.warning("a restore was cut short: %s; it is tried again", error)
 

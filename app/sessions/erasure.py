@@ -17,7 +17,7 @@ from app.domain import retention
 from app.domain.events import UnknownEvent
 from app.errors import SessionNotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Clock, Sessions
 from app.store import reads
 from app.store.erasure import EraseComponents, reward_rows, without_components

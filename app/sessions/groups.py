@@ -1,11 +1,83 @@
-"""Updates the groups table after changes of sessions."""
+"""The list of groups with their progress and reward statistics, and how the groups table follows its sessions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
+from app.domain import cursors, groups
+from app.domain.groups import Attempt
 from app.errors import StoreDamaged
 from app.store import group_reads
+from app.store.group_reads import FeedLease
 from app.store.groups import Settle, SettleGroup
 from app.store.ports import Database, Writer
+from app.store.reads import Connection
+from turnlog.replies import GroupPage, ListedGroup
+
+MAX_MISSING = 20
+"""How many missing attempts are listed; the lowest ones."""
+
+
+class GroupList:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def page(self, cursor: str | None, limit: int) -> GroupPage:
+        """One page of groups, ordered by id. Raises InvalidRequest for an invalid cursor."""
+        after = None if cursor is None else cursors.decode_text(cursor, "this list")
+
+        def read(connection: Connection) -> GroupPage:
+            ids = group_reads.ids(connection, after, limit + 1)
+            attempts = group_reads.attempts(connection, ids[:limit])
+            leases = group_reads.leases(connection, ids[:limit])
+            return GroupPage(
+                groups=[_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in ids[:limit]],
+                next_cursor=cursors.encode_text(ids[limit - 1]) if len(ids) > limit else None,
+            )
+
+        return await self._database.read(read)
+
+
+def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
+    outcome = groups.outcome(attempts)
+    rewards = outcome.statistics
+    return ListedGroup(
+        group_id=group_id,
+        sessions=outcome.rollouts,
+        closed=outcome.closed,
+        rewarded=rewards.count if rewards else 0,
+        mean=rewards.mean if rewards else None,
+        std=rewards.std if rewards else None,
+        min=rewards.min if rewards else None,
+        max=rewards.max if rewards else None,
+        zero_variance=rewards is not None and rewards.count > 1 and rewards.zero_variance,
+        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None]),
+        state=_state(outcome.complete, lease),
+    )
+
+
+def missing_attempts(attempts: Sequence[int]) -> list[int]:
+    """The lowest missing attempts, at most MAX_MISSING. Attempts count from 0 if attempt 0 exists, else from 1."""
+    present = set(attempts)
+    if not present:
+        return []
+    missing: list[int] = []
+    for number in range(min(1, min(present)), max(present)):
+        if len(missing) == MAX_MISSING:
+            break
+        if number not in present:
+            missing.append(number)
+    return missing
+
+
+def _state(is_complete: bool, lease: FeedLease | None) -> Literal["open", "complete", "leased", "acknowledged"]:
+    if lease is not None and lease.is_acknowledged:
+        return "acknowledged"
+    if not is_complete:
+        return "open"
+    return "leased" if lease is not None and lease.is_leased else "complete"
+
 
 NOTES_AT_ONCE = 100
 """Groups updated in one transaction, which then takes some milliseconds."""

@@ -36,7 +36,7 @@ from app.errors import (
     TooManySessions,
 )
 from app.sessions.cache import CacheEntry, SessionCache, require_open
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.store import rollouts
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import (

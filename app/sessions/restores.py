@@ -26,7 +26,7 @@ from app.domain.restore import restoring
 from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.sessions.groups import settle_groups
 from app.sessions.lifecycle import Sessions
 from app.store import checkpoints as store
@@ -45,6 +45,7 @@ from app.store.log import Appended
 from app.store.ports import Database, Writer
 from app.store.projections import FoldedLog
 from app.store.reads import EventRow
+from turnlog.replies import RestoredStore
 
 log = logging.getLogger("turnlog.checkpoints")
 
@@ -62,22 +63,6 @@ GROUPS_AT_ONCE = 200
 
 HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine", "note", "tags")
 """The columns of a session's row that a restore changes, besides those that every event does."""
-
-
-class Restored(msgspec.Struct, frozen=True):
-    """The store is again what it was at checkpoint `name`; `before` keeps what it was instead.
-
-    `sessions` were changed, of which `undone` had been created later. `erased` are the sessions of the checkpoint
-    whose content is gone. `unreadable` are damaged ones, which were left as they are. `epoch` is the store's new one.
-    """
-
-    name: str
-    before: str
-    epoch: str
-    sessions: int
-    undone: int
-    erased: list[str]
-    unreadable: list[str]
 
 
 class _Tally(msgspec.Struct):
@@ -106,7 +91,7 @@ class Restores:
         self._sessions = sessions
         self._clock = clock
 
-    async def run(self, name: str, before: str) -> Restored:
+    async def run(self, name: str, before: str) -> RestoredStore:
         """Take the store back to checkpoint `name`, or finish that.
 
         Raises NotFound (it was deleted before this began), StoreUnavailable, StoreFull.
@@ -123,7 +108,15 @@ class Restores:
         await settle_groups(self._database, self._writer)
         erased = await self._database.read(lambda connection: store.erased(connection, target.id))
         log.info("the store was taken back to checkpoint %s: %d sessions changed", name, tally.sessions)
-        return Restored(name, before, epoch, tally.sessions, tally.undone, erased, tally.unreadable)
+        return RestoredStore(
+            name=name,
+            before=before,
+            epoch=epoch,
+            sessions=tally.sessions,
+            undone=tally.undone,
+            erased=erased,
+            unreadable=tally.unreadable,
+        )
 
     async def _checkpoint(self, name: str) -> Checkpoint:
         found = await self._database.read(lambda connection: store.named(connection, name))

@@ -6,23 +6,86 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from app.domain import cursors, patterns
 from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
-from app.sessions.session_filter import SessionConditions
 from app.store import group_reads, heads_view, metadata_reads
 from app.store.damaged import split
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder, Status
 from app.store.reads import Connection
+from turnlog.parameters import SessionState
+from turnlog.replies import ListedSession, SessionPage
 
-State = Literal["open", "idle", "claimed", "gated", "closed", "erased", "undone"]
-"""`open` includes `idle`, `claimed` and `gated`. `claimed`: a turn is in flight. `gated`: a turn waits at a gate of
-this process."""
+Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
+Number = Annotated[float | None, Field(allow_inf_nan=False)]
+
+NewestVersion = Callable[[Connection], int | None]
+"""The newest weight version of any session or engine."""
+
+NEVER = -1
+"""Below every weight version."""
+
+
+class SessionConditions(BaseModel):
+    """Conditions on a session's row; None: any."""
+
+    model_config = ConfigDict(frozen=True)
+
+    status: Status | None = Field(default=None, description="Only sessions with this status.")
+    group_id: Text = Field(default=None, description="Only sessions of this group.")
+    attempt: int | None = Field(default=None, ge=0, le=2**31 - 1, description="Only sessions with this attempt number.")
+    engine: Text = Field(default=None, description="Only sessions that are bound to this engine.")
+    min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
+    max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
+    unrewarded: bool = Field(default=False, description="Only sessions without a reward.")
+    min_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**62,
+        description="Only sessions whose newest weight version is at least this many versions behind the newest one.",
+    )
+    tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
+
+    metadata: list[str] = Field(
+        default=[],
+        max_length=20,
+        description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
+        "key leads into an object.",
+    )
+
+    @field_validator("metadata", mode="after")
+    @classmethod
+    def _pairs(cls, given: list[str]) -> list[str]:
+        if any(not one.partition("=")[0] or "=" not in one for one in given):
+            raise ValueError("metadata must be key=value")
+        return given
+
+    @property
+    def wanted_metadata(self) -> list[tuple[str, str]]:
+        return [(one.partition("=")[0], one.partition("=")[2]) for one in self.metadata]
+
+    def of_heads(self, newest: int | None) -> HeadFilter:
+        """`newest` is the newest weight version; not used without `min_staleness`."""
+        most = None
+        if self.min_staleness is not None:
+            most = NEVER if newest is None else newest - self.min_staleness
+        return HeadFilter(
+            status=self.status,
+            group_id=self.group_id,
+            attempt=self.attempt,
+            engine=self.engine,
+            min_reward=self.min_reward,
+            max_reward=self.max_reward,
+            unrewarded=self.unrewarded,
+            most_version=most,
+            tag=self.tag,
+        )
+
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
 
@@ -45,37 +108,10 @@ CursorFields = tuple[
 MAX_SECONDS = 10 * 365 * 86_400
 
 
-class SessionRow(msgspec.Struct, frozen=True):
-    """A session in a list. `version` is its last event, times are seconds since the epoch.
-
-    `state` is `status`, or what an open session is doing: `claimed`: a turn is in flight, since `claimed_since`;
-    `gated`: it waits at a gate; else `idle`. `staleness`: how many weight versions its newest turn is behind the
-    newest one.
-    """
-
-    session_id: str
-    version: int
-    status: Status
-    turns: int
-    group_id: str | None
-    reward: float | None
-    created_at: float
-    updated_at: float
-    state: State
-    attempt: int | None
-    weight_version: int | None
-    staleness: int | None
-    engine: str | None
-    claimed_since: float | None
-    closed_at: float | None
-    note: str | None
-    tags: list[str]
-
-
 class SessionFilter(SessionConditions):
     """Filters and order of a list; None: no filter."""
 
-    state: State | None = Field(
+    state: SessionState | None = Field(
         default=None, description="Only sessions in this state: a status, or what an open session is doing."
     )
     stuck_s: float | None = Field(
@@ -101,15 +137,6 @@ class SessionQuery(SessionFilter):
     q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
 
 
-class SessionListPage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A page. `total` is the number of matches up to 100,000; beyond that, `total_is_exact` is False."""
-
-    sessions: Sequence[SessionRow]
-    next_cursor: str | None
-    total: int | msgspec.UnsetType = msgspec.UNSET
-    total_is_exact: bool | msgspec.UnsetType = msgspec.UNSET
-
-
 class SessionList:
     """`held` are the turns at gates; `engines` know their weight versions."""
 
@@ -125,9 +152,7 @@ class SessionList:
         self._engines = engines
         self._clock = clock
 
-    async def page(
-        self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool = True
-    ) -> SessionListPage:
+    async def page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool = True) -> SessionPage:
         """One page; both totals only with `counted`. With a metadata filter they are those of this page, which may
         have fewer rows than `limit` though others follow.
 
@@ -135,41 +160,46 @@ class SessionList:
         """
         if not query.metadata:
             return await self._page(query, cursor, limit, counted=counted)
-        rows: list[SessionRow] = []
+        rows: list[ListedSession] = []
         after = cursor
         for _ in range(MAX_LOOKED_AT // METADATA_AT_ONCE):
             page = await self._page(query, after, METADATA_AT_ONCE, counted=False)
-            matching = await self._with_metadata(page.sessions, query)
-            rows += [row for row in page.sessions if row.session_id in matching]
-            after = page.next_cursor
+            matching = await self._with_metadata(page["sessions"], query)
+            rows += [row for row in page["sessions"] if row["session_id"] in matching]
+            after = page["next_cursor"]
             if after is None or len(rows) >= limit:
                 break
         if len(rows) > limit:
             after = _cursor_behind(rows[limit - 1], query)
         rows = rows[:limit]
         if not counted:
-            return SessionListPage(rows, after)
-        return SessionListPage(rows, after, len(rows), cursor is None and after is None)
+            return {"sessions": rows, "next_cursor": after}
+        return {
+            "sessions": rows,
+            "next_cursor": after,
+            "total": len(rows),
+            "total_is_exact": cursor is None and after is None,
+        }
 
-    async def _with_metadata(self, rows: Sequence[SessionRow], query: SessionQuery) -> set[str]:
+    async def _with_metadata(self, rows: Sequence[ListedSession], query: SessionQuery) -> set[str]:
         """The ids of those that have the metadata."""
         wanted = query.wanted_metadata
 
         def read(connection: Connection, ids: Sequence[str]) -> dict[str, bool]:
             return metadata_reads.matches(connection, ids, wanted)
 
-        ids = [row.session_id for row in rows if row.state != "erased"]
+        ids = [row["session_id"] for row in rows if row["state"] != "erased"]
         found = await self._database.read(
             lambda connection: read(connection, ids), or_else=lambda connection: split(connection, ids, read)[0]
         )
         return {session_id for session_id, matches in found.items() if matches}
 
-    async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionListPage:
+    async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionPage:
         after = None if cursor is None else _place_of(cursor, query)
         order, descending = _order_of(query)
         held = self.held()
 
-        def read(connection: Connection) -> SessionListPage:
+        def read(connection: Connection) -> SessionPage:
             newest = self.newest_version(connection)
             wanted = self._wanted(query, newest, held)
             total = heads_view.count(connection, wanted) if counted else COUNTED + 1
@@ -183,13 +213,14 @@ class SessionList:
                 limit=limit + 1,
                 many=wanted == HeadFilter() or not is_of_few,
             )
-            page = SessionListPage(
-                sessions=[session_row(head, newest, held) for head in heads[:limit]],
-                next_cursor=_cursor_behind(heads[limit - 1], query) if len(heads) > limit else None,
-            )
-            if not counted:
-                return page
-            return msgspec.structs.replace(page, total=min(total, COUNTED), total_is_exact=total <= COUNTED)
+            rows = [session_row(head, newest, held) for head in heads[:limit]]
+            page: SessionPage = {
+                "sessions": rows,
+                "next_cursor": _cursor_behind(rows[limit - 1], query) if len(heads) > limit else None,
+            }
+            if counted:
+                page |= {"total": min(total, COUNTED), "total_is_exact": total <= COUNTED}
+            return page
 
         return await self._database.read(read)
 
@@ -208,7 +239,7 @@ class SessionList:
             begins=query.q,
         )
 
-    def rows(self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]) -> list[SessionRow]:
+    def rows(self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]) -> list[ListedSession]:
         """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `held`."""
         newest = self.newest_version(connection)
         return [session_row(row, newest, held) for row in heads_view.of(connection, session_ids)]
@@ -222,15 +253,31 @@ class SessionList:
         return max(versions if sampled is None else [*versions, sampled], default=None)
 
 
-def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
-    stored = {name: getattr(head, name) for name in _AS_STORED}
-    return SessionRow(state=_state(head, held), staleness=staleness(newest, head.weight_version), **stored)
+def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> ListedSession:
+    """`state` is the status, or what an open session is doing: `claimed` since `claimed_since`, `gated`, else `idle`.
+    `staleness`: how many weight versions its newest turn is behind the newest one."""
+    return {
+        "session_id": head.session_id,
+        "version": head.version,
+        "status": head.status,
+        "turns": head.turns,
+        "group_id": head.group_id,
+        "reward": head.reward,
+        "created_at": head.created_at,
+        "updated_at": head.updated_at,
+        "state": _state(head, held),
+        "attempt": head.attempt,
+        "weight_version": head.weight_version,
+        "staleness": staleness(newest, head.weight_version),
+        "engine": head.engine,
+        "claimed_since": head.claimed_since,
+        "closed_at": head.closed_at,
+        "note": head.note,
+        "tags": head.tags,
+    }
 
 
-_AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name not in ("state", "staleness"))
-
-
-def _state(head: HeadRow, held: Mapping[str, bool]) -> State:
+def _state(head: HeadRow, held: Mapping[str, bool]) -> SessionState:
     if head.status != "open":
         return head.status
     if head.session_id in held:
@@ -245,10 +292,10 @@ def _order_of(query: SessionQuery) -> tuple[SortOrder, bool]:
     return query.sort, query.order == "desc"
 
 
-def _cursor_behind(row: HeadRow | SessionRow, query: SessionQuery) -> str:
+def _cursor_behind(row: ListedSession, query: SessionQuery) -> str:
     """The cursor after a row in this order."""
     column, descending = _order_of(query)
-    place = (column, descending, getattr(row, column), row.session_id)
+    place = (column, descending, row[column], row["session_id"])
     return cursors.encode(place)
 
 

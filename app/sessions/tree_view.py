@@ -4,83 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Literal
-
-import msgspec
 
 from app.domain.branches import Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
-from app.domain.events import BranchCause, Event, History, TurnCommitted, UnknownEvent
-from app.domain.session import OpenTurn, Session, Status
+from app.domain.events import Event, TurnCommitted, UnknownEvent
+from app.domain.session import OpenTurn, Session
 from app.domain.tree import superseded
 from app.domain.turns import Turn
 from app.errors import SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
 from app.store.engine import Database
+from turnlog.replies import Tree, TreeBranch, TreeTurn
 
 ERASED = "erased"
 COPIED = "copied from another session, which has it in its loss"
-
-
-class TreeTurn(msgspec.Struct, frozen=True):
-    """A turn of the tree. `parent` is the turn whose messages it continues, 0 where it begins a conversation.
-
-    `cause` is set where the turn begins its branch, `carries` where it quotes a turn of another branch. `messages` and
-    `tokens` are those of the whole history after the turn; a turn in flight has neither. `superseded`: a later turn
-    took its place, so that it is only exported with `branches=all`; in a linear session it was rolled back.
-    `loss_branches` are the branches whose rows have its sampled tokens in their loss. `reason` says why it is not
-    exported, or in no loss. `undone`: a restore of a checkpoint did that; it is in no branch any more. `left_out` is
-    what of its request the engine was not sent (`app.domain.left_out`).
-    """
-
-    turn: int
-    parent: int
-    agent_id: str | None
-    state: Literal["open", "committed", "undone"]
-    branch: int | None = None
-    cause: BranchCause | None = None
-    carries: int | None = None
-    superseded: bool = False
-    messages: int | None = None
-    tokens: int | None = None
-    output_tokens: int | None = None
-    finish_reason: str | None = None
-    weight_versions: Sequence[str] = ()
-    exported: bool = False
-    reason: str | None = None
-    loss_branches: Sequence[int] = ()
-    left_out: Sequence[str] = ()
-
-
-class TreeBranch(msgspec.Struct, frozen=True):
-    """A branch: it leaves `parent_branch` after turn `fork_turn`; both are null where it begins a conversation.
-
-    `leaf` is its newest turn, `turns` counts its own turns, `tokens` those of the whole sequence that ends at `leaf`.
-    `exported`: a row ends in it, else `reason` says why not.
-    """
-
-    branch: int
-    cause: BranchCause | None
-    parent_branch: int | None
-    fork_turn: int | None
-    agent_id: str | None
-    leaf: int
-    turns: int
-    tokens: int
-    exported: bool
-    reason: str | None
-
-
-class Tree(msgspec.Struct, frozen=True):
-    """A session's tree after event `version`: turns in the order of their commits, then those in flight; branches by
-    number. `history` is null until the first turn decides; `main_branch` has the newest turn."""
-
-    session_id: str
-    version: int
-    status: Status
-    history: History | None
-    main_branch: int | None
-    branches: Sequence[TreeBranch]
-    turns: Sequence[TreeTurn]
 
 
 async def whole_tree(database: Database, session_id: str, branches: Branches | Picker, loss: Loss) -> Tree:
@@ -137,8 +73,8 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             weight_versions=_versions(found.events[turn.seq - 1].event),
             exported=turn.number not in reasons,
             reason=reasons.get(turn.number) or (COPIED if turn.number <= session.context_turns else None),
-            loss_branches=losses.get(turn.number, ()),
-            left_out=turn.left_out,
+            loss_branches=losses.get(turn.number, []),
+            left_out=list(turn.left_out),
         )
         for turn in session.every_turn
     ]
@@ -150,7 +86,25 @@ def _versions(event: Event) -> list[str]:
 
 
 def _open(turn: OpenTurn) -> TreeTurn:
-    return TreeTurn(turn.turn, turn.parent, turn.agent_id, "open", reason="in flight")
+    return TreeTurn(
+        turn=turn.turn,
+        parent=turn.parent,
+        agent_id=turn.agent_id,
+        state="open",
+        branch=None,
+        cause=None,
+        carries=None,
+        superseded=False,
+        messages=None,
+        tokens=None,
+        output_tokens=None,
+        finish_reason=None,
+        weight_versions=[],
+        exported=False,
+        reason="in flight",
+        loss_branches=[],
+        left_out=[],
+    )
 
 
 def _branches(session: Session, rows: Sequence[BranchRow], reasons: Mapping[int, str]) -> list[TreeBranch]:

@@ -28,7 +28,7 @@ from app.errors import (
     UpstreamUnreachable,
 )
 from app.sessions.cache import CacheEntry, SessionCache, require_open
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Clock, refusal
 from app.settings import Settings
 from app.store.log import Appended, Refused

@@ -20,7 +20,7 @@ from app.domain.session import Session
 from app.domain.turns import Turn
 from app.errors import AppError, SessionUnreadable
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.store import incarnations, reads
 from app.store.log import Appended
 from app.store.log_turns import NoteDelivery

@@ -32,8 +32,7 @@ from app.turn.engine_request import EngineRequest, PromptIds
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import DialectChoice, asked_for
-from app.upstream.generate import can_translate
-from app.upstream.generate_stream import GenerateStream
+from app.upstream.generate import GenerateStream, can_translate
 from app.upstream.streams import BadStream, Push, ReplyStream
 from workers import codec
 from workers.codec import CorruptContent

@@ -24,10 +24,9 @@ import msgspec
 from app.domain.completion import IncomingPrompt
 from app.domain.continued_body import ContinuedBody
 from app.domain.history import Incoming
-from app.domain.holding import require_own
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
-from app.domain.request import ChatRequest, canonical_hash
+from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rids import rid_of
 from app.domain.session import Session
 from app.domain.split import ITEMS

@@ -25,14 +25,13 @@ from app.turn.context import ClaimedTurn, RequestHistory
 from app.turn.engine_request import EngineRequestOptions, PromptIds
 from app.upstream.body import Body
 from app.upstream.dialects import returns
-from workers import job, seek
-from workers.job import Job, WorkerResult
+from workers import job
+from workers.job import Job, LongValues, WorkerResult
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.parse_prompt import KnownText
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, PoolError
-from workers.seek import LongValues
 
 LIGHTER = 16
 """How much cheaper a byte of base64 payload, or of the ids of the parent's tokens, is to validate than one of triples
@@ -152,7 +151,7 @@ class Weighed:
         self.is_light = weight <= limit and limit > 0
         if weight <= limit or new_bytes > limit or weight > limit * LIGHTER:
             return
-        self.long_values = found = seek.long_values(memoryview(body.joined()), text)
+        self.long_values = found = job.find_long_values(memoryview(body.joined()), text)
         light = found.base64_bytes
         if found.prompt is not None:
             light += min(found.prompt.end - found.prompt.start, known_bytes)

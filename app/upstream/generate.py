@@ -2,6 +2,16 @@
 
 A chat's parameters are spelled otherwise there. One that has no counterpart, or that means something only to the
 template or a grammar, keeps the turn a chat.
+
+The stream, with `--incremental-streaming-output`, is read into the reply to a chat:
+
+    event       has
+    each        text, output_ids, meta_info: output_token_logprobs of what is new, and counts so far
+    last        also meta_info.finish_reason
+    then        `[DONE]`
+
+The message of that reply has the whole text as its content: only the engine's parsers know what of it is reasoning or a
+call (`app.fleet.native`). What the engine cannot know is written with it: the time, the model, the prompt's ids.
 """
 
 from __future__ import annotations
@@ -11,6 +21,7 @@ from collections.abc import Mapping
 import msgspec
 
 from app.domain.request import join_object
+from app.upstream.streams import BadStream, CutStream, EventReader
 from workers.parse_json import is_null
 
 GENERATE = "/generate"
@@ -94,3 +105,118 @@ def generate_body(params: Fields, ids: bytes, rid: str, *, offers_tools: bool) -
             "input_ids": b"[" + ids + b"]",
         }
     )
+
+
+class _Event(msgspec.Struct):
+    text: str = ""
+    output_ids: list[int] = []
+    meta_info: dict[str, msgspec.Raw] = {}
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+_FINISH = msgspec.json.Decoder(_Finish | None)
+_COUNT = msgspec.json.Decoder(int)
+_TRIPLES = msgspec.json.Decoder(list[tuple[msgspec.Raw, int, str]])
+_ABORT = b'{"type":"abort","message":"The engine did not finish it"}'
+
+
+class GenerateStream(EventReader):
+    """One stream. `tokens` is how many have come."""
+
+    is_live = False
+    has_calls = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 0
+        self._texts: list[str] = []
+        self._tokens: list[str] = []
+        self._triples: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._meta: dict[str, bytes] = {}
+        self._finish: _Finish | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Has the last token come?"""
+        return self._finish is not None
+
+    @property
+    def was_aborted(self) -> bool:
+        """Has the engine said that it was?"""
+        return self._finish is not None and self._finish.type == "abort"
+
+    def reply(self) -> bytes:
+        """The whole reply. Raises BadStream if the stream has ended before."""
+        self._require_whole(self.has_ended)
+        assert self._finish is not None
+        return self._whole(self._meta, self._finish)
+
+    def begun(self) -> bytes:
+        """The reply so far, as if the engine had aborted it after these tokens."""
+        return self._whole({**self._meta, "finish_reason": _ABORT}, _Finish("abort"))
+
+    def _read(self, data: bytes) -> None:
+        event = _EVENT.decode(data)
+        if not is_null(event.error):
+            raise CutStream("the engine ended the stream with an error")
+        if self.has_ended:
+            raise BadStream("the stream went on after its finish reason")
+        meta = {name: bytes(raw) for name, raw in event.meta_info.items()}
+        raw = meta.pop("output_token_logprobs", b"[]").strip()
+        triples = _TRIPLES.decode(raw)
+        if [token for _, token, _ in triples] != event.output_ids:
+            raise BadStream("an event has other logprobs than ids: is --incremental-streaming-output on?")
+        if triples:
+            self._triples.append(raw[1:-1])
+            self._tokens += [text for _, _, text in triples]
+            self._logprobs += [_entry(bytes(logprob), text) for logprob, _, text in triples]
+        self.tokens += len(triples)
+        self._texts.append(event.text)
+        self._meta = meta
+        self._finish = _FINISH.decode(meta.get("finish_reason", b"null"))
+
+    def _text(self, finish: _Finish) -> str:
+        """Without a stop string, whose beginning may have been sent before it was known to be one."""
+        text = "".join(self._texts)
+        if not isinstance(finish.matched, str) or text.endswith(finish.matched):
+            return text
+        kept = "".join(self._tokens).partition(finish.matched)[0]
+        return kept if text.startswith(kept) else text
+
+    def _whole(self, meta: Mapping[str, bytes], finish: _Finish) -> bytes:
+        prompt = _COUNT.decode(meta.get("prompt_tokens", b"0"))
+        usage = {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + self.tokens,
+            "completion_tokens": self.tokens,
+            "reasoning_tokens": _COUNT.decode(meta.get("reasoning_tokens", b"0")),
+        }
+        choice = {
+            "index": b"0",
+            "message": msgspec.json.encode({"role": "assistant", "content": self._text(finish)}),
+            "logprobs": b'{"content":[' + b",".join(self._logprobs) + b"]}",
+            "finish_reason": msgspec.json.encode(finish.type),
+            "matched_stop": msgspec.json.encode(finish.matched),
+            "meta_info": join_object({**meta, "output_token_logprobs": b"[" + b",".join(self._triples) + b"]"}),
+        }
+        root = {
+            "id": meta.get("id", b"null"),
+            "object": b'"chat.completion"',
+            "choices": b"[" + join_object(choice) + b"]",
+            "usage": msgspec.json.encode(usage),
+            "metadata": join_object({"weight_version": meta.get("weight_version", b"null")}),
+        }
+        return join_object(root)
+
+
+def _entry(logprob: bytes, text: str) -> bytes:
+    """A token as the chat shows it: its bytes are those of its text."""
+    token, spelled = msgspec.json.encode(text), msgspec.json.encode(list(text.encode()))
+    return b'{"token":%b,"bytes":%b,"logprob":%b,"top_logprobs":[]}' % (token, spelled, logprob)

@@ -18,7 +18,7 @@ from app.domain.events import SessionConfig, SessionCreated
 from app.errors import InvalidRequest, PositionGone, StoreUnavailable
 from app.sessions import all_events as feeds
 from app.sessions.all_events import AllEvents, EventQuery
-from app.sessions.inspection import event_fields
+from app.sessions.event_log import event_fields
 from app.sessions.log_end import LogEnd
 from app.store import all_events
 from app.store.all_events import EventFilter

@@ -12,7 +12,7 @@ from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
-from app.sessions.followers import Followers
+from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
 from app.sessions.restores import HEAD, Restores
 from app.store.checkpoints import Delete, DropRows, Make, RestoreSession

@@ -35,7 +35,7 @@ async def lengthened(store: Store, size: int = 1) -> None:
             "session_id": "s",
             "seq": seq,
             "type": name_of(event),
-            "version": 1 if seq == 1 else 5,
+            "version": 1,
             "at": float(seq),
             "data": encode(event),
             "position": seq,

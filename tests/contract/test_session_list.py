@@ -15,11 +15,12 @@ from sqlalchemy import insert
 
 from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
-from app.sessions.session_list import SessionList, SessionQuery, SessionRow, Sort
+from app.sessions.session_list import SessionList, SessionQuery, Sort
 from app.store import heads_view
 from app.store import projections as heads
 from app.store.log_sessions import Create
 from app.store.schema import sessions
+from turnlog.replies import ListedSession
 
 pytestmark = pytest.mark.anyio
 
@@ -65,21 +66,21 @@ class Filled:
                 await self.store.close(name)
                 await self.store.erase(name)
 
-    async def every(self, limit: int = 5, **asked: Any) -> list[SessionRow]:
+    async def every(self, limit: int = 5, **asked: Any) -> list[ListedSession]:
         """All pages; each has the same total."""
-        found: list[SessionRow] = []
+        found: list[ListedSession] = []
         totals: list[int] = []
         cursor = None
         while True:
             page = await self.list.page(SessionQuery(**asked), cursor, limit)
-            found += page.sessions
-            totals.append(page.total)
-            assert page.total_is_exact
-            cursor = page.next_cursor
+            found += page["sessions"]
+            totals.append(page["total"])
+            assert page["total_is_exact"]
+            cursor = page["next_cursor"]
             if cursor is None:
                 assert totals == [len(found)] * len(totals)
                 return found
-            assert len(page.sessions) == limit
+            assert len(page["sessions"]) == limit
 
 
 @pytest.fixture
@@ -89,84 +90,86 @@ async def filled(store: Store) -> Filled:
     return made
 
 
-VALUES: dict[str, Callable[[SessionRow], float | None]] = {
-    "created_at": lambda row: row.created_at,
-    "updated_at": lambda row: row.updated_at,
-    "reward": lambda row: row.reward,
-    "turns": lambda row: row.turns,
-    "staleness": lambda row: None if row.staleness is None else -row.staleness,
-    "claimed_since": lambda row: row.claimed_since,
+VALUES: dict[str, Callable[[ListedSession], float | None]] = {
+    "created_at": lambda row: row["created_at"],
+    "updated_at": lambda row: row["updated_at"],
+    "reward": lambda row: row["reward"],
+    "turns": lambda row: row["turns"],
+    "staleness": lambda row: None if row["staleness"] is None else -row["staleness"],
+    "claimed_since": lambda row: row["claimed_since"],
 }
 """What each order goes by, descending; the ids follow the stored value, which for staleness runs the other way."""
 
 
-def expected(rows: list[SessionRow], sort: str, newest_first: bool) -> list[str]:
+def expected(rows: list[ListedSession], sort: str, newest_first: bool) -> list[str]:
     descending = newest_first != (sort == "staleness")
     value = VALUES[sort]
-    known = [(found, row.session_id) for row in rows if (found := value(row)) is not None]
-    unknown = sorted((row.session_id for row in rows if value(row) is None), reverse=descending)
+    known = [(found, row["session_id"]) for row in rows if (found := value(row)) is not None]
+    unknown = sorted((row["session_id"] for row in rows if value(row) is None), reverse=descending)
     return [name for _, name in sorted(known, reverse=descending)] + unknown
 
 
 async def test_every_order_both_ways_is_that_of_a_plain_sort(filled: Filled) -> None:
     rows = await filled.every()
     assert len(rows) == 24
-    assert {row.state for row in rows} == {"idle", "claimed", "closed", "erased"}
-    claimed = [row for row in rows if row.claimed_since is not None]
+    assert {row["state"] for row in rows} == {"idle", "claimed", "closed", "erased"}
+    claimed = [row for row in rows if row["claimed_since"] is not None]
     for sort in get_args(Sort):
         for newest_first in (True, False):
             found = await filled.every(sort=sort, order="desc" if newest_first else "asc")
             of = claimed if sort == "claimed_since" else rows
-            assert [row.session_id for row in found] == expected(of, sort, newest_first), (sort, newest_first)
-    assert [row.staleness for row in await filled.every(sort="staleness")][:2] == [6, 6]
+            assert [row["session_id"] for row in found] == expected(of, sort, newest_first), (sort, newest_first)
+    assert [row["staleness"] for row in await filled.every(sort="staleness")][:2] == [6, 6]
 
 
-FILTERS: list[tuple[dict[str, Any], Callable[[SessionRow], bool]]] = [
-    ({"state": "open"}, lambda row: row.state in ("idle", "claimed", "gated")),
-    ({"state": "idle"}, lambda row: row.state == "idle"),
-    ({"state": "claimed"}, lambda row: row.claimed_since is not None),
-    ({"state": "gated"}, lambda row: row.state == "gated"),
-    ({"state": "closed"}, lambda row: row.state == "closed"),
-    ({"state": "erased"}, lambda row: row.state == "erased"),
-    ({"group_id": "g"}, lambda row: row.group_id == "g"),
-    ({"engine": ENGINES[0]}, lambda row: row.engine == ENGINES[0]),
-    ({"min_reward": 0.5}, lambda row: row.reward is not None and row.reward >= 0.5),
-    ({"max_reward": 0.0}, lambda row: row.reward == 0.0),
-    ({"unrewarded": True}, lambda row: row.reward is None),
-    ({"min_staleness": 2}, lambda row: row.staleness is not None and row.staleness >= 2),
-    ({"stuck_s": 5.0}, lambda row: row.claimed_since is not None),
+FILTERS: list[tuple[dict[str, Any], Callable[[ListedSession], bool]]] = [
+    ({"state": "open"}, lambda row: row["state"] in ("idle", "claimed", "gated")),
+    ({"state": "idle"}, lambda row: row["state"] == "idle"),
+    ({"state": "claimed"}, lambda row: row["claimed_since"] is not None),
+    ({"state": "gated"}, lambda row: row["state"] == "gated"),
+    ({"state": "closed"}, lambda row: row["state"] == "closed"),
+    ({"state": "erased"}, lambda row: row["state"] == "erased"),
+    ({"group_id": "g"}, lambda row: row["group_id"] == "g"),
+    ({"engine": ENGINES[0]}, lambda row: row["engine"] == ENGINES[0]),
+    ({"min_reward": 0.5}, lambda row: row["reward"] is not None and row["reward"] >= 0.5),
+    ({"max_reward": 0.0}, lambda row: row["reward"] == 0.0),
+    ({"unrewarded": True}, lambda row: row["reward"] is None),
+    ({"min_staleness": 2}, lambda row: row["staleness"] is not None and row["staleness"] >= 2),
+    ({"stuck_s": 5.0}, lambda row: row["claimed_since"] is not None),
     ({"stuck_s": NOW}, lambda row: False),
-    ({"q": "a-"}, lambda row: row.session_id.startswith("a-")),
-    ({"q": "_"}, lambda row: row.session_id.startswith("_")),
+    ({"q": "a-"}, lambda row: row["session_id"].startswith("a-")),
+    ({"q": "_"}, lambda row: row["session_id"].startswith("_")),
     ({"q": "B"}, lambda row: False),
-    ({"state": "claimed", "group_id": "h"}, lambda row: row.claimed_since is not None and row.group_id == "h"),
-    ({"state": "gated", "stuck_s": 5.0}, lambda row: row.state == "gated" and row.claimed_since is not None),
+    ({"state": "claimed", "group_id": "h"}, lambda row: row["claimed_since"] is not None and row["group_id"] == "h"),
+    ({"state": "gated", "stuck_s": 5.0}, lambda row: row["state"] == "gated" and row["claimed_since"] is not None),
 ]
 
 
 async def test_every_filter_gives_what_it_says_and_counts_it(filled: Filled) -> None:
     rows = await filled.every()
-    idle = next(row.session_id for row in rows if row.state == "idle")
-    claimed = next(row.session_id for row in rows if row.state == "claimed")
+    idle = next(row["session_id"] for row in rows if row["state"] == "idle")
+    claimed = next(row["session_id"] for row in rows if row["state"] == "claimed")
     filled.held = {idle: False, claimed: True}
     rows = await filled.every()
-    assert {row.session_id for row in rows if row.state == "gated"} == {idle, claimed}
+    assert {row["session_id"] for row in rows if row["state"] == "gated"} == {idle, claimed}
     for asked, fits in FILTERS:
         for sort in ("created_at", "reward"):
             found = await filled.every(limit=3, sort=sort, **asked)
-            assert [row.session_id for row in found] == expected([row for row in rows if fits(row)], sort, True), asked
+            assert [row["session_id"] for row in found] == expected([row for row in rows if fits(row)], sort, True), (
+                asked
+            )
 
 
 async def test_pages_hold_while_sessions_come_and_change(filled: Filled) -> None:
     """What did not move is given once, whatever was written between two pages."""
-    before = [row.session_id for row in await filled.every()]
+    before = [row["session_id"] for row in await filled.every()]
     found: list[str] = []
     cursor = None
     for number in range(100):
         page = await filled.list.page(SessionQuery(), cursor, 4)
-        found += [row.session_id for row in page.sessions]
+        found += [row["session_id"] for row in page["sessions"]]
         await filled.store.submit(Create(f"new-{number}", 500.0 + number, created(), BODY, None, None))
-        cursor = page.next_cursor
+        cursor = page["next_cursor"]
         if cursor is None:
             break
     assert found == before
@@ -175,7 +178,7 @@ async def test_pages_hold_while_sessions_come_and_change(filled: Filled) -> None
 async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
     page = await filled.list.page(SessionQuery(), None, 5)
     for asked, cursor in (
-        (SessionQuery(sort="turns"), page.next_cursor),
+        (SessionQuery(sort="turns"), page["next_cursor"]),
         (SessionQuery(), "x"),
         (SessionQuery(), "W10"),
         (SessionQuery(), "é"),
@@ -203,20 +206,20 @@ async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypat
 async def test_the_counts_are_those_of_the_list(filled: Filled) -> None:
     rows = await filled.every()
     counts = await filled.store.database.read(lambda connection: heads_view.counts(connection, since=2.5))
-    by_state = [row.state for row in rows]
+    by_state = [row["state"] for row in rows]
     assert counts.open == by_state.count("idle") + by_state.count("claimed")
     assert (counts.closed, counts.erased) == (by_state.count("closed"), by_state.count("erased"))
-    changed = [row for row in rows if row.state in ("idle", "claimed") and row.turns and row.updated_at >= 2.5]
+    changed = [row for row in rows if row["state"] in ("idle", "claimed") and row["turns"] and row["updated_at"] >= 2.5]
     assert counts.changed == len(changed) > 0
     claims = await filled.store.database.read(lambda connection: heads_view.claims(connection, since=2.0))
     assert claims.all == by_state.count("claimed")
-    new = [row for row in rows if row.state == "claimed" and (row.updated_at < 2.0 or not row.turns)]
+    new = [row for row in rows if row["state"] == "claimed" and (row["updated_at"] < 2.0 or not row["turns"])]
     assert claims.newly_active == len(new)
 
 
 async def test_each_head_is_what_its_log_says(filled: Filled) -> None:
     rows = await filled.every()
     for row in rows:
-        found = await filled.store.database.read(lambda c: heads.examine(c, row.session_id))  # noqa: B023
+        found = await filled.store.database.read(lambda c: heads.examine(c, row["session_id"]))  # noqa: B023
         assert found.sound, found.differences
-    assert {row.engine for row in rows} == {None, *ENGINES}
+    assert {row["engine"] for row in rows} == {None, *ENGINES}

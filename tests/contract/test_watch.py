@@ -18,10 +18,11 @@ from app.api.page.watch import Listener, Watch
 from app.errors import InvalidRequest, Overloaded
 from app.services import Services
 from app.sessions.log_end import LogEnd
-from app.sessions.session_list import SessionList, SessionRow
+from app.sessions.session_list import SessionList
 from app.store.dialect import Tx
 from app.store.engine import Database
 from app.store.schema import events, sessions, store_meta
+from turnlog.replies import ListedSession
 
 pytestmark = pytest.mark.anyio
 
@@ -48,11 +49,11 @@ class Watched:
         rows = await self.store.database.read(lambda connection: list(connection.execute(query)))
         return {row[0]: row[1] for row in rows}
 
-    async def heard(self, listener: Listener, expected: dict[str, int]) -> list[SessionRow]:
+    async def heard(self, listener: Listener, expected: dict[str, int]) -> list[ListedSession]:
         """What is taken until each session's version is the expected one, in the order of taking."""
-        taken: list[SessionRow] = []
+        taken: list[ListedSession] = []
         async with asyncio.timeout(PATIENCE_S):
-            while {row.session_id: row.version for row in taken} != expected:
+            while {row["session_id"]: row["version"] for row in taken} != expected:
                 await listener.wait(1.0)
                 taken += listener.take()
         return taken
@@ -93,7 +94,7 @@ async def test_a_slow_listener_finds_each_session_once_as_it_is(watched: Watched
     expected = {name: version for name, version in (await watched.heads()).items() if name != "old"}
     await watched.heard(quick, expected)
     rows = listener.take()
-    assert {row.session_id: row.version for row in rows} == expected
+    assert {row["session_id"]: row["version"] for row in rows} == expected
     assert len(rows) == 2
     assert listener.cursor == quick.cursor
     for one in (listener, quick):
@@ -123,7 +124,7 @@ async def test_rows_that_were_read_earlier_never_replace_later_ones(watched: Wat
     await watched.store.submit(reward("a", 1.0))
     await watched.told(listener)
     listener.add([old], listener.cursor)
-    assert [row.version for row in listener.take()] == [2]
+    assert [row["version"] for row in listener.take()] == [2]
     listener.close()
 
 
@@ -138,7 +139,7 @@ async def test_who_missed_too_much_begins_anew(watched: Watched, monkeypatch: py
         await watched.store.create(name)
     just = await watched.watch.listen(cursor)
     assert not just.take_reset()
-    assert {row.session_id for row in just.take()} == {"b", "c", "d"}
+    assert {row["session_id"] for row in just.take()} == {"b", "c", "d"}
     await watched.store.create("e")
     late = await watched.watch.listen(cursor)
     assert late.take_reset()
@@ -180,7 +181,7 @@ async def test_a_session_that_comes_to_a_gate_and_leaves_it_is_told_of(watched: 
     for held, state in (({"a": False}, "gated"), ({}, "idle")):
         watched.held = held
         await watched.told(listener)
-        assert [row.state for row in listener.take()] == [state]
+        assert [row["state"] for row in listener.take()] == [state]
     listener.close()
 
 

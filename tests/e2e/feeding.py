@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from helpers.looking import value
 from integration.stand import Stand
 
 RowId = tuple[str, int]
 """Session and segment."""
+
+
+class Fed(NamedTuple):
+    """Rows that Turnlog had, those of acknowledged groups, those that the trainer never got, and how often it got one
+    again."""
+
+    rows: int
+    acknowledged: int
+    lost: int
+    doubled: int
+
+
+def audit(made: Iterable[Any], acknowledged: Iterable[Any], got: Iterable[Any]) -> Fed:
+    """Compare by the rows' identities."""
+    expected, taken = set(made), Counter(got)
+    assert not taken.keys() - expected, "the trainer got rows that Turnlog does not have"
+    doubled = sum(count - 1 for count in taken.values())
+    return Fed(len(expected), len(set(acknowledged)), len(expected - taken.keys()), doubled)
 
 
 def fill(stand: Stand, groups: Sequence[str], attempts: int = 2) -> None:

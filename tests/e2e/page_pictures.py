@@ -1,73 +1,36 @@
-"""The pictures of docs/page: `PYTHONPATH=tests python -m e2e.page_pictures FOLDER [--all]`.
-
-Those of the documentation, or with `--all` a sheet of each view, light and dark and in three widths, to be looked at.
-"""
+"""The pictures of docs/page: `PYTHONPATH=tests python -m e2e.page_pictures FOLDER`."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from integration.stand import Stand, serving, standing, until
+from integration.stand import WEATHER, Stand, Talk, standing, user
 from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from e2e.page import launched, page_standing
-from e2e.page_data import CHECKPOINT, rollouts
-from e2e.page_story import STORY, keep, story
+from e2e.page_data import rollouts
 
 VIEWS = {
     "sessions": "#/",
-    "stuck": "#/?state=claimed&sort=claimed_since&order=asc",
-    "groups": "#/groups",
     "group": "#/group/gsm8k%2Ftrain-04127",
-    "flat": "#/group/swe%2Fdjango-11099",
-    "versions": "#/versions",
-    "search": "#/search?q=order",
-    "exports": "#/exports?max_staleness=0&weight_version=12",
-    "nothing": "#/?q=nobody",
-    "tree": "#/session/deep-research-5",
     "rollouts": "#/group/retail%2Forder-17/rollouts?sort=best",
-    "diff": "#/group/retail%2Forder-17/rollouts?diff=retail-00,retail-03",
-    "checkpoints": "#/checkpoints",
-    "checkpoint": f"#/checkpoint/{CHECKPOINT}",
+    "tree": "#/session/deep-research-5",
 }
-LOOKED_AT = {
-    **{name: hash for name, hash in VIEWS.items() if name != "search"},
-    "engines": "#/",
-    "columns": "#/?columns=task,harness&metadata=harness%3Ddemo",
-    "picked": "#/rollouts?sessions=retail-00,retail-03",
-    "session": f"#/session/{STORY}",
-    "note": f"#/session/{STORY}",
-    "turn": f"#/session/{STORY}?turn=3",
-    "past": f"#/session/{STORY}?seq=12",
-    "tokens": f"#/session/{STORY}/tokens?branch=0",
-    "keys": "#/groups",
-    "unknown": "#/session/nobody",
-    "unknowngroup": "#/group/nobody",
-    "nowhere": "#/nowhere",
-}
-"""The views of `--all`; those of the search and of signing in have stands of their own."""
-
-PRESSED: Mapping[str, Callable[[Page], None]] = {
-    "engines": lambda page: page.click(".engines summary"),
-    "note": lambda page: page.get_by_role("button", name="Edit note").click(),
-    "keys": lambda page: page.keyboard.press("?"),
-}
-"""What is pressed before the picture."""
-
-SIZES = ((1440, 900, 0.55), (768, 1024, 0.6), (390, 844, 0.72))
-"""Width and height of a window, and the scale of its picture on a sheet."""
-
-DOCUMENTED = (("sessions", "light"), ("group", "light"), ("rollouts", "light"), ("tree", "light"))
 BUSY_S = 12.0
 """So long the server works before the pictures: the dead engine is known as such then."""
 
 SHOWN_MS = 700
+
+
+STORY = "weather-17.2"
+FORECAST = json.dumps({"city": "Bonn", "days": [{"celsius": 12, "rain": 0.1}, {"celsius": 9, "rain": 0.8}]}, indent=1)
+NOW = {"latency_s": 0.02}
 
 
 class _Folders:
@@ -85,68 +48,79 @@ class _Folders:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--all", action="store_true")
-    arguments = parser.parse_args()
-    folder: Path = arguments.folder
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as root, page_standing(_Folders(Path(root))) as page, launched() as browser:
-        shown = opened(browser, page.stand.server.base_url)
-        work(page.stand)
-        rollouts(page.stand)
-        if arguments.all:
-            story(page.stand)
-            sheets(browser, page.stand.server.base_url, LOOKED_AT, folder)
-            sign_in(browser, folder)
-            search(browser, folder)
-        else:
-            for name, scheme in DOCUMENTED:
-                take(shown, name, scheme, folder / f"{name}-{scheme}.png")
+    with tempfile.TemporaryDirectory() as root, page_standing(_Folders(Path(root))) as made, launched() as browser:
+        page = opened(browser, made.stand.server.base_url)
+        work(made.stand)
+        rollouts(made.stand)
+        for name in VIEWS:
+            take(page, name, folder / f"{name}-light.png")
+        with standing(Path(root) / "story") as stand:
+            story(stand)
+            page = opened(browser, stand.server.base_url, 1200, 1000)
+            address = f"{stand.server.base_url}/ui#/session/{STORY}"
+            _session(page, address)
+            keep(page, folder / "session-light.png")
+            _tokens(page, address)
+            keep(page, folder / "tokens-light.png")
 
 
-def sheets(browser: Browser, base_url: str, views: Mapping[str, str], folder: Path) -> None:
-    """A sheet of each view: wide ones above, narrow ones below, light beside dark."""
-    pictures: dict[str, list[Image.Image]] = {name: [] for name in views}
-    for width, height, scale in SIZES:
-        page = opened(browser, base_url, width, height)
-        for name, hash in views.items():
-            for scheme in ("light", "dark"):
-                page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
-                page.goto("about:blank")
-                page.goto(f"{base_url}/ui{hash}")
-                page.wait_for_timeout(SHOWN_MS)
-                PRESSED.get(name, lambda _: None)(page)
-                page.wait_for_timeout(SHOWN_MS // 2)
-                overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-                if overflow:
-                    print(f"{name} at {width}: {overflow} px too wide")
-                taken = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-                pictures[name].append(taken.resize((int(width * scale), int(height * scale)), Image.Resampling.LANCZOS))
-        page.context.close()
-    for name, taken in pictures.items():
-        wide, narrow = taken[:2], taken[2:]
-        sheet = Image.new("RGB", (10 + max(sum(one.width + 10 for one in row) for row in (wide, narrow)), 1150), "gray")
-        for row, top in ((wide, 10), (narrow, 20 + wide[0].height)):
-            left = 10
-            for one in row:
-                sheet.paste(one, (left, top))
-                left += one.width + 10
-        sheet.save(folder / f"{name}.png")
+def story(stand: Stand) -> Talk:
+    """Tools, reasoning, refused replies, weights that change within a turn, a rollback, a summary as a new segment."""
+    labels = {"task": "weather/bonn", "seed": 7, "harness": "demo"}
+    talk = stand.talk(
+        session_id=STORY,
+        group_id="weather-17",
+        attempt=2,
+        rollback_window=2,
+        on_divergence="segment",
+        metadata=labels,
+    )
+    rules = {"role": "system", "content": "You are a careful agent. Use the tools and answer in short sentences."}
+    question = user("What will the weather in Bonn be in the next two days, and should I take an umbrella?")
+    wish = {**NOW, "weight_version": "12"}
+    called = talk.add(rules, question, tools=[WEATHER], sim={**wish, "tool_calls": True, "reasoning": True})
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": FORECAST}
+        for call in called.json()["choices"][0]["message"]["tool_calls"]
+    ]
+    talk.add(*results, tools=[WEATHER], sim={**wish, "completion_tokens": 60, "tool_calls": False, "reasoning": True})
+    history = list(talk.messages)
+    for fault in ("not_json", "status_500"):
+        refused = talk.chat([*history, user("And Cologne?")], tools=[WEATHER], sim={**NOW, "fault": fault})
+        assert refused.status_code >= 500, refused.text
+    talk.say(
+        "And Cologne? Is it the same?",
+        tools=[WEATHER],
+        sim={**NOW, "completion_tokens": 90, "tool_calls": False, "weight_version": "12"},
+    )
+    talk.messages = history
+    changing = {**NOW, "completion_tokens": 120, "tool_calls": False, "weight_versions": ["12", "13"]}
+    talk.say("And Cologne, in one sentence?", tools=[WEATHER], sim=changing)
+    slow = {"latency_s": 0.15, "completion_tokens": 240, "tool_calls": False, "weight_version": "13"}
+    talk.say("Compare both cities. " + "Think about it once more. " * 120, tools=[WEATHER], sim=slow)
+    summary = user("Summary of what was said so far: it rains in Bonn, less so in Cologne. Go on from here.")
+    last = talk.chat([summary], sim={**NOW, "completion_tokens": 50, "weight_version": "14"})
+    assert last.status_code == 200, last.text
+    reward = {"reward": 0.75, "components": {"correct": 1.0, "length": -0.25}}
+    assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
+    return talk
 
 
-def sign_in(browser: Browser, folder: Path) -> None:
-    with (
-        tempfile.TemporaryDirectory() as root,
-        serving(Path(root), environment={"TURNLOG_ADMIN_TOKEN": "x" * 32}) as stand,
-    ):
-        sheets(browser, stand.server.base_url, {"signin": "#/"}, folder)
+def _session(page: Page, address: str) -> None:
+    """With the times of one turn explained."""
+    page.goto(address)
+    page.wait_for_selector(".events li:nth-child(20)")
+    page.hover(".timeline tbody tr:nth-child(8) .stages")
 
 
-def search(browser: Browser, folder: Path) -> None:
-    searched = {"TURNLOG_SEARCH": "on"}
-    with tempfile.TemporaryDirectory() as root, standing(Path(root), environment=searched) as stand:
-        rollouts(stand)
-        until(lambda: stand.http.get("/search", params={"q": "order"}).json()["is_current"])
-        sheets(browser, stand.server.base_url, {"search": VIEWS["search"]}, folder)
+def _tokens(page: Page, address: str) -> None:
+    page.goto(f"{address}/tokens?branch=0")
+    page.locator(".tokens .tok:not(.prompt)").nth(30).focus()
+    page.mouse.move(0, 0)
+    page.wait_for_selector(".tokendetail strong")
+    page.evaluate("document.querySelector('main').scrollTop = 0")
 
 
 def opened(browser: Browser, base_url: str, width: int = 1200, height: int = 700) -> Page:
@@ -169,12 +143,17 @@ def work(stand: Stand) -> None:
             time.sleep(0.05 * (number % 3))
 
 
-def take(page: Page, name: str, scheme: str, to: Path) -> None:
-    page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+def take(page: Page, name: str, to: Path) -> None:
     page.evaluate("hash => { location.hash = hash }", VIEWS[name])
     page.wait_for_timeout(SHOWN_MS)
     page.evaluate("document.querySelector('.withtree')?.scrollIntoView({block: 'end'})")
     keep(page, to)
+
+
+def keep(page: Page, to: Path) -> None:
+    """With a palette, which is a third of the bytes; one that covers rare colours, too, such as a legend's."""
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(to, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Claude Code, Codex and OpenCode with no setting but base URL, token and model: three tasks each, and each once more
 over a `kill -9` of the server.
 
-A relay counts the replies that reached a program whole. The table at the end of the run compares them with the turns of
-the log, the engine's generations and the rows.
+A relay counts the replies that reached a program whole.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from helpers.programs import Bare
 from integration.cutting import CuttingRelay
 from integration.guarded import ADMIN, ENVIRONMENT, bearer
 from integration.stand import Stand, standing
@@ -57,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_acknowledged_is_in_the_loss_once(
-    request: pytest.FixtureRequest, server: Stand, tmp_path: Path, name: str, task: str, kills: int
+    server: Stand, tmp_path: Path, name: str, task: str, kills: int
 ) -> None:
     server.sim.post("/sim/reset").raise_for_status()
     program, (said, killed_in) = PROGRAMS[name], TASKS[task]
@@ -76,11 +74,6 @@ def test_what_was_acknowledged_is_in_the_loss_once(
     sampled = sum(event["output_tokens"] for event in committed)
     loss = sum(sum(row["loss_mask"]) for row in rows)
     lost, doubled = owned(talk, rows)
-    Bare.tell(
-        request,
-        *(name, task, kills, process.returncode, len(acknowledged), len(committed), stats["started"], died),
-        *(", ".join(branches), len(rows), sampled, loss, lost, doubled),
-    )
     assert process.returncode == 0, output[-3000:]
     assert len(committed) == len(acknowledged)
     assert stats["started"] - len(committed) == died, "beyond the generations that died with the server there is none"

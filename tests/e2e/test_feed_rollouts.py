@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.fed import audit
 from integration.stand import Stand, standing, until
 
+from e2e.feeding import audit
 from turnlog import AsyncSession, AsyncTurnlog
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -110,7 +110,7 @@ def begun(stand: Stand, trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_a_batch_over_kills(request: pytest.FixtureRequest, stand: Stand, tmp_path: Path, adapter: str) -> None:
+def test_a_batch_over_kills(stand: Stand, tmp_path: Path, adapter: str) -> None:
     package, module, preloaded, prompt, reward = ADAPTERS[adapter]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -133,5 +133,5 @@ def test_a_batch_over_kills(request: pytest.FixtureRequest, stand: Stand, tmp_pa
         trainer.join()
     made = [tuple(row[prompt] + row["response_ids"]) for row in stand.rows(shape=adapter) if row[reward] is not None]
     got = [tuple(ids) for ids in json.loads(result.read_text())]
-    fed = audit(request, adapter, "the trainer, Turnlog", kills, made=made, acknowledged=got, got=got)
+    fed = audit(made, got, got)
     assert (len(made), fed.lost, fed.doubled) == (len(set(made)), 0, 0)

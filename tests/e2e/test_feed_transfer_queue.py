@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.fed import audit
 from integration.stand import Stand, standing
 
-from e2e.feeding import RowId, acknowledged, closed, fill, made, produce, row_id
+from e2e.feeding import RowId, acknowledged, audit, closed, fill, made, produce, row_id
 from turnlog import AsyncTurnlog
 
 os.environ.setdefault("TQ_NUM_THREADS", "1")
@@ -184,24 +183,14 @@ class Mortal(transfer_queue.TransferQueueProducer):
 
 @pytest.mark.parametrize("until", ["put", "cleared"])
 @pytest.mark.parametrize("eager", [False, True], ids=["trainer waits", "trainer takes at once"])
-def test_a_death_at_each_request(
-    request: pytest.FixtureRequest, queue: str, stand: Stand, until: Any, eager: bool
-) -> None:
+def test_a_death_at_each_request(queue: str, stand: Stand, until: Any, eager: bool) -> None:
     """The trainer takes and clears what it sees, either between a death and the next producer, or at the end."""
     groups = GROUPS[:16]
     fill(stand, groups)
     trainer = Trainer()
     deaths = asyncio.run(_die_everywhere(stand, trainer, until, eager))
-    fed = audit(
-        request,
-        f"TransferQueue, until={until}",
-        f"producer, at each request, {'eager' if eager else 'late'} trainer",
-        deaths,
-        made=made(stand),
-        acknowledged=acknowledged(stand),
-        got=trainer.got,
-    )
-    assert fed.kills >= 8
+    assert deaths >= 8
+    fed = audit(made(stand), acknowledged(stand), trainer.got)
     assert (fed.lost, fed.doubled, fed.acknowledged) == (0, 0, fed.rows)
     left = tq.kv_list("train").get("train", {})
     assert not left, "keys that nobody clears"
@@ -231,9 +220,7 @@ async def _die_everywhere(stand: Stand, trainer: Trainer, until: Any, eager: boo
     ("victim", "until", "lossless"),
     [("producer", "put", True), ("Turnlog", "put", True), ("queue", "cleared", True), ("queue", "put", False)],
 )
-def test_random_kills(
-    request: pytest.FixtureRequest, queue: str, stand: Stand, tmp_path: Path, victim: str, until: str, lossless: bool
-) -> None:
+def test_random_kills(queue: str, stand: Stand, tmp_path: Path, victim: str, until: str, lossless: bool) -> None:
     """Kills at random moments of the producer's work, until every group is acknowledged and the trainer finds none."""
     dice = random.Random(18)
     fill(stand, GROUPS)
@@ -256,15 +243,7 @@ def test_random_kills(
                 time.sleep(0.02)
     finally:
         producer.kill()
-    fed = audit(
-        request,
-        f"TransferQueue, until={until}",
-        victim,
-        kills,
-        made=expected,
-        acknowledged=acknowledged(stand),
-        got=trainer.got,
-    )
+    fed = audit(expected, acknowledged(stand), trainer.got)
     assert fed.acknowledged == fed.rows
     if lossless:
         assert fed.lost == 0

@@ -1,7 +1,7 @@
 """Harnesses that send several conversations to one session: no sampled token is lost, whatever becomes of a request.
 
 In a linear session what diverges is refused by default; with `on_divergence: "segment"` and in a tree all of it is
-kept. The table at the end of the run says what the sessions kept.
+kept.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.kept import Kept, tell
-from integration.stand import Stand, Talk, standing
+from integration.stand import Stand, standing
 from prometheus_client.parser import text_string_to_metric_families
 
 from e2e import conversations
@@ -62,7 +61,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     ("case", "setting"), [(case, setting) for case, (_, settings) in CASES.items() for setting in settings]
 )
 def test_nothing_that_was_sampled_is_lost(
-    request: pytest.FixtureRequest,
     server: Stand,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -87,55 +85,29 @@ def test_nothing_that_was_sampled_is_lost(
     ended = {outcome: int(count - before[outcome]) for outcome, count in outcomes(server).items()}
     talks = [server.known(name) for name in sorted(sessions(server) - known)]
     rows = [row for one in talks for row in one.rows()]
-    kept = audit(server, talks, rows, ended, case, setting)
-    if failure is not None and not kept.refused:
+    refused = sum(ended[outcome] for outcome in REFUSED)
+    if failure is not None and not refused:
         raise failure
-    tell(request, kept)
-    assert (kept.lost, kept.doubled) == (0, 0), "each generation is in one row's loss"
-    assert sum(sum(row["loss_mask"]) for row in rows) == server.stats()["sampled_tokens"], (
-        "and so is each of its tokens"
-    )
-    answered = sum(ended[outcome] for outcome in ANSWERED)
-    assert kept.turns == kept.generations == answered, "what was acknowledged is there"
-    assert sum(ended.values()) == answered + kept.refused, ended
-    assert all("RolledBack" not in one.types() for one in talks)
-    if setting != "tree":
-        assert len(talk.state()["records"]) == kept.turns
-    if setting == "reject":
-        assert (kept.refused > 0, kept.rows) == (True, 1)
-    else:
-        assert (kept.refused, kept.rows > 1) == (0, True)
-
-
-def audit(
-    server: Stand,
-    talks: Collection[Talk],
-    rows: Collection[dict[str, Any]],
-    ended: Mapping[str, int],
-    case: str,
-    setting: str,
-) -> Kept:
-    """What the engine, the server's counters, the log and the export each say of the sessions."""
     owners = Counter(
         (row["session_id"], span["turn"])
         for row in rows
         for span in row["turns"]
         if any(row["loss_mask"][span["output_start"] : span["end"]])
     )
-    generations: int = server.stats()["finished"]
-    causes = Counter(row["branch_cause"] for row in rows)
-    return Kept(
-        case=case,
-        setting=setting,
-        refused=sum(ended[outcome] for outcome in REFUSED),
-        generations=generations,
-        turns=sum(len(talk.committed()) for talk in talks),
-        rows=len(rows),
-        in_loss=len(owners),
-        lost=generations - len(owners),
-        doubled=sum(count > 1 for count in owners.values()),
-        causes=", ".join(f"{count} {cause}" for cause, count in sorted(causes.items())),
-    )
+    stats = server.stats()
+    assert (len(owners), set(owners.values())) == (stats["finished"], {1}), "each generation is in one row's loss"
+    assert sum(sum(row["loss_mask"]) for row in rows) == stats["sampled_tokens"], "and so is each of its tokens"
+    answered = sum(ended[outcome] for outcome in ANSWERED)
+    turns = sum(len(one.committed()) for one in talks)
+    assert turns == stats["finished"] == answered, "what was acknowledged is there"
+    assert sum(ended.values()) == answered + refused, ended
+    assert all("RolledBack" not in one.types() for one in talks)
+    if setting != "tree":
+        assert len(talk.state()["records"]) == turns
+    if setting == "reject":
+        assert (refused > 0, len(rows)) == (True, 1)
+    else:
+        assert (refused, len(rows) > 1) == (0, True)
 
 
 def sessions(server: Stand) -> set[str]:

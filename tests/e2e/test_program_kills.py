@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.programs import Kills
 from integration.stand import Stand, Talk, standing
 
 from e2e.programs import PROGRAMS, RUN_S, Place
@@ -46,9 +45,7 @@ class Run:
 
 
 @pytest.mark.parametrize("program", ["Claude Code", "Codex"])
-def test_kills_cost_generations_and_nothing_else(
-    request: pytest.FixtureRequest, server: Stand, tmp_path: Path, program: str
-) -> None:
+def test_kills_cost_generations_and_nothing_else(server: Stand, tmp_path: Path, program: str) -> None:
     chance = random.Random(f"{program}-1")
     server.sim.post("/sim/reset").raise_for_status()
     shell = PROGRAMS[program].shell
@@ -77,6 +74,5 @@ def test_kills_cost_generations_and_nothing_else(
         for run in runs
         for branch in run.talk.tree()["branches"]
     )
-    Kills.tell(request, program, kills, len(runs), finished, turns, generations, interrupted, lost, doubled, forks)
     assert (finished, lost, doubled, forks) == (len(runs), 0, 0, 0)
     assert generations - turns <= interrupted, "beyond the generations that died with the server none is doubled"

@@ -87,23 +87,5 @@ class FaultTable(Table):
         return found
 
 
-class RetryTable(Table):
-    """What faults cost clients that mark no retry."""
-
-    title, key, left = "retries without a mark", "unmarked-retry", (0, 1)
-    headings = ("fault", "history", "generations", "turns", "replies")
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, ...]] = []
-
-    def add(self, report: pytest.TestReport, value: Any) -> None:
-        if report.when == "call":
-            self.rows.append(tuple(map(str, value)))
-
-    def cells(self) -> list[tuple[str, ...]]:
-        return self.rows
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FaultTable(), "fault-table")
-    config.pluginmanager.register(RetryTable(), "retry-table")

@@ -250,54 +250,31 @@ def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize("point", ["in_reward", "after_reward"])
-def test_a_reward(site: Site, tally: Tally, point: CrashPoint) -> None:
+@pytest.mark.parametrize("point", ["in_reward", "after_reward", "in_note", "after_note", "in_close", "after_close"])
+def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """Its reward, a note, its close: there whole or not at all, and asked for again it is there."""
+    what = point.partition("_")[2]
+    body = {"reward": {"reward": 0.5}, "note": {"note": "Seen", "tags": ["a"]}, "close": None}[what]
+    kind = {"reward": "RewardAssigned", "note": "SessionNoted", "close": "SessionClosed"}[what]
     with site.armed(point, 1) as stand:
         talk = stand.talk(group_id="crash")
         site.acknowledge(talk, talk.say("First"))
+        method, path = ("DELETE", talk.path) if what == "close" else ("PUT", f"{talk.path}/{what}")
         with pytest.raises(httpx.TransportError):
-            stand.http.put(f"{talk.path}/reward", json={"reward": 0.5})
+            stand.http.request(method, path, json=body)
         tally.tried += 1
     with site.after() as stand:
         again = stand.known(talk.id)
-        assert again.types().count("RewardAssigned") == (point == "after_reward")
-        assert stand.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
-        assert [row["reward"] for row in again.rows()] == [0.5]
-        verified(site.url, site.acknowledged[-1:], tally)
-
-
-@pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize("point", ["in_note", "after_note"])
-def test_a_note(site: Site, tally: Tally, point: CrashPoint) -> None:
-    with site.armed(point, 1) as stand:
-        talk = stand.talk(group_id="crash")
-        site.acknowledge(talk, talk.say("First"))
-        with pytest.raises(httpx.TransportError):
-            stand.http.put(f"{talk.path}/note", json={"note": "Seen"})
-        tally.tried += 1
-    with site.after() as stand:
-        again = stand.known(talk.id)
-        assert again.types().count("SessionNoted") == (point == "after_note")
-        assert stand.http.put(f"{talk.path}/note", json={"note": "Seen", "tags": ["a"]}).status_code == 200
-        assert [(row["note"], row["tags"]) for row in again.rows()] == [("Seen", ["a"])]
-        verified(site.url, site.acknowledged[-1:], tally)
-
-
-@pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize("point", ["in_close", "after_close"])
-def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
-    with site.armed(point, 1) as stand:
-        talk = stand.talk(group_id="crash")
-        site.acknowledge(talk, talk.say("First"))
-        with pytest.raises(httpx.TransportError):
-            stand.http.delete(talk.path)
-        tally.tried += 1
-    with site.after() as stand:
-        again = stand.known(talk.id)
-        closed = stand.http.delete(talk.path)
-        assert closed.status_code == (404 if point == "after_close" else 204)
-        assert again.types().count("SessionClosed") == 1
-        assert [(row["final"], len(row["turns"])) for row in again.rows()] == [(True, 1)]
+        assert again.types().count(kind) == point.startswith("after")
+        done = stand.http.request(method, path, json=body).status_code
+        assert done == (200 if body else 404 if point == "after_close" else 204)
+        [row] = again.rows()
+        assert (row["final"], len(row["turns"]), again.types().count("SessionClosed")) == (
+            what == "close",
+            1,
+            what == "close",
+        )
+        assert {name: row[name] for name in body or {}} == (body or {})
         verified(site.url, site.acknowledged[-1:], tally)
 
 
@@ -421,9 +398,7 @@ def test_every_point_is_tried() -> None:
     tests = (
         test_a_creation,
         test_a_fork,
-        test_a_reward,
-        test_a_note,
-        test_a_close,
+        test_a_word_about_a_session,
         test_an_erasure,
         test_a_rollouts_close,
         test_a_rollouts_reward,

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.long
 FOUND = "found, one session fails, the rest exports"
 SESSIONS = 8
 TRIES = 10
-MANY = 25
 
 Row = dict[str, Any]
 
@@ -156,10 +155,9 @@ def heard_right(scene: Scene, agent: Agent) -> None:
 
 
 @pytest.mark.fault(11, FOUND)
-@pytest.mark.parametrize("count", [TRIES, pytest.param(MANY, marks=pytest.mark.untimed)])
-def test_damage_is_one_sessions_and_is_told(scene: Scene, tally: Tally, count: int) -> None:
-    rng = random.Random(f"damage {count}")
-    for number in range(count):
+def test_damage_is_one_sessions_and_is_told(scene: Scene, tally: Tally) -> None:
+    rng = random.Random("damage 10")
+    for number in range(TRIES):
         damage = choose(scene.url, rng, PLACES[number % len(PLACES)])
         tally.tried += 1
         try_one(scene, rng, damage)
@@ -225,18 +223,15 @@ def found_otherwise(path: Path) -> bool:
 
 
 @pytest.mark.fault(11, "a flipped bit in SQLite's file")
-@pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.untimed)])
-def test_a_flipped_bit_in_the_file_exports_nothing_wrong(
-    at_rest: Path, tmp_path: Path, tally: Tally, count: int
-) -> None:
+def test_a_flipped_bit_in_the_file_exports_nothing_wrong(at_rest: Path, tmp_path: Path, tally: Tally) -> None:
     """SQLite's pages have no checksums, and a key in an index may be wrong: then rows are missing or older than they
     are, and verify or SQLite's own check finds it. What is exported is true."""
-    rng = random.Random(f"pages {count}")
+    rng = random.Random("pages 40")
     sound = at_rest.read_bytes()
     before = whole_export(at_rest)
     assert before is not None
     assert len(before) == SESSIONS
-    for _ in range(count):
+    for _ in range(40):
         path = tmp_path / "damaged.db"
         path.write_bytes(flipped(sound, bit := rng.randrange(8 * len(sound))))
         tally.tried += 1

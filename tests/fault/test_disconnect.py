@@ -160,9 +160,15 @@ class Leaver:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def leave_and_return(stand: Stand, tally: Tally, seed: int, tries: int) -> None:
+@pytest.mark.long
+@pytest.mark.fault(7, "a client hangs up during its upload, while it waits, during the reply")
+@pytest.mark.parametrize("patience", ["stand", "impatient"])
+def test_whenever_a_client_leaves_its_retry_has_the_one_turn(
+    request: pytest.FixtureRequest, tally: Tally, patience: str
+) -> None:
     """Every turn is there once, and where the first request did not end it nothing was generated twice."""
-    leavers = [Leaver(stand, f"{seed}/{number}") for number in range(tries)]
+    stand: Stand = request.getfixturevalue(patience)
+    leavers = [Leaver(stand, f"7/{number}") for number in range(24)]
     acknowledged = [call.result(timeout=60) for call in [stand.meanwhile(leaver.run) for leaver in leavers]]
     for leaver in leavers:
         types = without_replies(leaver.talk)
@@ -171,22 +177,5 @@ def leave_and_return(stand: Stand, tally: Tally, seed: int, tries: int) -> None:
             assert types == ["SessionCreated", *FIRST_TURN], leaver.stage
     assert {leaver.stage for leaver in leavers} == {"upload", "wait", "reply"}
     until(lambda: stand.http.get("/health").json()["in_flight"] == 0)
-    tally.tried += tries
+    tally.tried += len(leavers)
     verified(stand, acknowledged, tally)
-
-
-@pytest.mark.long
-@pytest.mark.fault(7, "a client hangs up during its upload, while it waits, during the reply")
-@pytest.mark.parametrize("patience", ["stand", "impatient"])
-def test_whenever_a_client_leaves_its_retry_has_the_one_turn(
-    request: pytest.FixtureRequest, tally: Tally, patience: str
-) -> None:
-    leave_and_return(request.getfixturevalue(patience), tally, 7, 24)
-
-
-@pytest.mark.long
-@pytest.mark.fault(7, "a client hangs up during its upload, while it waits, during the reply")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.untimed) for seed in (1, 2))])
-@pytest.mark.parametrize("patience", ["stand", "impatient"])
-def test_many_leave(request: pytest.FixtureRequest, tally: Tally, patience: str, seed: int) -> None:
-    leave_and_return(request.getfixturevalue(patience), tally, seed, 100)

@@ -80,23 +80,25 @@ class Client:
         return response
 
 
-def every_way(stand: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:
-    """One client for each, all at once.
+@pytest.mark.long
+@pytest.mark.fault(13, "an engine's connection drips, sends too much, resets, redirects, never ends")
+def test_what_an_engines_connection_does_costs_its_own_turn_alone(behind: Stand, raw: RawEngine, tally: Tally) -> None:
+    """One client for each way, all at once.
 
     But for the one whose second reply comes a little later: it may meet a request that has been sent, which is 502. So
     may one that is left over from another turn.
     """
     ways = sorted(set(WAYS) - {LATER, LAST})
-    random.Random(seed).shuffle(ways)
-    clients = [Client(stand, way) for way in ways]
-    calls = [stand.meanwhile(client.run) for client in clients]
+    random.Random(13).shuffle(ways)
+    clients = [Client(behind, way) for way in ways]
+    calls = [behind.meanwhile(client.run) for client in clients]
     failed = [f"{client.way}: {call.exception(timeout=120)}" for client, call in zip(clients, calls, strict=True)]
     failed = [line for line in failed if not line.endswith(": None")]
     assert not failed, "\n".join(failed)
     for client in clients:
         tally.doubled += max(raw.generated[client.talk.id] - client.asked, 0)  # a 502 may come before it was read
     tally.tried += len(clients)
-    verified(stand, [one for client in clients for one in client.acknowledged], tally)
+    verified(behind, [one for client in clients for one in client.acknowledged], tally)
 
 
 @pytest.mark.parametrize("way", ["sends_two_replies", LATER])
@@ -120,16 +122,3 @@ def test_of_an_engine_that_gives_no_ids_no_connection_is_used_twice(
         client = Client(stand, LAST)
         for _ in range(5):
             assert client.ask(LAST).status_code == 200
-
-
-@pytest.mark.long
-@pytest.mark.fault(13, "an engine's connection drips, sends too much, resets, redirects, never ends")
-def test_what_an_engines_connection_does_costs_its_own_turn_alone(behind: Stand, raw: RawEngine, tally: Tally) -> None:
-    every_way(behind, raw, tally, 13)
-
-
-@pytest.mark.untimed
-@pytest.mark.fault(13, "an engine's connection drips, sends too much, resets, redirects, never ends")
-@pytest.mark.parametrize("seed", range(5))
-def test_it_does_so_in_any_order(behind: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:
-    every_way(behind, raw, tally, seed)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers.databases import database_at
 from helpers.store import CLAIMED_AT, Store, claim, commit, reward, stage
 from integration.routing import BOTH, KINDS
 from integration.stand import Stand, Talk, error_of, serving, user
 from sqlalchemy import select, text
 
-from app.domain.events import RewardAssigned, TurnRejected
+from app.domain.events import TurnRejected
 from app.store import reads
 from app.store.engine import create_engine
-from app.store.log import Appended, Refused, StoredChunk
-from app.store.log_sessions import AssignReward, SaveSnapshot
+from app.store.log import Refused, StoredChunk
+from app.store.log_sessions import SaveSnapshot
 from app.store.log_turns import Reject
 from app.store.schema import blobs, chunks, refused_replies, snapshots, turns
 from fault.verified import verified
@@ -180,54 +177,6 @@ def without_components(event: dict[str, Any]) -> dict[str, Any]:
     return {**left, "components_erased": True} if left != event else event
 
 
-LARGE_REWARD = {f"{CANARY}-{number:07}": number / 7 for number in range(1_200_000)}
-"""Some 46 MiB as JSON: before there was a limit that became an event."""
-
-
-@pytest.mark.long
-@pytest.mark.threat("erased content still readable")
-def test_a_reward_from_before_there_was_a_limit_is_read_exported_and_erased(alone: Stand) -> None:
-    talk = alone.talk()
-    talk.say("Hello")
-    alone.server.stop()
-    asyncio.run(assign(url_of(alone), talk.id, LARGE_REWARD))
-    assert alone.server.database_path.stat().st_size > 45 << 20
-    alone.server.start()
-    [row] = talk.rows()
-    assert row["reward_components"] == LARGE_REWARD
-    assert rewards(talk)[0]["components"] == LARGE_REWARD
-    talk.say("On")
-    assert erase(alone, talk.id).status_code == 204
-    assert left_in(files_of(alone), GRADED) == []
-    assert [event.get("components") for event in rewards(talk)] == [None]
-    verified(alone)
-
-
-async def assign(url: str, session_id: str, components: dict[str, float]) -> None:
-    """Straight into the store, which sets no limit."""
-    async with database_at(url) as database, Store.over(database) as store:
-        event = RewardAssigned(1.0, components)
-        assert isinstance(await store.submit(AssignReward(session_id, 4.0, event)), Appended)
-
-
-@pytest.mark.parametrize("point", ["after_tombstones", "after_components", "in_erase", "after_erase"])
-def test_an_erasure_that_was_killed_is_finished_when_it_is_asked_for_again(alone: Stand, point: str) -> None:
-    talk = a_rich_session(alone)
-    wanted = pieces(frames(url_of(alone), talk.id))
-    alone.server.stop()
-    alone.server.environment["TURNLOG_CRASH_POINT"] = point
-    alone.server.start()
-    with pytest.raises(httpx.TransportError):
-        erase(alone, talk.id)
-    alone.server.kill()
-    del alone.server.environment["TURNLOG_CRASH_POINT"]
-    alone.server.start()
-    assert erase(alone, talk.id).status_code == 204
-    assert left_in(files_of(alone), {*wanted, *GRADED}) == []
-    assert talk.types()[-1] == "SessionErased"
-    verified(alone)
-
-
 def test_an_erasure_that_was_killed_is_finished_by_the_next_start(alone: Stand) -> None:
     """The janitor's are asked for by nobody a second time."""
     talk = a_rich_session(alone)
@@ -292,25 +241,6 @@ async def test_no_late_write_brings_content_back(store: Store) -> None:
     for table in (turns, blobs, chunks, refused_replies, snapshots):
         rows = await store.database.read(lambda connection, table=table: connection.execute(select(table)).all())
         assert rows == [], table.name
-
-
-def test_a_rewritten_file_has_no_traces_of_what_was_deleted(alone: Stand) -> None:
-    """Deleted here without `secure_delete`, so that traces there are for certain."""
-    talk, other = a_rich_session(alone), alone.talk()
-    other.say("Hello")
-    alone.server.stop()
-    wanted = pieces(frames(url_of(alone), talk.id), frames(url_of(alone), other.id))
-    path = alone.server.database_path
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("PRAGMA secure_delete = OFF")
-        for table in ("turns", "blobs", "chunks", "refused_replies"):
-            connection.execute(f"DELETE FROM {table} WHERE session_id = ?", (talk.id,))
-    assert left_in(files_of(alone), wanted)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("VACUUM")
-    assert left_in(files_of(alone), wanted) == []
-    alone.server.start()
-    other.say("On")
 
 
 def test_on_postgresql_a_full_vacuum_takes_the_traces_out(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import time
 from typing import Any
 
 import httpx
 import pytest
+from integration.patient import answered
 from integration.stand import Stand, Talk, serving, user
 
 from ops.simulator.process import SimulatorProcess
@@ -45,23 +45,9 @@ def fill(stand: Stand, number: int) -> Talk:
 
 def write(stand: Stand, talks: list[Talk]) -> int:
     """Turns of other sessions meanwhile, each insisted on until it is answered."""
-    turns = 0
-    for talk in talks:
-        deadline = time.monotonic() + PATIENCE_S
-        key = {"idempotency-key": f"while-{turns}"}
-        while True:
-            assert time.monotonic() < deadline, "never answered"
-            try:
-                response = talk.chat([*talk.messages, user("More")], headers=key)
-            except httpx.TransportError:
-                time.sleep(0.02)
-                continue
-            if response.status_code == 200:
-                break
-            assert response.status_code >= 500, response.text
-            time.sleep(0.02)
-        turns += 1
-    return turns
+    for number, talk in enumerate(talks):
+        answered(stand, talk, talk.body([*talk.messages, user("More")]), PATIENCE_S, f"while-{number}")
+    return len(talks)
 
 
 def taken(stand: Stand, query: dict[str, Any], most: int) -> tuple[list[bytes], bool]:

@@ -304,13 +304,3 @@ def test_what_one_process_closed_is_closed_at_the_others(
         assert first.delete(session).status_code == 204
         response = second.post(path, json={"messages": messages}, headers={"idempotency-key": key})
         assert error_of(response) == (404, "session_closed")
-
-
-@pytest.mark.untimed
-@pytest.mark.fault(8, TITLE)
-@pytest.mark.parametrize("processes", [2, 4])
-def test_their_replies_are_linearizable_in_many_fights(
-    urls: list[str], cluster: Cluster, tally: Tally, processes: int
-) -> None:
-    for seed in range(100, 102):
-        fight(urls[:processes], seed * processes, 60, tally, cluster)

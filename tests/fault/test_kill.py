@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
-from typing import Any
 
 import httpx
 import pytest
@@ -15,44 +13,6 @@ from fault.table import Tally
 from fault.verified import acknowledgement, verified
 
 TITLE = "kill -9 at random under load"
-CLIENTS = 12
-TURNS = 8
-PATIENCE_S = 90.0
-
-
-class Client:
-    """Takes turns and, when the server is gone, sends the same request again until it is answered."""
-
-    def __init__(self, stand: Stand, number: int) -> None:
-        self.talk = stand.talk(group_id="kill")
-        self.number = number
-        self.acknowledged: dict[str, httpx.Response] = {}
-        self.sent: dict[str, list[dict[str, Any]]] = {}
-        self.refused: list[str] = []
-
-    def run(self) -> None:
-        for turn in range(TURNS):
-            key = f"client-{self.number}-turn-{turn}"
-            messages = [*self.talk.messages, user(f"Question {turn}")]
-            self.sent[key] = messages
-            self.acknowledged[key] = self._insist(key, messages)
-            message = self.acknowledged[key].json()["choices"][0]["message"]
-            self.talk.messages = [*messages, message]
-
-    def _insist(self, key: str, messages: list[dict[str, Any]]) -> httpx.Response:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            assert time.monotonic() < deadline, f"{key} was never answered"
-            try:
-                response = self.talk.chat(messages, headers={"idempotency-key": key}, sim={"latency_s": 0.03})
-            except httpx.TransportError:
-                time.sleep(0.02)
-                continue
-            if response.status_code == 200:
-                return response
-            self.refused.append(response.text[:200])
-            assert response.status_code >= 500, response.text
-            time.sleep(0.02)
 
 
 def check_log(talk: Talk) -> None:
@@ -71,38 +31,6 @@ def check_log(talk: Talk) -> None:
     assert set(keys.values()) <= {1}
     records = talk.state()["records"]
     assert len(records) == len(talk.committed())
-
-
-@pytest.mark.fault(1, TITLE)
-@pytest.mark.parametrize("seed", [1])
-def test_no_acknowledged_turn_is_lost_and_none_is_taken_twice(stand: Stand, tally: Tally, seed: int) -> None:
-    rng = random.Random(seed)
-    clients = [Client(stand, number) for number in range(CLIENTS)]
-    runs = [stand.meanwhile(client.run) for client in clients]
-    for _ in range(2):
-        time.sleep(rng.uniform(0.05, 0.3))
-        stand.server.kill()
-        tally.tried += 1
-        stand.server.start()
-    for run in runs:
-        run.result(timeout=PATIENCE_S)
-    acknowledged = [
-        acknowledgement(client.talk.id, reply) for client in clients for reply in client.acknowledged.values()
-    ]
-    verified(stand, acknowledged, tally)
-    for client in clients:
-        talk = client.talk
-        check_log(talk)
-        tally.doubled += len(talk.committed()) - TURNS
-        records = talk.state()["records"]
-        assert [record["response"] for record in records] == [one.json() for one in client.acknowledged.values()]
-        [row] = talk.rows()
-        assert row["messages"] == talk.messages
-        assert not [text for text in client.refused if "session_busy" in text]
-        key, reply = list(client.acknowledged.items())[-1]
-        again = talk.chat(client.sent[key], headers={"idempotency-key": key}, sim={"latency_s": 0.03})
-        assert again.content == reply.content
-        talk.say("Going on")
 
 
 @pytest.mark.fault(1, TITLE)

@@ -17,12 +17,10 @@ from tests.tools.mutated_replies import checks, payload_mutations, tree
 from tests.tools.mutated_replies.checks import Taken
 from tests.tools.mutated_replies.engine import Engine, Order
 from tests.tools.mutated_replies.mutate import CLASSES, CONTROL, SEVERAL, mutate
-from tests.tools.mutated_replies.payload_reader import Rows, read_payload
+from tests.tools.mutated_replies.payload_reader import Malformed, Rows, read_payload
 from tests.tools.mutated_replies.reader import Demand, Reading, decode, read, spell
-from tests.tools.mutated_replies.rules import Malformed
 from tests.tools.mutated_replies.run import Plan, run
 
-COUNT = cases(1000)
 PLAIN = Demand(judged=False)
 JUDGED = Demand(judged=True)
 
@@ -32,18 +30,8 @@ Change = Callable[[dict[str, Any]], None]
 @pytest.mark.anyio
 @pytest.mark.fault(6, "an engine's replies are mutated")
 async def test_mutated_replies_are_refused_or_committed_as_they_are(tmp_path: Path, tally: Tally) -> None:
-    await mutated(Plan(COUNT, seed=20, folder=tmp_path, clients=16), tally)
-
-
-@pytest.mark.anyio
-@pytest.mark.untimed
-@pytest.mark.fault(6, "an engine's replies are mutated")
-async def test_many_mutated_replies(tmp_path: Path, tally: Tally) -> None:
-    await mutated(Plan(2000, seed=1, folder=tmp_path), tally)
-
-
-async def mutated(plan: Plan, tally: Tally) -> None:
     """The run verifies its stores itself, before it removes them."""
+    plan = Plan(cases(1000), seed=20, folder=tmp_path, clients=16)
     found = await run(plan)
     total = found.total
     tally.tried += plan.count

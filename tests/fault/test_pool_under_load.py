@@ -98,15 +98,16 @@ def health(stand: Stand) -> dict[str, Any]:
     return found
 
 
-def harmed_under_load(stand: Stand, tally: Tally, seed: int, rounds: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.fault(3, "a child of the worker pool is killed, hangs, runs out of memory")
+def test_harm_to_the_pool_costs_no_turn(pooled: Stand, tally: Tally) -> None:
+    rng = random.Random(3)
     stop = threading.Event()
-    clients = [Client(stand, stop) for _ in range(CLIENTS)]
-    runs = [stand.meanwhile(client.run) for client in clients]
+    clients = [Client(pooled, stop) for _ in range(CLIENTS)]
+    runs = [pooled.meanwhile(client.run) for client in clients]
     try:
-        for kind in rng.sample(KINDS * rounds, len(KINDS) * rounds):
+        for kind in rng.sample(KINDS, len(KINDS)):
             time.sleep(rng.uniform(0, 0.2))
-            tally.recovered(harm(stand, kind, rng))
+            tally.recovered(harm(pooled, kind, rng))
             tally.tried += 1
     finally:
         stop.set()
@@ -115,16 +116,4 @@ def harmed_under_load(stand: Stand, tally: Tally, seed: int, rounds: int) -> Non
     acknowledged = [one for client in clients for one in client.acknowledged]
     committed = sum(len(talk.committed()) for client in clients for talk in client.talks)
     tally.doubled += committed - len(acknowledged)
-    verified(stand, acknowledged, tally)
-
-
-@pytest.mark.fault(3, "a child of the worker pool is killed, hangs, runs out of memory")
-def test_harm_to_the_pool_costs_no_turn(pooled: Stand, tally: Tally) -> None:
-    harmed_under_load(pooled, tally, 3, 1)
-
-
-@pytest.mark.untimed
-@pytest.mark.fault(3, "a child of the worker pool is killed, hangs, runs out of memory")
-@pytest.mark.parametrize("seed", range(2))
-def test_much_harm_does_so_too(pooled: Stand, tally: Tally, seed: int) -> None:
-    harmed_under_load(pooled, tally, seed, 4)
+    verified(pooled, acknowledged, tally)

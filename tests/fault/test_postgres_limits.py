@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 
 CLIENTS = 12
 WISH = {"latency_s": 0.02, "completion_tokens": 8}
-HELD_S, STALLED_S = 6.0, 5.0
+HELD_S, STALLED_S = 4.0, 3.0
 """How long a fault lasts; an event loop that waited for the database would stand still as long."""
 
 UNAVAILABLE = {"store_unavailable", "overloaded"}

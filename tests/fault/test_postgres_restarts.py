@@ -28,6 +28,7 @@ pytestmark = pytest.mark.long
 TITLE = "PostgreSQL restarted in a loop under load"
 CLIENTS = 16
 WISH = {"latency_s": 0.03, "completion_tokens": 8}
+MODES: tuple[Mode, ...] = ("immediate", "fast", "immediate")
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +49,14 @@ def processes(
 step = turns(WISH, 0.1)
 
 
-def restarted(cluster: Cluster, processes: Processes, tally: Tally, modes: list[Mode]) -> None:
+@pytest.mark.fault(14, TITLE)
+def test_what_was_acknowledged_is_there_after_restarts_and_crashes(
+    cluster: Cluster, processes: Processes, tally: Tally
+) -> None:
     """All clients are served again after each restart, by the processes that were there before it."""
     with crowd(processes, CLIENTS, step) as agents, Health(processes.urls[0]) as health:
         until(lambda: agents.all_served(0.0), 180)
-        for mode in modes:
+        for mode in MODES:
             cluster.stop(mode)
             down = time.monotonic()
             cluster.start()
@@ -66,19 +70,6 @@ def restarted(cluster: Cluster, processes: Processes, tally: Tally, modes: list[
     processes.are_the_same()
     tally.doubled += agents.doubled(processes.urls[0])
     verified(cluster.url, agents.acknowledged, tally)
-
-
-@pytest.mark.fault(14, TITLE)
-def test_what_was_acknowledged_is_there_after_restarts_and_crashes(
-    cluster: Cluster, processes: Processes, tally: Tally
-) -> None:
-    restarted(cluster, processes, tally, ["immediate", "fast", "immediate"])
-
-
-@pytest.mark.long
-@pytest.mark.fault(14, TITLE)
-def test_what_was_acknowledged_is_there_after_many(cluster: Cluster, processes: Processes, tally: Tally) -> None:
-    restarted(cluster, processes, tally, ["immediate", "fast", "immediate"] * 4)
 
 
 LOST_CLAIMS = 12

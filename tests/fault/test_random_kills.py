@@ -29,14 +29,13 @@ def count(rounds: list[Round], tally: Tally) -> None:
     assert sum(one.interrupted for one in kills) > 0, "no turn was in flight at any kill"
 
 
-@pytest.mark.long
 @pytest.mark.fault(1, TITLE)
 def test_the_only_process_many_times(tally: Tally, tmp_path: Path) -> None:
-    count(asyncio.run(run(rounds=5, clients=32, seed=3, folder=tmp_path)), tally)
+    count(asyncio.run(run(rounds=3, clients=16, seed=3, folder=tmp_path)), tally)
 
 
 @pytest.mark.long
 @pytest.mark.fault(1, TITLE)
 def test_one_of_several_processes_many_times(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
-    rounds = run(rounds=4, clients=32, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
+    rounds = run(rounds=3, clients=32, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
     count(asyncio.run(rounds), tally)

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from helpers.pools import children, gone
+from integration.patient import answered
 from integration.routing import BOTH, EXPERTS, KINDS, Session, fetched, problems, rows_in, session_of, text_of
 from integration.stand import FIRST_TURN, Stand, error_of, serving, until, user
 
@@ -235,7 +236,7 @@ class Client:
     """Takes turns with payloads, and insists on each over the server's deaths."""
 
     def __init__(self, stand: Stand, number: int) -> None:
-        self.talk = session_of(stand, rollback_window=1)
+        self.stand, self.talk = stand, session_of(stand, rollback_window=1)
         self.number = number
         self.replies: list[httpx.Response] = []
 
@@ -243,23 +244,9 @@ class Client:
         wish = {**LARGE, "completion_tokens": 300 + 100 * self.number, "latency_s": 0.02}
         for turn in range(5):
             sent = [*self.talk.messages, user(f"Question {turn}")]
-            reply = self._insist(sent, {"idempotency-key": f"{turn}"}, wish)
+            reply = answered(self.stand, self.talk, self.talk.body(sent, sim=wish, **RETURN), 30, f"{turn}")
             self.replies.append(reply)
             self.talk.messages = [*sent, reply.json()["choices"][0]["message"]]
-
-    def _insist(self, sent: list[dict[str, Any]], key: dict[str, str], wish: dict[str, Any]) -> httpx.Response:
-        deadline = time.monotonic() + 30
-        while True:
-            assert time.monotonic() < deadline, "never answered"
-            try:
-                response = self.talk.chat(sent, headers=key, sim=wish, **RETURN)
-            except httpx.TransportError:
-                time.sleep(0.02)
-                continue
-            if response.status_code == 200:
-                return response
-            assert response.status_code >= 500, response.text
-            time.sleep(0.02)
 
 
 def test_kills_at_any_moment_lose_no_row_of_an_acknowledged_turn(stand: Stand) -> None:

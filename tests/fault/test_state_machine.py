@@ -471,7 +471,7 @@ def url(request: pytest.FixtureRequest) -> str | None:
 @pytest.mark.long
 @pytest.mark.fault(15, TITLE)
 def test_any_order_of_rules(url: str | None, tally: Tally) -> None:
-    explore(url, tally, 40 if url is None else 6, 25)
+    explore(url, tally, 40 if url is None else 6, 40)
 
 
 @pytest.mark.fault(15, TITLE)
@@ -508,9 +508,3 @@ def test_the_reply_of_a_process_that_died_is_given_to_an_unmarked_request(sqlite
 
 async def no_sweep(recovery: Recovery) -> None:
     """A process that has not looked for dead ones yet."""
-
-
-@pytest.mark.long
-@pytest.mark.fault(15, TITLE)
-def test_any_order_of_many_rules(url: str | None, tally: Tally) -> None:
-    explore(url, tally, 40 if url is None else 10, 50)

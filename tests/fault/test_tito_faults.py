@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from integration.stand import WEATHER, Stand, Talk, error_of, until, user
+from integration.stand import WEATHER, Stand, Talk, error_of, user
 from integration.tito import (
     checked,
-    output_of,
     rendered,
     require_consistent,
-    require_sound,
     sent_ids,
     text_of,
     tokenizer_folder,
@@ -131,18 +128,6 @@ def test_an_abort_is_continued_exactly(tito: Stand) -> None:
     require_consistent(tito, talk)
 
 
-def test_of_many_at_once_in_one_session_one_is_taken(tito: Stand) -> None:
-    talk = chatted(tito)
-    calls = [
-        tito.meanwhile(talk.chat, [*talk.messages, user(f"Number {number}")], sim={"latency_s": 0.4})
-        for number in range(6)
-    ]
-    found = Counter(call.result().status_code for call in calls)
-    assert found == {200: 1, 409: 5}
-    assert len(talk.committed()) == 3
-    require_consistent(tito, talk)
-
-
 def test_a_rollback_and_a_continuation_at_once_do_not_mix(tito: Stand) -> None:
     for _ in range(6):
         talk = chatted(tito)
@@ -241,20 +226,3 @@ def test_a_rollback_below_what_is_cached_reads_it_again(tito: Stand) -> None:
     talk.add(first)
     assert sent_ids(tito, talk)[-1] == rendered(talk.messages[:1])
     require_consistent(tito, talk)
-
-
-def test_a_client_that_is_gone_does_not_undo_its_turn(tito: Stand) -> None:
-    talk = chatted(tito, 1)
-    body = {"model": "simulator", "messages": [*talk.messages, user("On")], "sim": {"latency_s": 0.6}}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(tito.server.base_url + talk.chat_path, json=body, timeout=0.2)
-    until(lambda: len(talk.committed()) == 2)
-    again = httpx.post(
-        tito.server.base_url + talk.chat_path, json=body, timeout=10, headers={"x-stainless-retry-count": "1"}
-    )
-    talk.messages = [*body["messages"], again.json()["choices"][0]["message"]]
-    talk.say("And on")
-    assert talk.generations() == 3
-    assert output_of(again.json())
-    require_consistent(tito, talk)
-    require_sound(tito)

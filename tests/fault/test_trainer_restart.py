@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.databases import Postgres
 
-from tests.tools.trainer_restart.runs import compare, run
+from tests.tools.trainer_restart import run
 
 pytestmark = pytest.mark.long
 
@@ -18,5 +18,4 @@ def test_with_a_checkpoint_of_its_rollouts_no_sample_differs(tmp_path: Path, pos
     with postgres.database() as url:
         restored = run(tmp_path / "restored", 6, (4, "acknowledged"), database_url=url)
     assert restored == whole
-    bare = run(tmp_path / "bare", 6, (4, "acknowledged"), restores=False)
-    assert not compare(whole, bare).is_same
+    assert run(tmp_path / "bare", 6, (4, "acknowledged"), restores=False) != whole

@@ -15,8 +15,7 @@ from app.domain.events import Recorded, SessionConfig, TurnCommitted, VersionSpa
 from app.domain.fold import fold
 from app.domain.samples import TurnTokens, samples
 from app.domain.session import AssignedReward, Session, Status
-from app.export.row import Routing, Row, Source, TurnContent
-from app.export.sampling import TurnSampling, sampling_of
+from app.export.row import Routing, Row, Source, TurnContent, TurnSampling, sampling_of
 
 JSON = dict[str, Any]
 

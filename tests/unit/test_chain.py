@@ -33,15 +33,6 @@ def test_a_trim_leaves_out_the_parents_last_items_and_its_end() -> None:
     assert (chain.upto(4), len(chain)) == (None, 0)
 
 
-def test_a_turn_without_items_leaves_no_comma() -> None:
-    chain = PrefixBuffer()
-    chain.extend(0, 1, b"")
-    chain.extend(1, 2, b"5")
-    chain.extend(2, 3, b"")
-    chain.extend(3, 4, b"6")
-    assert [chain.upto(turn) for turn in (1, 2, 3, 4)] == [b"", b"5", b"5", b"5,6"]
-
-
 @settings(max_examples=cases(300), deadline=None)
 @given(st.lists(st.integers(0, 8), max_size=8))
 def test_what_it_knows_is_right(parents: list[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sqlite3
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 from app.store.engine import sqlite_lock
 from ops.server import free_port
 from turnlog.cli.commands import app
-from turnlog.cli.doctor import host, postgres, store
+from turnlog.cli.doctor import postgres, store
 from turnlog.cli.doctor.findings import Level
 
 Environment = Callable[..., None]
@@ -54,13 +53,6 @@ def test_every_mistake_in_the_settings_is_found_at_once(clean_environment: Envir
     assert of(findings, "settings", "warning") == ["TURNLOG_THEME is not a setting and is ignored"]
     assert "canary" not in json.dumps(findings)
     assert os.environ["TURNLOG_WORKERS"] == "many"
-
-
-def test_loggers_are_left_as_they_were(clean_environment: Environment) -> None:
-    """Who looks into a process's logs afterwards misses no warning."""
-    clean_environment(UPSTREAM_DIALECT="none", THEME="dark")
-    examined(code=1)
-    assert logging.getLogger("turnlog.settings").level == logging.NOTSET
 
 
 def test_tokens_that_can_be_guessed(clean_environment: Environment, tmp_path: Path) -> None:
@@ -161,21 +153,6 @@ def test_a_tokenizer_that_is_none(clean_environment: Environment, tmp_path: Path
     assert "no tokenizer can be loaded" in what
 
 
-@pytest.mark.parametrize(
-    ("found", "requirement", "beyond"),
-    [
-        ("1.2", "a>=1.2,<2", None),
-        ("1.10.1", "a>=1.9,<2", None),
-        ("2.0.0", "a[x]<2,>=1.2", "<2"),
-        ("1.1.9", "a>=1.2,<2", ">=1.2"),
-        ("3", "a>=3.0", None),
-        ("3.11.7", ">=3.11", None),
-    ],
-)
-def test_versions_are_compared_as_numbers(found: str, requirement: str, beyond: str | None) -> None:
-    assert host._beyond(found, requirement) == beyond
-
-
 SOUND = postgres.PostgresFacts(160004, False, "on", "on", 0, 0, 97, 5, 1 << 20, 0.0)
 
 
@@ -195,12 +172,6 @@ SOUND = postgres.PostgresFacts(160004, False, "on", "on", 0, 0, 97, 5, 1 << 20, 
 def test_what_postgresql_says_is_judged(change: dict[str, Any], level: Level | None, words: str) -> None:
     worse = [one for one in postgres._judged(SOUND._replace(**change), 0) if one.level is not Level.OK]
     assert [(one.level, words in one.todo) for one in worse] == ([] if level is None else [(level, True)])
-
-
-def test_a_clock_is_judged_by_when_it_was_asked_and_answered() -> None:
-    assert [one.level for one in postgres._clock(105.0, 100.0, 100.1)] == [Level.OK]
-    assert [one.level for one in postgres._clock(105.2, 100.0, 100.1)] == [Level.WARNING]
-    assert [one.level for one in postgres._clock(94.9, 100.0, 100.1)] == [Level.WARNING]
 
 
 def test_a_folder_that_cannot_be_written_to() -> None:

@@ -28,14 +28,6 @@ def printed(capsys: pytest.CaptureFixture[str], width: int, monkeypatch: pytest.
     return said.out.splitlines(), said.err
 
 
-def test_a_wide_terminal_has_room_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, missing = printed(capsys, 200, monkeypatch)
-    assert len(lines) == 3
-    assert "http://engine-of-a-long-name.example:30000" in lines[1]
-    assert lines[2].split() == ["b", "–", "x", "–"]
-    assert missing == ""
-
-
 def test_a_narrow_one_keeps_ids_whole_and_says_what_is_left_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,12 +57,6 @@ def test_text_of_agents_does_not_reach_the_terminal_as_commands() -> None:
     assert compact({"a": "\x1b" * 3, "long": "x" * 100, "n": [1, None]}, 10) == (
         "a=\\x1b\\x1b\\x1b long=" + "x" * 9 + "… n=[1,null]"
     )
-
-
-def test_markup_is_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    table([Column("id", whole=True)], [{"id": "[bold]a[/bold] :smile:"}])
-    assert capsys.readouterr().out.splitlines()[1] == "[bold]a[/bold] :smile:"
 
 
 def test_numbers_are_short() -> None:

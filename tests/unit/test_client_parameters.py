@@ -16,15 +16,11 @@ from app.api.sessions import CreateSession
 from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
 from app.domain.groups import Attempt, Statistics
-from app.export.feed import FeedQuery, Group
+from app.export.feed import FeedQuery
 from app.export.formats import SHAPES
 from app.export.shapes.turnlog import COLUMNS
 from app.features.search.routes import SearchQuery
-from app.fleet.pauses import AdapterState
-from app.sessions.group_list import GroupRow
-from app.sessions.session_filter import Status
-from app.sessions.session_list import SessionRow, Sort, State
-from app.sessions.tree_view import Tree, TreeBranch, TreeTurn
+from app.sessions.session_list import Sort, Status
 from app.store.groups import Acknowledged
 from turnlog import client, events, parameters, replies, rows
 from turnlog.client.checked import checked, metadata_filter
@@ -48,7 +44,6 @@ def test_parameters_are_the_servers() -> None:
     [
         (parameters.Branches, Branches),
         (parameters.Loss, Loss),
-        (parameters.SessionState, State),
         (parameters.SessionStatus, Status),
         (parameters.SessionOrder, Sort),
     ],
@@ -65,16 +60,9 @@ def test_shapes_and_event_types_are_the_servers() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (replies.ListedSession, SessionRow),
-        (replies.ListedGroup, GroupRow),
-        (replies.Group, Group),
         (replies.Attempt, Attempt),
         (rows.Statistics, Statistics),
         (rows.Acknowledged, Acknowledged),
-        (replies.AdapterState, AdapterState),
-        (replies.Tree, Tree),
-        (replies.TreeTurn, TreeTurn),
-        (replies.TreeBranch, TreeBranch),
     ],
 )
 def test_replies_are_the_servers(ours: type, theirs: type[msgspec.Struct]) -> None:

@@ -121,10 +121,6 @@ def test_an_output_of_nothing_is_nothing_in_common(
     assert story.plan(said) == Plan(2, story.session.turn(2).message_count, (3,)), "an output in common"
 
 
-def test_the_first_prompt_joins_at_the_beginning() -> None:
-    assert Story().plan("anything") == Story().plan([1]) == Plan(0, 0)
-
-
 def test_ids_continue_what_was_text_by_its_tokens() -> None:
     story = Story()
     story.turn("a", ids=[8, 9])
@@ -150,13 +146,6 @@ def test_new_text_is_one_message_and_new_ids_none() -> None:
     ids.turn([1, 2])
     arrived = incoming([1, 2, 8, 9, 3])
     assert arrived.new(arrived.join(ids.session, TreeIndex(), None)) == []
-
-
-def test_a_discarded_turn_is_no_history_any_more() -> None:
-    story = told()
-    story.turn("axbyd", "w")
-    assert story.plan("axbydwe") == Plan(4, 6)
-    assert story.plan("axbyczd") == Plan(2, 4, (4,)), "what went on from turn 2 otherwise"
 
 
 def expected(story: Story, prompt: Prompt, window: int) -> Plan | type[AppError]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 
 import pytest
 
-from app.api.connection_limit import LOG_EVERY_S, MAX_RESERVE, MIN_RESERVE, ConnectionLimit
+from app.api.connection_limit import MAX_RESERVE, MIN_RESERVE, ConnectionLimit
 
 
 class Clock:
@@ -48,20 +47,3 @@ def test_the_last_descriptors_are_kept(limited: dict[str, tuple[int, int]], limi
         (limit - 1, "none"),
     ):
         assert connections.capacity(descriptor) == capacity, descriptor
-
-
-def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    connections = ConnectionLimit(clock)
-    with caplog.at_level(logging.WARNING, "turnlog.connections"):
-        for _ in range(5):
-            connections.refuse()
-        clock.now += LOG_EVERY_S
-        connections.refuse()
-        connections.refuse()
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.split(" connections")[0] for line in said] == [
-        "out of file descriptors: 1",
-        "out of file descriptors: 5",
-    ]
-    assert connections.refused == 7

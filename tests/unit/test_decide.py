@@ -49,16 +49,6 @@ def test_a_replacing_turn_rolls_back_in_its_own_commit() -> None:
     assert (committed.segment, committed.segment_cause, committed.parent, committed.fence) == (0, None, 0, 4)
 
 
-def test_a_turn_tells_what_is_new_in_it() -> None:
-    book = one_turn()
-    event = book.turn(
-        [user("a"), assistant("x"), user("b"), user("c")], assistant("y"), prompt=[1, 2, 3, 4], output=[5, 6]
-    )
-    assert (event.base_messages, event.new_messages, len(event.message_hashes)) == (2, 2, 3)
-    assert (event.base_tokens, event.suffix_tokens, event.output_tokens) == (3, 1, 2)
-    assert (event.segment, event.segment_cause) == (0, None)
-
-
 def test_only_a_continued_history_continues_tokens() -> None:
     book = one_turn()
     assert token_parent(book.session, Plan(1, 2)) == book.session.turn(1)

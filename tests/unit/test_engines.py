@@ -198,16 +198,6 @@ async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: Engin
         assert [len(working.asked), len(other.asked)] == [3, 1]
 
 
-async def test_an_abort_of_what_has_ended_goes_to_all(client: EngineClient) -> None:
-    async with listening() as one, listening() as other:
-        one.go.set()
-        other.go.set()
-        engines = over(client, one.url, other.url)
-        await asked(engines, one.url, rid="turnlog-1")
-        await engines.abort("turnlog-1")
-        assert [len(one.asked), len(other.asked)] == [2, 1]
-
-
 async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(client: EngineClient) -> None:
     async with listening() as engine:
         engine.go.set()

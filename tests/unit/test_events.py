@@ -33,11 +33,6 @@ def test_an_event_survives_its_row(event: Event) -> None:
     assert msgspec.convert(to_fields(event), type(event)) == event
 
 
-def test_events_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        SessionClosed().reason = "x"  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("name", "version", "fields"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.sessions.eviction import Eviction
+from app.sessions.cache import Eviction
 
 
 def of(*names: str) -> Eviction:
@@ -40,20 +40,3 @@ def test_what_was_discarded_is_not_drawn() -> None:
     assert (order.next(""), order.next("b"), len(order)) == ("b", None, 1)
     order.discard("b")
     assert (order.next(""), len(order)) == (None, 0)
-
-
-def test_round_robin_finds_a_part_of_what_the_cache_holds() -> None:
-    """With room for seven of ten sessions, the order of their last use would find none of them."""
-    names = [f"s{number}" for number in range(100)]
-    order, kept, hits = Eviction(), set[str](), 0
-    for turn in range(30):
-        for name in names:
-            hits += turn >= 10 and name in kept
-            kept.add(name)
-            order.add(name)
-            while len(kept) > 70:
-                gone = order.next(name)
-                assert gone is not None
-                kept.remove(gone)
-                order.discard(gone)
-    assert 0.4 < hits / 2000 < 0.7

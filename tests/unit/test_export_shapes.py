@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from typing import Any
 
 import msgspec
@@ -16,9 +15,8 @@ from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
 from app.export import formats, jsontext
-from app.export.columns import ITEMS, Column, depth
 from app.export.containers.writer import EXCLUSION
-from app.export.row import Routing, Row
+from app.export.row import ITEMS, Column, Routing, Row, depth
 from app.export.shapes import miles, skyrl, slime, verl
 
 JSON = dict[str, Any]
@@ -149,12 +147,6 @@ class TestSkyrl:
 
 
 class TestRegistry:
-    def test_what_there_is(self) -> None:
-        for format in formats.FORMATS:
-            formats.require(format, "turnlog")
-        for shape in formats.SHAPES:
-            formats.require("ndjson", shape)
-
     @pytest.mark.parametrize(
         ("format", "shape", "named"),
         [("csv", "turnlog", "format=csv"), ("ndjson", "ppo", "shape=ppo"), ("atif", "verl", "format=atif")],
@@ -163,17 +155,6 @@ class TestRegistry:
         with pytest.raises(InvalidRequest, match=f"{named} .*(parquet|skyrl)"):
             formats.require(format, shape)
 
-    @pytest.mark.parametrize("format", formats.FORMATS)
-    def test_a_writer_of_each(self, format: str) -> None:
-        (row,) = rows(TWO_TURNS)
-        writer = formats.open_writer(format, "turnlog", True)
-        left_out = {"session_id": "s", "segment": 0, "turn": 1, formats.EXCLUDED: "rolled back", "cursor": "c"}
-        try:
-            pieces = [*writer.write([formats.of_row(format, "turnlog", row), left_out]), *writer.finish()]
-        finally:
-            writer.close()
-        assert b"rolled back" in b"".join(pieces) or format == "parquet"
-
     def test_only_atropos_takes_groups(self) -> None:
         assert [shape for shape in formats.SHAPES if formats.takes_groups(shape)] == ["atropos"]
         assert formats.of_group("atropos", rows(TWO_TURNS))["group_id"] == "g"
@@ -181,15 +162,3 @@ class TestRegistry:
             formats.of_row("ndjson", "atropos", rows(TWO_TURNS)[0])
         with pytest.raises(ValueError, match="one row"):
             formats.of_group("verl", rows(TWO_TURNS))
-
-
-def test_the_versions_of_a_long_session_take_no_time() -> None:
-    """Each of its turns is looked at once: as turns times spans it was nine seconds."""
-    (row,) = rows(TWO_TURNS)
-    numbers = range(20_000)
-    turns = [msgspec.structs.replace(row.sample.turns[0], output_start=2 * at, end=2 * at + 2) for at in numbers]
-    spans = [VersionSpan(str(at), 2 * at, 2 * at + 2) for at in numbers]
-    sample = msgspec.structs.replace(row.sample, version_spans=spans, turns=turns)
-    started = time.process_time()
-    assert slime.weight_versions(sample) == [str(at) for at in numbers]
-    assert time.process_time() - started < 1

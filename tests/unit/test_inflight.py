@@ -94,15 +94,6 @@ def test_one_request_of_the_largest_size_is_never_too_much_for_a_share() -> None
         room.arrive(LIMIT - 1)
 
 
-def test_nobody_is_remembered() -> None:
-    inflight = RequestMemory(LIMIT)
-    for name in ("a", "b"):
-        with inflight.reserve(name, name) as room:
-            room.arrive(5)
-    assert not inflight.sessions
-    assert not inflight.peers
-
-
 EIGHTH = LIMIT // 8
 FULL_SHARE = [*((name, "p", EIGHTH) for name in "abcd"), ("far", "q", SMALL)]
 FULL = [(name, name, EIGHTH) for name in "abcdefgh"]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-import mmap
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.replies import GONE, Changes, Text, body_of
+from helpers.replies import Changes, Text, body_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers import codec, job, payloads, seek
+from workers import codec, job, payloads
 from workers.codec import Facts, Wire
-from workers.job import Job, WorkerResult
+from workers.job import WINDOW, Job, WorkerResult
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import Want
-from workers.seek import WINDOW
 
 EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
 BOTH = (EXPERTS, POSITIONS)
@@ -149,11 +147,6 @@ def test_the_key_in_another_object_is_no_payload(place: str, value: Any, text: s
     check(body, done_of(body), routed_experts=text)
 
 
-def test_the_key_elsewhere_alone_is_left_alone() -> None:
-    body = body_of("sglang", {"metadata": {"routed_experts": "AAAA"}})
-    check(body, done_of(body))
-
-
 def test_before_the_payload_in_another_object() -> None:
     body = b'{"other":{"routed_experts":"AAAA"},' + sglang()[1:]
     check(body, done_of(body), routed_experts=TEXT)
@@ -234,7 +227,7 @@ def test_a_key_at_the_end_of_what_is_searched_at_a_time(short: int) -> None:
     padding = WINDOW - bare.index(b'"routed_experts"') - short
     body = sglang(TEXT, {CONTENT: "x" * (padding + 1)})
     assert body.index(b'"routed_experts"') == WINDOW - short
-    assert seek.long_values(memoryview(body)).base64_bytes == len(TEXT)
+    assert job.find_long_values(memoryview(body)).base64_bytes == len(TEXT)
     done = done_of(body)
     check(body, done, routed_experts=TEXT)
     assert TEXT.encode() not in wire_of(done).reply
@@ -249,17 +242,6 @@ def test_a_payload_longer_than_what_is_searched_at_a_time(size: int, lists: bool
     done = done_of(body)
     check(body, done, routed_experts=text)
     assert len(wire_of(done).reply) < 2000
-
-
-def test_any_buffer_is_a_body() -> None:
-    body = sglang()
-    with mmap.mmap(-1, len(body)) as shared:
-        shared.write(body)
-        views = [memoryview(body), memoryview(bytearray(body)), memoryview(shared)]
-        results = [job.work(a_job(*BOTH), view) for view in views]
-        for view in views:
-            view.release()
-    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("body", [sglang(), sglang(SPELLINGS["escaped"]), vllm(), body_of("vllm")])
@@ -296,13 +278,6 @@ def test_a_payload_that_holds_the_prompts_text() -> None:
     for order in (sorted(reply), sorted(reply, reverse=True)):
         body = json.dumps({name: reply[name] for name in order}).encode()
         check(body, done_of(body), routed_experts=str(lists))
-
-
-def test_how_much_of_a_body_is_base64() -> None:
-    both = sglang(TEXT, {f"{META}.indexer_topk": "AAAA"})
-    assert seek.long_values(memoryview(both)).base64_bytes == len(TEXT) + len('"AAAA"')
-    assert seek.long_values(memoryview(sglang(LISTS))).base64_bytes == 0
-    assert seek.long_values(memoryview(body_of("sglang", {"usage": GONE}))).base64_bytes == 0
 
 
 PARTS = ["routed_experts", '"', "\\", ":", " ", "@turnlog:0@", "[[", "]]", "é", "[1, 2, 3]", "A" * 20]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -100,16 +99,6 @@ def test_numbers_keep_their_spelling() -> None:
     first = Piece(first.body.replace(b"[[-0.5,", b"[[-5.00E-1,"), 1, first.versions, {})
     body = join([first, second], CHAT)
     assert b'"output_token_logprobs":[[-5.00E-1, 100, "a"],[-0.5, 100, "b"]]' in body
-
-
-def test_counts_are_of_the_turn_and_the_end_is_the_last_ones() -> None:
-    found = reply(chat(["a", "b"]), chat(["c"], finish="length", seen=[100, 101]))
-    meta = found["choices"][0]["meta_info"]
-    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
-    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 3, 0)
-    assert meta["finish_reason"] == {"type": "length", "length": 3}
-    assert found["choices"][0]["prompt_token_ids"] == PROMPT
-    assert "weight_versions" not in meta
 
 
 def test_a_generation_that_was_ended_in_the_queue_counts_nothing() -> None:
@@ -251,11 +240,6 @@ def test_a_stop_string_across_a_seam(keeps: bool) -> None:
     assert len(found["logprobs"]["content"]) == 5
 
 
-def test_a_stop_string_within_a_part_is_its_engines_business() -> None:
-    shape = Shape("sglang", "chat", 3, stops=["b c"])
-    assert stopped([chat(["a ", "b ", "c "]), chat(["d"])], shape) is None
-
-
 def test_of_stop_strings_that_one_token_completes_the_first_named_counts() -> None:
     """As both engines look for them."""
     shape = Shape("sglang", "chat", 3, stops=["d e", "c d e"])
@@ -341,25 +325,6 @@ def as_base64(rows: np.ndarray[Any, Any]) -> str:
     return pybase64.b64encode(rows.tobytes()).decode()
 
 
-def test_rows_are_taken_up_where_they_were_left() -> None:
-    """One payload from a row on, as it was asked for, and one that has no such choice."""
-    first = chat(["a", "b"], routed_experts=as_base64(rows_of(4)), indexer_topk=rows_of(4).tolist())
-    second = chat(
-        ["c", "d", "e"],
-        seen=[100, 101],
-        routed_experts=as_base64(rows_of(3, 4)),
-        indexer_topk=rows_of(7).tolist(),
-    )
-    second = Piece(second.body, 3, second.versions, {"routed_experts": (4, 7), "indexer_topk": (0, 7)})
-    meta = reply(first, second)["choices"][0]["meta_info"]
-    assert meta["routed_experts"] == as_base64(rows_of(7))
-    assert meta["indexer_topk"] == rows_of(7).tolist()
-    shape = Shape("sglang", "chat", 3, stops=["bc"])
-    meta = reply(first, second, shape=shape)["choices"][0]["meta_info"]
-    assert meta["routed_experts"] == as_base64(rows_of(5))
-    assert meta["indexer_topk"] == rows_of(5).tolist()
-
-
 def test_rows_that_are_missing_are_refused() -> None:
     first = chat(["a", "b"], routed_experts=as_base64(rows_of(4)))
     with pytest.raises(Rejected, match="leaves out rows from 4 on"):
@@ -378,49 +343,3 @@ def test_rows_of_different_sizes_are_not_joined(spell: Any) -> None:
     other = Piece(other.body, 1, other.versions, {"routed_experts": (4, 5)})
     with pytest.raises(Rejected, match="rows of different sizes"):
         join([first, other], CHAT)
-
-
-def vllm(text: str, tokens: Sequence[str], rows: np.ndarray[Any, Any], start: int, finish: str) -> Piece:
-    file = io.BytesIO()
-    np.save(file, rows)
-    choice = {
-        "index": 0,
-        "text": text,
-        "logprobs": {
-            "text_offset": [sum(map(len, tokens[:at])) for at in range(len(tokens))],
-            "token_logprobs": [-0.5] * len(tokens),
-            "tokens": list(tokens),
-            "top_logprobs": [{token: -0.5} for token in tokens],
-        },
-        "finish_reason": finish,
-        "stop_reason": None,
-        "token_ids": list(range(len(tokens))),
-        "prompt_token_ids": PROMPT,
-        "weight_versions": [{"version": finish, "start": 0, "end": len(tokens)}],
-        "routed_experts": pybase64.b64encode(file.getvalue()).decode(),
-    }
-    body = {"id": "cmpl-1", "choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": len(tokens)}}
-    spans = [Span(finish, 0, len(tokens))]
-    return Piece(json.dumps(body).encode(), len(tokens), spans, {"routed_experts": (start, start + len(rows))})
-
-
-def test_a_completion_of_vllm() -> None:
-    shape = Shape("vllm", "completions", 3)
-    found = reply(
-        vllm("ab", ["a", "b"], rows_of(4), 0, "abort"), vllm("cd", ["c", "d"], rows_of(2, 4), 4, "stop"), shape=shape
-    )
-    [choice] = found["choices"]
-    assert choice["text"] == "abcd"
-    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
-    assert choice["logprobs"]["tokens"] == list("abcd")
-    assert choice["token_ids"] == [0, 1, 0, 1]
-    assert [tuple(span.values()) for span in choice["weight_versions"]] == [("abort", 0, 2), ("stop", 2, 4)]
-    experts = np.load(io.BytesIO(pybase64.b64decode(choice["routed_experts"])))
-    assert np.array_equal(experts, rows_of(6))
-    assert choice["finish_reason"] == "stop"
-    shape = Shape("vllm", "completions", 3, stops=["bc"])
-    [choice] = reply(
-        vllm("ab", ["a", "b"], rows_of(4), 0, "abort"), vllm("cd", ["c", "d"], rows_of(2, 4), 4, "stop"), shape=shape
-    )["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", "bc")
-    assert choice["logprobs"]["token_logprobs"] == [-0.5] * 3

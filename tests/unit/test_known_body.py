@@ -141,19 +141,6 @@ def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known.prefix(body, "chat") is not None
 
 
-FRONTS = ['{"model":"m",', '{"a":[1,{"messages":[1]}],"messages":[2],"tools":[],', ' { "x":"\\"messages\\":[" , ', "{"]
-
-
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("comma", [",", ", ", "\n,"])
-def test_fields_before_the_messages(front: str, comma: str) -> None:
-    first, second = body_of(MESSAGES, front, ',"y":1}', comma), body_of(MORE, front, ',"y":2}', comma)
-    continued = continued_of(known_after(first), second)
-    assert continued is not None
-    assert continued.prefix.is_whole
-    assert told(second, continued) == told(second, None)
-
-
 PIECES = st.sampled_from(
     [
         '{"role":"user","content":"x"}',

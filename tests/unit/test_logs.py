@@ -139,13 +139,6 @@ def test_a_library_s_line_ends_where_it_begins_to_quote(lines: Lines) -> None:
     assert CANARY not in lines.text
 
 
-def test_people_get_a_line_that_is_no_json() -> None:
-    lines = Lines("console")
-    lines.of("turnlog.health").warning("engine %s is back", "http://e")
-    assert "engine http://e is back" in lines.text
-    assert not lines.text.startswith("{")
-
-
 CONFIGURED = """
 import logging, sys
 from app.logs import configure

@@ -14,7 +14,7 @@ from helpers.replies import GONE, SHAPES, Text, body_of, known_as
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers import codec, job, scan, seek
+from workers import codec, job, scan
 from workers.codec import Facts, Wire
 from workers.job import Job, WorkerResult
 from workers.parse import MAX_TOKEN_ID, KnownTokens, Parsed, Rejected, parse_reply, token_text
@@ -46,7 +46,7 @@ def judged(body: bytes, shape: str, known: KnownTokens | None = None, sent: byte
     asked = Job("auto", known, [], [], [], 200, "", b"", protocol, sent)
     if known is None or sent:
         return job.work(asked, memoryview(body))
-    found = seek.long_values(memoryview(body), text_of(known))
+    found = job.find_long_values(memoryview(body), text_of(known))
     try:
         result = job.work(asked, memoryview(body))
     except Rejected as error:
@@ -86,7 +86,7 @@ def require_same(body: bytes, shape: str, known: KnownTokens | None = None, sent
 @pytest.mark.parametrize("known", [None, known_as(IDS[:2900]), known_as(IDS), known_as(OTHER), known_as([*IDS, 1])])
 def test_a_long_prompt_is_cut_out_and_put_back(shape: str, known: KnownTokens | None) -> None:
     body = long_body(shape)
-    assert seek.long_values(memoryview(body)).prompt is not None
+    assert job.find_long_values(memoryview(body)).prompt is not None
     wire = require_same(body, shape, known)
     assert b"7919" not in wire.reply
     assert wire.prompt_ids_at is not None
@@ -106,7 +106,7 @@ def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None
             {PROMPT[shape]: Text("[" + ",".join(map(str, ids)) + "]")},
             separators=(",", ":"),
         )
-        found = seek.long_values(memoryview(body), text)
+        found = job.find_long_values(memoryview(body), text)
         assert (found.begun is not None) == (turn > 0)
         result, made = job.work_here(asked, memoryview(body), found)
         assert result == job.work(asked, memoryview(body))
@@ -170,8 +170,8 @@ def test_a_second_copy_of_a_long_prompt(shape: str, known: KnownTokens | None) -
 
 def test_a_key_behind_the_beginning_of_a_long_reply() -> None:
     """A reply whose message comes first, and is longer than what is searched at a time."""
-    body = long_body("sglang", TEXT, {CONTENT["sglang"]: "x" * seek.WINDOW})
-    found = seek.long_values(memoryview(body)).prompt
+    body = long_body("sglang", TEXT, {CONTENT["sglang"]: "x" * job.WINDOW})
+    found = job.find_long_values(memoryview(body)).prompt
     assert found is not None
     assert body[found.start : found.end] == TEXT.encode()
     require_same(body, "sglang", known_as(IDS[:2900]))

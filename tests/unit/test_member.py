@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from app.fleet.member import Member, is_lower
 
 
@@ -52,35 +50,11 @@ def test_a_dead_engine_is_back_after_two_signs_of_life() -> None:
     assert (member.health, member.since, member.last_error) == ("paused", 7.0, None)
 
 
-@pytest.mark.parametrize("alive", ["healthy", "busy", "paused"])
-def test_ways_to_live_follow_each_other_at_once(alive: str) -> None:
-    member = Member("http://a")
-    member.succeeded("healthy", 1.0)
-    member.succeeded(alive, 2.0)  # type: ignore[arg-type]
-    assert member.health == alive
-
-
-def test_a_restart_forgets_what_was_learned() -> None:
-    member = Member("http://a", sessions=False, dialect="sglang")
-    member.answered()
-    assert (member.generation, member.sessions, member.dialect) == (0, False, "sglang")
-    member.is_refusing = True
-    member.succeeded("healthy", 1.0)
-    assert (member.generation, member.sessions, member.dialect) == (1, None, None)
-    member.succeeded("healthy", 2.0)
-    assert member.generation == 1
-
-
 def versions(*said: tuple[str, str | None]) -> Member:
     member = Member("http://a")
     for version, known in said:
         member.report_version(version, known)
     return member
-
-
-def test_a_version_that_grows_is_sound() -> None:
-    member = versions(("4", None), ("5", "4"), ("10", "5"))
-    assert (member.weight_version, member.fell_from) == ("10", None)
 
 
 def test_a_version_that_falls_is_remembered_until_it_is_reached_again() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -222,40 +221,6 @@ def events(stream: bytes) -> list[dict[str, Any]]:
         found.append(json.loads(data))
         assert found[-1]["type"] == name.decode()
     return found
-
-
-def test_the_events_of_a_stream() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    message = {"role": "assistant", "content": "Hi", "reasoning_content": "hm", "tool_calls": [call]}
-    usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
-    body = body_of("sglang", {"choices.0.message": message, "choices.0.finish_reason": "tool_calls", "usage": usage})
-    found = events(MESSAGES.events(committed(body)))
-    counts = {"input_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 1}
-    begun = {"id": f"msg_{PROOF}", "type": "message", "role": "assistant", "model": "claude-x", "content": []}
-    begun |= {"stop_reason": None, "stop_sequence": None, "usage": {**counts, "output_tokens": 0}}
-    blocks = [
-        ({"type": "thinking", "thinking": "", "signature": ""}, [("thinking", "hm"), ("signature", f"tl_{PROOF}")]),
-        ({"type": "text", "text": ""}, [("text", "Hi")]),
-        ({"type": "tool_use", "id": "c1", "name": "f", "input": {}}, [("input_json", '{"a": 1}')]),
-    ]
-    assert found == [
-        {"type": "message_start", "message": begun},
-        *(event for index, (head, deltas) in enumerate(blocks) for event in of_block(index, head, deltas)),
-        {
-            "type": "message_delta",
-            "delta": {"stop_reason": "tool_use", "stop_sequence": None},
-            "usage": {**counts, "output_tokens": 2},
-        },
-        {"type": "message_stop"},
-    ]
-
-
-def of_block(index: int, head: dict[str, Any], deltas: list[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-    yield {"type": "content_block_start", "index": index, "content_block": head}
-    for kind, text in deltas:
-        delta = {"type": f"{kind}_delta", "partial_json" if kind == "input_json" else kind: text}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
-    yield {"type": "content_block_stop", "index": index}
 
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]

@@ -84,14 +84,6 @@ def test_names_have_their_unit_and_labels_few_values(metrics: Metrics) -> None:
             assert family.type != "counter" or sample.name.endswith("_total"), "no series beside it"
 
 
-def test_a_total_that_somebody_else_counts_is_brought_up_to_date(metrics: Metrics) -> None:
-    for counted in (3, 3, 10):
-        metrics.total(metrics.pool_jobs, counted)
-        metrics.totals(metrics.janitor, {"closed": counted})
-        assert value(metrics, "turnlog_pool_jobs_total") == counted
-        assert value(metrics, "turnlog_janitor_sessions_total", action="closed") == counted
-
-
 def test_series_that_alerts_rest_on_are_there_before_the_first_of_them(metrics: Metrics) -> None:
     assert value(metrics, "turnlog_turns_abandoned_total", reason="owner_dead") == 0
     assert value(metrics, "turnlog_turns_tombstoned_total", reason="window") == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.sessions.group_list import MAX_MISSING, missing_attempts
+from app.sessions.groups import MAX_MISSING, missing_attempts
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
 import pytest
 import schemathesis
-from fastapi import FastAPI, Request
 
-from app.api import openapi, service
+from app.api import openapi
 from app.main import create_app
 from app.protocols.registry import ROUTES
 from app.settings import Settings
@@ -25,20 +22,6 @@ KIND = re.compile(r":\w+(?=})")
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     return openapi.document(create_app(Settings(search="on")))
-
-
-def test_it_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-
-    def document(app: FastAPI) -> dict[str, Any]:
-        threads.append(threading.get_ident())
-        return {"app": app.title}
-
-    monkeypatch.setattr(service, "document", document)
-    request = Request({"type": "http", "app": create_app(Settings(search="on"))})
-    reply = asyncio.run(service.openapi_json(request))
-    assert reply.body == b'{"app":"Turnlog"}'
-    assert threads not in ([], [threading.get_ident()])
 
 
 def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:

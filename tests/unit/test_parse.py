@@ -133,13 +133,6 @@ def test_finish_reason(reason: str | None) -> None:
     assert sound("sglang", no_meta).finish_reason == reason
 
 
-@pytest.mark.parametrize(("shape", "at"), [("sglang completion", "sglext"), ("vllm completion", CHOICE)])
-def test_payloads_of_a_completion(shape: str, at: str) -> None:
-    change = {at: {"routed_experts": "AAAA"}} if at == "sglext" else {f"{at}.routed_experts": "AAAA"}
-    ((kind, raw),) = sound(shape, change).payloads
-    assert (kind, bytes(raw)) == ("routed_experts", b'"AAAA"')
-
-
 ROUNDED = ["0", "1e-4", "0.0001", "5e-324", "0.00009999"]
 """Logprobs that rounding put over zero."""
 
@@ -199,13 +192,3 @@ def test_keys_that_stand_twice_and_say_the_same(
     value = value or json.dumps(SHAPES[shape]["choices"][0]["message"], sort_keys=True)
     pair = (f'"\\u{ord(key[0]):04x}{key[1:]}"' if escape else f'"{key}"', value)
     assert read(shape, doubled(shape, path, pair, first, separators)).output_ids
-
-
-def test_ids_that_stand_twice() -> None:
-    """Long lists are not read again where all is well."""
-    ids = [1, 2, 3] * 100
-    reply = sglang(ids)
-    for separators in ((",", ":"), (", ", ": ")):
-        pair = ('"prompt_token_ids"', json.dumps(ids, separators=separators))
-        again = doubled(reply, CHOICE, pair, first=True, separators=separators)
-        assert parse_reply(again, "auto") == parse_reply(body_of(reply, separators=separators), "auto")

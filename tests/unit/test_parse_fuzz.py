@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.amounts import cases
-from helpers.replies import CHATS, COMPLETIONS, DEEP, GONE, SHAPES, Changes, Reply, Text, body_of, paths, sglang, vllm
+from helpers.replies import COMPLETIONS, DEEP, GONE, SHAPES, Changes, Reply, Text, body_of, paths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,31 +145,3 @@ def test_every_cut_is_rejected(shape: str) -> None:
     body = body_of(shape)
     assert judge(body, shape)
     assert not any(judge(body[:end], shape) for end in range(len(body)))
-
-
-@settings(max_examples=cases(400), deadline=None)
-@given(st.binary(max_size=40))
-def test_any_bytes(body: bytes) -> None:
-    assert not judge(body)
-
-
-LOGPROB = st.floats(-9998, 0, allow_subnormal=True).map(repr) | st.integers(0, 10**40).map(
-    lambda digits: f"-0.{digits:041}"
-)
-
-
-@pytest.mark.parametrize("shape", CHATS)
-@settings(max_examples=60, deadline=None)
-@given(
-    tokens=st.lists(st.tuples(LOGPROB, st.integers(0, MAX_TOKEN_ID)), max_size=6),
-    prompt=st.lists(st.integers(0, MAX_TOKEN_ID), max_size=6),
-)
-def test_sound_numbers_are_read_exactly(shape: str, tokens: list[tuple[str, int]], prompt: list[int]) -> None:
-    ids = [number for _, number in tokens]
-    if shape == "sglang":
-        entries = ",".join(f"[{logprob}, {number}, null]" for logprob, number in tokens)
-        change = {"choices.0.meta_info.output_token_logprobs": Text(f"[{entries}]")}
-        assert judge(body_of(sglang(prompt, ids), change))
-    else:
-        entries = ",".join(f'{{"token":"x","logprob":{logprob}}}' for logprob, _ in tokens)
-        assert judge(body_of(vllm(prompt, ids), {"choices.0.logprobs.content": Text(f"[{entries}]")}))

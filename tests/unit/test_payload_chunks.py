@@ -124,16 +124,6 @@ def test_rows_that_were_left_out_as_known_follow_the_parents() -> None:
     assert kept.rows().tolist() == rows.tolist()
 
 
-def test_many_patches_give_the_rows_of_one_payload() -> None:
-    kept, rows = Kept(), table(400, 64)
-    for at in range(0, 400, 20):
-        kept.turn(rows[at : at + 20], start=at)
-    assert (kept.start, kept.rows().tolist()) == (0, rows.tolist())
-    whole = Kept()
-    whole.turn(rows)
-    assert whole.rows().dtype == kept.rows().dtype
-
-
 @pytest.mark.parametrize("start", [1, 999, 1001])
 def test_a_patch_that_does_not_begin_where_the_parent_ends_stands_alone(start: int) -> None:
     kept, rows = Kept(), table(1000, 64)
@@ -274,7 +264,3 @@ def test_a_chunk_that_unpacks_to_too_much_is_not_unpacked() -> None:
     bomb = codec.compress(bytes(64 << 20))
     with pytest.raises(CorruptContent, match="declares"):
         payloads.load(Chunk(0, 1, "uint8", 800, "0" * 32), bomb)
-
-
-def test_no_chunks_are_no_rows() -> None:
-    assert payloads.join([]).size == 0

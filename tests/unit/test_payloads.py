@@ -89,17 +89,6 @@ def test_a_npy_file_of_integers(version: tuple[int, int], dtype: str, shape: tup
     assert payloads.render(cut, rows_in(stored)) == text
 
 
-@pytest.mark.parametrize("spell", [in_lists, in_compact_lists])
-@pytest.mark.parametrize("shape", [(6,), (3, 2), (3, 1), (3, 1, 2), (3, 2, 1), (1, 3, 2)])
-def test_nested_lists_are_written_again(spell: Spell, shape: tuple[int, ...]) -> None:
-    rows = np.arange(6)[: np.prod(shape)].reshape(shape)
-    tokens = 4 if shape == (6,) else shape[0] + 1
-    stored, cut = read(spell(rows), tokens=tokens)
-    assert stored.shape == ((2,) if shape == (6,) else shape[1:])
-    assert cut.form == "lists"
-    assert payloads.render(cut, rows_in(stored)) == spell(rows)
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -47,12 +47,6 @@ async def test_content_of_any_size_comes_back_whole() -> None:
             assert await pool.run(b"echo", bytearray(body)) == body
 
 
-async def test_a_result_may_be_larger_than_the_body() -> None:
-    async with running() as pool:
-        for size in (2 * MIB, 40 * MIB):
-            assert await pool.run(f"inflate {size}".encode(), b"x") == bytes(size)
-
-
 async def test_a_body_behind_an_odd_job_is_not_shifted() -> None:
     async with running() as pool:
         for length in range(1, 20):
@@ -76,19 +70,6 @@ async def test_a_rejection_arrives_with_its_message_and_costs_no_child() -> None
         assert pool.counters().crashes == 0
 
 
-async def test_the_child_used_last_is_used_next(gate: Gate) -> None:
-    async with running(3) as pool:
-        held = asyncio.create_task(pool.run(gate.job, b""))
-        await gate.reached()
-        other = await pool.run(b"pid", b"")
-        assert {await pool.run(b"pid", b"") for _ in range(5)} == {other}
-        gate.open()
-        await held
-        last = await pool.run(b"pid", b"")
-        assert last != other
-        assert await pool.run(b"pid", b"") == last
-
-
 async def test_waiting_is_bounded_and_in_order(gate: Gate) -> None:
     order: list[int] = []
 
@@ -108,19 +89,6 @@ async def test_waiting_is_bounded_and_in_order(gate: Gate) -> None:
         await asyncio.gather(held, *waiting)
         assert order == [0, 1, 2]
         assert await pool.run(b"echo", b"there is room again") == b"there is room again"
-
-
-async def test_counters_tell_alive_and_busy(gate: Gate) -> None:
-    async with running(2) as pool:
-        assert (pool.counters().size, pool.counters().alive) == (2, 0)
-        held = asyncio.create_task(pool.run(gate.job, b""))
-        await gate.reached()
-        await pool.run(b"echo", b"")
-        counters = pool.counters()
-        assert (counters.alive, counters.busy, counters.jobs) == (2, 1, 1)
-        gate.open(b"done")
-        assert await held == b"done"
-        assert pool.counters().busy == 0
 
 
 async def test_a_cancelled_job_is_finished_and_its_result_dropped(gate: Gate) -> None:
@@ -188,14 +156,6 @@ async def test_the_loop_goes_round_while_a_large_body_is_copied() -> None:
             await pool.run(b"write /dev/null", body)
         counting.cancel()
     assert turns >= len(body) // PIECE_BYTES
-
-
-async def test_a_segment_gives_back_what_a_large_job_took() -> None:
-    async with running() as pool:
-        await pool.run(b"echo", bytes(3 * KEEP_BYTES))
-        (pid,) = children()
-        files = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd" in os.readlink(fd)]
-        assert {file.stat().st_size for file in files} == {KEEP_BYTES}
 
 
 async def test_a_view_that_a_job_keeps_does_no_harm() -> None:

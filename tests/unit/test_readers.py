@@ -1,4 +1,4 @@
-"""Clients that wait for a turn, and what becomes of it when they go."""
+"""Turns in flight, the clients that wait for them, and how their work is ended."""
 
 from __future__ import annotations
 
@@ -102,3 +102,35 @@ async def test_who_stays_gets_what_the_flight_brought() -> None:
     failed = flight()
     failed.finish(None)
     assert await Watched().reader().join(failed) is None
+
+
+async def test_a_second_reason_to_end_the_work_does_not_interrupt_its_cleaning_up() -> None:
+    cut = flight()
+    working, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    cleaned = []
+
+    async def work() -> None:
+        try:
+            working.set()
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await may_end.wait()
+            cleaned.append(True)
+
+    async def cut_work() -> int:
+        with pytest.raises(TurnCancelled), cut.cancellable():
+            await work()
+        task = asyncio.current_task()
+        assert task is not None
+        return task.cancelling()
+
+    task = asyncio.create_task(cut_work())
+    await working.wait()
+    cut.cancel("disconnect")
+    await ending.wait()
+    cut.cancel("session_closed")
+    may_end.set()
+    assert await task == 0, "cancellations that nobody took back"
+    assert cleaned == [True]
+    assert cut.cancel_reason == "disconnect"

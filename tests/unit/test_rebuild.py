@@ -17,7 +17,7 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.fold import fold
-from app.sessions.inspection import described
+from app.sessions.event_log import described
 from app.store.projections import HEAD, OPEN_TURN, FoldedLog
 from app.store.schema import open_turns, sessions
 

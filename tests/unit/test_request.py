@@ -9,7 +9,7 @@ from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.request import TokenIds, canonical_hash, join_object
+from app.domain.request import TokenIds, canonical_hash
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.body import OURS
 from app.protocols.chat import parse_chat
@@ -78,11 +78,6 @@ def test_what_is_refused(body: bytes) -> None:
     assert not isinstance(caught.value, Unsupported)
 
 
-def test_more_choices_are_unsupported() -> None:
-    with pytest.raises(Unsupported):
-        parse_chat(b'{"messages":[1],"n":2}')
-
-
 @settings(max_examples=cases(400), deadline=None)
 @given(
     st.binary(max_size=30) | st.from_regex(rb'\{"(n|stream|messages|tools)":[\[\]{}"0-9a-z,.]{0,8}\}', fullmatch=True)
@@ -94,12 +89,6 @@ def test_nothing_but_invalid_request(body: bytes) -> None:
         return
     assert request.messages
     assert not OURS & set(request.params)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=3), max_size=4))
-def test_joined_fields_are_the_object(fields: dict[str, object]) -> None:
-    assert json.loads(join_object({name: json.dumps(value).encode() for name, value in fields.items()})) == fields
 
 
 def test_ids_are_taken_out_of_the_parameters() -> None:

@@ -13,10 +13,8 @@ from app.domain.events import (
     ReplayKind,
     RewardAssigned,
     SessionClosed,
-    SessionErased,
     UnknownEvent,
 )
-from app.domain.fold import fold
 
 HASH = "0" * 32
 
@@ -99,14 +97,6 @@ def test_a_chunk_that_a_later_payload_shares_stays() -> None:
     alone = script.take(share=False)
     assert [(event.turns, event.freed) for event in script.gone] == [((1,), ()), ((2,), ((first, 0), (second, 0)))]
     assert script.live() == {alone}
-
-
-def test_retain_all_keeps_every_turns() -> None:
-    script = Script(Book(0, retain="all"))
-    for _ in range(5):
-        script.take()
-    script.take(back=0)
-    assert (script.kept, script.gone) == ([1, 2, 3, 4, 5, 6], [])
 
 
 def test_retain_all_keeps_those_of_discarded_turns() -> None:
@@ -220,25 +210,6 @@ def test_a_closed_session_can_lose_all_that_is_left(retain: str) -> None:
     assert event.freed == tuple((fence, 0) for fence in fences)
     script.book.add(event, RewardAssigned(1.0))
     assert (script.book.session.payloads, retention.tombstone_all(script.book.session)) == ({}, None)
-
-
-def test_an_erased_session_has_no_payloads() -> None:
-    script = Script(Book(1))
-    script.take()
-    script.book.add(SessionClosed(), SessionErased())
-    assert script.book.session.payloads == {}
-
-
-def test_a_fold_from_any_snapshot_is_the_same() -> None:
-    script = Script(Book(1))
-    for _ in range(3):
-        script.take(("routed_experts", "indexer_topk"))
-    script.take(back=1)
-    script.take(prompt=[5])
-    events = script.book.events
-    for at in range(1, len(events)):
-        part = fold("s", events[:at])
-        assert fold("s", events[at:], part) == script.book.session
 
 
 def test_a_payload_that_shares_what_is_gone_refuses_the_session() -> None:

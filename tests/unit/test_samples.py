@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Book, Made, assistant, user
 
-from app.domain.samples import Inconsistent, Sample, samples, status_of
+from app.domain.samples import Inconsistent, Sample, samples
 
 
 def naive(book: Book) -> list[dict[str, Any]]:
@@ -86,21 +86,6 @@ def plain(sample: Sample) -> dict[str, Any]:
     }
 
 
-def test_one_segment_of_two_turns() -> None:
-    book = Book()
-    book.turn([user("a")], assistant("x"), prompt=[1, 2], output=[3, 4], versions=[("1", 0, 2)])
-    history = [*book.made[1].history, user("b")]
-    book.turn(
-        history, assistant("y"), prompt=[1, 2, 3, 4, 5], output=[6], versions=[("2", 0, 1)], finish_reason="length"
-    )
-    (sample,) = samples(book.session, book.content)
-    assert list(sample.tokens) == [1, 2, 3, 4, 5, 6]
-    assert list(sample.loss_mask) == [0, 0, 1, 1, 0, 1]
-    assert list(sample.weight_versions) == [-1, -1, 1, 1, -1, 2]
-    assert (sample.prompt_length, sample.response_length, sample.status) == (2, 4, "truncated")
-    assert [(s.start, s.output_start, s.end) for s in sample.turns] == [(0, 2, 4), (4, 5, 6)]
-
-
 def test_a_version_that_is_no_number_becomes_an_index() -> None:
     book = Book()
     book.turn(
@@ -127,41 +112,6 @@ def test_content_that_does_not_add_up_is_refused(field: str) -> None:
     content = {1: msgspec.structs.replace(book.content[1], **{field: short})}
     with pytest.raises(Inconsistent):
         samples(book.session, content)
-
-
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        ("stop", "completed"),
-        ("tool_calls", "completed"),
-        (None, "completed"),
-        ("length", "truncated"),
-        ("abort", "aborted"),
-    ],
-)
-def test_status(reason: str | None, status: str) -> None:
-    assert status_of(reason) == status
-
-
-@pytest.mark.parametrize(
-    ("reasons", "status", "last_status"),
-    [
-        (["stop", "length", "stop"], "truncated", "completed"),
-        (["length", "abort", "tool_calls"], "aborted", "completed"),
-        (["abort", "stop", "length"], "aborted", "truncated"),
-        (["stop", "tool_calls", "stop"], "completed", "completed"),
-    ],
-)
-def test_the_status_of_a_row_is_that_of_all_its_turns(reasons: list[str], status: str, last_status: str) -> None:
-    book = Book()
-    for number, reason in enumerate(reasons):
-        before = book.made.get(number)
-        history = [user("a")] if before is None else [*before.history, user("b")]
-        prompt = [1] if before is None else [*before.prompt, *before.output, 8]
-        book.turn(history, assistant("x"), prompt=prompt, output=[9], finish_reason=reason)
-    (sample,) = samples(book.session, book.content)
-    assert (sample.status, sample.last_status) == (status, last_status)
-    assert [span.finish_reason for span in sample.turns] == reasons
 
 
 @settings(max_examples=cases(300), deadline=None)
@@ -233,16 +183,3 @@ def assert_cut(book: Book, limit: int) -> None:
             == [span.version for span in whole.version_spans for _ in range(span.end - span.start)][: len(versions)]
         )
         assert len(versions) == int(found.sampled_mask.sum())
-
-
-def test_an_overlong_turn_is_cut_inside_its_output_with_all_that_goes_with_it() -> None:
-    book = Book()
-    book.turn([user("a")], assistant("x"), prompt=[1, 2], output=[3, 4, 5], versions=[("1", 0, 1), ("2", 1, 3)])
-    assert samples(book.session, book.content, 4) == []
-    (sample,) = samples(book.session, book.content, 4, "token")
-    assert list(sample.tokens) == [1, 2, 3, 4]
-    assert list(sample.loss_mask) == [0, 0, 1, 1]
-    assert list(sample.weight_versions) == [-1, -1, 1, 2]
-    assert (sample.prompt_length, sample.response_length, sample.status) == (2, 2, "truncated")
-    assert [(span.output_start, span.end, span.finish_reason) for span in sample.turns] == [(2, 4, "stop")]
-    assert samples(book.session, book.content, 2, "token") == []

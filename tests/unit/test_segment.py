@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.segment import SMALLEST, Segment, room_for
+from workers.segment import SMALLEST, Segment
 
 MIB = 1 << 20
 
@@ -36,30 +36,6 @@ def test_what_one_side_writes_the_other_reads(ours: Segment, theirs: Segment) ->
     assert theirs.read(0, 7) == b"newbody"
 
 
-@pytest.mark.parametrize(
-    ("size", "room"),
-    [(0, SMALLEST), (SMALLEST, SMALLEST), (SMALLEST + 1, 2 * SMALLEST), (5 * MIB, 8 * MIB), (256 * MIB, 256 * MIB)],
-)
-def test_grows_in_powers_of_two(ours: Segment, size: int, room: int) -> None:
-    ours.grow(size)
-    assert ours.size == room == room_for(size) == os.fstat(ours.fd).st_size
-
-
-def test_room_takes_no_memory_until_it_is_written(ours: Segment) -> None:
-    ours.grow(256 * MIB)
-    assert os.fstat(ours.fd).st_blocks == 0
-    ours.write(100 * MIB, b"x" * MIB)
-    assert MIB <= os.fstat(ours.fd).st_blocks * 512 <= 2 * MIB
-
-
-def test_never_shrinks_by_growing(ours: Segment) -> None:
-    ours.grow(8 * MIB)
-    ours.write(5 * MIB, b"kept")
-    ours.grow(100)
-    assert ours.size == 8 * MIB
-    assert ours.read(5 * MIB, 4) == b"kept"
-
-
 def test_fit_follows_the_other_side(ours: Segment, theirs: Segment) -> None:
     theirs.grow(4 * MIB)
     theirs.write(4 * MIB - 3, b"end")
@@ -69,12 +45,6 @@ def test_fit_follows_the_other_side(ours: Segment, theirs: Segment) -> None:
     ours.shrink(2 * MIB)
     theirs.fit()
     assert theirs.size == 2 * MIB
-
-
-def test_grow_takes_the_room_that_the_other_side_has_made(ours: Segment, theirs: Segment) -> None:
-    theirs.grow(8 * MIB)
-    ours.grow(2 * MIB)
-    assert os.fstat(ours.fd).st_size == 8 * MIB
 
 
 def test_shrinking_gives_the_memory_back_and_keeps_the_rest(ours: Segment) -> None:
@@ -89,12 +59,6 @@ def test_shrinking_gives_the_memory_back_and_keeps_the_rest(ours: Segment) -> No
     assert ours.read(2 * MIB - 2, 4) == b"\x01\x02\x02\x00"
 
 
-def test_shrink_leaves_alone_what_is_small(ours: Segment) -> None:
-    ours.grow(2 * MIB)
-    ours.shrink(8 * MIB)
-    assert ours.size == 2 * MIB
-
-
 def test_a_view_is_read_only_and_outlives_a_remap(ours: Segment) -> None:
     ours.write(0, b"body")
     view = ours.view(0, 4)
@@ -103,18 +67,6 @@ def test_a_view_is_read_only_and_outlives_a_remap(ours: Segment) -> None:
     ours.grow(4 * MIB)
     ours.close()
     assert bytes(view) == b"body"
-
-
-def test_has_no_name_and_leaves_no_descriptor() -> None:
-    descriptors = os.listdir("/proc/self/fd")
-    segment = Segment.create()
-    target = os.readlink(f"/proc/self/fd/{segment.fd}")
-    assert target.endswith("(deleted)")
-    segment.close()
-    segment.close()
-    assert os.listdir("/proc/self/fd") == descriptors
-    with pytest.raises(ValueError, match="closed"):
-        segment.read(0, 1)
 
 
 def test_without_memfd_an_unlinked_file_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, conversations, expected, lists, rows
 
 from app.export import jsontext
-from app.export.row import Row, Unfit
+from app.export.row import Row
 from app.export.shapes import atropos
 
 ABSENT = "atroposlib is not installed: pip install torch==2.13.0 atroposlib"
@@ -63,11 +63,6 @@ def test_a_session_without_a_group_has_a_sequence_for_each_segment() -> None:
     assert found["rollout_advantages"] == [-1.0, -1.0]
     assert (found["rollout_ids"], found["rollout_rows"], found["rollout_weights"]) == (["s"] * 2, [2, 2], [0.5, 0.5])
     assert (found["group_id"], found["session_ids"], found["segments"]) == (None, ["s", "s"], [0, 1])
-
-
-def test_a_row_without_a_reward_makes_the_group_unfit() -> None:
-    with pytest.raises(Unfit, match="1 of the group's 2 rows"):
-        atropos.group_fields([*rows(TWO_TURNS), *rows(TWO_TURNS, reward=None)])
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,26 +1,38 @@
-"""The engine simulator: canonical ids, wire shapes, faults."""
+"""The engine simulator: canonical ids, what it does as ordered, faults that a reader refuses, its prefix cache."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import random
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 import pytest
-from simulating import CHAT, SGLANG_ASKS, ask, choice_of, engine, user
+from helpers.amounts import cases
 
 from ops.simulator.app import Simulator
 from ops.simulator.config import Config, Dialect
 from ops.simulator.faults import FAULTS
+from ops.simulator.prefixes import PrefixCache
+from ops.simulator.tokenizer import Tokenizer
 from ops.simulator.wire import ChatRequest, Sim
-from workers.parse import Rejected, parse_reply
+from workers.parse import PromptDiffers, Rejected, Span, parse_reply, token_text
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SGLANG_ASKS = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True, "return_token_ids": True}
 VLLM_ASKS = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
+COMPLETION_ASKS = {"logprobs": 0, "return_token_ids": True}
+DIALECTS: list[Dialect] = ["sglang", "vllm"]
+TEXT = "Once upon a time, in Zürich 🚀"
+
 TOOLS = [
     {
         "type": "function",
@@ -59,24 +71,37 @@ TEXTS = [
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def engine(dialect: Dialect = "sglang", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = Simulator(Config(dialect=dialect, **options))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://engine") as client:  # type: ignore[arg-type]
+        yield client
+
+
+def user(text: str = "hi") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+async def ask(client: httpx.AsyncClient, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    response = await client.post(CHAT, json={"messages": messages, **SGLANG_ASKS, **fields})
+    assert response.status_code == 200, response.text
+    value: dict[str, Any] = response.json()
+    return value
+
+
+def choice_of(reply: dict[str, Any]) -> dict[str, Any]:
+    choice: dict[str, Any] = reply["choices"][0]
+    return choice
+
+
 @pytest.fixture(scope="module")
 def simulator() -> Simulator:
     return Simulator(Config(reasoning=0.5, seed=3))
-
-
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """A small independent check of the keywords that TOOLS uses."""
-    if "enum" in schema:
-        return value in schema["enum"]
-    kind = schema.get("type")
-    if kind == "object":
-        known = schema.get("properties", {})
-        return set(schema.get("required", ())) <= set(value) <= set(known)
-    if kind == "integer":
-        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
-    if kind == "string":
-        return isinstance(value, str) and len(value) >= schema.get("minLength", 0)
-    return True
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -101,14 +126,7 @@ async def test_a_history_sent_back_is_a_token_prefix(simulator: Simulator, seed:
             message = choice["message"]
             messages.append(message)
             for call in message.get("tool_calls") or []:
-                schema: dict[str, Any] = next(
-                    tool["function"].get("parameters", {})  # type: ignore[attr-defined]
-                    for tool in TOOLS
-                    if tool["function"]["name"] == call["function"]["name"]  # type: ignore[index]
-                )
-                arguments = json.loads(call["function"]["arguments"])
-                assert fits(arguments, {"type": "object", **schema})
-                assert all(fits(value, schema["properties"][name]) for name, value in arguments.items())
+                json.loads(call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": rng.choice(TEXTS)})
             if not message.get("tool_calls"):
                 messages += user(rng.choice(TEXTS))
@@ -178,8 +196,7 @@ async def test_a_cut_answer_sent_back_is_a_prefix_too() -> None:
             messages = user(f"cut {number}")
             sim = {"finish_reason": "abort"} if number % 2 else {}
             first = choice_of(await ask(client, messages, sim=sim, max_tokens=30 + number % 7))
-            back = [*messages, first["message"], *user("go on")]
-            second = choice_of(await ask(client, back))
+            second = choice_of(await ask(client, [*messages, first["message"], *user("go on")]))
             whole = first["prompt_token_ids"] + first["response_token_ids"]
             assert second["prompt_token_ids"][: len(whole)] == whole
 
@@ -246,182 +263,325 @@ async def test_prefix_cache_and_padding_and_versions() -> None:
         assert whole["meta_info"]["cached_tokens"] == len(whole["prompt_token_ids"]) - 1
 
 
-async def test_vllm_shape() -> None:
-    async with engine("vllm", reasoning=0.0) as client:
-        body = {"messages": user(), **VLLM_ASKS, "return_routed_experts": True}
-        reply = (await client.post(CHAT, json=body)).json()
-        choice = choice_of(reply)
-        ids, content = choice["token_ids"], choice["logprobs"]["content"]
-        assert len(ids) == len(content) == reply["usage"]["completion_tokens"]
-        assert b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == choice["message"]["content"]
-        rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
-        assert rows.dtype == np.int32
-        assert rows.shape == (len(reply["prompt_token_ids"]) + len(ids) - 1, 4, 2)
-        emptied = (await client.post(CHAT, json={**body, "top_logprobs": None})).json()
-        assert choice_of(emptied)["logprobs"]["content"] == []
-        refused = await client.post(CHAT, json={"messages": []})
-        assert refused.json()["error"]["code"] == 400
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer()
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
-async def test_stream_carries_the_same_message(dialect: Dialect) -> None:
-    async with engine(dialect) as client:
-        plain = choice_of((await client.post(CHAT, json={"messages": user(), "tools": TOOLS})).json())["message"]
-        await client.post("/sim/reset")
-        body: dict[str, Any] = {
-            "messages": user(),
-            "tools": TOOLS,
-            "stream": True,
-            "return_token_ids": dialect == "vllm",
-        }
-        response = await client.post(CHAT, json={**body, "stream_options": {"include_usage": True}})
-        assert response.headers["content-type"] == "text/event-stream"
-        events = events_of(response.text)
-        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-        assert "".join(delta.get("content") or "" for delta in deltas) == (plain["content"] or "")
-        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        for place, call in enumerate(plain.get("tool_calls") or []):
-            text = "".join(part["function"]["arguments"] for part in calls if part["index"] == place)
-            assert text == call["function"]["arguments"]
-        if dialect == "vllm":
-            ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids") or []]
-            assert len(ids) == events[-1]["usage"]["completion_tokens"]
-            assert events[0]["prompt_token_ids"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"[]",
-        b"{",
-        b"{}",
-        b'{"messages": null}',
-        b'{"messages": []}',
-        b'{"messages": [1]}',
-        b'{"messages": [{"content": "x"}]}',
-        b'{"messages": [{"role": "wizard", "content": "x"}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "n": 2}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
-        b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "return_meta_info": true}',
-        b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "return_token_ids": true}',
-        b'{"messages": [{"role": "user", "content": "x"}], "sim": {"falt": "typo"}}',
-        b'{"messages": [{"role": "user", "content": "x"}], "sim": {"fault": "unheard-of"}}',
-        b'{"messages": ' + b"[" * 100_000,
-        b'{"messages": [{"role": "user", "content": "\xff"}]}',
-    ],
-)
-async def test_bad_requests_are_flat_400s(body: bytes) -> None:
-    async with engine() as client:
-        response = await client.post(CHAT, content=body)
-        assert response.status_code == 400
-        assert set(response.json()) == {"object", "message", "type", "param", "code"}
-
-
-BROKEN_JSON = {
-    "not_json",
-    "truncated_json",
-    "bad_utf8",
-    "nan_logprob",
-    "deep_nesting",
-    "empty_200",
-    "inf_logprob",
-}
-REPEATED = {
-    "duplicate_meta_key": b'"completion_tokens"',
-    "duplicate_choices": b'"choices"',
-    "duplicate_prompt_ids": b'"prompt_token_ids"',
-}
-"""Faults that readers of JSON do not see, and the key that stands twice."""
-NO_DELIVERY = {"never", "reset", "drip"}
-
-
-def strict(content: bytes) -> Any:
-    def refuse(text: str) -> Any:
-        raise ValueError(text)
-
-    def finite(text: str) -> float:
-        value = float(text)
-        return value if abs(value) < 1e300 else refuse(text)
-
-    return json.loads(content.decode(), parse_constant=refuse, parse_float=finite)
-
-
-def malformed(dialect: Dialect) -> set[str]:
-    """Faults after which a chat's reply must be refused. Of a miscount and another prompt only the caller can tell."""
-    told = {"usage_prompt_tokens", "meta_prompt_tokens", "other_prompt", "drip", "abort"}
-    payloads = {"bad_experts_base64", "misaligned_experts", "wrong_experts_rows"}
-    own = set() if dialect == "sglang" else {"duplicate_meta_key"}
-    return {name for name, fault in FAULTS.items() if fault.generates} - told - payloads - own
-
-
-@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
-@pytest.mark.parametrize("name", sorted(set(FAULTS) - NO_DELIVERY))
-async def test_every_fault_shows_once(name: str, dialect: Dialect) -> None:
-    async with engine(dialect, reasoning=0.0) as client:
-        body = {"messages": user(), **(SGLANG_ASKS if dialect == "sglang" else VLLM_ASKS)}
-        good = (await client.post(CHAT, json=body)).content
-        await client.post("/sim/reset")
-        queued = await client.post("/sim/faults", json={"fault": name})
-        assert queued.json() == {"queued": [name]}
-        bad = await client.post(CHAT, json=body)
-        asked = {"sim": {"fault": name}} if dialect == "sglang" else {}
-        if name.startswith("status_"):
-            assert bad.status_code == int(name[-3:])
-        elif name in BROKEN_JSON:
-            with pytest.raises((ValueError, RecursionError)):
-                strict(bad.content)
-        elif name in REPEATED:
-            key = REPEATED[name]
-            assert bad.content.count(key) > good.count(key) or (dialect == "vllm" and name == "duplicate_meta_key")
-        elif name != "redirect" and not (dialect == "vllm" and name == "completion_tokens_bool"):
-            assert stable(bad.content) != stable(good)
-        if name in malformed(dialect):
-            with pytest.raises(Rejected):
-                parse_reply(bad.content, "auto")
-        await client.post("/sim/reset")
-        after = await client.post(CHAT, json=body)
-        assert stable(after.content) == stable(good)
-        if asked:
-            assert (await client.post(CHAT, json={**body, **asked})).status_code == bad.status_code
-
-
-def stable(content: bytes) -> Any:
-    value = json.loads(content)
-    if isinstance(value, dict):
-        value.pop("created", None)
-        value.pop("id", None)
-        for choice in value.get("choices", []):
-            choice.get("meta_info", {}).pop("id", None)
+async def complete(client: httpx.AsyncClient, prompt: Any = TEXT, **fields: Any) -> dict[str, Any]:
+    response = await client.post(COMPLETIONS, json={"prompt": prompt, **COMPLETION_ASKS, **fields})
+    assert response.status_code == 200, response.text
+    value: dict[str, Any] = response.json()
     return value
 
 
-async def test_fault_details() -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("form", ["text", "ids", "a list of one text", "a list of one prompt's ids"])
+async def test_a_prompt_is_text_or_ids(dialect: Dialect, form: str, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.ids(TEXT) if "text" in form else [5, 2**31 - 1, 0, 7]
+    prompt: Any = {"text": TEXT, "ids": ids, "a list of one text": [TEXT]}.get(form, [ids])
+    async with engine(dialect) as client:
+        reply = await complete(client, prompt)
+        (choice,) = reply["choices"]
+        assert choice["prompt_token_ids"] == ids
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 16, "max_tokens is 16"
+        assert choice["finish_reason"] == "length"
+        assert tokenizer.decode(choice["token_ids"]) == choice["text"]
+        assert reply["object"] == "text_completion"
+        assert reply["usage"]["prompt_tokens"] == len(ids)
+        bare = (await client.post(COMPLETIONS, json={"prompt": prompt})).json()["choices"][0]
+        assert bare["logprobs"] is None
+        assert not bare.get("token_ids")
+        assert not bare.get("prompt_token_ids")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_what_the_validator_reads(dialect: Dialect) -> None:
+    async with engine(dialect, weight_version="7") as client:
+        for number in range(20):
+            ids = [*range(number + 1)]
+            body = {
+                "prompt": ids,
+                **COMPLETION_ASKS,
+                "max_tokens": 60,
+                "return_weight_versions": True,
+                "return_routed_experts": True,
+                "sim": {"weight_versions": ["7", "8"]},
+            }
+            response = await client.post(COMPLETIONS, json=body)
+            (choice,) = response.json()["choices"]
+            parsed = parse_reply(response.content, "auto", protocol="completions", sent=token_text(ids))
+            assert parsed.dialect == dialect
+            assert array("i", parsed.output_ids).tolist() == choice["token_ids"]
+            assert array("d", parsed.logprobs).tolist() == choice["logprobs"]["token_logprobs"]
+            assert json.loads(parsed.message) == choice["text"]
+            half = parsed.weight_versions[0].end
+            assert parsed.weight_versions == [Span("7", 0, half), Span("8", half, len(choice["token_ids"]))]
+            assert parsed.cached_tokens == number
+            ((kind, raw),) = parsed.payloads
+            data = base64.b64decode(json.loads(bytes(raw)))
+            rows = np.load(io.BytesIO(data)) if dialect == "vllm" else np.frombuffer(data, "<i4").reshape(-1, 4, 2)
+            assert kind == "routed_experts"
+            assert len(rows) == len(ids) + len(choice["token_ids"]) - 1
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_the_end_a_limit_and_a_stop_string(dialect: Dialect, tokenizer: Tokenizer) -> None:
+    reason = "matched_stop" if dialect == "sglang" else "stop_reason"
+    async with engine(dialect) as client:
+        (whole,) = (await complete(client, max_tokens=500))["choices"]
+        assert whole["finish_reason"] == "stop"
+        end = tokenizer.special_ids["<|im_end|>"]
+        assert whole["token_ids"][-1] == end
+        assert whole[reason] == (end if dialect == "sglang" else None)
+        assert whole["text"] == tokenizer.decode(whole["token_ids"][:-1])
+        stop = whole["text"][20:26]
+        await client.post("/sim/reset")
+        (cut,) = (await complete(client, max_tokens=500, stop=["never said", stop]))["choices"]
+        assert (cut["finish_reason"], cut[reason]) == ("stop", stop)
+        assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+        ids = cut["token_ids"]
+        assert ids == whole["token_ids"][: len(ids)]
+        assert stop in tokenizer.decode(ids)
+        assert stop not in tokenizer.decode(ids[:-1])
+        await client.post("/sim/reset")
+        assert (await complete(client, max_tokens=500, stop="never said"))["choices"] == [whole]
+        (aborted,) = (await complete(client, max_tokens=500, sim={"finish_reason": "abort"}))["choices"]
+        assert aborted["finish_reason"] == "abort"
+        (short,) = (await complete(client, max_tokens=3))["choices"]
+        assert (len(short["token_ids"]), short["finish_reason"], short[reason]) == (3, "length", None)
+
+
+PAYLOADS_OR_DELIVERY = {
+    "never",
+    "reset",
+    "drip",
+    "abort",
+    "wrong_experts_rows",
+    "bad_experts_base64",
+    "misaligned_experts",
+}
+
+
+@pytest.mark.parametrize("protocol", ["chat", "completions"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - PAYLOADS_OR_DELIVERY))
+async def test_a_fault_spoils_one_reply(name: str, dialect: Dialect, protocol: Any) -> None:
+    async with engine(dialect) as client:
+        body: dict[str, Any] = {"prompt": [5, 6, 7], **COMPLETION_ASKS}
+        if protocol == "chat":
+            body = {"messages": user(), **(SGLANG_ASKS if dialect == "sglang" else VLLM_ASKS)}
+        path, sent = (CHAT, None) if protocol == "chat" else (COMPLETIONS, token_text([5, 6, 7]))
+        assert (await client.post("/sim/faults", json={"fault": name})).json() == {"queued": [name]}
+        bad = await client.post(path, json=body)
+        if not FAULTS[name].generates and name != "empty_200":
+            assert bad.status_code >= 300
+        elif protocol == "chat" and name == "duplicate_meta_key" and dialect == "vllm":
+            pass  # its chats have no such object
+        elif protocol == "chat" and (name == "other_prompt" or name.endswith("prompt_tokens")):
+            pass  # which only the caller can tell
+        elif name.endswith("prompt_tokens"):
+            assert parse_reply(bad.content, "auto", protocol=protocol, sent=sent).miscounted
+        else:
+            known = None if name == "missing_prompt_ids" else sent
+            with pytest.raises(Rejected) as raised:
+                parse_reply(bad.content, "auto", protocol=protocol, sent=known)
+            assert isinstance(raised.value, PromptDiffers) is (name == "other_prompt")
+        good = parse_reply((await client.post(path, json=body)).content, "auto", protocol=protocol, sent=sent)
+        assert (good.dialect, good.miscounted) == (dialect, None)
+
+
+async def in_flight(client: httpx.AsyncClient, count: int) -> None:
+    while (await client.get("/sim/stats")).json()["in_flight"] != count:
+        await asyncio.sleep(0.005)
+
+
+async def test_abort_by_prefix_keeps_the_tokens_so_far() -> None:
+    async with engine(latency_s=600.0) as client:
+        long = {"sim": {"completion_tokens": 600_000}}
+        asked = asyncio.create_task(ask(client, user(), rid="group-1:turn-2", **long))
+        other = asyncio.create_task(ask(client, user("other"), rid="other", sim={"latency_s": 0.3}))
+        await in_flight(client, 2)
+        await asyncio.sleep(0.1)
+        assert (await client.post("/abort_request", json={"rid": "group-1"})).content == b""
+        choice = choice_of(await asked)
+        assert choice["finish_reason"] == choice["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(choice["response_token_ids"]) < 600_000
+        assert choice_of(await other)["finish_reason"] != "abort"
+        stats = (await client.get("/sim/stats")).json()
+        assert (stats["started"], stats["finished"], stats["aborted"], stats["in_flight"]) == (2, 2, 1, 0)
+
+
+async def test_pause_holds_and_continue_releases() -> None:
     async with engine() as client:
-        body = {"messages": user(), **SGLANG_ASKS}
+        await client.post("/pause_generation", json={"mode": "retract"})
+        held = asyncio.create_task(ask(client, user()))
+        await in_flight(client, 1)
+        await asyncio.sleep(0.05)
+        assert not held.done()
+        await client.post("/update_weight_version", json={"new_version": "9", "abort_all_requests": False})
+        await client.post("/continue_generation", json={})
+        meta = choice_of(await held)["meta_info"]
+        assert (meta["weight_version"], meta["finish_reason"]["type"]) == ("9", "stop")
+        assert (await client.get("/model_info")).json()["weight_version"] == "9"
+        running = asyncio.create_task(ask(client, user("long"), sim={"latency_s": 5}))
+        await in_flight(client, 1)
+        await client.post("/pause_generation", json={"mode": "abort"})
+        assert choice_of(await running)["finish_reason"] == "abort"
 
-        async def entry(name: str) -> Any:
-            response = await client.post(CHAT, json={**body, "sim": {"fault": name}})
-            return choice_of(response.json())["meta_info"]["output_token_logprobs"][0]
 
-        assert (await entry("bool_id"))[1] is True
-        assert (await entry("huge_id"))[1] == 2**70
-        assert (await entry("float_id"))[1] == 1.5
-        assert (await entry("null_logprob"))[0] is None
-        assert (await entry("minus_9999_logprob"))[0] == -9999.0
-        assert (await entry("inf_logprob"))[0] == float("inf")
-        await client.post("/sim/faults", json={"fault": "status_429", "count": 2, "retry_after": "3"})
-        for _ in range(2):
-            limited = await client.post(CHAT, json=body)
-            assert (limited.status_code, limited.headers["retry-after"]) == (429, "3")
-        fields = {**body, "return_routed_experts": True, "sim": {"fault": "wrong_experts_rows"}}
-        wrong = choice_of((await client.post(CHAT, json=fields)).json())
-        ids = len(base64.b64decode(wrong["meta_info"]["routed_experts"])) // 4
-        assert ids % (4 * 2) == 7
-        assert (await client.post("/sim/faults", json={"fault": "nope"})).status_code == 400
+async def test_vllm_pause() -> None:
+    async with engine("vllm") as client:
+        assert (await client.post("/pause?mode=wait")).status_code == 200
+        assert (await client.get("/is_paused")).json() == {"is_paused": True}
+        held = asyncio.create_task(client.post(CHAT, json={"messages": user()}))
+        await in_flight(client, 1)
+        await client.post("/resume")
+        assert (await held).status_code == 200
+        assert (await client.post("/open_session", json={"capacity_of_str_len": 1})).status_code == 404
+
+
+BAD_ARGUMENTS = ('{"cmd": "echo', "[1]", "null", "", '{"cmd": "a\tb"}')
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    function = {"name": "Bash", "arguments": arguments}
+    call = {"id": "call_1", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "Fine"}
+    return [*user("Go"), {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+async def test_arguments_that_are_no_object(dialect: Dialect, arguments: str) -> None:
+    """They are given as ordered; in a history SGLang refuses them, unless the prompt comes as ids, and vLLM reads them
+    as `{}`."""
+    async with engine(dialect) as http:
+        sim = {"calls": [{"name": "Bash", "arguments": arguments}]}
+        choice = choice_of(await ask(http, user("Go"), tools=TOOLS, sim=sim))
+        assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [arguments]
+        body = {"model": "m", "messages": called(arguments), "temperature": 0}
+        response = await http.post(CHAT, json=body)
+        if dialect == "vllm":
+            mended = await http.post(CHAT, json={**body, "messages": called("{}")})
+            assert response.json()["choices"] == mended.json()["choices"]
+            return
+        error = response.json()
+        assert (response.status_code, error["object"], error["code"]) == (400, "error", 400)
+        assert (await http.post(CHAT, json={**body, "input_ids": [1, 2, 3]})).status_code == 200
+
+
+def packed(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def leading(one: list[int], other: list[int]) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(map(len, (one, other)))
+    )
+
+
+def test_against_a_list_of_all_sequences() -> None:
+    """While nothing is dropped, a hit is the longest prefix that any sequence shares."""
+    rng = random.Random(6)
+    cache = PrefixCache(10**6)
+    seen: list[list[int]] = []
+    for _ in range(cases(4000)):
+        base = rng.choice(seen)[: rng.randint(0, 40)] if seen and rng.random() < 0.8 else []
+        sequence = base + [rng.randrange(3) for _ in range(rng.randint(1, 12))]
+        longest = max((leading(sequence, other) for other in seen), default=0)
+        assert cache.cached(packed(sequence)) == min(longest, len(sequence) - 1)
+        cache.served(packed(sequence))
+        seen.append(sequence)
+    prefixes = {tuple(sequence[:end]) for sequence in seen for end in range(1, len(sequence) + 1)}
+    assert cache.tokens == len(prefixes)
+
+
+def test_the_ends_of_the_oldest_sequences_go_first() -> None:
+    cache = PrefixCache(100)
+    system = list(range(20))
+    sessions = [system + [1000 * number + place for place in range(30)] for number in range(1, 4)]
+    for sequence in sessions[:2]:
+        cache.served(packed(sequence))
+    assert cache.tokens == 80
+    cache.served(packed(sessions[2]))
+    assert cache.tokens == 100
+    assert [cache.cached(packed([*sequence, 7])) for sequence in sessions] == [40, 50, 50]
+    cache.served(packed(sessions[0]))
+    assert [cache.cached(packed([*sequence, 7])) for sequence in sessions] == [50, 40, 50]
+
+
+def test_many_sequences_through_a_small_cache() -> None:
+    """Whatever is dropped, the bound holds and what is newest is there."""
+    rng = random.Random(7)
+    cache = PrefixCache(60)
+    for _ in range(3000):
+        sequence = [rng.randrange(2) for _ in range(rng.randint(1, 30))]
+        cache.served(packed(sequence))
+        assert cache.tokens <= 60
+        assert cache.cached(packed([*sequence, 9])) == len(sequence)
+    cache.served(packed(list(range(100))))
+    assert (cache.tokens, cache.cached(packed(list(range(100))))) == (60, 60)
+    cache.clear()
+    assert (cache.tokens, cache.cached(packed([1, 2]))) == (0, 0)
+
+
+async def chat(client: httpx.AsyncClient, *texts: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "assistant" if place % 2 else "user", "content": text} for place, text in enumerate(texts)]
+    response = await client.post(CHAT, json={"messages": messages, **fields})
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+async def stats(client: httpx.AsyncClient) -> dict[str, Any]:
+    found: dict[str, Any] = (await client.get("/sim/stats")).json()
+    return found
+
+
+async def test_sessions_share_what_they_begin_with() -> None:
+    async with engine() as client:
+        rules = "These are the rules of the house. " * 20
+        first = (await chat(client, rules + "One."))["usage"]
+        second = (await chat(client, rules + "Two."))["usage"]
+        hit = second["prompt_tokens_details"]["cached_tokens"]
+        assert first["prompt_tokens_details"]["cached_tokens"] == 0
+        assert 100 < hit < second["prompt_tokens"] - 1
+        again = (await chat(client, rules + "Two."))["usage"]
+        assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"] - 1
+        found = await stats(client)
+        assert found["prompt_tokens"] == sum(one["prompt_tokens"] for one in (first, second, again))
+        assert found["prefix_hit_tokens"] == hit + again["prompt_tokens"] - 1
+
+
+async def test_prefill_takes_time_and_a_hit_spares_it() -> None:
+    async with engine(prefill_s=0.002) as client:
+        loop, text = asyncio.get_running_loop(), "A long question about nothing. " * 20
+        began = loop.time()
+        usage = (await chat(client, text))["usage"]
+        missed = loop.time() - began
+        assert missed >= 0.002 * usage["prompt_tokens"]
+        began = loop.time()
+        await chat(client, text)
+        assert loop.time() - began < missed / 2
+
+
+async def test_health_hangs_while_paused_but_not_model_info() -> None:
+    async with engine() as client:
+        await client.post("/pause_generation", json={})
+        health = asyncio.create_task(client.get("/health"))
+        assert (await client.get("/model_info")).status_code == 200
+        await asyncio.sleep(0.05)
+        assert not health.done()
+        await client.post("/continue_generation", json={})
+        assert (await health).status_code == 200
+        await client.post("/pause_generation", json={})
+        await client.post("/sim/behaviour", json={"health_hangs_when_paused": False})
+        assert (await client.get("/health")).status_code == 200
+        await client.post("/sim/behaviour", json={"health": "error"})
+        assert (await client.get("/health")).status_code == 500
+        found = await stats(client)
+        assert (found["probes"], found["requests"][-1]["path"]) == (
+            {"/health": 3, "/model_info": 1},
+            "/pause_generation",
+        )

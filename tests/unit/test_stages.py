@@ -54,15 +54,6 @@ def test_time_counts_in_the_stage_that_the_turn_is_in_and_adds_up_where_it_is_tw
     )
 
 
-def test_a_stage_that_has_not_ended_is_not_in_the_log_s_timing() -> None:
-    clock = Clock()
-    stages = Stages(clock)
-    clock.now += 0.0015
-    stages.enter(TurnStage.COMMIT)
-    clock.now += 9
-    assert stages.timing() == Timing(0, 1500, 0, 0, 0)
-
-
 def test_the_last_minute_has_a_rate_and_percentiles_within_a_slot() -> None:
     clock = Clock()
     recent = RecentTurnStats(clock)

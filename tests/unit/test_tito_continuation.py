@@ -93,13 +93,6 @@ def load(folder: Path, source: str, special: tuple[str, ...] = ("<|im_start|>", 
     return Prompts.load(str(save_with(folder / "tokenizer", source, special)))
 
 
-def test_an_own_template_works(tmp_path: Path) -> None:
-    prompts = load(tmp_path, BARE)
-    cut = after(prompts, [5], [{"role": "user", "content": "c"}])
-    assert cut.trim == prompts.max_trim_tokens == 0
-    assert prompts.decode(cut.ids) == "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-
-
 @pytest.mark.parametrize(
     ("source", "why"),
     [

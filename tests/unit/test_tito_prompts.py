@@ -74,45 +74,6 @@ def test_no_boundary_merges_whatever_stands_at_it(
     assert stored + more.ids == prompts.first(whole, None, {})
 
 
-@pytest.mark.parametrize("end", ["<|user|>", "<|observation|>", ""])
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_glm_keeps_the_role_token_it_sampled_or_trims_it(
-    tmp_path_factory: pytest.TempPathFactory, end: str, role: str
-) -> None:
-    prompts = load_prompts(tmp_path_factory, "glm-4.5")
-    assert prompts.max_trim_tokens == 1
-    stored = answered(prompts, "\n<think></think>\nYes", end)
-    opens = "<|user|>" if role == "user" else "<|observation|>"
-    more = after(prompts, stored, [{"role": role, "content": "so"}], TOOLS)
-    assert more.trim == (1 if end and end != opens else 0)
-    text = prompts.decode(stored[: len(stored) - more.trim] + more.ids)
-    assert "Yes" + opens + "\n" in text
-    assert (prompts.decode(more.ids)[: len(opens)] == opens) is (end != opens)
-
-
-def test_an_end_token_gets_its_newline_and_a_cut_reply_both(tmp_path_factory: pytest.TempPathFactory) -> None:
-    prompts = qwen3(tmp_path_factory)
-    new = [{"role": "user", "content": "so"}]
-    rest = "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
-    for end, begins in (("<|im_end|>", "\n"), ("", "<|im_end|>\n"), ("<|endoftext|>", "<|im_end|>\n")):
-        more = after(prompts, answered(prompts, "Yes", end), new, TOOLS)
-        assert (more.trim, prompts.decode(more.ids)) == (0, begins + rest)
-
-
-def test_injected_messages_are_prompt(tmp_path_factory: pytest.TempPathFactory) -> None:
-    prompts = qwen3(tmp_path_factory)
-    new = [
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        RESULT,
-        {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "user", "content": "so"},
-    ]
-    text = prompts.decode(after(prompts, answered(prompts, "Yes", "<|im_end|>"), new, TOOLS).ids)
-    assert '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|im_end|>' in text
-    assert "<tool_response>\n  it\n\n is there \n\n</tool_response>" in text
-    assert "<|im_start|>system\na b<|im_end|>" in text
-
-
 def test_template_arguments_reach_the_new_part(tmp_path_factory: pytest.TempPathFactory) -> None:
     prompts = qwen3(tmp_path_factory)
     stored = answered(prompts, "Yes", "<|im_end|>")

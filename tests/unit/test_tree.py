@@ -6,11 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.log import payload
 from making import Book, assistant, user
 
 from app.domain.branches import Branches, Loss, branch_rows
-from app.domain.events import PayloadRef, TurnCommitted
+from app.domain.events import TurnCommitted
 from app.domain.fold import fold
 from app.domain.history import Plan
 from app.domain.tree import superseded
@@ -71,34 +70,7 @@ def test_a_request_attaches(messages: list[dict[str, Any]], agent_id: str | None
     assert grown().plan(messages, agent_id) == plan
 
 
-def test_each_branch_has_its_cause() -> None:
-    book = tree()
-    steps: list[tuple[list[dict[str, Any]], dict[str, Any], str | None, list[int] | None]] = [
-        ([A], X, None, None),
-        ([A, X, B], Y, None, None),
-        ([A, X, B], Z, None, None),
-        ([A, X, C], Z, None, None),
-        ([D], Y, None, None),
-        ([user("sub")], assistant("sub"), "k", None),
-        ([user("summary"), Z], assistant("on"), None, None),
-        ([A, X, B, Y, D], X, None, [7]),
-    ]
-    for messages, reply, agent_id, prompt in steps:
-        book.turn(messages, reply, agent_id=agent_id, prompt=prompt)
-    assert [(turn.branch, turn.branch_cause) for turn in book.session.turns] == [
-        (0, "start"),
-        (0, None),
-        (1, "retry"),
-        (2, "fork"),
-        (3, "root"),
-        (4, "agent"),
-        (5, "compaction"),
-        (6, "drift"),
-    ]
-    assert book.session.turn(7).carries == 4
-
-
-def test_branches_of_an_older_linear_log_are_those_that_would_be_decided() -> None:
+def test_branches_of_copies_are_those_that_would_be_decided() -> None:
     book = Book(3, "segment")
     book.turn([A], X)
     book.turn([A, X, B], Y)
@@ -165,40 +137,3 @@ def test_a_turn_is_in_the_loss_of_its_owner(
 def test_a_picker_sees_every_leaf() -> None:
     rows = branch_rows(ended().session, lambda found: [leaf.branch for leaf in found if leaf.is_superseded])
     assert [(row.turns, set(row.in_loss)) for row in rows] == [((1, 2), {1, 2})]
-
-
-def brings(fence: int) -> tuple[PayloadRef, ...]:
-    return (payload(fence, 0),)
-
-
-def paid(window: int, *, body: str = "01", max_replay_bytes: int | None = None) -> Book:
-    """1, 2 and its sibling 3, with 4 behind 3: each with a payload of one chunk of its own."""
-    book = tree(window)
-    book.turn([A], X, payloads=brings)
-    book.turn([A, X, B], Y, payloads=brings)
-    book.turn([A, X, B], Z, payloads=brings, body_hash=body)
-    book.turn([A, X, B, Z, C], X, payloads=brings, max_replay_bytes=max_replay_bytes)
-    return book
-
-
-@pytest.mark.parametrize(
-    ("window", "given", "kept"),
-    [
-        (0, {}, [2, 4]),
-        (1, {}, [1, 2, 3, 4]),
-        (1, {"body": "00"}, [3, 4]),
-        (1, {"max_replay_bytes": 1}, [4]),
-    ],
-    ids=["each leaf's own", "and a window", "superseded", "over budget"],
-)
-def test_payloads_are_kept_by_leaf(window: int, given: dict[str, Any], kept: list[int]) -> None:
-    assert sorted(paid(window, **given).session.payloads) == kept
-
-
-def test_what_an_open_turn_continues_is_kept() -> None:
-    book = tree(0)
-    book.turn([A], X, payloads=brings)
-    book.open(book.plan([A, X, D]))
-    opened = book.session.last_turn
-    book.turn([A, X, B], Y, payloads=brings)
-    assert (opened, sorted(book.session.payloads)) == (2, [1, 3])

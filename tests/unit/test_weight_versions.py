@@ -18,8 +18,7 @@ from app.domain.groups import staleness, too_stale
 from app.domain.samples import Sample, TurnTokens, samples
 from app.errors import InvalidRequest
 from app.export import formats
-from app.export.cursor import NO_VERSION, Cursor
-from app.export.query import ExportQuery, session_excluded
+from app.export.query import NO_VERSION, Cursor, ExportQuery, session_excluded
 from app.export.rows import Known
 from app.store.reads import Position
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from app.sessions.session_list import SessionList, SessionListPage, SessionQuery, SessionRow
+from app.sessions.session_list import SessionList, SessionQuery
 from app.store import metadata_reads
 from app.store.engine import Database
+from turnlog.replies import SessionPage
 
 MAX_COLUMNS = 6
 
@@ -17,13 +18,9 @@ MAX_VALUE = 200
 """Characters of one value; a longer one is cut."""
 
 
-class ListedSessions(msgspec.Struct, frozen=True):
+class ListedSessions(SessionPage):
     """A page of the list. `metadata`: for each session that has any of the columns, its values as text, by column."""
 
-    sessions: Sequence[SessionRow]
-    next_cursor: str | None
-    total: int | msgspec.UnsetType
-    total_is_exact: bool | msgspec.UnsetType
     metadata: Mapping[str, Mapping[str, str]]
 
 
@@ -38,8 +35,8 @@ class MetadataColumns:
         A column is a key, with dots into objects. Raises InvalidRequest for an invalid cursor, StoreUnavailable.
         """
         found = await self._sessions.page(query, cursor, limit)
-        ids = [row.session_id for row in found.sessions]
-        return _listed(found, await self._values(ids, columns))
+        ids = [row["session_id"] for row in found["sessions"]]
+        return {**found, "metadata": await self._values(ids, columns)}
 
     async def _values(self, ids: Sequence[str], columns: str | None) -> dict[str, dict[str, str]]:
         """By session, its values."""
@@ -50,10 +47,6 @@ class MetadataColumns:
         return await asyncio.to_thread(
             lambda: {session_id: values for session_id, raw in stored.items() if (values := _values_of(raw, keys))}
         )
-
-
-def _listed(found: SessionListPage, metadata: Mapping[str, Mapping[str, str]]) -> ListedSessions:
-    return ListedSessions(**msgspec.structs.asdict(found), metadata=metadata)
 
 
 def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:

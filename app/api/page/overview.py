@@ -10,13 +10,14 @@ from typing import Literal
 
 import msgspec
 
-from app.fleet.pauses import AdapterState, FleetGate, Pauses
-from app.sessions.registration import Registration
+from app.fleet.pauses import Pauses
+from app.sessions.recovery import Registration
 from app.sessions.session_list import SessionList
 from app.store import heads_view, reads
 from app.store.engine import Database
 from app.store.heads_view import HeadCounts
 from app.turn.stages import RecentTurnStats
+from turnlog import replies as wire
 
 MAX_AGE_S = 0.9
 """Maximum age of an overview: all browsers share one a second."""
@@ -73,8 +74,8 @@ class Overview(msgspec.Struct, frozen=True):
     errors: Mapping[str, int]
     errors_total: Mapping[str, int]
     weight_version: int | None
-    gate: FleetGate
-    adapters: list[AdapterState]
+    gate: wire.FleetGate
+    adapters: list[wire.AdapterState]
     database: DatabaseSize
     read_only: str | None
     scope: str

@@ -22,10 +22,12 @@ from app.domain.events import (
 from app.domain.session import OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
-from app.sessions.session_list import Held, State
-from app.sessions.tree_view import Tree, tree_of
+from app.sessions.session_list import Held
+from app.sessions.tree_view import tree_of
 from app.store import reads
 from app.store.engine import Database
+from turnlog.parameters import SessionState
+from turnlog.replies import Tree
 from workers.codec import CorruptContent
 
 
@@ -133,7 +135,7 @@ class SessionView(msgspec.Struct, frozen=True):
     seq: int
     last_seq: int
     status: str
-    state: State
+    state: SessionState
     erased: bool
     config: Mapping[str, Any]
     fork: ForkRef | None
@@ -233,7 +235,7 @@ def _view(
     )
 
 
-def _state(session: Session, is_held: bool) -> State:
+def _state(session: Session, is_held: bool) -> SessionState:
     if session.status != "open":
         return session.status
     if is_held:

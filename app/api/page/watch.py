@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 
 from app.errors import AppError, Overloaded
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
-from app.sessions.session_list import SessionList, SessionRow
+from app.sessions.session_list import SessionList
 from app.store import reads, tail
 from app.store.engine import Database
 from app.store.reads import START, Connection
 from app.store.tail import Tail
+from turnlog.replies import ListedSession
 
 log = logging.getLogger("turnlog.watch")
 
@@ -41,7 +42,7 @@ class Listener:
         self.start_cursor = self.cursor = LogPosition("", START)
         self.is_over = False
         self._must_reset = False
-        self._pending: dict[str, SessionRow] = {}
+        self._pending: dict[str, ListedSession] = {}
         self._woken = asyncio.Event()
         self._on_close = on_close
 
@@ -49,7 +50,7 @@ class Listener:
     def has_changes(self) -> bool:
         return self._must_reset or bool(self._pending)
 
-    def take(self) -> list[SessionRow]:
+    def take(self) -> list[ListedSession]:
         """The rows of sessions changed since the last call, one for each; `cursor` is after them."""
         rows = list(self._pending.values())
         self._pending = {}
@@ -71,12 +72,12 @@ class Listener:
         except TimeoutError:
             return
 
-    def add(self, rows: Iterable[SessionRow], cursor: LogPosition) -> None:
+    def add(self, rows: Iterable[ListedSession], cursor: LogPosition) -> None:
         """Add pending rows. Those of one session may come in any order; the latest version is kept."""
         for row in rows:
-            known = self._pending.get(row.session_id)
-            if known is None or known.version <= row.version:
-                self._pending[row.session_id] = row
+            known = self._pending.get(row["session_id"])
+            if known is None or known["version"] <= row["version"]:
+                self._pending[row["session_id"]] = row
         if self.cursor.place < cursor.place:
             self.cursor = cursor
         if self._pending:
@@ -162,7 +163,7 @@ class Watch:
 
     async def _catch_up(self, listener: Listener, resumed: LogPosition) -> None:
         """Add the changes since the end of an earlier stream, or reset the listener. Raises StoreUnavailable."""
-        rows: list[SessionRow] = []
+        rows: list[ListedSession] = []
         if resumed.epoch != self._position.epoch:
             return listener.reset(self._position)
 
@@ -201,7 +202,7 @@ class Watch:
         """Read new events and notify the listeners. Returns the number of events. Raises StoreUnavailable."""
         at_gates = self._sessions.held()
         held = frozenset(at_gates)
-        rows: list[SessionRow] = []
+        rows: list[ListedSession] = []
 
         def read(connection: Connection) -> Tail:
             rows.clear()

@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 
 from app.domain.samples import Array
 from app.export import jsontext
-from app.export.columns import Column, Columns, depth
 from app.export.containers.writer import Buffer, Instead, encoded, refuse
-from app.export.row import Fields
+from app.export.row import Column, Columns, Fields, depth
 
 GROUP = 4 << 20
 """Bytes of a row group before compression, about; one row may be more."""

@@ -20,9 +20,8 @@ import numpy as np
 from app.domain.samples import Array
 from app.errors import InvalidRequest
 from app.export import jsontext
-from app.export.columns import Column, Columns, depth
 from app.export.containers.writer import EXCLUDED, PIECE, Buffer, Instead, encoded, refuse
-from app.export.row import Fields
+from app.export.row import Column, Columns, Fields, depth
 from workers.codec import describe
 
 META = "_rows_meta"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from app.export.columns import Column
-from app.export.row import Fields
+from app.export.row import Column, Fields
 
 Buffer = bytes | memoryview
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.domain.patterns import MAX_FLOAT32
-from app.export.columns import Columns
-from app.export.row import Fields, Row, Unfit
+from app.export.row import Columns, Fields, Row, Unfit
 from app.export.shapes import identity, images
 
 COLUMNS: Columns = {

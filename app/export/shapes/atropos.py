@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.export.columns import Columns
-from app.export.row import Fields, Row, Unfit
+from app.export.row import Columns, Fields, Row, Unfit
 from app.export.shapes import identity
 from app.export.shapes.temperature import temperatures
 

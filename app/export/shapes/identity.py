@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from app.export.columns import Columns
-from app.export.row import Fields, Row
+from app.export.row import Columns, Fields, Row
 
 COLUMNS: Columns = {
     "session_id": "text",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.domain.images import data_url
-from app.export.columns import Columns
-from app.export.row import Fields, Row, RowImage
+from app.export.row import Columns, Fields, Row, RowImage
 
 LEFT_OUT: Columns = {"images_left_out": "int64"}
 

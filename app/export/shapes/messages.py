@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from app.export.columns import Columns
-from app.export.row import Fields, Row
+from app.export.row import Columns, Fields, Row
 from app.export.shapes import identity
 
 COLUMNS: Columns = {

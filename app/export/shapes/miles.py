@@ -16,9 +16,8 @@ import numpy as np
 
 from app.domain.samples import Array, Sample
 from app.export import jsontext
-from app.export.columns import Columns
 from app.export.containers.safetensors import Spool, TensorFile
-from app.export.row import Fields, Row, Value
+from app.export.row import Columns, Fields, Row, Value
 from app.export.shapes import identity, images, routing, slime
 from app.sessions.tree_nodes import NodeTree
 from workers.codec import describe

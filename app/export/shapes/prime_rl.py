@@ -10,8 +10,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from app.export.columns import Columns
-from app.export.row import Fields, Row, Value
+from app.export.row import Columns, Fields, Row, Value
 from app.export.shapes import identity, images, routing
 from app.export.shapes.temperature import temperatures
 from workers.codec import describe

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.domain.samples import Array
-from app.export.columns import Columns
-from app.export.row import Fields, Row, Unfit
+from app.export.row import Columns, Fields, Row, Unfit
 from app.export.shapes import identity, images, routing
 from app.export.shapes.slime import rollout_number, weight_versions
 

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from app.domain.samples import Sample
-from app.export.columns import Columns
-from app.export.row import Fields, Row, Value
+from app.export.row import Columns, Fields, Row, Value
 from app.export.shapes import identity, images, routing
 
 COLUMNS: Columns = {

@@ -6,8 +6,7 @@ argument, so `reward`, `advantage` and the identity reach them under these names
 
 from __future__ import annotations
 
-from app.export.columns import Columns
-from app.export.row import Fields, Row
+from app.export.row import Columns, Fields, Row
 from app.export.shapes import identity, images
 
 COLUMNS: Columns = {

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from app.domain.samples import TurnSpan
-from app.export.columns import Columns
-from app.export.row import Fields, Routing, Row, Value
+from app.export.row import Columns, Fields, Routing, Row, Value
 from app.export.shapes import identity
 
 COLUMNS: Columns = {

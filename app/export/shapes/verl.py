@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.export.columns import Columns
-from app.export.row import Fields, Row
+from app.export.row import Columns, Fields, Row
 from app.export.shapes import identity, images, routing
 from app.export.shapes.slime import weight_versions
 

@@ -18,7 +18,7 @@ from app.features.search.index import FIRST, Index, Message, Wanted
 from app.features.search.query import Query as SearchedFor
 from app.features.search.query import parse, snippet
 from app.sessions.log_end import decode_position
-from app.sessions.session_filter import SessionConditions
+from app.sessions.session_list import SessionConditions
 from app.store import heads_view, metadata_reads
 from app.store.heads_view import HeadFilter, HeadRow
 from app.store.reads import Connection

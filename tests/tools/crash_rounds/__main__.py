@@ -1,4 +1,4 @@
-"""The command: its arguments, its table, its verdict."""
+"""The command: its arguments, its verdict."""
 
 from __future__ import annotations
 
@@ -7,37 +7,8 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from ops.bench.measure import table
-from tests.tools.crash_rounds.clients import Round
 from tests.tools.crash_rounds.rounds import run
-
-
-def summed(rounds: list[Round]) -> dict[str, int]:
-    """The counts of all rounds together."""
-    rows = [msgspec.structs.asdict(one) for one in rounds]
-    return {name: sum(row[name] for row in rows) for name in rows[0] if not name.endswith("_s") and name != "number"}
-
-
-def _print(rounds: list[Round], least: int) -> bool:
-    """The table and the verdict; True where nothing was violated."""
-    rows: list[dict[str, Any]] = [msgspec.structs.asdict(one) for one in rounds]
-    counts = summed(rounds)
-    slowest = {name: max(row[name] for row in rows) for name in ("up_after_s", "first_s", "slowest_s")}
-    table([*rows, {**dict.fromkeys(rows[0], ""), "number": "all", **slowest, **counts}])
-    enough = counts["acknowledged"] >= least
-    violations = sum(one.violations for one in rounds)
-    print(
-        f"{counts['acknowledged']} turns acknowledged{'' if enough else f', fewer than {least}'}; "
-        f"{counts['lost']} lost, {counts['twice']} keys committed twice, {counts['busy']} first retries answered "
-        f"session_busy, {counts['stuck']} sessions that cannot go on, {counts['problems']} problems found by verify; "
-        f"{counts['interrupted']} turns broken off and acknowledged after all, the slowest "
-        f"{slowest['slowest_s']:.2f} s after the kill"
-    )
-    return enough and not violations
 
 
 def main() -> int:
@@ -45,31 +16,36 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--least", type=int, default=2000, help="acknowledged turns without which nothing is shown")
     parser.add_argument("--folder", type=Path, help="where the database is put")
-    parser.add_argument("--database-url", help="a PostgreSQL database, which must be empty; default: a new SQLite file")
     parser.add_argument("--postgres", action="store_true", help="a PostgreSQL server of this run's own")
     parser.add_argument("--processes", type=int, default=1, help="servers on the PostgreSQL database")
-    arguments = parser.parse_args()
-    if arguments.processes > 1 and not (arguments.postgres or arguments.database_url):
-        parser.error("several processes need --postgres or --database-url")
+    given = parser.parse_args()
+    if given.processes > 1 and not given.postgres:
+        parser.error("several processes need --postgres")
     with contextlib.ExitStack() as stack:
-        url = arguments.database_url
-        if arguments.postgres:
+        url = None
+        if given.postgres:
             from ops.bench.primary import primary  # needs a package of the tests
 
-            url = stack.enter_context(primary(arguments.folder)).new_database().url
+            url = stack.enter_context(primary(given.folder)).new_database().url
         rounds = asyncio.run(
             run(
-                rounds=arguments.rounds,
-                clients=arguments.clients,
-                seed=arguments.seed,
-                folder=arguments.folder,
+                rounds=given.rounds,
+                clients=given.clients,
+                seed=given.seed,
+                folder=given.folder,
                 database_url=url,
-                processes=arguments.processes,
+                processes=given.processes,
             )
         )
-    return 0 if _print(rounds, arguments.least) else 1
+    for one in rounds:
+        print(one)
+    print(
+        f"{sum(one.acknowledged for one in rounds)} turns acknowledged, {sum(one.interrupted for one in rounds)} of "
+        f"them after they were broken off, the slowest {max(one.slowest_s for one in rounds):.2f} s after the kill; "
+        f"{sum(one.lost for one in rounds)} lost, {sum(one.violations for one in rounds)} violations"
+    )
+    return 1 if any(one.violations for one in rounds) else 0
 
 
 if __name__ == "__main__":

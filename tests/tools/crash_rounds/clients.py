@@ -31,22 +31,17 @@ class Followed(msgspec.Struct):
 
 
 class Round(msgspec.Struct):
-    """What happened in one round; the last five are violations.
+    """What happened in one round; the last five are violations: turns lost, keys committed twice, first retries
+    answered `session_busy`, sessions that cannot go on, problems that verify finds.
 
-    A client whose turn was broken off by the kill is waited for: `first_s` and `slowest_s` are the times from the
-    kill to the first and the last of these turns' 200s.
+    A client whose turn was broken off by the kill is waited for: `slowest_s` is the time from the kill to the last of
+    these turns' 200s.
     """
 
     number: int
-    killed_after_s: float = 0.0
-    up_after_s: float = 0.0
-    first_s: float = 0.0
     slowest_s: float = 0.0
     interrupted: int = 0
     acknowledged: int = 0
-    retried: int = 0
-    replayed: int = 0
-    other_refusals: int = 0
     lost: int = 0
     twice: int = 0
     busy: int = 0
@@ -60,7 +55,6 @@ class Round(msgspec.Struct):
     def recovered(self, seconds: float) -> None:
         """A broken-off turn was answered 200 so long after the kill."""
         self.interrupted += 1
-        self.first_s = min(self.first_s or seconds, seconds)
         self.slowest_s = max(self.slowest_s, seconds)
 
 
@@ -151,13 +145,11 @@ class Client:
         first_retry, interrupted = False, False
         async for answer in self._session(followed).turn(b"".join(followed.conversation.body()), key, PATIENCE):
             if answer is None:
-                site.round.retried += 1
                 first_retry = interrupted = True
             elif answer.status == 200:
                 site.acknowledged.append(acknowledged(followed.session_id, answer, key))
                 followed.conversation.answered(reply_message(answer.body))
                 site.round.acknowledged += 1
-                site.round.replayed += answer.replayed
                 if interrupted:
                     site.round.recovered(time.perf_counter() - site.killed_at)
                 return True
@@ -165,8 +157,6 @@ class Client:
                 site.refusals[f"{answer.status} {answer.code}"] += 1
                 if first_retry and answer.code == "session_busy":
                     site.round.busy += 1
-                else:
-                    site.round.other_refusals += 1
                 first_retry = False
         followed.stuck = True
         site.round.stuck += 1

@@ -24,9 +24,6 @@ from tests.tools.crash_rounds.clients import Client, Round, Site
 MOMENTS_S = (0.2, 1.2)
 """A server is killed so long after the clients have gone on."""
 
-START_S = 120.0
-"""A server may take as long to start, where the clients leave it little of the machine."""
-
 GROWN = 1.05
 """The whole store is verified when it has so many times the turns it had: with every round where there are few."""
 
@@ -45,19 +42,16 @@ class Conductor:
 
     async def round(self, number: int, clients: Sequence[Client]) -> Round:
         result = self._site.round = Round(number)
-        result.killed_after_s = self._random.uniform(*MOMENTS_S)
         server = self._random.choice(self._servers)
         self._site.go.set()
-        await asyncio.sleep(result.killed_after_s)
+        await asyncio.sleep(self._random.uniform(*MOMENTS_S))
         if len(self._servers) == 1:
             self._site.go.clear()
         self._site.down(server.base_url)
         self._site.killed_at = time.perf_counter()
         await asyncio.to_thread(server.kill)
         copy = self._copy_of_store() if self._is_due(result) else None
-        began = time.perf_counter()
         await asyncio.to_thread(server.start)
-        result.up_after_s = time.perf_counter() - began
         self._site.back(server.base_url)
         self._site.go.clear()
         for client in clients:

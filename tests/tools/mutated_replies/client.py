@@ -15,9 +15,8 @@ from tests.tools.mutated_replies import checks, wishes
 from tests.tools.mutated_replies.checks import Taken
 from tests.tools.mutated_replies.engine import Engine, Order, Served
 from tests.tools.mutated_replies.mutate import CONTROL
-from tests.tools.mutated_replies.payload_reader import KINDS
+from tests.tools.mutated_replies.payload_reader import KINDS, Malformed
 from tests.tools.mutated_replies.reader import Demand, Reading, read, spell
-from tests.tools.mutated_replies.rules import Malformed
 from tests.tools.mutated_replies.tally import Failure, Tally
 from tests.tools.session_client import Answer, SessionClient
 
@@ -88,8 +87,6 @@ class Client:
         except (TimeoutError, aiohttp.ClientError, ValueError, Malformed) as error:
             self._fail(session, None, "", f"{type(error).__name__}: {error}")
             return 0
-        finally:
-            self._tally.sessions += 1
 
     async def _turn(self, session: _Session, number: int | None) -> None:
         question = f"Question {session.index}.{len(session.taken)}: {session.rng.choice(wishes.TEXTS)}"
@@ -150,13 +147,10 @@ class Client:
             if code == "worker_crash":
                 count.crashed += 1
                 self._fail(session, number, kind, "a worker crashed")
-        self._tally.refusals += 1
         if answer.status != 502 or code not in ("upstream_invalid", "worker_crash"):
             self._fail(session, number, kind, f"{answer.status} {code}: {message}")
         elif kind == CONTROL and not _other_width(session, reading):
             self._fail(session, number, kind, f"a sound reply was refused: {message}")
-        elif isinstance(reading, Reading) and number is not None and self._tally.strict(kind, message, number):
-            (self._folder / f"strict-{number}.reply").write_bytes(session.served[number].body)
 
     async def _audit(self, session: _Session) -> int:
         """Compare what is stored with what was served; the session's rows in the export."""
@@ -186,7 +180,9 @@ class Client:
             (self._folder / f"{name}-{'sound' if one is None else one}.reply").write_bytes(session.served[one].body)
         again = f"--seed {self._seed} --only {session.index}"
         place = self._folder / f"{name}-{'*' if number is None else number}.reply"
-        self._tally.fail(Failure(self._phase.name, session.index, number, kind, what, f"{again}; bytes: {place}"))
+        self._tally.failures.append(
+            Failure(self._phase.name, session.index, number, kind, what, f"{again}; bytes: {place}")
+        )
 
 
 def _other_width(session: _Session, reading: Reading | Malformed) -> bool:

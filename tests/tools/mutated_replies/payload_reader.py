@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.tools.mutated_replies.rules import Malformed
-
 KINDS = ("routed_experts", "indexer_topk")
 LOWEST = {"routed_experts": 0, "indexer_topk": -1}
 HIGHEST = 2**31 - 1
@@ -22,6 +20,10 @@ _HEADER = re.compile(
     r"\s*\{\s*'descr'\s*:\s*'([<|][iu][1248])'\s*,\s*'fortran_order'\s*:\s*False\s*,"
     r"\s*'shape'\s*:\s*\(([0-9, ]*)\)\s*,?\s*\}\s*"
 )
+
+
+class Malformed(Exception):
+    """The reply breaks a rule; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)

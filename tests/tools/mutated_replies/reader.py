@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from tests.tools.mutated_replies.payload_reader import KINDS, Rows, read_payload
-from tests.tools.mutated_replies.rules import Malformed
+from tests.tools.mutated_replies.payload_reader import KINDS, Malformed, Rows, read_payload
 
 Value = Any
 

@@ -1,4 +1,6 @@
-"""A trainer of nothing: it plays rollouts that outlast its steps, trains on complete groups, and writes checkpoints.
+"""A trainer of nothing, which is killed and started again, with and without a checkpoint of its rollouts.
+
+It plays rollouts that outlast its steps, trains on complete groups, and writes checkpoints.
 
 All of what it knows is in `state.json`, which it writes once a step, beside a checkpoint of Turnlog. What it trained
 on is a line a step in `samples.jsonl`: of each row the group, the attempt, the reward and the tokens. Both are what it
@@ -7,16 +9,22 @@ resumes from.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ops.server import ROOT, ServerProcess
+from ops.simulator.process import SimulatorProcess
 from turnlog import Row, Turnlog, TurnlogError
 
 ATTEMPTS, TURNS, TURNS_A_STEP, NEW_GROUPS = 2, 5, 2, 2
@@ -129,3 +137,51 @@ def sample(row: Row) -> list[Any]:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def run(
+    folder: Path,
+    steps: int,
+    dies_at: tuple[int, str] | None,
+    *,
+    restores: bool = True,
+    database_url: str | None = None,
+) -> list[list[list[Any]]]:
+    """The samples of each step of a trainer that is killed at a step and place, if any, and then started again."""
+    folder.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(SimulatorProcess("--seed", "5"))
+        server = ServerProcess(folder, upstreams=[engine.base_url], database_url=database_url)
+        if database_url is not None:
+            server.migrate()
+        stack.enter_context(server)
+        if dies_at is not None:
+            step, place = dies_at
+            killed = _trainer(server.base_url, folder, steps, "--kill-at", str(step), "--die", place)
+            assert killed == -signal.SIGKILL, f"the trainer ended with {killed}"
+        ended = _trainer(server.base_url, folder, steps, *(["--restore"] if restores else []))
+        assert ended == 0, f"the trainer ended with {ended}"
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def _trainer(url: str, folder: Path, steps: int, *arguments: str) -> int:
+    command = (sys.executable, "-m", __name__, "--url", url, "--folder", str(folder), "--steps", str(steps), *arguments)
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def main() -> None:
+    """In the trainer's own process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--die", choices=PLACES)
+    parser.add_argument("--restore", action="store_true")
+    given = parser.parse_args()
+    dies_at = None if given.die is None else (given.kill_at, given.die)
+    Trainer(given.url, given.folder, dies_at, restores=given.restore).run(given.steps)
+
+
+if __name__ == "__main__":
+    main()
