@@ -11,18 +11,17 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli.run import DatabaseUrl, Json, UsageError, wants_json
+from turnlog.cli.run import DatabaseUrl, Json, UsageError
 
 
-def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
+def verify(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
     """Check everything in the store against the log. A server may run."""
     from ops.verify import perform
 
-    raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(perform(database_url, as_json=as_json))
 
 
 def backup(
-    ctx: typer.Context,
     copy: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make.")],
     database_url: DatabaseUrl = None,
     as_json: Json = False,
@@ -30,11 +29,10 @@ def backup(
     """Copy an SQLite store while its server runs. PostgreSQL has its own tools (docs/runbook.md)."""
     from ops.backup import backup
 
-    raise typer.Exit(backup(database_url, copy, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(backup(database_url, copy, as_json=as_json))
 
 
 def restore(
-    ctx: typer.Context,
     copy: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="The file that backup made; none for PostgreSQL.")
     ] = None,
@@ -44,11 +42,10 @@ def restore(
     """Put a backup in the place of an SQLite store, or finish the restore of a PostgreSQL one. No server may run."""
     from ops.backup import restore
 
-    raise typer.Exit(restore(database_url, copy, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(restore(database_url, copy, as_json=as_json))
 
 
 def replay(
-    ctx: typer.Context,
     session: Annotated[str | None, typer.Argument(help="A session's id.")] = None,
     seq: Annotated[int | None, typer.Option("--at", "--seq", min=1, help="The state after this event.")] = None,
     with_events: Annotated[bool, typer.Option("--events", help="The events up to there, too.")] = False,
@@ -74,7 +71,7 @@ def replay(
         "--events": with_events,
         "--heads": heads,
         "--fix": fix,
-        "--json": wants_json(ctx, as_json),
+        "--json": as_json,
     }
     arguments = [switch for switch, wanted in switches.items() if wanted]
     if seq is not None:
