@@ -112,7 +112,12 @@ class Client:
         while not self._site.stopping:
             index += 1
             latency = self._random.uniform(0, LONGEST_LATENCY_S)
-            sim = {"completion_tokens": 11, "tool_calls": False, "reasoning": False, "latency_s": latency}
+            sim: dict[str, object] = {
+                "completion_tokens": 11,
+                "tool_calls": False,
+                "reasoning": False,
+                "latency_s": latency,
+            }
             if self._site.has_payloads:
                 sim |= {"completion_tokens": 120, "experts": EXPERTS}
             conversation = Conversation(self._opening, msgspec.json.encode(sim))
