@@ -59,7 +59,7 @@ PEER = "peer"
 """Key in a scope's state: the connection's real peer, regardless of headers (set by `app.api.connection`)."""
 
 CONNECTION = "connection"
-"""Key in a scope's state: the `BoundedProtocol` of the request, where uvicorn serves it (set by `app.api.connection`)."""
+"""Key in a scope's state: the `BoundedProtocol` of the request, where uvicorn serves it."""
 
 
 def connection_of(scope: Scope) -> BoundedProtocol | None:
