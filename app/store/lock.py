@@ -5,25 +5,19 @@ name of the file. But the kernel drops a process's fcntl locks when the process 
 the descriptor is opened before SQLite opens the file and closed after SQLite has closed it, and no child inherits it
 (Python opens files close-on-exec).
 
-`<file>.lock` is locked too, for older releases that know only that lock. On network file systems and other systems than
-Linux the two kinds of lock exclude each other; there only `<file>.lock` is locked, and it is watched like the database:
-deleting it ends the server.
+On network file systems and other systems than Linux the two kinds of lock exclude each other; there `<file>.lock` is
+locked instead, and it is watched like the database: deleting it ends the server.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import sys
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
-
-log = logging.getLogger("turnlog.lock")
-
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "afs"})
 """File systems whose locks and shared memory SQLite's write-ahead log cannot rely on."""
@@ -60,7 +54,7 @@ class _File(NamedTuple):
 class SqliteLock:
     """Acquire before SQLite opens the file, and release after SQLite has closed it.
 
-    `create`: create a missing file, private to its user; otherwise only `<file>.lock` is locked then.
+    `create`: create a missing file, private to its user; otherwise nothing is locked then.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
@@ -77,7 +71,6 @@ class SqliteLock:
             if sys.platform == "linux" and file_system(self._lock_file.parent) not in REMOTE:
                 self._lock(self._path, create=self._create)
                 self._watched = list(self._locked)
-                self._lock_lock_file()
             else:
                 self._lock(self._lock_file, create=True)
                 self._watched = [*self._locked, *_current(self._path)]
@@ -100,15 +93,6 @@ class SqliteLock:
         Costs some microseconds.
         """
         return next((reason for file in self._watched if (reason := file.lost()) is not None), None)
-
-    def _lock_lock_file(self) -> None:
-        """A full disk must not prevent the start: the lock on the database itself is what counts."""
-        try:
-            self._lock(self._lock_file, create=True)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            log.warning("%s cannot be made (%s): releases before this one are not kept off", self._lock_file, error)
 
     def _lock(self, path: Path, *, create: bool) -> None:
         """Lock the file that the path leads to; retried if it was replaced meanwhile."""

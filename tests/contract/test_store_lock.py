@@ -1,8 +1,7 @@
-"""Who an SQLite file belongs to: whatever becomes of the lock beside it, and by whichever name it is opened."""
+"""Who an SQLite file belongs to, by whichever name it is opened."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import sqlite3
@@ -36,18 +35,6 @@ def as_it_is(file: Path) -> Path:
     return file
 
 
-def without_the_lock_file(file: Path) -> Path:
-    Path(f"{file}.lock").unlink()
-    return file
-
-
-def with_another_lock_file(file: Path) -> Path:
-    other = file.with_name("other.lock")
-    other.touch()
-    other.replace(f"{file}.lock")
-    return file
-
-
 def by_a_symbolic_link(file: Path) -> Path:
     (file.parent / "link").symlink_to(file.parent)
     return file.parent / "link" / file.name
@@ -59,7 +46,7 @@ def by_a_second_name(file: Path) -> Path:
     return made
 
 
-WAYS = (as_it_is, without_the_lock_file, with_another_lock_file, by_a_symbolic_link, by_a_second_name)
+WAYS = (as_it_is, by_a_symbolic_link, by_a_second_name)
 
 
 @pytest.mark.anyio
@@ -97,23 +84,6 @@ async def test_the_refused_one_leaves_sqlites_own_locks_alone(sqlite_url: str) -
     await first.close()
 
 
-def test_a_release_that_knows_only_the_file_beside_is_respected(sqlite_url: str) -> None:
-    beside = Path(f"{file_of(sqlite_url)}.lock")
-    with beside.open("w") as old:
-        fcntl.flock(old, fcntl.LOCK_EX)
-        with pytest.raises(Held) as held:
-            SqliteLock(file_of(sqlite_url)).acquire()
-        assert held.value.pid == os.getpid()
-        assert lock_owner(file_of(sqlite_url)) is None, "what was locked already is free again"
-
-
-def test_it_keeps_such_a_release_off(sqlite_url: str) -> None:
-    owned = sqlite_lock(sqlite_url)
-    assert owned is not None
-    with owned, Path(f"{file_of(sqlite_url)}.lock").open("w") as old, pytest.raises(BlockingIOError):
-        fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def test_a_child_does_not_inherit_it(sqlite_url: str) -> None:
     look = (
         "import pathlib; print([path.readlink() for path in pathlib.Path('/proc/self/fd').iterdir() if path.exists()])"
@@ -133,8 +103,6 @@ def test_a_file_that_is_not_there_is_made_only_where_that_is_wanted(tmp_path: Pa
     with SqliteLock(file) as made:
         assert not file.exists()
         assert made.lost() is None
-        with pytest.raises(Held):
-            SqliteLock(file).acquire()
     with SqliteLock(file, create=True) as made:
         assert file.stat().st_mode & 0o777 == 0o600
         assert made.lost() is None
@@ -209,7 +177,7 @@ async def test_where_only_the_file_beside_can_be_locked_it_is_watched(
         await store.create("before")
         with pytest.raises(Held):
             SqliteLock(file_of(sqlite_url)).acquire()
-        without_the_lock_file(file_of(sqlite_url))
+        Path(f"{file_of(sqlite_url)}.lock").unlink()
         with SqliteLock(file_of(sqlite_url)), pytest.raises(StoreLost, match=r"\.lock was replaced"):
             await store.create("after")
     await database.close()

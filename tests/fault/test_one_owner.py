@@ -1,4 +1,4 @@
-"""One SQLite file, one server: whatever is done to `<file>.lock`; and a file that is taken away under its server."""
+"""One SQLite file, one server; and a file that is taken away under its server."""
 
 from __future__ import annotations
 
@@ -40,20 +40,6 @@ def own(engine: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
         yield made
 
 
-def lock_of(server: ServerProcess) -> Path:
-    return Path(f"{server.database_path}.lock")
-
-
-def deleted(lock: Path) -> None:
-    lock.unlink()
-
-
-def replaced(lock: Path) -> None:
-    other = lock.with_name("other.lock")
-    other.touch()
-    other.replace(lock)
-
-
 def second(stand: Stand) -> ServerProcess:
     """Another server on the same file, as the first one's command would start it."""
     return ServerProcess(stand.server.database_path.parent, environment=dict(stand.server.environment))
@@ -75,13 +61,9 @@ def exported(server: ServerProcess) -> list[str]:
 
 
 @pytest.mark.fault(16, ONE)
-@pytest.mark.parametrize("what", [deleted, replaced], ids=lambda what: what.__name__)
-def test_a_second_server_is_refused_without_the_lock_file(
-    own: Stand, tally: Tally, what: Callable[[Path], None]
-) -> None:
+def test_a_second_server_is_refused(own: Stand, tally: Tally) -> None:
     """The servers' clients take turns all the while; each session that was acknowledged is exported, once."""
     tally.tried += 1
-    what(lock_of(own.server))
     other = second(own)
     try:
         other.start()
@@ -113,7 +95,7 @@ def test_a_second_server_is_refused_without_the_lock_file(
 
 
 @pytest.mark.fault(16, ONE)
-def test_what_needs_a_stopped_server_is_refused_without_the_lock_file(own: Stand, tmp_path: Path, tally: Tally) -> None:
+def test_what_needs_a_stopped_server_is_refused(own: Stand, tmp_path: Path, tally: Tally) -> None:
     own.talk().say("Hello")
     copy = str(tmp_path / "copy.db")
     beside = [("turnlog.cli", "backup", copy), ("turnlog.cli", "verify")]
@@ -123,7 +105,6 @@ def test_what_needs_a_stopped_server_is_refused_without_the_lock_file(own: Stand
         ("alembic", "downgrade", "-1"),
     ]
     for command in (*beside, *stopped):
-        lock_of(own.server).unlink(missing_ok=True)
         done = run_module(*command, environment=own.server.environment)
         tally.tried += 1
         if command in beside:
