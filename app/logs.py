@@ -1,8 +1,8 @@
 """Formats log lines, uvicorn's too: JSON, or colours on a terminal. A line names its request and session.
 
-Modules log with the standard library. structlog colours the lines; it is not imported for JSON, since it also imports
-rich. Lines hold ids, lengths, limits and times, never the text of an agent or engine, a token or a secret. A library's
-exception may quote such a value, so it is shown by its type and traceback, without its message.
+Modules log with the standard library. Lines hold ids, lengths, limits and times, never the text of an agent or engine,
+a token or a secret. A library's exception may quote such a value, so it is shown by its type and traceback, without its
+message.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def formatter(form: Format, stream: TextIO) -> logging.Formatter:
     """The formatter of a form; `auto` is `console` if `stream` is a terminal, else `json`."""
     is_terminal = stream.isatty()
     for_people = form == "console" or (form == "auto" and is_terminal)
-    return _Formatter(_coloured(is_terminal) if for_people else _as_json)
+    return _Formatter(_for_people(is_terminal) if for_people else _as_json)
 
 
 class _Formatter(logging.Formatter):
@@ -105,11 +105,20 @@ def _as_json(line: dict[str, Any]) -> str:
     return json.dumps(line, default=repr)
 
 
-def _coloured(colours: bool) -> Callable[[dict[str, Any]], str]:
-    import structlog
+COLOURS = {"warning": "33", "error": "31", "critical": "31"}
+"""Of a level on a terminal; others are green (32)."""
 
-    render = structlog.dev.ConsoleRenderer(colors=colours)
-    return lambda line: str(render(None, line["level"], line))
+
+def _for_people(colours: bool) -> Callable[[dict[str, Any]], str]:
+    def render(line: dict[str, Any]) -> str:
+        rest = dict(line)
+        level, exception = rest.pop("level"), rest.pop("exception", None)
+        shown = f"\x1b[{COLOURS.get(level, '32')}m{level:8}\x1b[0m" if colours else f"{level:8}"
+        first = f"{rest.pop('timestamp')} {shown} {rest.pop('event')} [{rest.pop('logger')}]"
+        fields = " ".join(f"{name}={value}" for name, value in rest.items())
+        return "\n".join(filter(None, (f"{first} {fields}".rstrip(), exception)))
+
+    return render
 
 
 def _line(record: logging.LogRecord) -> dict[str, Any]:

@@ -13,15 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from app import metric_files
-from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
-from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
-from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
-
-FOLDER: Path | None = metric_files.folder()
-"""Set before the next import: prometheus_client reads the variable only once."""
-
-from prometheus_client import (  # noqa: E402
+from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
@@ -29,8 +21,15 @@ from prometheus_client import (  # noqa: E402
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead  # noqa: E402
-from prometheus_client.registry import Collector  # noqa: E402
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+
+from app import metric_files
+from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
+from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
+from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
+
+FOLDER: Path | None = metric_files.folder()
 
 OWN_BUCKETS = (
     *(50e-6, 100e-6, 250e-6, 500e-6),
@@ -64,8 +63,6 @@ class Metrics:
         self._process_lock = None if FOLDER is None else metric_files.ProcessLock(FOLDER)
         if FOLDER is None:
             ProcessCollector(registry=self.registry)
-        else:
-            metric_files.delete_unused()
         self.started.set(time.time())
         self.processes.set(1)
 

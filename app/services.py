@@ -1,10 +1,18 @@
-"""What one API process is made of, built once by `app.main`."""
+"""What one API process is made of, in the order of its making: `Services`.
+
+`running` makes it over the real database, engines and clock, for `app.main`. The simulation passes in its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from app.api.connection_limit import ConnectionLimit
@@ -19,66 +27,234 @@ from app.api.page.session_view import SessionViews
 from app.api.page.token_view import TokenViews
 from app.api.page.watch import Watch
 from app.api.tokens import Tokens
-from app.assembly import Assembly
-from app.errors import AppError, SessionNotFound
+from app.domain.proofs import Proofs
+from app.errors import AppError, SessionNotFound, StartupError
 from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.preview import Previews
 from app.export.session_samples import SessionSamples
+from app.extras import install
+from app.fleet.engine_pool import EnginePool
+from app.fleet.engines import Engines
+from app.fleet.gates import Gates
 from app.fleet.health import HealthWatch
+from app.fleet.native import NativeRoutes
+from app.fleet.pauses import Pauses
+from app.fleet.state import POLL_S, FleetState
+from app.fleet.versions import WeightVersions
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
+from app.sessions.cache import SessionCache
+from app.sessions.checkpoints import Checkpoints
+from app.sessions.erasure import Erasure
+from app.sessions.event_log import Followers
+from app.sessions.forks import Forks
 from app.sessions.groups import GroupList
+from app.sessions.janitor import Janitor
+from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
-from app.sessions.recovery import Registration
+from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
+from app.sessions.restores import Restores
 from app.sessions.session_list import SessionList
 from app.settings import Settings
+from app.stopping import end_without_store
 from app.store.engine import Database
 from app.store.figures import CachedFigures
+from app.store.objects.objects import Objects
+from app.store.objects.rows import NoteObjects, has_objects, url_of_objects
+from app.store.writer import Writer
+from app.tito.families import check_family
+from app.turn.claims import Claims
+from app.turn.large_bodies import LargeBodies
+from app.turn.placement import Placement
+from app.turn.retries import Retries
+from app.turn.session_control import SessionControls
+from app.turn.stages import RecentTurnStats
+from app.turn.staging import Staging
+from app.turn.token_in import TokenIn
+from app.turn.turns import Turns
+from app.turn.validation import ReplyValidator
 from app.upstream.client import EngineClient
+from app.upstream.control import EngineControl
+from app.upstream.sessions import EngineSessions
 from workers.pool import Pool
 
 if TYPE_CHECKING:
+    from app.store.objects.bucket import Bucket
     from app.tito.prompts import Prompts
 
+log = logging.getLogger("turnlog")
 
-class Services(Assembly):
-    """The components of turns (`Assembly`), and those that only routes need."""
+DRAIN_S = 10.0
+"""How long a stopping process waits for turns whose client has disconnected."""
+
+
+class Services:
+    """Call in this order: `open`, `start`, `registered` once the process is registered in the store, `stop`.
+
+    `clock` returns seconds since the epoch. `lease_left` tells of an incarnation as `Recovery.lease_left`, the default.
+    `prompts` is given if there is a tokenizer. The fleet's log is polled every `poll_s` seconds. Raises StartupError.
+    """
 
     def __init__(
         self,
         settings: Settings,
+        *,
         release: str,
         database: Database,
         client: EngineClient,
+        pool: Pool,
         registration: Registration,
-        prompts: Prompts | None,
         metrics: Metrics,
         tokens: Tokens,
         connection_limit: ConnectionLimit,
+        prompts: Prompts | None = None,
+        clock: Clock = time.time,
+        lease_left: Callable[[int], Awaitable[float | None]] | None = None,
+        poll_s: float = POLL_S,
     ) -> None:
-        self.pool = Pool(
-            settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes
-        )
-        super().__init__(
-            database=database,
-            client=client,
-            pool=self.pool,
-            settings=settings,
-            clock=time.time,
-            incarnation=registration.incarnation,
-            prompts=prompts,
-        )
         self.settings = settings
+        self.release = release
         self.database = database
+        self.pool = pool
         self.registration = registration
         self.metrics = metrics
         self.tokens = tokens
         self.connection_limit = connection_limit
-        self.release = release
+        self.clock = clock
         self.instance_id = uuid.uuid4().hex
+        self.proofs = Proofs(settings.session_secret or settings.admin_token)
+        incarnation, api_key = registration.incarnation, settings.upstream_api_key
+
+        # the store, and which processes are alive
+        self.writer = Writer(database)
+        self.cache = SessionCache(database, self.writer, settings.cache_bytes, with_tokens=prompts is not None)
+        self.followers = Followers()
+        # With SQLite only the file's lock decides which process is alive.
+        lease_s = math.inf if database.is_sqlite else settings.lease_s
+        beat_s = settings.lease_s / BEATS_PER_LEASE
+        self.recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
+        lease, lease_left = self.recovery.lease_to_judge_by, lease_left or self.recovery.lease_left
+        self.objects: Objects | None = None
+        if database.bucket is not None:
+            keep_s = settings.payloads_keep_s
+            self.objects = Objects(database, self.writer, database.bucket, incarnation, lease, keep_s=keep_s)
+
+        # the fleet
+        self.fleet = FleetState(database, self.writer, poll_s)
+        self.engines = Engines(
+            client,
+            settings.placement,
+            api_key,
+            WeightVersions(self.fleet, client, api_key),
+            configured=settings.upstream_dialect,
+            logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
+        )
+        self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
+        self.gates = Gates(self.fleet)
+        self.pauses = Pauses(
+            fleet=self.fleet,
+            gates=self.gates,
+            engines=self.engines,
+            control=EngineControl(client, settings.upstream_dialect, api_key),
+            database=database,
+        )
+        self.native = NativeRoutes(client, self.engines, api_key)
+        self.health = HealthWatch(
+            self.engines,
+            client,
+            dialect=settings.upstream_dialect,
+            api_key=api_key,
+            is_paused=lambda: self.fleet.fleet.gate.is_shut,
+        )
+
+        # turns
+        self.token_in = TokenIn(self.cache, prompts)
+        self.retries = Retries(
+            cache=self.cache,
+            writer=self.writer,
+            followers=self.followers,
+            clock=clock,
+            incarnation=incarnation,
+            lease_s=lease,
+        )
+        self.claims = Claims(
+            retries=self.retries,
+            settings=settings,
+            cache=self.cache,
+            writer=self.writer,
+            followers=self.followers,
+            clock=clock,
+            incarnation=incarnation,
+            lease_s=lease,
+            lease_left=lease_left,
+        )
+        self.controls = SessionControls(
+            database=database,
+            writer=self.writer,
+            cache=self.cache,
+            engines=self.engines,
+            calls=EngineSessions(client, api_key),
+            settings=settings,
+            incarnation=incarnation,
+            lease_s=lease,
+        )
+        self.placement = Placement(self.engines, self.cache, settings, clock)
+        self.validator = ReplyValidator(pool, settings)
+        self.staging = Staging(database, self.writer, settings, incarnation)
+        self.large_bodies = LargeBodies()
+        self.turns = Turns(self)
+
+        # sessions
+        self.sessions = Sessions(
+            database,
+            self.writer,
+            self.cache,
+            self.followers,
+            clock,
+            names_engine_sessions=settings.engine_session_ids,
+        )
+        self.sessions.on_close(self.turns.close)
+        self.sessions.on_close(self.controls.session_closed)
+        self.erasure = Erasure(
+            database=database,
+            writer=self.writer,
+            cache=self.cache,
+            followers=self.followers,
+            clock=clock,
+            sessions=self.sessions,
+            objects=self.objects,
+        )
+        self.forks = Forks(database, self.writer, self.sessions, clock, self.objects)
+        self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
+        restores = Restores(
+            database=database,
+            writer=self.writer,
+            cache=self.cache,
+            followers=self.followers,
+            sessions=self.sessions,
+            clock=clock,
+        )
+        self.checkpoints = Checkpoints(
+            database=database,
+            writer=self.writer,
+            fleet=self.fleet,
+            gates=self.gates,
+            restores=restores,
+            incarnation=incarnation,
+            lease_left=lease_left,
+            on_delete=self.janitor.look_again,
+        )
+        self.log_end = LogEnd(database)
+        self.all_events = AllEvents(database, self.log_end)
+        self.session_list = SessionList(database, self.turns.held, self.engines, clock)
+        self.group_list = GroupList(database)
+        self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
+        """Ask where a session is that does not exist here."""
+
+        # exports
         self.exported = ExportMetrics()
         self.picker = load_picker(settings.picker)
         self.exporter = Exporter(
@@ -86,26 +262,15 @@ class Services(Assembly):
         )
         self.feed = Feed(database, self.writer, self.exporter)
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
-        self.health = HealthWatch(
-            self.engines,
-            client,
-            dialect=settings.upstream_dialect,
-            api_key=settings.upstream_api_key,
-            is_paused=lambda: self.fleet.fleet.gate.is_shut,
-        )
+
+        # requests, metrics and the page
         self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
-        self.counted = CachedFigures(database, time.monotonic)
-        self.log_end = LogEnd(database)
-        self.all_events = AllEvents(database, self.log_end)
-        self.session_list = SessionList(database, self.turns.held, self.engines, time.time)
-        self.group_list = GroupList(database)
         self.lag = LoopLag(time.monotonic)
-        self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
-        """Ask where a session is that does not exist here."""
+        self.counted = CachedFigures(database, time.monotonic)
         self.page = PageReaders(
             sessions=self.session_list,
             listed=MetadataColumns(database, self.session_list),
-            overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, time.time),
+            overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, clock),
             watch=Watch(database, self.session_list, self.log_end),
             views=SessionViews(database, self.turns.held),
             conversations=Conversations(database),
@@ -114,6 +279,26 @@ class Services(Assembly):
             previews=Previews(database, release),
             checkpoints=CheckpointViews(database),
         )
+
+    async def open(self) -> None:
+        """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""
+        self.writer.start()
+        await self.fleet.start()
+
+    def start(self) -> None:
+        """Start the background tasks."""
+        self.engine_pool.start()
+        self.janitor.start()
+        self.pauses.start()
+
+    def registered(self) -> None:
+        """The process is registered in the store, so it may take over from dead ones."""
+        self.recovery.start()
+        self.claims.start()
+        if self.objects is not None:
+            self.objects.start()
+        self.controls.start()
+        self.checkpoints.start()
 
     async def explained(self, error: AppError) -> AppError:
         """The error to answer, where another says more. Raises AppError."""
@@ -127,6 +312,130 @@ class Services(Assembly):
         self.all_events.stop()
         self.gates.stop()
         self.page.watch.stop()
+
+    async def stop(self) -> None:
+        """Stop all components, users before what they use; each whatever became of the ones before.
+
+        Waits at most DRAIN_S for the turns in flight. Allowed without `open`.
+        """
+        ends = [
+            self.registration.stop,
+            self.lag.stop,
+            self.log_end.stop,
+            self.counted.stop,
+            *(() if self.objects is None else (self.objects.stop,)),
+            self.janitor.stop,
+            self.checkpoints.stop,
+            lambda: self.turns.drain(DRAIN_S),
+            self.controls.stop,
+            lambda: self.pool.stop(0),
+            self.health.stop,
+            self.token_in.close,
+            self.pauses.stop,
+            self.engine_pool.stop,
+            self.fleet.stop,
+            self.retries.close,
+            self.claims.close,
+            self.cache.close,
+            *(() if self.objects is None else (self.objects.finish_uploads,)),
+            self.writer.stop,
+            self.recovery.stop,
+        ]
+        async with contextlib.AsyncExitStack() as last_first:
+            for end in reversed(ends):
+                last_first.push_async_callback(end)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    settings: Settings, release: str, tokens: Tokens, connection_limit: ConnectionLimit
+) -> AsyncIterator[Services]:
+    """The services of a process, started, until the end of the block. Raises StartupError."""
+    for told in settings.warnings:
+        log.warning(told)
+    async with contextlib.AsyncExitStack() as stack:
+        metrics = Metrics(RecentTurnStats(time.monotonic))
+        stack.callback(metrics.close)
+        bucket = await _bucket(settings)
+        database = Database(settings.database_url, metrics.committed, end_without_store, bucket)
+        stack.push_async_callback(database.close)
+        await database.open()
+        await _require_objects(database, bucket)
+        client = EngineClient(
+            connect_timeout_s=settings.upstream_connect_timeout_s,
+            timeout_s=settings.upstream_timeout_s,
+            max_bytes=settings.max_upstream_bytes,
+        )
+        stack.push_async_callback(client.close)
+        check_family(settings.tito_family)
+        prompts = await asyncio.to_thread(_load_prompts, settings)  # takes seconds
+        registration = Registration(database)
+        await registration.attempt()
+        services = Services(
+            settings,
+            release=release,
+            database=database,
+            client=client,
+            pool=Pool(
+                settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes
+            ),
+            registration=registration,
+            metrics=metrics,
+            tokens=tokens,
+            connection_limit=connection_limit,
+            prompts=prompts,
+        )
+        stack.push_async_callback(services.stop)
+        try:
+            await services.open()
+        except AppError as error:
+            raise StartupError(f"the fleet's log cannot be read: {error}") from error
+        await services.writer.submit(NoteObjects(None if bucket is None else bucket.url, secrets.token_hex(8)))
+        services.lag.start()
+        services.start()
+        registration.start(services.registered)
+        services.health.start()
+        services.pool.start()
+        yield services
+
+
+async def _bucket(settings: Settings) -> Bucket | None:
+    """The object storage of replay payloads. Raises StartupError if there is no such bucket."""
+    if settings.payloads == "database":
+        return None
+    from app.store.objects.bucket import Bucket  # a twentieth of a second, which most starts do not need
+
+    bucket = Bucket(settings.payloads, settings.payloads_timeout_s)
+    if silent := await bucket.probe():
+        log.warning("%s; turns with replay payloads wait for it", silent)
+    if bucket.keeps_versions:
+        log.warning("%s keeps old versions: %s", bucket.url, bucket.consequence_of_versions)
+    return bucket
+
+
+async def _require_objects(database: Database, bucket: Bucket | None) -> None:
+    """Is the object storage there that the store refers to? Raises StartupError."""
+    url = await database.read(url_of_objects)
+    if url is None or not await database.read(has_objects):
+        return
+    if bucket is None:
+        raise StartupError(f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}")
+    if url != bucket.url:
+        log.warning("replay payloads of this store were written to %s, and are read from %s now", url, bucket.url)
+
+
+def _load_prompts(settings: Settings) -> Prompts | None:
+    """The prompts of the tokenizer, or None. Raises StartupError."""
+    if settings.tokenizer is None:
+        return None
+    try:
+        from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
+    except ImportError as error:
+        raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
+    prompts = Loader.load(settings.tokenizer, settings.tito_family)
+    for shape, why in prompts.findings.refused.items():
+        log.warning("turns that continue %s begin a new row: %s", shape, why)
+    return prompts
 
 
 def _helpers(settings: Settings) -> Helpers | None:

@@ -164,8 +164,7 @@ def main() -> int:
     options = ServeOptions.from_json(sys.argv[1])
     if options.workers == 1 or os.environ.get(METRICS_FOLDER):
         return supervise(options)
-    # The process number in its name lets a later start remove what a killed supervisor left.
-    with tempfile.TemporaryDirectory(prefix=f"turnlog-metrics-{os.getpid()}-") as folder:
+    with tempfile.TemporaryDirectory(prefix="turnlog-metrics-") as folder:
         os.environ[METRICS_FOLDER] = folder
         return supervise(options)
 

@@ -6,15 +6,13 @@ import asyncio
 import hashlib
 import logging
 import time
-import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from app.domain.events import AffinityBound, AffinityReleased, EngineShape, LogprobsOf
+from app.domain.events import EngineShape, LogprobsOf
 from app.domain.fleet import EngineListed
-from app.domain.session import Session
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
 from app.fleet.versions import WeightVersions
@@ -58,16 +56,6 @@ class EngineOrder:
         yield from (url for url in self._others() if url != self.first)
 
 
-class ClientControl(typing.Protocol):
-    """A client's own choice of engine for its turn (`turn.session_control`)."""
-
-    async def prepare(self, engine: str) -> None:
-        """Prepare the engine before the turn is sent to it. May raise NotSent."""
-        ...
-
-    def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
-
-
 BodyFor = Callable[[str], Awaitable[Sequence[bytes | memoryview]]]
 """A request's body, in parts, for the engine with this base URL: a turn may move to another engine, which reads other
 fields.
@@ -77,19 +65,6 @@ May raise EngineError, ProbeRefused, and AppError if the engine cannot get the r
 
 OpenStream = Callable[[str, str | None, LogprobsOf | None], StreamReader]
 """Makes the reader of a reply that is a stream, from the engine's base URL and the weight version known of it."""
-
-AwayCause = Literal["listed", "draining", "dead", "expired"]
-
-
-class EngineChoice(msgspec.Struct, frozen=True):
-    """Engines in the order in which a turn tries them; `away` says why the session's own engine is not the first.
-
-    `control` is set if the client chose the engine (`nvext.session_control`).
-    """
-
-    order: EngineOrder
-    away: AwayCause | None = None
-    control: ClientControl | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -230,7 +205,7 @@ class Engines:
 
     async def generate(
         self,
-        choice: EngineChoice,
+        order: Iterable[str],
         shape: EngineShape,
         body_for: BodyFor,
         headers: Headers,
@@ -255,8 +230,6 @@ class Engines:
         dispatched: dict[str, str | None] = {}
 
         async def ask(url: str) -> EngineReply:
-            if choice.control is not None:
-                await choice.control.prepare(url)
             try:
                 body = await body_for(url)
             except ProbeRefused as refused:
@@ -274,7 +247,7 @@ class Engines:
             return await self._client.post(url + route, body, named, grow, may_send, stream)
 
         try:
-            answer = await self.first_reached(choice.order, ask)
+            answer = await self.first_reached(order, ask)
         except (AppError, EngineError, Withheld):
             self._generating.pop(rid, None)
             raise

@@ -5,8 +5,8 @@ name of the file. But the kernel drops a process's fcntl locks when the process 
 the descriptor is opened before SQLite opens the file and closed after SQLite has closed it, and no child inherits it
 (Python opens files close-on-exec).
 
-On network file systems and other systems than Linux the two kinds of lock exclude each other; there `<file>.lock` is
-locked instead, and it is watched like the database: deleting it ends the server.
+On network file systems and other systems than Linux the two kinds of lock exclude each other: there `<file>.lock` is
+locked instead, and watched like the database. Deleting it ends the server.
 """
 
 from __future__ import annotations

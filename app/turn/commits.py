@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,9 +21,11 @@ from app.store.log_turns import Commit, Pinned, Stage, Stale
 from app.turn.claims import known_of
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.dispatch import GeneratedTurn
-from app.turn.services import TurnServices
 from app.turn.token_in import added_text
 from app.turn.validation import stored_chunks
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 STAGE_BYTES = 512 << 10
 """Payload chunks larger than this together are written before the commit: about 2 ms of one transaction."""
@@ -31,7 +34,7 @@ STAGE_BYTES = 512 << 10
 class Commits:
     """`is_alone()`: is no other turn in flight in this process?"""
 
-    def __init__(self, services: TurnServices, is_alone: Callable[[], bool]) -> None:
+    def __init__(self, services: Services, is_alone: Callable[[], bool]) -> None:
         self._services = services
         self._is_alone = is_alone
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,13 +13,13 @@ from app.domain.events import GivenIds, OnAbort
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, value_of
 from app.errors import ClaimLost
-from app.fleet.engines import Answer, EngineChoice, OpenStream
+from app.fleet.engines import Answer, OpenStream
 from app.sessions.cache import require_open
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.engine_body import EngineBody, IdsOrigin
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, options_for
 from app.turn.live import LiveStream
-from app.turn.services import TurnServices
+from app.turn.placement import EngineChoice
 from app.turn.stages import TurnStage
 from app.turn.staging import StagedTurn
 from app.upstream import headers as http_headers
@@ -26,6 +27,9 @@ from app.upstream.body import Body
 from app.upstream.client import Withheld
 from app.upstream.headers import Headers
 from app.upstream.streams import STREAM, Push, ReplyStream
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 
 class PreparedTurn(msgspec.Struct, frozen=True):
@@ -72,7 +76,7 @@ class Dispatch:
     """The requests of one turn. `staged` keeps its tokens, if any are kept; `live` is the client's stream, if it gets
     them as they come, and is told `left_out`."""
 
-    def __init__(self, services: TurnServices, context: TurnContext, claimed: ClaimedTurn) -> None:
+    def __init__(self, services: Services, context: TurnContext, claimed: ClaimedTurn) -> None:
         self.staged: StagedTurn | None = None
         self.live: LiveStream | None = None
         self.left_out: tuple[str, ...] = ()
@@ -148,15 +152,21 @@ class Dispatch:
         context, services = self._context, self._services
         parent = self._claimed.session.config.parent
         headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key, parent)
+
+        async def body_for(engine: str) -> Sequence[bytes | memoryview]:
+            if choice.control is not None:
+                await choice.control.prepare(engine)
+            return await body(engine)
+
         reach("before_engine")
         while True:
             await self.pass_gate()
             context.stages.enter(TurnStage.ENGINE)
             try:
                 answer = await services.engines.generate(
-                    choice,
+                    choice.order,
                     context.request.shape,
-                    body,
+                    body_for,
                     headers,
                     context.waiter.grow,
                     rid=self._claimed.rid,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -12,9 +12,11 @@ from app.errors import Unsupported
 from app.fleet.engines import PATHS
 from app.turn.context import TurnContext
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds
-from app.turn.services import TurnServices
 from app.upstream.client import EngineError
 from app.upstream.generate import GENERATE, Fields, generate_body
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 IdsOrigin = Literal["built", "client", "continued"]
 """Where a chat's ids come from, which decides what becomes of them at an engine that takes none.
@@ -38,7 +40,7 @@ class EngineBody:
 
     def __init__(
         self,
-        services: TurnServices,
+        services: Services,
         context: TurnContext,
         request: EngineRequest,
         options: EngineRequestOptions,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +24,7 @@ from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest
 from app.domain.split import ITEMS
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.fleet.engines import Answer, EngineChoice
+from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
@@ -31,7 +32,7 @@ from app.turn.dispatch import Dispatch, EngineRefusal, GeneratedTurn, PreparedTu
 from app.turn.engine_body import EngineBody, TakesNoIds
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request
 from app.turn.large_bodies import INLINE_BYTES
-from app.turn.services import TurnServices
+from app.turn.placement import EngineChoice
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
@@ -39,6 +40,9 @@ from app.upstream.body import Body
 from workers import codec
 from workers.codec import Facts
 from workers.parse_parts import UNKNOWN_VERSION
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 log = logging.getLogger("turnlog.generation")
 
@@ -53,7 +57,7 @@ class Generation:
     """The generation of one turn. `received` is the body being validated: it is kept if the reply is rejected."""
 
     def __init__(
-        self, services: TurnServices, context: TurnContext, claimed: ClaimedTurn, controlled: ControlledTurn | None
+        self, services: Services, context: TurnContext, claimed: ClaimedTurn, controlled: ControlledTurn | None
     ) -> None:
         self.received: Body | None = None
         self._services = services

@@ -8,17 +8,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from app.domain.events import AffinityBound, AffinityReleased
 from app.domain.session import Affinity, Session
 from app.errors import SessionUnreadable
-from app.fleet.engines import EngineChoice, Engines
+from app.fleet.engines import EngineOrder, Engines
 from app.sessions.cache import SessionCache
 from app.settings import Settings
+
+if TYPE_CHECKING:
+    from app.turn.session_control import ControlledTurn
 
 log = logging.getLogger("turnlog.placement")
 
 Clock = Callable[[], float]
+
+
+AwayCause = Literal["listed", "draining", "dead", "expired"]
+
+
+class EngineChoice(msgspec.Struct, frozen=True):
+    """Engines in the order in which a turn tries them; `away` says why the session's own engine is not the first.
+
+    `control` is set if the client chose the engine (`nvext.session_control`).
+    """
+
+    order: EngineOrder
+    away: AwayCause | None = None
+    control: ControlledTurn | None = None
 
 
 class Placement:

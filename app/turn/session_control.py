@@ -24,7 +24,7 @@ from app.domain.control import SessionControl
 from app.domain.events import AffinityBound, AffinityReleased
 from app.domain.session import Affinity, Session
 from app.errors import AppError, SessionOpenFailed
-from app.fleet.engines import EngineChoice, Engines
+from app.fleet.engines import Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store import affinities as store
@@ -32,6 +32,7 @@ from app.store.affinities import Ending
 from app.store.log import Operation
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
+from app.turn.placement import EngineChoice
 from app.upstream.sessions import EngineSessions, OpenUnknown
 
 log = logging.getLogger("turnlog.session_control")

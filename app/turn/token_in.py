@@ -76,7 +76,7 @@ class TokenIn:
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer", initializer=_lower_priority)
         self._short_threads = ThreadPoolExecutor(THREADS, "tokenizer-short")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._short_threads.shutdown(wait=False, cancel_futures=True)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -53,17 +54,19 @@ from app.turn.engine_request import adapter_of
 from app.turn.generation import Generation
 from app.turn.in_flight import Identity, InFlightTurn, Sender, TurnCancelled, TurnReply, Waiter
 from app.turn.large_bodies import large_bytes, large_history
-from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import Stages, TurnStage
 from app.upstream.dialects import asked_for
 from app.upstream.headers import Headers
 
+if TYPE_CHECKING:
+    from app.services import Services
+
 
 class Turns:
     """The turns of this process."""
 
-    def __init__(self, services: TurnServices) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
         self._in_flight: dict[str, list[InFlightTurn]] = {}
         self.in_flight = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
@@ -31,23 +31,17 @@ from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.parse_prompt import KnownText
 from workers.payloads import Chunk, Parent, Want
-from workers.pool import Crashed, PoolError
+from workers.pool import Crashed, Pool, PoolError
 
 LIGHTER = 16
 """How much cheaper a byte of base64 payload, or of the ids of the parent's tokens, is to validate than one of triples
 (measured: 0.3, 0.5 and 5 ms per MiB)."""
 
 
-class Workers(Protocol):
-    """Validates large replies: `workers.pool.Pool`."""
-
-    async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes: ...
-
-
 class ReplyValidator:
     """Validates what engines return."""
 
-    def __init__(self, pool: Workers, settings: Settings) -> None:
+    def __init__(self, pool: Pool, settings: Settings) -> None:
         self._pool = pool
         self._settings = settings
 

@@ -11,7 +11,6 @@ import mmap
 import select
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
@@ -72,10 +71,6 @@ def _unbounded(size: int) -> None:
     """For small replies, whose memory is not accounted."""
 
 
-def _always() -> bool:
-    return True
-
-
 class EngineReply(msgspec.Struct, frozen=True):
     status: int
     headers: Headers
@@ -110,10 +105,6 @@ class Withheld(Exception):
     """Nothing was sent: `may_send` refused when a connection was ready."""
 
 
-_may_send: ContextVar[Callable[[], bool]] = ContextVar("may_send")
-"""Read by the request that a task sends: aiohttp passes nothing of the caller's to it."""
-
-
 class _UnsolicitedData(aiohttp.ClientError):
     """An idle connection received bytes that answer no request; nothing was sent on it."""
 
@@ -134,11 +125,13 @@ class _Request(aiohttp.ClientRequest):
     Nor if `may_send` refuses by now: connecting may have taken seconds.
     """
 
+    may_send: Callable[[], bool] | None = None
+
     async def send(self, conn: Connection) -> aiohttp.ClientResponse:
         if conn.protocol is not None and (conn.protocol.should_close or _has_input(conn.protocol.transport)):
             conn.close()
             raise _UnsolicitedData
-        if not _may_send.get(_always)():
+        if self.may_send is not None and not self.may_send():
             raise Withheld
         if conn.protocol is not None and self.headers.get(ONCE[0]) == ONCE[1]:
             conn.protocol.force_close()
@@ -184,13 +177,21 @@ class EngineClient:
         size = sum(map(len, parts))
         if size > SHORT:
             headers = [*headers, ("content-length", str(size))]
-        token = _may_send.set(may_send or _always)
-        try:
-            return await self._request(
-                "POST", url, headers, lambda: _sent(parts) if size > SHORT else b"".join(parts), grow, stream
-            )
-        finally:
-            _may_send.reset(token)
+
+        async def asking(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+            assert isinstance(request, _Request)
+            request.may_send = may_send
+            return await send(request)
+
+        return await self._request(
+            "POST",
+            url,
+            headers,
+            lambda: _sent(parts) if size > SHORT else b"".join(parts),
+            grow,
+            stream,
+            () if may_send is None else (asking,),
+        )
 
     async def get(self, url: str, headers: Headers) -> EngineReply:
         """Raises NotSent, Lost, TimedOut, TooLarge, Unreadable."""
@@ -204,21 +205,29 @@ class EngineClient:
         data: Callable[[], Any],
         grow: Grow,
         stream: StreamReader | None = None,
+        middlewares: Sequence[aiohttp.ClientMiddlewareType] = (),
     ) -> EngineReply:
         """Send a request, on another connection if an idle one is bad; aiohttp then closes that one."""
         if not url.partition("?")[0].endswith(PATHS):
             raise ValueError("an engine is not asked for such a path")
         for _ in range(BAD_CONNECTION_TRIES):
             with contextlib.suppress(_UnsolicitedData):
-                return await self._request_once(method, url, headers, data(), grow, stream)
+                return await self._request_once(method, url, headers, data(), grow, stream, middlewares)
         raise NotSent("every connection brings bytes before it is asked")
 
     async def _request_once(
-        self, method: str, url: str, headers: Headers, data: Any, grow: Grow, stream: StreamReader | None
+        self,
+        method: str,
+        url: str,
+        headers: Headers,
+        data: Any,
+        grow: Grow,
+        stream: StreamReader | None,
+        middlewares: Sequence[aiohttp.ClientMiddlewareType],
     ) -> EngineReply:
         try:
             async with self._session.request(
-                method, url, data=data, headers=headers, allow_redirects=False
+                method, url, data=data, headers=headers, allow_redirects=False, middlewares=middlewares
             ) as response:
                 # Decoded as HTTP defines them (RFC 9110, section 5.5); aiohttp's own strings may not be encodable.
                 headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]

@@ -11,10 +11,11 @@ from helpers.store import LEASE_S, Store
 
 from app.domain.control import Action, SessionControl
 from app.domain.fleet import EngineListed
-from app.fleet.engines import EngineChoice, EngineOrder, Engines
+from app.fleet.engines import EngineOrder, Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store.affinities import Use
+from app.turn.placement import EngineChoice
 from app.turn.session_control import ControlledTurn, SessionControls
 from app.upstream.client import EngineClient
 from app.upstream.sessions import EngineSessions

@@ -25,28 +25,6 @@ async def pair(postgres_url: str) -> AsyncIterator[tuple[Groups, Groups]]:
         yield Groups(one), Groups(other)
 
 
-async def test_two_processes_never_lease_one_group_at_once(pair: tuple[Groups, Groups]) -> None:
-    one, other = pair
-    names = {f"g{number:02}" for number in range(30)}
-    for name in names:
-        await one.complete(name, 1)
-    await one.settle_groups()
-    both_took_part = asyncio.Barrier(2)
-
-    async def consume(made: Groups, consumer: str) -> list[str]:
-        taken: list[str] = []
-        while seen := await made.candidates(limit=3):
-            mine = [lease.group_id for lease in await made.lease(consumer, seen, own_too=False)]
-            assert (await made.ack(consumer, *mine)).acknowledged == sorted(mine)
-            if mine and not taken:
-                await both_took_part.wait()
-            taken += mine
-        return taken
-
-    first, second = await asyncio.gather(consume(one, "one"), consume(other, "other"))
-    assert sorted(first + second) == sorted(names)
-
-
 async def test_two_processes_that_finish_one_group_make_it_complete(pair: tuple[Groups, Groups]) -> None:
     """Neither sees the other's change while it writes its own; and nobody waits in circles."""
     one, other = pair

@@ -240,14 +240,6 @@ async def test_content_read_in_advance_is_counted_and_not_kept(store: Store) -> 
     assert cache.size == before - frames
 
 
-async def test_who_takes_no_turn_reads_no_content(store: Store) -> None:
-    await history_of(store, 2)
-    cache = SessionCache(store.database, store.writer, 1 << 20)
-    live = await cache.current("s")
-    assert live is not None
-    assert live.unread.size == 0
-
-
 async def test_damaged_content_does_not_hide_the_log(store: Store) -> None:
     """A turn that does not need the damaged content can go on; one that does is told which session it is."""
     session = await history_of(store, 2)

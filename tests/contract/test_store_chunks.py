@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.log import digest, payload, rolled_back
-from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, end_incarnation, reward, stage
+from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, end_incarnation, stage
 from sqlalchemy import delete
 
 from app.domain import retention
@@ -64,13 +64,6 @@ async def test_staged_chunks_are_there_before_the_commit_and_stay(store: Store) 
     await store.commit("s", fence, payloads=(payload(fence, 0, 1),))
     assert len(await store.chunks("s")) == 2
     await store.head_equals_fold("s")
-
-
-async def test_some_chunks_staged_and_some_in_the_commit(store: Store) -> None:
-    fence = await claimed(store)
-    await store.submit(stage("s", fence, store.me, *chunks(0, 1)))
-    await store.commit("s", fence, chunks=chunks(2, 3))
-    assert sorted(await store.chunks("s")) == [(fence, number) for number in range(4)]
 
 
 async def test_only_the_holder_of_an_open_turn_can_stage(store: Store) -> None:
@@ -291,13 +284,6 @@ async def test_a_session_with_a_turn_in_flight_is_not_idle(store: Store) -> None
     found = await store.database.read(lambda connection: reads.idle_sessions(connection, 1e9, "", 10))
     assert found == ["s"]
     assert isinstance(await store.submit(CloseIdle("s", 1e9, 1e9)), Appended)
-
-
-async def test_a_reward_keeps_a_session_from_being_idle(store: Store) -> None:
-    await store.create("s")
-    await store.submit(reward("s", 1.0))
-    assert await store.submit(CloseIdle("s", 9.0, 3.9)) == Refused("open")
-    assert isinstance(await store.submit(CloseIdle("s", 9.0, 4.0)), Appended)
 
 
 async def reject(store: Store, session_id: str = "s", text: bytes = b"bad") -> int:

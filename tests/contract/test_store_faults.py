@@ -1,4 +1,4 @@
-"""Databases that cannot be served, and connections that die: one line or the right error, never a guess."""
+"""Databases that cannot be served, connections that die, drivers' errors: the right error, never a guess."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 from helpers.store import Store, create
-from sqlalchemy import text
+from sqlalchemy import insert, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.util import await_only
 
-from app.errors import StartupError, StoreUnavailable
+from app.errors import StartupError, StoreFull, StoreUnavailable
 from app.store import postgres
-from app.store.dialect import Tx
+from app.store.dialect import Tx, store_error
 from app.store.engine import Database
 from app.store.log import Appended
+from app.store.schema import store_meta
 
 pytestmark = pytest.mark.anyio
 
@@ -91,3 +92,39 @@ async def test_a_claim_that_meets_a_foreign_lock_waits_beside_the_event_loop(
     foreign.execute("ROLLBACK")
     foreign.close()
     assert isinstance(await waiting, Appended)
+
+
+async def test_a_mistake_of_ours_is_not_told_as_the_stores(database: Database) -> None:
+    """A unique violation is a bug here: it must not look like an outage that a retry mends."""
+    row = {"key": "epoch", "value": "2"}
+    statement = insert(store_meta)
+    with pytest.raises(Exception, match=r"(?i)unique") as raised:
+        await database.write(lambda tx: tx.insert(statement, [row]), durable=True)
+    assert not isinstance(raised.value, StoreUnavailable | StoreFull)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("SQLITE_FULL", StoreFull),
+        ("SQLITE_TOOBIG", StoreFull),
+        ("SQLITE_BUSY", StoreUnavailable),
+        ("SQLITE_BUSY_SNAPSHOT", StoreUnavailable),
+        ("SQLITE_IOERR_FSYNC", StoreUnavailable),
+        ("SQLITE_READONLY", StoreUnavailable),
+        ("SQLITE_CORRUPT", StoreUnavailable),
+        ("SQLITE_CONSTRAINT_UNIQUE", type(None)),
+        ("SQLITE_ERROR", type(None)),
+    ],
+)
+def test_sqlite_error_codes(code: str, kind: type) -> None:
+    error = sqlite3.OperationalError("a text that nobody reads")
+    error.sqlite_errorcode = getattr(sqlite3, code)
+    error.sqlite_errorname = code
+    assert type(store_error(error)) is kind
+
+
+def test_a_connection_error_names_no_address() -> None:
+    error = store_error(ConnectionRefusedError("secret-host:5432"))
+    assert isinstance(error, StoreUnavailable)
+    assert "secret-host" not in str(error)

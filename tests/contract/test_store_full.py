@@ -120,17 +120,6 @@ async def test_a_foreign_lock_is_503_and_reads_go_on(
     assert isinstance(await store.claim("s", 1), Appended)
 
 
-async def test_a_foreign_lock_that_goes_is_waited_for(sqlite_store: Store, sqlite_url: str) -> None:
-    foreign = sqlite3.connect(file_of(sqlite_url), isolation_level=None)
-    foreign.execute("BEGIN IMMEDIATE")
-    waiting = asyncio.create_task(sqlite_store.create("s"))
-    done, _ = await asyncio.wait([waiting], timeout=0.05)
-    assert not done
-    foreign.execute("ROLLBACK")
-    foreign.close()
-    assert isinstance(await waiting, Appended)
-
-
 async def test_erasure_leaves_nothing_in_the_file_nor_its_log(sqlite_store: Store, sqlite_url: str) -> None:
     store, file = sqlite_store, file_of(sqlite_url)
     blob = StoredBlob(0, "metadata", 64, "h" * 64, b"blob" + RANDOM[:64])

@@ -10,8 +10,6 @@ from helpers.log import rolled_back
 from helpers.store import Store, add_incarnation, commit, end_incarnation, release, reward
 
 from app.domain.session import Session
-from app.store import heads_view, reads
-from app.store.heads_view import HeadFilter
 from app.store.log import Appended
 
 pytestmark = pytest.mark.anyio
@@ -79,44 +77,3 @@ async def test_head_equals_fold_after_any_operations(store: Store, seed: int) ->
     for name in NAMES:
         if await store.head(name) is not None:
             await store.head_equals_fold(name)
-
-
-async def test_heads_are_listed_newest_first_and_paged(store: Store) -> None:
-    for number in range(5):
-        await store.create(f"s{number}", at=float(number // 2))
-    await store.close("s1")
-
-    async def page(after: tuple[float, str] | None = None, limit: int = 10, **wanted: Any) -> list[str]:
-        rows = await store.database.read(
-            lambda c: heads_view.page(
-                c, HeadFilter(**wanted), order="created_at", newest_first=True, after=after, limit=limit
-            )
-        )
-        return [row.session_id for row in rows]
-
-    assert await page() == ["s4", "s3", "s2", "s1", "s0"]
-    assert await page(limit=2) == ["s4", "s3"]
-    assert await page(after=(1.0, "s3")) == ["s2", "s1", "s0"]
-    assert await page(status="closed") == ["s1"]
-    assert await page(group_id="g") == []
-
-
-async def test_events_are_read_from_a_place_on(store: Store) -> None:
-    await store.create("s")
-    for _ in range(2):
-        await store.take_turn("s")
-    found = await store.database.read(lambda c: reads.load_events(c, "s", after=2, limit=2))
-    assert [recorded.seq for recorded in found] == [3, 4]
-
-
-async def test_frames_of_many_turns_are_read_in_one_call(store: Store) -> None:
-    await store.create("s")
-    for _ in range(4):
-        await store.take_turn("s")
-    frames = await store.database.read(lambda c: reads.load_frames(c, "s", [1, 3, 4, 99], wire=False))
-    assert sorted(frames) == [1, 3, 4]
-    assert all(facts is not None and wire is None for facts, wire in frames.values())
-
-
-async def test_the_epoch_is_there(store: Store) -> None:
-    assert await store.database.read(reads.epoch) == "1"

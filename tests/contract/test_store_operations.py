@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from helpers.log import BODY, rolled_back
+from helpers.log import BODY
 from helpers.store import (
     CLAIMED_AT,
     LEASE_S,
@@ -12,7 +12,6 @@ from helpers.store import (
     add_incarnation,
     claim,
     commit,
-    create,
     end_incarnation,
     release,
     reward,
@@ -60,12 +59,6 @@ async def test_create_of_a_taken_id_writes_nothing_and_tells_by_what_body(store:
     assert len(await store.log("s")) == 2
 
 
-async def test_two_creates_of_one_id_in_one_batch_make_one_session(store: Store) -> None:
-    first, second = await store.together(create("s"), create("s"))
-    assert isinstance(first, Appended)
-    assert second == Existing("open", BODY)
-
-
 async def test_create_stores_its_metadata_blob(store: Store) -> None:
     blob = StoredBlob(0, "metadata", 2, "h" * 64, codec.compress(b"{}"))
     await store.create("s", blob=blob)
@@ -99,14 +92,6 @@ async def test_claim_of_a_held_session_is_busy_and_names_the_holder(store: Store
     await store.head_equals_fold("s")
 
 
-async def test_of_two_claims_in_one_batch_one_wins(store: Store) -> None:
-    await store.create("s")
-    first, second = await store.together(claim("s", 1, store.me), claim("s", 1, store.me))
-    assert isinstance(first, Appended)
-    assert isinstance(second, Busy)
-    assert len(await store.log("s")) == 2
-
-
 async def test_claim_of_an_unknown_or_closed_session_is_refused(store: Store) -> None:
     assert await store.claim("nobody", 1) == Refused(None)
     await store.create("s")
@@ -130,18 +115,6 @@ async def test_commit_ends_the_open_turn_and_keeps_its_content(store: Store) -> 
     await store.head_equals_fold("s")
 
 
-async def test_commit_with_a_rollback_appends_both_events_in_order(store: Store) -> None:
-    await store.create("s")
-    await store.take_turn("s")
-    await store.claim("s", 3, turn=2, parent=0)
-    done = await store.commit("s", 4, turn=2, before=[rolled_back(0, 1)])
-    assert [recorded.seq for recorded in done.events] == [5, 6]
-    session = await store.session("s")
-    assert session is not None
-    assert session.path == (2,)
-    await store.head_equals_fold("s")
-
-
 @pytest.mark.parametrize(("fence", "another"), [(1, False), (3, False), (2, True)])
 async def test_commit_under_another_fence_or_holder_writes_nothing(store: Store, fence: int, another: bool) -> None:
     await store.create("s")
@@ -152,15 +125,6 @@ async def test_commit_under_another_fence_or_holder_writes_nothing(store: Store,
     assert len(await store.open_turns("s")) == 1
     with pytest.raises(CorruptContent):
         await store.database.read(lambda c: reads.load_wires(c, "s", [1]))
-    await store.head_equals_fold("s")
-
-
-async def test_the_same_commit_twice_counts_once(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    first, second = await store.together(commit("s", 2, store.me), commit("s", 2, store.me))
-    assert isinstance(first, Appended)
-    assert second == Refused("open")
     await store.head_equals_fold("s")
 
 

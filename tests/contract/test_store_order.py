@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -29,11 +28,6 @@ async def pages(store: Store, upto: Position, limit: int, after: Position = STAR
         found += page
         after = page[-1][1]
     return found
-
-
-async def test_an_empty_store_has_its_horizon_at_the_start(store: Store) -> None:
-    assert await store.horizon() == START
-    assert await store.changed() == []
 
 
 async def test_positions_grow_within_and_across_commits(store: Store) -> None:
@@ -156,49 +150,3 @@ async def test_events_of_a_session_are_in_order_where_an_older_transaction_wrote
             await connection.run_sync(lambda c, value=value: reward("s", value).apply(AlchemyTx(c)))
     query = select(events.c.seq).where(events.c.session_id == "s").order_by(events.c.tx, events.c.position)
     assert await store.database.read(lambda c: list(c.execute(query).scalars())) == [1, 2, 3, 4, 5]
-
-
-async def test_a_tailing_reader_misses_nothing_of_concurrent_writers(postgres_url: str) -> None:
-    """Two processes' writers and one reader that follows the horizon while they write."""
-    databases = [Database(postgres_url) for _ in range(3)]
-    for database in databases:
-        await database.open()
-    seen: list[tuple[str, int]] = []
-    done = asyncio.Event()
-
-    async def write(store: Store, names: list[str]) -> None:
-        for name in names:
-            await store.create(name)
-            await store.claim(name, 1)
-            await store.commit(name, 2)
-
-    async def tail(reader: Database) -> None:
-        after = START
-        while True:
-            last_round = done.is_set()
-            upto = await reader.read(reads.horizon)
-            query = (
-                select(events.c.session_id, events.c.seq)
-                .where(events.c.tx > after.tx, events.c.tx <= upto.tx)
-                .order_by(events.c.tx, events.c.position)
-            )
-            rows = await reader.read(lambda c, query=query: [(row[0], row[1]) for row in c.execute(query)])
-            seen.extend(rows)
-            after = max(after, upto)
-            if last_round:
-                return
-
-    async with Store.over(databases[0]) as one, Store.over(databases[1]) as two:
-        reader = asyncio.create_task(tail(databases[2]))
-        tasks = [
-            write(store, [f"{side}-{lane}-{number}" for number in range(5)])
-            for side, store in (("one", one), ("two", two))
-            for lane in range(6)
-        ]
-        await asyncio.gather(*tasks)
-        done.set()
-        await reader
-    for database in databases:
-        await database.close()
-    names = [f"{side}-{lane}-{number}" for side in ("one", "two") for lane in range(6) for number in range(5)]
-    assert sorted(seen) == sorted((name, seq) for name in names for seq in (1, 2, 3))

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from helpers.store import Store, add_incarnation, claim, commit, create, end_incarnation, reward
+from helpers.store import Store, add_incarnation, create, end_incarnation, reward
 from sqlalchemy.util import await_only
 
 from app.domain.events import TurnAbandoned, TurnOpened
@@ -115,20 +115,6 @@ async def test_batches_over_the_same_sessions_do_not_wait_for_each_other(pair: t
             *(other.submit(reward(name, -float(round_number))) for name in reversed(names)),
         )
         assert all(isinstance(outcome, Appended) for outcome in outcomes)
-    for name in names:
-        await one.head_equals_fold(name)
-
-
-async def test_claims_and_commits_of_two_processes_in_batches(pair: tuple[Store, Store]) -> None:
-    one, other = pair
-    names = [f"s{number:02}" for number in range(16)]
-    await asyncio.gather(*(one.create(name) for name in names))
-    taken = await asyncio.gather(*(store.submit(claim(name, 1, store.me)) for name in names for store in (one, other)))
-    for at in range(len(names)):
-        pair_of = taken[2 * at : 2 * at + 2]
-        assert sorted(type(outcome).__name__ for outcome in pair_of) == ["Appended", "Busy"]
-    done = await asyncio.gather(*(store.submit(commit(name, 2, store.me)) for name in names for store in (one, other)))
-    assert sum(isinstance(outcome, Appended) for outcome in done) == len(names)
     for name in names:
         await one.head_equals_fold(name)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -124,12 +123,6 @@ async def test_an_operation_that_raises_fails_alone(store: Store) -> None:
     assert isinstance(await store.create("broken"), Appended)
 
 
-async def test_an_operation_that_raises_alone_leaves_the_writer_alive(store: Store) -> None:
-    with pytest.raises(ValueError, match="broken"):
-        await store.submit(Broken("s"))
-    assert isinstance(await store.create("s"), Appended)
-
-
 async def test_operations_on_one_session_keep_their_order_in_a_batch(store: Store) -> None:
     """The order of submission is the order of effect, although a batch is sorted by session."""
     made, again, taken, done, late = await asyncio.gather(
@@ -147,10 +140,11 @@ async def test_operations_on_one_session_keep_their_order_in_a_batch(store: Stor
     await store.head_equals_fold("s")
 
 
+@pytest.mark.parametrize(("limit", "most"), [("MAX_QUEUE", 2), ("MAX_QUEUE_BYTES", 1000)])
 async def test_a_full_queue_is_overloaded_and_what_waits_still_commits(
-    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    monkeypatch.setattr(writer_module, "MAX_QUEUE", 2)
+    monkeypatch.setattr(writer_module, limit, most)
     monkeypatch.setattr(writer_module, "WAIT_S", 0.05)
     with held(sqlite_store) as holding:
         await entered(holding)
@@ -162,18 +156,6 @@ async def test_a_full_queue_is_overloaded_and_what_waits_still_commits(
     assert isinstance(await sqlite_store.create("c"), Appended)
 
 
-async def test_a_queue_full_of_bytes_is_overloaded(sqlite_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "MAX_QUEUE_BYTES", 1000)
-    monkeypatch.setattr(writer_module, "WAIT_S", 0.05)
-    with held(sqlite_store) as holding:
-        await entered(holding)
-        waiting = await queued(sqlite_store, create("a"), create("b"))
-        with pytest.raises(Overloaded):
-            await sqlite_store.create("c")
-    await asyncio.gather(*waiting)
-    assert isinstance(await sqlite_store.create("c"), Appended)
-
-
 async def test_who_waits_for_room_gets_it(sqlite_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "MAX_QUEUE", 1)
     with held(sqlite_store) as holding:
@@ -181,28 +163,6 @@ async def test_who_waits_for_room_gets_it(sqlite_store: Store, monkeypatch: pyte
         waiting = await queued(sqlite_store, create("a"), create("b"))
     made = await asyncio.wait_for(asyncio.gather(*waiting), 3)
     assert [type(outcome) for outcome in made] == [Appended, Appended]
-
-
-async def test_a_crowd_that_waits_for_room_does_not_overfill_the_queue(
-    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "MAX_QUEUE", 4)
-    monkeypatch.setattr(writer_module, "MAX_BATCH", 2)
-    longest = 0
-    take = sqlite_store.writer._take
-
-    def watched(queue: deque[writer_module._Entry]) -> list[writer_module._Entry]:
-        nonlocal longest
-        longest = max(longest, len(queue))
-        return take(queue)
-
-    monkeypatch.setattr(sqlite_store.writer, "_take", watched)
-    with held(sqlite_store) as holding:
-        await entered(holding)
-        waiting = await queued(sqlite_store, *(create(f"s{number}") for number in range(40)))
-    made = await asyncio.wait_for(asyncio.gather(*waiting), 10)
-    assert all(isinstance(outcome, Appended) for outcome in made)
-    assert longest <= 4
 
 
 async def test_a_caller_that_gives_up_costs_nobody_else(sqlite_store: Store) -> None:

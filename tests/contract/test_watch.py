@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, closing
-from typing import Any, cast
 
 import pytest
 from helpers.log import BODY
 from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert, update
 
-from app.api.page import live as ui_live
 from app.api.page import watch as watching
 from app.api.page.watch import Listener, Watch
 from app.errors import InvalidRequest, Overloaded
-from app.services import Services
 from app.sessions.log_end import LogEnd
 from app.sessions.session_list import SessionList
 from app.store.dialect import Tx
@@ -207,26 +203,6 @@ async def test_what_is_no_cursor_is_refused_and_leaves_no_listener(watched: Watc
         with pytest.raises(InvalidRequest):
             await watched.watch.listen(cursor)
     assert not watched.watch.is_running
-
-
-async def test_rows_do_not_wait_for_an_overview_that_takes_long(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted = asyncio.Event()
-
-    async def slow(app: Services) -> dict[str, Any]:
-        await counted.wait()
-        return {"counted": True}
-
-    monkeypatch.setattr(ui_live, "overview_of", slow)
-    with closing(await watched.watch.listen(None)) as listener:
-        async with aclosing(ui_live._events(cast(Services, None), listener)) as pieces, asyncio.timeout(PATIENCE_S):
-            assert b"hello" in await anext(pieces)
-            rows = asyncio.ensure_future(anext(pieces))
-            await watched.store.create("a")
-            assert b'"session_id":"a"' in await rows
-            counted.set()
-            assert b'"counted":true' in await anext(pieces)
 
 
 async def test_much_at_once_is_told_in_several_reads(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

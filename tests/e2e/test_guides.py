@@ -27,7 +27,6 @@ def page(path: Path) -> object:
     return pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("path", [page(path) for path in PAGES])
 def test_a_page_runs(path: Path, stand: Stand) -> None:
     """Its assertions are the page's own."""

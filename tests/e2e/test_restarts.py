@@ -18,7 +18,7 @@ from ops.simulator.process import SimulatorProcess
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
-KILLS = 10
+KILLS = 5
 LATENCY_MS = "300"
 
 

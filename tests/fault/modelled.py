@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from app.assembly import Assembly
 from app.domain.events import SessionConfig
 from app.errors import StoreUnavailable
 from app.fleet.state import POLL_S
@@ -33,6 +32,7 @@ from tests.tools.simulation.engine import reply
 from tests.tools.simulation.history import Acknowledged, History
 from tests.tools.simulation.service import register
 from tests.tools.simulation.store import MemoryDatabase, MemoryStore
+from workers.pool import Pool
 
 Message = dict[str, Any]
 
@@ -74,8 +74,14 @@ class Engine(EngineClient):
         )
 
 
-class NoPool:
+class NoPool(Pool):
     """Every reply here is judged inline."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def stop(self, grace_s: float) -> None:
+        return
 
     async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes:
         raise AssertionError("a small reply was handed over")
@@ -129,15 +135,8 @@ class Node:
         self.incarnation = await self.mortal.write(
             lambda tx: register(tx, self._name, alone=self.mortal.is_sqlite), durable=True
         )
-        self.service = Assembly(
-            database=self.mortal,
-            client=self._engine,
-            pool=NoPool(),
-            settings=SETTINGS,
-            clock=time.time,
-            incarnation=lambda: self.incarnation,
-            lease_left=self._lease_left,
-            poll_s=POLL_S,
+        self.service = service.made(
+            SETTINGS, self.mortal, self._engine, NoPool(), time.time, self.incarnation, self._lease_left, POLL_S
         )
         await service.start(self.service)
 
@@ -154,14 +153,14 @@ class Node:
         return died is not None and incarnation != self.incarnation
 
     async def stop(self) -> None:
-        await service.stop(self.service)
+        await self.service.stop()
         self._place.release(self._database)
 
     async def crash(self) -> None:
         self.mortal.dead = True
         self._place.gone.add(self.incarnation)
         with contextlib.suppress(StoreUnavailable):
-            await service.stop(self.service)
+            await self.service.stop()
         self._place.release(self._database)
 
     def take(self, session: Model, messages: Sequence[Message], key: str | None) -> asyncio.Task[TurnReply]:

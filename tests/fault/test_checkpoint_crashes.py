@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers.databases import Postgres, SqliteTemplate
 from integration.stand import Stand, Talk, until
 
-from app.crash_points import VARIABLE, CrashPoint
-from fault.forking import ForkedServer
+from app.crash_points import CrashPoint
 from fault.table import Tally
+from fault.test_crash_points import TITLE, Site
+from fault.test_crash_points import site as site
 from fault.verified import acknowledgement, verified
-from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
 pytestmark = pytest.mark.long
-
-TITLE = "kill -9 at a crash point"
 
 CUTS: tuple[CrashPoint, ...] = ("in_checkpoint", "after_checkpoint")
 
@@ -39,51 +32,6 @@ RESTORES: tuple[tuple[CrashPoint, int], ...] = (
     ("in_restore_finished", 1),
     ("after_restore_finished", 1),
 )
-
-
-class Site:
-    """A store, its server that is killed, and on PostgreSQL another one that goes on."""
-
-    def __init__(self, url: str, folder: Path, engine: SimulatorProcess, *, shared: bool) -> None:
-        self.url = url
-        self.engine = engine
-        self.server = ForkedServer(folder, url, [engine.base_url])
-        self.other = ForkedServer(folder, url, [engine.base_url]).start() if shared else None
-
-    @contextlib.contextmanager
-    def serving(self, armed: str = "") -> Iterator[Stand]:
-        """The server that is killed if it is armed; else whoever serves the store now."""
-        server = (
-            self.server.start(**({VARIABLE: armed} if armed else {})) if armed or self.other is None else self.other
-        )
-        stand = Stand(server, self.engine.base_url)
-        yield stand
-        stand.close()
-        if armed:
-            assert self.server.ended() == -signal.SIGKILL
-        self.server.stop()
-
-    def stop(self) -> None:
-        for server in (self.server, self.other):
-            if server is not None:
-                server.stop()
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def site(
-    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("checkpoint-crashes")
-    with contextlib.ExitStack() as stack:
-        if request.param == "sqlite":
-            template: SqliteTemplate = request.getfixturevalue("sqlite_template")
-            url = template.copy(folder / "turnlog.db")
-        else:
-            postgres: Postgres = request.getfixturevalue("postgres")
-            url = stack.enter_context(postgres.database())
-        made = Site(url, folder, engine, shared=request.param == "postgresql")
-        stack.callback(made.stop)
-        yield made
 
 
 def contents(stand: Stand, *group_ids: str) -> tuple[dict[str, Any], list[str]]:
@@ -111,13 +59,13 @@ def finished(stand: Stand, group_id: str) -> Talk:
 @pytest.mark.parametrize("point", CUTS)
 def test_a_cut(site: Site, tally: Tally, point: CrashPoint) -> None:
     name = f"cut-{point}"
-    with site.serving(f"{point}:1") as stand:
+    with site.armed(point, 1) as stand:
         talk = stand.talk()
         reply = talk.say("One")
         with pytest.raises(httpx.TransportError):
             stand.http.post("/checkpoints", json={"name": name})
         tally.tried += 1
-    with site.serving() as stand:
+    with site.after() as stand:
         again = stand.http.post("/checkpoints", json={"name": name})
         assert again.status_code == (409 if point == "after_checkpoint" else 200), again.text
         known = stand.known(talk.id)
@@ -139,7 +87,7 @@ def test_a_restore(site: Site, tally: Tally, point: CrashPoint, times: int) -> N
     def say(talk: Talk, text: str) -> None:
         acknowledged.append(acknowledgement(talk.id, talk.say(text)))
 
-    with site.serving() as stand:
+    with site.after() as stand:
         finished(stand, acked)
         contents(stand, *groups)
         stand.http.post("/export/groups/ack", json={"consumer": "trainer", "groups": [acked]})
@@ -155,11 +103,11 @@ def test_a_restore(site: Site, tally: Tally, point: CrashPoint, times: int) -> N
         finished(stand, later)
         before = contents(stand, *groups)
         assert before[1] == sorted([later, leased])
-    with site.serving(f"{point}:{times}") as stand:
+    with site.armed(point, times) as stand:
         with pytest.raises(httpx.TransportError):
             stand.http.post(f"/checkpoints/{name}/restore")
         tally.tried += 1
-    with site.serving() as stand:
+    with site.after() as stand:
         until(lambda: stand.http.get("/fleet").json()["held_for"] is None)
         kept = next(
             one["name"] for one in stand.http.get("/checkpoints").json()["checkpoints"] if one["restores"] == name

@@ -327,7 +327,7 @@ async def test_a_write_that_meets_a_damaged_page_leaves_its_neighbours_alone(who
     await database.close()
 
 
-@pytest.mark.parametrize("where", ["heads", "key"])
+@pytest.mark.parametrize("where", ["heads", pytest.param("key", marks=pytest.mark.untimed)])
 def test_the_feed_hands_out_the_other_groups(
     whole: Whole, tmp_path: Path, engine: SimulatorProcess, where: str
 ) -> None:
@@ -367,7 +367,7 @@ DUMP = """sqlite3 repaired.db 'PRAGMA auto_vacuum = 2; PRAGMA journal_mode = WAL
 
 
 @pytest.mark.skipif(shutil.which("sqlite3") is None, reason="sqlite3's command is not installed")
-@pytest.mark.parametrize("where", ["heads", "key"])
+@pytest.mark.parametrize("where", ["heads", pytest.param("key", marks=pytest.mark.untimed)])
 def test_the_runbooks_repair_keeps_the_other_sessions(whole: Whole, tmp_path: Path, where: str) -> None:
     """sqlite3's `.dump`, then heads and claims from the logs."""
     assert DUMP in Path("docs/runbook.md").read_text()

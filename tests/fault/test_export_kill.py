@@ -21,8 +21,6 @@ CLIENTS = 4
 PATIENCE_S = 30.0
 MOST_KILLS = 4
 
-Row = dict[str, Any]
-
 
 @pytest.fixture(scope="module")
 def filled(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -65,18 +63,13 @@ def taken(stand: Stand, query: dict[str, Any], most: int) -> tuple[list[bytes], 
     return data[: data.rfind(b"\n") + 1].splitlines(), killed
 
 
-def cursor_of(shape: str, row: Row) -> str:
-    found: str = row["metadata"]["turnlog"]["cursor"] if shape == "miles" and "metadata" in row else row["cursor"]
-    return found
-
-
-@pytest.mark.parametrize(("shape", "explain"), [("turnlog", "true"), ("miles", "false"), ("atropos", "true")])
-def test_the_rest_is_given_once(filled: tuple[Stand, list[Talk]], shape: str, explain: str) -> None:
+@pytest.mark.parametrize("shape", ["turnlog", "atropos"])
+def test_the_rest_is_given_once(filled: tuple[Stand, list[Talk]], shape: str) -> None:
     stand, talks = filled
-    rng = random.Random(f"{shape} {explain}")
+    rng = random.Random(f"{shape} true")
     writing = [stand.meanwhile(write, stand, talks[start::40]) for start in range(CLIENTS)]
     first = stand.http.get("/export", params={"limit": 1})
-    query: dict[str, Any] = {"shape": shape, "explain": explain, "cursor": first.headers["x-turnlog-cursor"]}
+    query: dict[str, Any] = {"shape": shape, "explain": "true", "cursor": first.headers["x-turnlog-cursor"]}
     start, lines, kills = query["cursor"], [], 0
     cut = True
     while cut:
@@ -85,7 +78,7 @@ def test_the_rest_is_given_once(filled: tuple[Stand, list[Talk]], shape: str, ex
         kills += cut
         lines += found
         if found:
-            query["cursor"] = cursor_of(shape, json.loads(found[-1]))
+            query["cursor"] = json.loads(found[-1])["cursor"]
     for run in writing:
         assert run.result(timeout=60) > 0
     assert kills >= 2

@@ -180,7 +180,6 @@ def test_frozen_at_a_point_of_the_turn(pair: Pair, tally: Tally, point: CrashPoi
         verified(pair.url, done, tally)
 
 
-@pytest.mark.long
 @pytest.mark.fault(9, TITLE)
 def test_frozen_for_long_inside_its_transaction(pair: Pair, tally: Tally) -> None:
     """After ten seconds PostgreSQL ends the idle transaction by itself: its rows are free, the turn is taken over."""

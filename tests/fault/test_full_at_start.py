@@ -145,7 +145,7 @@ def well_again(stand: Stand, kept: Held, tally: Tally, lines: int = 1) -> None:
 @pytest.mark.fault(4, FULL)
 @pytest.mark.parametrize(
     "how",
-    [died_of_it, was_stopped, pytest.param(lost_its_shared_memory, marks=pytest.mark.long)],
+    [died_of_it, was_stopped, lost_its_shared_memory],
     ids=lambda how: how.__name__,
 )
 def test_a_server_starts_on_a_full_disk_and_takes_turns_when_there_is_room(
@@ -168,7 +168,6 @@ def test_a_server_starts_on_a_full_disk_and_takes_turns_when_there_is_room(
     assert own.server.pid == pid
 
 
-@pytest.mark.long
 @pytest.mark.fault(4, FULL)
 def test_a_schema_that_must_change_is_told_that_there_is_no_room(own: Stand, small: Volume, tally: Tally) -> None:
     held(own)

@@ -72,7 +72,7 @@ def test_what_was_acknowledged_is_there_after_restarts_and_crashes(
     verified(cluster.url, agents.acknowledged, tally)
 
 
-LOST_CLAIMS = 12
+LOST_CLAIMS = 6
 
 
 def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorProcess, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorPro
         cluster.stop_log_writer()
         slow = []
         for name in names[1:]:  # one after the other, so that each claim is a transaction of its own
-            slow.append(threads.submit(turn, name, 12.0))
+            slow.append(threads.submit(turn, name, 8.0))
             until(lambda name=name: opened(name), 180)  # type: ignore[misc]
         cursor = http.get("/export").headers["x-turnlog-next-cursor"]
         cluster.restart("immediate")

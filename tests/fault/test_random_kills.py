@@ -37,5 +37,5 @@ def test_the_only_process_many_times(tally: Tally, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.fault(1, TITLE)
 def test_one_of_several_processes_many_times(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
-    rounds = run(rounds=3, clients=32, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
+    rounds = run(rounds=2, clients=24, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
     count(asyncio.run(rounds), tally)

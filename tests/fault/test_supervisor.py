@@ -76,8 +76,8 @@ def test_a_server_that_dies_before_it_serves_is_restarted_after_a_while(server: 
     [
         signal.SIGKILL,
         signal.SIGTERM,
-        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
-        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        signal.SIGHUP,
+        signal.SIGINT,
     ],
 )
 def test_nobody_outlives_the_supervisor(server: KeptServer, number: signal.Signals) -> None:

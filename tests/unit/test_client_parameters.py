@@ -22,6 +22,7 @@ from app.export.shapes.turnlog import COLUMNS
 from app.features.search.routes import SearchQuery
 from app.sessions.session_list import Sort, Status
 from app.store.groups import Acknowledged
+from ops import unasync
 from turnlog import client, events, parameters, replies, rows
 from turnlog.client.checked import checked, metadata_filter
 
@@ -130,3 +131,7 @@ def test_right_parameters_pass() -> None:
     filters = {"a": "b", "n": 3, "yes": True, "none": None}
     assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}
     assert metadata_filter(filters) == ["a=b", "n=3", "yes=true", "none=null"]
+
+
+def test_the_sync_client_is_current() -> None:
+    assert unasync.is_current(), "run python -m ops.unasync"

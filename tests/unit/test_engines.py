@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.fleet import EngineListed
 from app.errors import NoUpstream, UpstreamUnreachable
-from app.fleet.engines import EngineChoice, Engines
+from app.fleet.engines import Engines
 from app.upstream.client import EngineClient, Withheld
 from ops.server import reserve_port
 
@@ -140,9 +140,7 @@ async def test_what_is_known_of_an_engine_outlives_a_change_of_the_list(client: 
 
 
 async def asked(engines: Engines, *order: str, rid: str = "", version: str | None = None) -> str:
-    answer = await engines.generate(
-        EngineChoice(order), "chat", nothing, [], lambda size: None, rid=rid, version=version
-    )
+    answer = await engines.generate(order, "chat", nothing, [], lambda size: None, rid=rid, version=version)
     return answer.engine
 
 
@@ -203,8 +201,8 @@ async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(c
         engine.go.set()
         engines = over(client, engine.url)
         engines.seen(engine.url, "7", None)
-        plain = await engines.generate(EngineChoice([engine.url]), "chat", nothing, [], lambda size: None)
-        lora = await engines.generate(EngineChoice([engine.url]), "chat", nothing, [], lambda size: None, version="41")
+        plain = await engines.generate([engine.url], "chat", nothing, [], lambda size: None)
+        lora = await engines.generate([engine.url], "chat", nothing, [], lambda size: None, version="41")
     assert (plain.dispatched, plain.known) == ("7", "7")
     assert (lora.dispatched, lora.known) == ("41", "7")
 
@@ -232,7 +230,7 @@ async def test_what_may_not_be_sent_any_more_when_a_connection_is_there_is_not(c
 
         with pytest.raises(Withheld):
             await over(client, engine.url).generate(
-                EngineChoice([nobody, engine.url]), "chat", nothing, [], lambda size: None, may_send=no
+                [nobody, engine.url], "chat", nothing, [], lambda size: None, may_send=no
             )
         assert said == [True], "not of the engine that cannot be connected to"
         assert engine.asked == []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from app.domain.events import VersionSpan
 from app.domain.groups import EPSILON, grpo, largest_version, oldest_version, statistics
+from app.sessions.groups import MAX_MISSING, missing_attempts
 
 REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=64)
 ANY = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=16)
@@ -100,3 +101,20 @@ def test_the_oldest_version_is_of_live_turns() -> None:
     assert oldest_version([turn(1, "a"), turn(2, "8")]) == 8
     assert oldest_version([turn(1, "a")]) is None
     assert oldest_version([]) is None
+
+
+@pytest.mark.parametrize(
+    ("attempts", "missing"),
+    [
+        ([], []),
+        ([0], []),
+        ([1], []),
+        ([3, 0, 1], [2]),
+        ([1, 2, 4], [3]),
+        ([2], [1]),
+        ([0, 2**31 - 1], list(range(1, MAX_MISSING + 1))),
+        ([1, 1, 3, 3], [2]),
+    ],
+)
+def test_the_numbers_between_the_first_and_the_last(attempts: list[int], missing: list[int]) -> None:
+    assert missing_attempts(attempts) == missing

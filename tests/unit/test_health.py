@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.fleet import EngineListed
 from app.fleet import health
-from app.fleet.engines import EngineChoice, Engines
+from app.fleet.engines import Engines
 from app.fleet.health import HealthWatch
 from app.fleet.member import Member
 from app.upstream.client import EngineClient
@@ -239,7 +239,7 @@ async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypat
             await asyncio.sleep(0.01)
         await found.engine.stop()
         with contextlib.suppress(Exception):
-            await found.engines.generate(EngineChoice([found.engine.url]), "chat", _no_body, [], lambda size: None)
+            await found.engines.generate([found.engine.url], "chat", _no_body, [], lambda size: None)
         assert found.member.failures == 1
         async with asyncio.timeout(20):
             while found.member.health != "dead":

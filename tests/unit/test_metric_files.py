@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -13,23 +12,6 @@ import pytest
 
 from app import metric_files
 from ops.server import ROOT
-
-CHILD = """
-import multiprocessing, os, sys
-from app import metric_files
-def tell(pipe):
-    found = metric_files.folder()
-    pipe.send((str(found), os.environ[metric_files.VARIABLE]))
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    for _ in range(2):
-        ours, theirs = context.Pipe()
-        child = context.Process(target=tell, args=(theirs,))
-        child.start()
-        print(*ours.recv())
-        child.join()
-    print(metric_files.folder())
-"""
 
 TOKEN_SESSION = """
 import sys
@@ -52,28 +34,6 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_children_of_one_supervisor_share_a_folder_of_their_own_and_it_has_none(tmp_path: Path) -> None:
-    script = tmp_path / "supervisor.py"
-    script.write_text(CHILD)
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environment.pop(metric_files.VARIABLE, None)
-
-    def run() -> list[list[str]]:
-        done = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True, timeout=60
-        )
-        return [line.split() for line in done.stdout.splitlines()]
-
-    first, second, own = run()
-    assert first == second
-    assert first[0] == first[1]
-    assert own == ["None"]
-    folder = Path(first[0])
-    assert folder.parent == tmp_path
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert run()[0] != first, "another supervisor has another folder"
-
-
 def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     locked: list[bool] = []
 
@@ -92,7 +52,7 @@ def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytes
 
 
 def test_a_folder_that_was_chosen_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(metric_files.VARIABLE, str(tmp_path / "chosen"))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "chosen"))
     assert metric_files.folder() == tmp_path / "chosen"
     assert (tmp_path / "chosen").is_dir()
 
@@ -103,26 +63,3 @@ def test_a_process_is_dead_once_the_kernel_has_freed_its_lock(tmp_path: Path, ho
     holder.wait()
     assert list(metric_files.dead(tmp_path)) == [holder.pid]
     assert list(metric_files.dead(tmp_path)) == [], "it is told once"
-
-
-def test_only_folders_whose_supervisor_and_workers_are_gone_are_swept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    names = {
-        "deserted": f"{metric_files.PREFIX}{gone.pid}-a",
-        "orphaned": f"{metric_files.PREFIX}{gone.pid}-b",
-        "supervised": f"{metric_files.PREFIX}{os.getpid()}-c",
-        "foreign": f"{metric_files.PREFIX}x",
-    }
-    for name in names.values():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"counter_{gone.pid}.db").touch()
-    presence = metric_files.ProcessLock(tmp_path / names["orphaned"])
-    metric_files.delete_unused()
-    assert {path.name for path in tmp_path.iterdir()} == {name for key, name in names.items() if key != "deserted"}
-    presence.close()
-    metric_files.delete_unused()
-    assert not (tmp_path / names["orphaned"]).exists()

@@ -10,10 +10,10 @@ from app.domain.events import AffinityBound, SessionConfig
 from app.domain.fleet import EngineListed
 from app.domain.session import Affinity, Session
 from app.errors import SessionUnreadable
-from app.fleet.engines import EngineChoice, Engines
+from app.fleet.engines import Engines
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
-from app.turn.placement import Placement
+from app.turn.placement import EngineChoice, Placement
 
 pytestmark = pytest.mark.anyio
 

@@ -412,35 +412,6 @@ async def test_abort_by_prefix_keeps_the_tokens_so_far() -> None:
         assert (stats["started"], stats["finished"], stats["aborted"], stats["in_flight"]) == (2, 2, 1, 0)
 
 
-async def test_pause_holds_and_continue_releases() -> None:
-    async with engine() as client:
-        await client.post("/pause_generation", json={"mode": "retract"})
-        held = asyncio.create_task(ask(client, user()))
-        await in_flight(client, 1)
-        await asyncio.sleep(0.05)
-        assert not held.done()
-        await client.post("/update_weight_version", json={"new_version": "9", "abort_all_requests": False})
-        await client.post("/continue_generation", json={})
-        meta = choice_of(await held)["meta_info"]
-        assert (meta["weight_version"], meta["finish_reason"]["type"]) == ("9", "stop")
-        assert (await client.get("/model_info")).json()["weight_version"] == "9"
-        running = asyncio.create_task(ask(client, user("long"), sim={"latency_s": 5}))
-        await in_flight(client, 1)
-        await client.post("/pause_generation", json={"mode": "abort"})
-        assert choice_of(await running)["finish_reason"] == "abort"
-
-
-async def test_vllm_pause() -> None:
-    async with engine("vllm") as client:
-        assert (await client.post("/pause?mode=wait")).status_code == 200
-        assert (await client.get("/is_paused")).json() == {"is_paused": True}
-        held = asyncio.create_task(client.post(CHAT, json={"messages": user()}))
-        await in_flight(client, 1)
-        await client.post("/resume")
-        assert (await held).status_code == 200
-        assert (await client.post("/open_session", json={"capacity_of_str_len": 1})).status_code == 404
-
-
 BAD_ARGUMENTS = ('{"cmd": "echo', "[1]", "null", "", '{"cmd": "a\tb"}')
 
 
@@ -552,18 +523,6 @@ async def test_sessions_share_what_they_begin_with() -> None:
         found = await stats(client)
         assert found["prompt_tokens"] == sum(one["prompt_tokens"] for one in (first, second, again))
         assert found["prefix_hit_tokens"] == hit + again["prompt_tokens"] - 1
-
-
-async def test_prefill_takes_time_and_a_hit_spares_it() -> None:
-    async with engine(prefill_s=0.002) as client:
-        loop, text = asyncio.get_running_loop(), "A long question about nothing. " * 20
-        began = loop.time()
-        usage = (await chat(client, text))["usage"]
-        missed = loop.time() - began
-        assert missed >= 0.002 * usage["prompt_tokens"]
-        began = loop.time()
-        await chat(client, text)
-        assert loop.time() - began < missed / 2
 
 
 async def test_health_hangs_while_paused_but_not_model_info() -> None:

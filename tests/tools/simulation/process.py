@@ -1,4 +1,4 @@
-"""A simulated API process: the same assembly as in `app.main`, over a store, an engine and a clock that are made up."""
+"""A simulated API process: the services of `app.services`, over a store, an engine and a clock that are made up."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from app.assembly import DRAIN_S, Assembly
 from app.errors import AppError
+from app.services import DRAIN_S
 from app.sessions.recovery import written
 from app.store import incarnations
 from tests.tools.simulation import service
@@ -17,7 +17,7 @@ from tests.tools.simulation.loop import Owner
 from tests.tools.simulation.service import register
 from tests.tools.simulation.world import World
 from workers import job
-from workers.pool import Crashed, QueueFull
+from workers.pool import Crashed, Pool, QueueFull
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Disconnected(Exception):
     """The client's connection ended before an answer came."""
 
 
-class SimulatedPool:
+class SimulatedPool(Pool):
     """Where a process judges large replies; a job takes a moment, or two workers die over it."""
 
     def __init__(self, world: World) -> None:
@@ -38,6 +38,9 @@ class SimulatedPool:
         if self._world.happens(self._world.weather.workers_fail):
             raise Crashed([], 1.0) if rng.random() < 0.5 else QueueFull("1000 jobs wait for a worker already")
         return job.run(work, memoryview(b"".join(pieces)))
+
+    async def stop(self, grace_s: float) -> None:
+        return
 
 
 class Process:
@@ -65,15 +68,15 @@ class Process:
         world, database = self._world, self.database
         alone = database.is_sqlite
         self.incarnation = await database.write(lambda tx: register(tx, self.name, alone=alone), durable=True)
-        self.service = Assembly(
-            database=database,
-            client=SimulatedEngine(world, lambda adapter: self.service.fleet.fleet.is_shut(adapter)),
-            pool=SimulatedPool(world),
-            settings=world.settings,
-            clock=self.clock,
-            incarnation=lambda: self.incarnation,
-            lease_left=self._lease_left,
-            poll_s=self._poll_s,
+        self.service = service.made(
+            world.settings,
+            database,
+            SimulatedEngine(world, lambda adapter: self.service.fleet.fleet.is_shut(adapter)),
+            SimulatedPool(world),
+            self.clock,
+            self.incarnation,
+            self._lease_left,
+            self._poll_s,
         )
         await service.start(self.service)
         self.serving = True
@@ -95,12 +98,12 @@ class Process:
         return wall(self._world.loop.time()) + self.clock_offset_s
 
     async def stop(self) -> None:
-        """An orderly end, in the order of `app.main`."""
+        """An orderly end. Raises AppError where the store cannot be told."""
         self.serving = False
         self.service.gates.stop()
         if self._connections:
             await asyncio.wait(list(self._connections), timeout=DRAIN_S)
-        await service.stop(self.service)
+        await self.service.stop()
 
     def kill(self) -> None:
         """As SIGKILL: nothing of it runs any more, its connections end."""

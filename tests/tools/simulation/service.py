@@ -1,31 +1,77 @@
-"""A simulated process's own: how it starts, stops, saves snapshots and is known to the others."""
+"""A simulated process's own: what it is made of, how it starts, saves snapshots and is known to the others."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable
+from typing import cast
+
 from sqlalchemy import insert
 
-from app.assembly import Assembly
+from app.api.connection_limit import ConnectionLimit
+from app.api.tokens import Tokens
 from app.domain.session import encode_session
-from app.store import incarnations, reads, schema
+from app.metrics import Metrics
+from app.services import Services
+from app.sessions.lifecycle import Clock
+from app.sessions.recovery import Registration
+from app.settings import Settings
+from app.store import incarnations, ports, reads, schema
 from app.store.dialect import Tx, now
+from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
+from app.turn.stages import RecentTurnStats
+from app.upstream.client import EngineClient
 from workers import codec
+from workers.pool import Pool
+
+METRICS = Metrics(RecentTurnStats(time.monotonic))
 
 
-async def start(made: Assembly) -> None:
-    """Of a process that is registered. Raises AppError where the store cannot be read."""
+class Registered(Registration):
+    """Of a process that the test has registered."""
+
+    def __init__(self, database: Database, number: int) -> None:
+        super().__init__(database)
+        self._number = number
+
+
+def made(
+    settings: Settings,
+    database: ports.Database,
+    client: EngineClient,
+    pool: Pool,
+    clock: Clock,
+    number: int,
+    lease_left: Callable[[int], Awaitable[float | None]],
+    poll_s: float,
+) -> Services:
+    """The services of the process that is registered as incarnation `number`."""
+    store = cast(Database, database)  # routes that need more of it are not asked here
+    return Services(
+        settings,
+        release="simulated",
+        database=store,
+        client=client,
+        pool=pool,
+        registration=Registered(store, number),
+        metrics=METRICS,
+        tokens=Tokens(()),
+        connection_limit=ConnectionLimit(time.monotonic),
+        clock=clock,
+        lease_left=lease_left,
+        poll_s=poll_s,
+    )
+
+
+async def start(made: Services) -> None:
+    """Without what only measures and probes. Raises AppError where the store cannot be read."""
     await made.open()
     made.start()
     made.registered()
 
 
-async def stop(made: Assembly) -> None:
-    """An orderly end. Raises AppError where the store cannot be told."""
-    await made.drain()
-    await made.stop()
-
-
-async def snapshot(made: Assembly, session_id: str) -> None:
+async def snapshot(made: Services, session_id: str) -> None:
     """Save a fold of the session, as a process does with one of a thousand events. Raises AppError."""
     live = await made.cache.get(session_id)
     if live is not None:
