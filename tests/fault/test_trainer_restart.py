@@ -13,9 +13,9 @@ pytestmark = pytest.mark.long
 
 
 def test_with_a_checkpoint_of_its_rollouts_no_sample_differs(tmp_path: Path, postgres: Postgres) -> None:
-    whole = run(tmp_path / "whole", 6, None)
+    whole = run(tmp_path / "whole", 5, None)
     assert all(whole[2:])
     with postgres.database() as url:
-        restored = run(tmp_path / "restored", 6, (4, "acknowledged"), database_url=url)
+        restored = run(tmp_path / "restored", 5, (3, "acknowledged"), database_url=url)
     assert restored == whole
-    assert run(tmp_path / "bare", 6, (4, "acknowledged"), restores=False) != whole
+    assert run(tmp_path / "bare", 5, (3, "acknowledged"), restores=False) != whole

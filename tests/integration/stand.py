@@ -66,6 +66,16 @@ SPOKEN: Mapping[str, Spoken] = {
 }
 
 
+def tool_of(protocol: str, name: str = "look", field: str = "at", kind: str = "number") -> dict[str, Any]:
+    """A function of one argument as the protocol offers it."""
+    schema = {"type": "object", "properties": {field: {"type": kind}}}
+    return {
+        "chat": {"type": "function", "function": {"name": name, "parameters": schema}},
+        "messages": {"name": name, "input_schema": schema},
+        "responses": {"type": "function", "name": name, "parameters": schema},
+    }[protocol]
+
+
 class Talk:
     """One session from a client's side: its history as an honest client keeps it."""
 
@@ -110,19 +120,13 @@ class Talk:
         return [event for event in self.events() if event["type"] == "TurnCommitted"]
 
     def state(self) -> dict[str, Any]:
-        response = self._stand.http.get(self.path)
-        assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
+        return dict(self._stand.get(self.path))
 
     def rows(self, **parameters: Any) -> list[dict[str, Any]]:
         return self._stand.rows(session_id=self.id, **parameters)
 
     def tree(self, **parameters: Any) -> dict[str, Any]:
-        response = self._stand.http.get(f"{self.path}/tree", params=parameters)
-        assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
+        return dict(self._stand.get(f"{self.path}/tree", **parameters))
 
     def generations(self) -> int:
         """How many chat requests of this session the engine has seen."""
@@ -146,6 +150,12 @@ class Api:
         """A session that need not exist."""
         return Talk(self, session_id, protocol)
 
+    def get(self, path: str, **parameters: Any) -> Any:
+        """The JSON of a GET that must succeed."""
+        response = self.http.get(path, params=parameters)
+        assert response.status_code == 200, response.text
+        return response.json()
+
     def rows(self, **parameters: Any) -> list[dict[str, Any]]:
         response = self.http.get("/export", params=parameters)
         assert response.status_code == 200, response.text
@@ -153,8 +163,7 @@ class Api:
 
 
 def engine_stats(sim: httpx.Client) -> dict[str, Any]:
-    found: dict[str, Any] = sim.get("/sim/stats").json()
-    return found
+    return dict(sim.get("/sim/stats").json())
 
 
 def engine_requests(sim: httpx.Client, path: str | None, session_id: str | None) -> list[dict[str, Any]]:

@@ -275,17 +275,6 @@ def test_tokens_have_the_weight_version_that_they_were_sampled_under(tito: Stand
     assert (row["status"], sum(row["loss_mask"])) == ("completed", sampled)
 
 
-def test_the_next_turn_continues_the_joined_tokens(tito: Stand) -> None:
-    talk = tito.talk()
-    joined = interrupted(tito, talk, [7, 20], **THINKING)
-    talk.messages = [ASKED, joined.json()["choices"][0]["message"]]
-    talk.say("And then?")
-    one, two = talk.committed()
-    assert two["base_tokens"] == one["base_tokens"] + one["suffix_tokens"] + one["output_tokens"]
-    assert len(talk.rows()) == 1
-    require_consistent(tito, talk)
-
-
 def test_a_clients_own_ids_are_continued(replaying: Stand) -> None:
     assert replaying.sim.post("/sim/reset").status_code == 200
     given = replaying.talk()
@@ -342,11 +331,3 @@ def test_a_session_that_is_closed_at_the_gate_asks_for_nothing_more(tito: Stand)
     assert error_of(response) == (404, "session_closed")
     assert talk.generations() == 1
     assert "TurnCommitted" not in talk.types()
-
-
-@pytest.mark.parametrize("route", ["/v1/chat/completions", COMPLETIONS])
-def test_two_choices_cannot_be_asked_for(stand: Stand, route: str) -> None:
-    talk = stand.talk(on_abort="continue")
-    asked = {"messages": [user("Hi")]} if "chat" in route else {"prompt": "Hi"}
-    response = stand.http.post(talk.path + route, json={"model": "simulator", "n": 2, **asked})
-    assert error_of(response) == (400, "unsupported")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, error_of, standing, user
+from integration.stand import SPOKEN, Message, Stand, Talk, error_of, standing, tool_of, user
 
 PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
 HISTORIES = ("linear", "tree")
@@ -17,17 +17,6 @@ HISTORIES = ("linear", "tree")
 BAD_ARGUMENTS = ('{"cmd": "echo', "[1]", "null", '{"cmd": "a\tb"}', "", '{"a": NaN}', '{"a": "\\ud800"}')
 SENT = {'{"cmd": "a\tb"}': '{"cmd":"a\\tb"}', '{"a": NaN}': '{"a":null}'}
 """What an engine is sent where that is not `{}`."""
-
-
-def tools(protocol: str) -> list[dict[str, Any]]:
-    schema = {"type": "object", "properties": {"cmd": {"type": "string"}}}
-    return [
-        {
-            "chat": {"type": "function", "function": {"name": "Bash", "parameters": schema}},
-            "messages": {"name": "Bash", "input_schema": schema},
-            "responses": {"type": "function", "name": "Bash", "parameters": schema},
-        }[protocol]
-    ]
 
 
 def calling(*arguments: str, ids: list[str | int | None] | None = None) -> dict[str, Any]:
@@ -41,6 +30,10 @@ def called(protocol: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
         return list(reply["choices"][0]["message"].get("tool_calls") or ())
     blocks = reply["content"] if protocol == "messages" else reply["output"]
     return [block for block in blocks if block["type"] in ("tool_use", "function_call")]
+
+
+def tools(protocol: str) -> list[dict[str, Any]]:
+    return [tool_of(protocol, "Bash", "cmd", "string")]
 
 
 ID = {"chat": "id", "messages": "id", "responses": "call_id"}
@@ -161,10 +154,6 @@ ODD_IDS: dict[str, list[list[str | int | None]]] = {
     "repeated in a later reply": [["call_0", "call_1"], ["call_0"]],
     "Kimi's": [["functions.Bash:0", "functions.Bash:1"], ["functions.Bash:0"]],
 }
-
-
-def seen_ids(talk: Talk, replies: list[dict[str, Any]]) -> list[list[Any]]:
-    return [ids_of(talk.protocol, reply) for reply in replies]
 
 
 @pytest.mark.parametrize("ids", ODD_IDS)
@@ -336,16 +325,6 @@ def test_a_reply_that_is_carried_into_another_conversation_is_known_there(stand:
         ]
         [call, result] = [message for message in engine_messages(stand, talk) if message["role"] != "user"]
         assert (call["tool_calls"][0]["id"], result["tool_call_id"]) == ("", "")
-
-
-def test_claude_code_trims_the_arguments_of_a_call_whose_id_it_was_given(stand: Stand) -> None:
-    talk = stand.talk("messages")
-    talk.messages = [user("Go")]
-    given = ids_of("messages", ask(talk, calling('{"cmd": "x  "}', ids=["functions.Bash:0"])))
-    talk.messages = with_arguments("messages", talk.messages, '{"cmd": "x"}')
-    talk.messages += results("messages", given)
-    ask(talk, PLAIN)
-    require_one_line(talk, 2)
 
 
 @pytest.mark.parametrize("history", HISTORIES)

@@ -138,13 +138,6 @@ def test_a_log_is_printed_for_people_and_for_machines(cli: Stand) -> None:
     assert "session_not_found" in complaint("tail", "-f", "never-seen")
 
 
-def test_a_followed_log_ends_with_the_sessions_erasure(cli: Stand) -> None:
-    talk = cli.talk()
-    cli.http.delete(talk.path, params={"erase": "true"})
-    lines = run("tail", "-f", talk.id, "--json").stdout.splitlines()
-    assert [json.loads(line)["type"] for line in lines] == talk.types()
-
-
 def test_a_groups_rewards(cli: Stand) -> None:
     group = f"g/{uuid.uuid4().hex}"
     for attempt in range(2):

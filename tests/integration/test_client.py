@@ -35,8 +35,6 @@ from turnlog.client import (
 PATIENCE_S = 120.0
 """On a machine that has much else to do, a restart takes long."""
 
-SHAPES = ("turnlog", "slime", "miles", "verl", "areal", "skyrl", "trl", "prime-rl", "tinker")
-
 
 @pytest.fixture
 def client(stand: Stand) -> Iterator[Turnlog]:
@@ -173,16 +171,6 @@ def test_an_export_that_breaks_off_loses_and_repeats_nothing(client: Turnlog, st
     assert [row["session_id"] for row in client.export(group_id=group, cursor=some.cursor)] == made[3:]
     with pytest.raises(TypeError, match="min_rewards is not a parameter, did you mean min_reward:"):
         list(client.export(min_rewards=1))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rows_of_every_shape_say_where_to_go_on(client: Turnlog, shape: str) -> None:
-    group = uuid.uuid4().hex
-    for _ in range(2):
-        finished(client, group, 1.0, "Hello")
-    export = client.export(group_id=group, shape=shape, limit=1)
-    assert len(list(export)) == 1
-    assert len(list(client.export(group_id=group, shape=shape, cursor=export.cursor))) == 1
 
 
 def test_the_training_feed(client: Turnlog) -> None:

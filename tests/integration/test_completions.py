@@ -104,15 +104,6 @@ def test_a_prompt_may_go_back_as_far_as_the_window(every: Stand, kind: str) -> N
     assert writing.events()[-2]["discarded"] == [3]
 
 
-def test_another_continuation_of_the_turn_before_is_a_rollback(every: Stand) -> None:
-    writing = Writing(every)
-    writing.write("One")
-    first = writing.text
-    writing.write(" two")
-    assert writing.ask(first + " instead").status_code == 200
-    assert writing.events()[-2]["discarded"] == [2]
-
-
 @pytest.mark.parametrize("prompt", ["Something else", [1, 2, 3]])
 def test_another_prompt_is_no_history(every: Stand, prompt: Any) -> None:
     writing = Writing(every)

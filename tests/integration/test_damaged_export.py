@@ -6,8 +6,6 @@ import asyncio
 import base64
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -273,46 +271,6 @@ async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_adva
     after = await rows_of(store, single, pinned)
     assert [row for row in before if row["session_id"] != "b"] == after
     assert after[0]["advantage"] == pytest.approx(-(0.5**0.5), abs=1e-5)
-
-
-async def test_a_filter_that_leaves_out_a_session_leaves_out_its_group(sqlite_store: Store) -> None:
-    for name, group, value in (("a", "g", 0.0), ("b", "g", 1.0), ("c", "h", 1.0)):
-        await add(sqlite_store, name, group, value)
-    wish = ExportQuery(min_reward=0.5, shape="atropos", advantage="grpo", explain=True)
-    rows = await rows_of(sqlite_store, wish)
-    assert [row["session_ids"] for row in rows if "excluded" not in row] == [["c"]]
-    assert excluded(rows) == {
-        "a": "reward below min_reward",
-        "b": "a session of the group is left out: a: reward below min_reward",
-    }
-
-
-@contextmanager
-def statements(database: Database) -> Iterator[list[str]]:
-    """What is executed meanwhile."""
-    seen: list[str] = []
-
-    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-        seen.append(statement)
-
-    engine = read_engine(database)
-    event.listen(engine, "before_cursor_execute", note)
-    yield seen
-    event.remove(engine, "before_cursor_execute", note)
-
-
-async def test_a_group_is_looked_up_and_read_once_however_many_sessions_it_has(sqlite_store: Store) -> None:
-    counts = []
-    for group, size in (("small", 2), ("large", 9)):
-        for number in range(size):
-            await add(sqlite_store, f"{group}-{number}", group, float(number))
-        wish = ExportQuery(group_id=group, shape="atropos", advantage="grpo")
-        with statements(sqlite_store.database) as seen:
-            [row] = await rows_of(sqlite_store, wish)
-        assert len(row["session_ids"]) == size
-        assert sum("FROM turns" in statement for statement in seen) == 1
-        counts.append(len(seen))
-    assert counts[0] == counts[1]
 
 
 async def erase_elsewhere(url: str, session_id: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from integration.places import Places
 from integration.routing import BOTH
-from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
+from integration.stand import WEATHER, Stand, Talk, error_of, user
 from integration.tito import checked, output_of
 from ops.simulator.process import SimulatorProcess
 
@@ -110,11 +110,6 @@ def test_one_token_that_an_engine_reports_otherwise_is_never_patched(either: Sta
     assert segments(talk)[2] == (2, "drift", [3])
 
 
-def answered(reply: Any) -> Message:
-    message: Message = reply.json()["choices"][0]["message"]
-    return message
-
-
 @pytest.fixture(params=["capture", "tito"])
 def segmented(request: pytest.FixtureRequest, places: Places) -> Talk:
     """A session of three turns that may begin segments, with and without a tokenizer."""
@@ -140,23 +135,6 @@ def test_compaction_begins_a_segment_that_goes_on(segmented: Talk) -> None:
     assert sum(rows[1]["loss_mask"]) == sum(event["output_tokens"] for event in talk.committed()[3:])
     assert len(talk.state()["records"]) == 5
     assert "RolledBack" not in talk.types()
-
-
-def test_compaction_that_keeps_the_last_messages_is_a_segment_too(segmented: Talk) -> None:
-    talk = segmented
-    talk.messages = [user("Summary of the beginning"), *talk.messages[2:]]
-    talk.say("Go on", sim=PLAIN)
-    assert segments(talk) == [(0, None, [1, 2, 3]), (1, "divergence", [4])]
-
-
-def test_a_jump_further_back_than_the_window_is_a_segment(segmented: Talk) -> None:
-    talk = segmented
-    talk.messages = talk.messages[:2]
-    talk.say("Instead of two", sim=PLAIN)
-    talk.say("And on", sim=PLAIN)
-    assert segments(talk) == [(0, None, [1, 2, 3]), (1, "divergence", [4, 5])]
-    assert [(event["parent"], event["base_messages"]) for event in talk.committed()[3:]] == [(3, 0), (4, 4)]
-    assert talk.rows()[1]["messages"] == talk.messages
 
 
 def test_a_sub_agent_is_a_segment_and_so_is_coming_back_from_it(segmented: Talk) -> None:
@@ -186,17 +164,6 @@ def test_a_rollback_inside_a_new_segment_stays_in_it(segmented: Talk) -> None:
     talk.messages = []
     talk.add(*begun[:2], sim=PLAIN)
     assert segments(talk)[2] == (2, "divergence", [7]), "two turns back is further than the window"
-
-
-def test_the_first_turn_of_a_segment_can_be_retried(segmented: Talk) -> None:
-    talk = segmented
-    opening = [{"role": "system", "content": "You search"}, user("Find it")]
-    for _ in range(2):
-        talk.messages = []
-        talk.add(*opening, sim=PLAIN)
-    assert talk.events()[-2]["discarded"] == [4]
-    assert segments(talk) == [(0, None, [1, 2, 3]), (1, "divergence", [5])]
-    assert talk.committed()[-1]["parent"] == 3
 
 
 def test_a_segment_whose_first_turn_fails_is_none(segmented: Talk) -> None:
@@ -262,26 +229,3 @@ def test_completions_have_routed_experts_and_no_indexer(replaying: Stand) -> Non
     assert isinstance(response.json()["sglext"]["routed_experts"], str)
     [record] = asked.state()["records"]
     assert record["response"] == response.json()
-
-
-def test_a_row_that_was_asked_for_from_a_prompt_too_short_is_asked_again(
-    sglang: SimulatorProcess, tokenizer: str, places: Places
-) -> None:
-    """Incremental rows and a prompt that begins anew: the engine is asked for all rows."""
-    environment = {**BOTH, "TURNLOG_REPLAY_INCREMENTAL": "true", "TURNLOG_TOKENIZER": tokenizer}
-    with checked(places.new("incremental"), sglang.base_url, environment=environment) as stand:
-        talk = stand.talk()
-        talk.say("One", tools=[WEATHER], sim=PLAIN)
-        talk.say("Two", tools=[WEATHER], sim=PLAIN)
-        talk.say("Without", sim=PLAIN)
-        talk.say("On", sim=PLAIN)
-        assert segments(talk) == [(0, None, [1, 2]), (1, "drift", [3, 4])]
-        assert kept(stand, talk, 4) == [1, 2, 3, 4]
-        other = stand.talk()
-        other.say("One", sim=PLAIN)
-        other.say("Two", sim=PLAIN)
-        other.say("With tools, which make the prompt longer", tools=[WEATHER], sim=PLAIN)
-        assert segments(other) == [(0, None, [1, 2]), (1, "drift", [3])]
-        rows = other.rows(replay="true")
-        assert [(row["row_start"], row["rows"]) for row in rows] == [(0, len(row["tokens"]) - 1) for row in rows]
-        assert other.generations() == 3

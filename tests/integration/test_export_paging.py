@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from integration.corpus import EVERYTHING, SHAPES, Corpus, filled, identity
+from integration.corpus import SHAPES, Corpus, filled, identity
 from integration.places import Places
 from integration.reading import CONTAINERS, DOCUMENTS, Row, read
 from integration.stand import WEATHER
@@ -125,10 +125,3 @@ def test_what_only_explain_would_give_is_an_empty_file(corpus: Corpus, format: s
     assert read(format, corpus.get(format=format, session_id=corpus.talks["empty"].id)) == []
     [row] = read(format, corpus.get(format=format, session_id=corpus.talks["empty"].id, explain="true"))
     assert row["excluded"] == "no committed turn"
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("format", CONTAINERS)
-def test_the_same_cursor_gives_the_same_bytes(corpus: Corpus, format: str, shape: str) -> None:
-    query = {"format": format, "shape": shape, **EVERYTHING}
-    assert corpus.get(**query) == corpus.get(**query)

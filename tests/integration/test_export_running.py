@@ -18,7 +18,7 @@ from helpers.looking import change, value
 
 from app.store.schema import blobs, events, sessions, turns
 from integration.places import Places
-from integration.reading import CONTAINERS, DOCUMENTS, Row, read
+from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.stand import Stand, Talk, serving, until
 from ops.simulator.process import SimulatorProcess
 
@@ -126,57 +126,6 @@ def test_the_same_cursor_gives_the_same_bytes_while_others_write(own: Stand, for
     for shape in shapes:
         assert get(own, shape=shape, **query) == first[shape]
         assert read(format, first[shape])
-
-
-def test_a_running_export_has_a_consistent_prefix_of_every_session(own: Stand) -> None:
-    talks = [own.talk() for _ in range(30)]
-    for talk in talks:
-        talk.say("Hello")
-    seen: list[Row] = []
-    with Writers(own, talks, 6):
-        for number in range(12):
-            rows = read(CONTAINERS[number % 4], get(own, format=CONTAINERS[number % 4]))
-            assert len({row["session_id"] for row in rows}) == len(rows) == len(talks)
-            seen += rows
-    final = {row["session_id"]: row for row in read("ndjson", get(own))}
-    logs = {talk.id: talk.events() for talk in talks}
-    lengths = set()
-    for row in seen:
-        whole = final[row["session_id"]]
-        turns = row["turns"] if isinstance(row["turns"], list) else read("ndjson", row["turns"].encode())[0]
-        length = turns[-1]["end"]
-        assert turns == whole["turns"][: len(turns)]
-        assert list(row["tokens"]) == whole["tokens"][:length]
-        assert list(row["loss_mask"]) == whole["loss_mask"][:length]
-        assert list(row["logprobs"]) == whole["logprobs"][:length]
-        assert len(row["tokens"]) == len(row["weight_versions"]) == length
-        upto = [event for event in logs[row["session_id"]] if event["seq"] <= row["as_of_seq"]]
-        assert len([event for event in upto if event["type"] == "TurnCommitted"]) == len(turns)
-        lengths.add(len(turns))
-    assert len(lengths) > 2
-
-
-def test_what_one_export_ends_with_the_next_begins_behind_while_others_write(own: Stand) -> None:
-    """Followed by its cursors, an export gives the end of every session at last, in the order of commits."""
-    talks = [own.talk() for _ in range(10)]
-    newest: dict[str, Row] = {}
-    query: dict[str, Any] = {}
-    with Writers(own, talks, 5):
-        until(lambda: all(talk.committed() for talk in talks))
-        for _ in range(15):
-            newest |= follow(own, query)
-    newest |= follow(own, query)
-    assert follow(own, query) == {}
-    final = {row["session_id"]: row for row in read("ndjson", get(own))}
-    assert {name: row["tokens"] for name, row in newest.items()} == {name: row["tokens"] for name, row in final.items()}
-
-
-def follow(stand: Stand, query: dict[str, Any]) -> dict[str, Row]:
-    response = stand.http.get("/export", params=query)
-    query["cursor"] = response.headers["x-turnlog-next-cursor"]
-    rows = read("ndjson", response.content)
-    assert len({row["session_id"] for row in rows}) == len(rows)
-    return {row["session_id"]: row for row in rows}
 
 
 class Health:

@@ -132,10 +132,6 @@ def test_other_shapes_have_one_advantage_a_row(corpus: Corpus, shape: str, field
         assert row[field] == corpus.turnlog(row["session_id"], row["segment"]).get("advantage")
 
 
-def test_without_asking_there_is_no_advantage(corpus: Corpus) -> None:
-    assert {row.get("advantage") for row in read("ndjson", corpus.get())} == {None}
-
-
 def experts(row: Row) -> np.ndarray[Any, Any]:
     found = np.frombuffer(base64.b64decode(row["routed_experts"]), row["dtype"]).reshape(row["shape"])
     assert row["row_start"] == 0
@@ -170,16 +166,6 @@ def test_experts_have_a_row_for_every_token_but_the_last(
 def loaded(value: Any) -> Any:
     """Parquet has JSON as text."""
     return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
-
-
-def test_prime_rl_has_a_row_of_zeros_for_the_last_token(corpus: Corpus) -> None:
-    for row in corpus.given(shape="prime-rl"):
-        whole = corpus.turnlog(row["session_id"], row["segment"])
-        given = row["routed_experts"]
-        found = np.frombuffer(base64.b64decode(given["data"]), given["dtype"]).reshape(given["shape"])
-        assert found.shape[0] == len(row["token_ids"])
-        assert np.array_equal(found[:-1], experts(whole))
-        assert not found[-1].any()
 
 
 def test_miles_has_the_positions_flat_where_their_dimensions_are_not_known(corpus: Corpus) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 import pytest
 from helpers.log import BODY, committed, created, float64, int32
 from helpers.store import CLAIMED_AT, Store
-from sqlalchemy import update
 
 from app.domain.events import BlobRef, RewardAssigned, VersionSpan
 from app.export.exporter import Exporter
@@ -17,7 +14,6 @@ from app.export.query import ExportQuery
 from app.store.log import Appended, StoredBlob
 from app.store.log_sessions import AssignReward, Create
 from app.store.log_turns import Commit, Known
-from app.store.schema import turns as turns_table
 from integration.corpus import SINGLE, parts
 from integration.reading import CONTAINERS, Row, differences, read
 from workers import codec
@@ -50,8 +46,8 @@ def logprob(turn: int, place: int) -> float:
 LOGPROBS = [0, 0, 0, logprob(1, 0), logprob(1, 1), 0, 0, logprob(2, 0), logprob(2, 1), 0, logprob(3, 0)]
 
 
-async def add(store: Store, session_id: str, turns: list[Turn], group_id: str | None = None) -> None:
-    made = Create(session_id, 1.0, created(group_id=group_id), BODY, group_id, None)
+async def add(store: Store, session_id: str, turns: list[Turn]) -> None:
+    made = Create(session_id, 1.0, created(), BODY, None, None)
     assert isinstance(await store.submit(made), Appended)
     length = 0
     for number, turn in enumerate(turns, 1):
@@ -102,8 +98,8 @@ async def reward(store: Store, session_id: str, value: float) -> None:
     assert isinstance(await store.submit(AssignReward(session_id, 4.0, RewardAssigned(value, {}, None))), Appended)
 
 
-async def rows_of(store: Store, wish: ExportQuery, cursor: str | None = None) -> list[Row]:
-    started = await Exporter(store.database, "test").start(wish, cursor)
+async def rows_of(store: Store, wish: ExportQuery) -> list[Row]:
+    started = await Exporter(store.database, "test").start(wish, None)
     return read(wish.format, b"".join([piece async for piece in started.pieces]))
 
 
@@ -143,65 +139,3 @@ async def test_a_cut_behind_a_turn_keeps_its_last_tokens_which_nothing_trims(sto
         assert row["tokens"] == expected
         assert row["status"] == ("completed" if length == 11 else "truncated")
     assert await rows_of(store, ExportQuery(max_seq_len=5)) == []
-
-
-async def test_tokens_that_do_not_add_up_are_left_out_with_the_reason_and_others_are_not(store: Store) -> None:
-    await add(store, "bad", [Turn([1], [2]), Turn([3], [4])])
-    await add(store, "good", TRIMMED)
-    wrong = Facts(int32([1, 1]), int32([2]), float64([-1.0]))
-    await damage(store, "bad", wrong)
-    rows = await rows_of(store, ExportQuery(explain=True))
-    assert [(row["session_id"], row.get("excluded", "")[:10]) for row in rows] == [("bad", "unreadable"), ("good", "")]
-    assert "hash" in rows[0]["excluded"]
-    assert [row["session_id"] for row in await rows_of(store, ExportQuery())] == ["good"]
-
-
-async def damage(store: Store, session_id: str, facts: Facts) -> None:
-    changed = (
-        update(turns_table)
-        .where(turns_table.c.session_id == session_id, turns_table.c.turn == 1)
-        .values(facts=codec.pack(facts))
-    )
-    await store.database.write(lambda tx: tx.run(changed, {}), durable=True)
-
-
-async def test_groups_stand_at_the_place_of_their_last_session(store: Store) -> None:
-    for name, group_id in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("c", None), ("b2", "b"), ("late", "a")):
-        await add(store, name, TRIMMED, group_id)
-        await reward(store, name, float(len(name)))
-    wish = ExportQuery(shape="atropos", explain=True)
-    rows = await rows_of(store, wish)
-    assert [row["session_ids"] for row in rows] == [["c"], ["b1", "b2"], ["a1", "a2", "late"]]
-    for place, row in enumerate(rows):
-        assert await rows_of(store, wish, row["cursor"]) == rows[place + 1 :]
-    first = await Exporter(store.database, "test").start(wish.model_copy(update={"limit": 1}), None)
-    before = b"".join([piece async for piece in first.pieces])
-    assert read("ndjson", before)[0]["session_ids"] == ["c"]
-    await reward(store, "b1", 9.0)
-    assert [row["session_ids"] for row in await rows_of(store, wish, first.cursor)] == [
-        ["c"],
-        ["b1", "b2"],
-        ["a1", "a2", "late"],
-    ]
-    fresh = await rows_of(store, wish)
-    assert [row["session_ids"] for row in fresh] == [["c"], ["a1", "a2", "late"], ["b1", "b2"]]
-    assert fresh[-1]["scores"] == [9.0, 2.0]
-    chosen = await rows_of(store, ExportQuery(group_id="b", shape="atropos"))
-    assert [row["session_ids"] for row in chosen] == [["b1", "b2"]]
-
-
-async def test_grpo_is_numpys_on_both_databases(store: Store) -> None:
-    given: dict[str, float] = {"a": 1.0, "b": 0.0, "c": 0.25, "d": 1e6}
-    for name, value in given.items():
-        await add(store, name, TRIMMED, "g")
-        await reward(store, name, -5.0)
-        await reward(store, name, value)
-    await add(store, "unrewarded", TRIMMED, "g")
-    await add(store, "alone", TRIMMED, None)
-    await reward(store, "alone", 1.0)
-    values = np.array(list(given.values()))
-    expected = dict(zip(given, (values - values.mean()) / (values.std(ddof=1) + 1e-6), strict=True))
-    rows: list[dict[str, Any]] = await rows_of(store, ExportQuery(advantage="grpo"))
-    found = {row["session_id"]: row.get("advantage") for row in rows}
-    assert {name: found[name] for name in given} == pytest.approx(expected, rel=1e-12)
-    assert found["unrewarded"] is found["alone"] is None

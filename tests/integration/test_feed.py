@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import uuid
@@ -15,7 +14,7 @@ from helpers.looking import change, value
 
 from integration.places import Places
 from integration.routing import BOTH, Session, problems, session_of
-from integration.stand import Stand, Talk, error_of, serving, until, user
+from integration.stand import Stand, Talk, error_of, serving, until
 from ops.simulator.process import SimulatorProcess
 
 
@@ -110,22 +109,6 @@ def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
             assert row[name] == exported[name], name
 
 
-def test_one_advantage_for_all_rows_of_a_rollout(swept: Stand) -> None:
-    group = uuid.uuid4().hex
-    talks = [swept.talk(group_id=group, attempt=number, on_divergence="segment") for number in range(2)]
-    for reward, talk in enumerate(talks):
-        talk.say("One")
-        talk.say("Two")
-        talk.messages = [user("A summary in place of it all")]
-        talk.say("Three")
-        finish(talk, swept, float(reward))
-    [line] = ask(swept, "trainer")
-    found = {one.id: {row["advantage"] for row in line["rows"] if row["session_id"] == one.id} for one in talks}
-    assert [len(values) for values in found.values()] == [1, 1]
-    assert len(line["rows"]) == 4
-    assert found[talks[0].id] == {-value for value in found[talks[1].id]}
-
-
 def test_only_complete_groups_are_given(swept: Stand) -> None:
     group = uuid.uuid4().hex
     one, two = (swept.talk(group_id=group) for _ in range(2))
@@ -205,22 +188,6 @@ def test_leases_and_acknowledgements_outlive_kill_9(swept: Stand) -> None:
     assert problems(swept) == []
 
 
-def test_a_session_created_in_a_leased_group_brings_it_again_with_all(swept: Stand) -> None:
-    group = a_group(swept)
-    ask(swept, "trainer")
-    late = swept.talk(group_id=group, attempt=2)
-    late.say("Late")
-    assert ask(swept, "trainer", 9) == []
-    finish(late, swept, 0.5)
-    [line] = ask(swept, "trainer", 9)
-    assert (len(line["attempts"]), line["handed_out"]) == (3, 2)
-    ack(swept, "trainer", group)
-    after = swept.talk(group_id=group)
-    after.say("After the end")
-    finish(after, swept, 1.0)
-    assert ask(swept, "trainer", 9) == []
-
-
 def test_an_erased_session_is_named_and_the_others_are_given(swept: Stand) -> None:
     group = uuid.uuid4().hex
     one, gone, empty = (swept.talk(group_id=group, attempt=number) for number in range(3))
@@ -251,19 +218,6 @@ def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
     assert (line["group_id"], line["staleness"]) == (old, 6)
 
 
-def test_the_oldest_live_token_is_what_makes_a_group_stale(fresh: Stand) -> None:
-    group = uuid.uuid4().hex
-    talk = fresh.talk(group_id=group)
-    talk.say("One", sim={"weight_version": "6"})
-    kept = talk.messages
-    talk.say("Two", sim={"weight_version": "2"})
-    talk.messages = kept
-    talk.say("Instead", sim={"weight_version": "7"})
-    finish(talk, fresh, 1.0)
-    [line] = ask(fresh, "trainer", max_staleness=1)
-    assert line["staleness"] == 1, "the turn under version 2 was rolled back"
-
-
 def test_versions_that_are_no_numbers_have_no_staleness(swept: Stand) -> None:
     group = a_group(swept, version="step-4")
     [line] = ask(swept, "trainer", max_staleness=0, weight_version=100)
@@ -291,22 +245,6 @@ def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
     length = max(row["prompt_length"] for row in line["rows"]) + 1
     [line] = ask(swept, "trainer", max_seq_len=length, truncate="token")
     assert [(len(row["tokens"]), row["status"]) for row in line["rows"]] == [(length, "truncated")] * 2
-
-
-def test_concurrent_consumers_share_the_groups_out(swept: Stand) -> None:
-    made = [a_group(swept) for _ in range(12)]
-
-    def consume(name: str) -> list[str]:
-        taken: list[str] = []
-        while got := ids(ask(swept, name, 2)):
-            assert sorted(ack(swept, name, *got)["acknowledged"]) == sorted(got)
-            taken += got
-        return taken
-
-    calls = [swept.meanwhile(consume, f"consumer-{number}") for number in range(4)]
-    taken = list(itertools.chain.from_iterable(call.result() for call in calls))
-    assert sorted(taken) == sorted(made)
-    assert problems(swept) == []
 
 
 @pytest.mark.parametrize(

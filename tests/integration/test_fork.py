@@ -259,15 +259,6 @@ def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
     assert error_of(ask(used, source, key=key, turn=1, metadata={"n": 1})) == (409, "session_closed")
 
 
-def test_an_idempotency_key_stays_with_the_turn_that_it_named(used: Stand) -> None:
-    source = used.talk()
-    key = {"idempotency-key": uuid.uuid4().hex}
-    source.say("One", headers=key)
-    [fork] = forks(used, source, turn=1)
-    fork.messages = list(source.messages)
-    assert "x-turnlog-replayed" not in fork.say("Two", headers=key).headers
-
-
 def test_a_marked_retry_is_of_the_forks_own_turns(used: Stand) -> None:
     source = said(used, "One", "Two")
     [fork] = forks(used, source, turn=2)

@@ -70,17 +70,6 @@ def test_an_idle_session_is_closed_and_a_busy_one_is_not(stand_with: Start) -> N
     assert problems(stand) == []
 
 
-def test_a_session_that_is_used_stays_open(stand_with: Start) -> None:
-    """Its last change counts, not its beginning: two seconds of turns, each half a second long."""
-    stand = stand_with(IDLE_CLOSE_S="1.5")
-    witness, talk = session_of(stand), session_of(stand)
-    for number in range(5):
-        talk.say(f"Question {number}", sim={"latency_s": 0.5})
-    until(lambda: "SessionClosed" in witness.types())
-    assert "SessionClosed" not in talk.types()
-    until(lambda: "SessionClosed" in talk.types())
-
-
 def test_a_closed_sessions_payloads_are_freed_and_its_content_stays(stand_with: Start) -> None:
     stand = stand_with(CLOSED_REPLAY_TTL_S="0", CLOSED_TTL_S="off")
     talk, other, bare = (a_session(stand, retain=retain) for retain in ("window", "all", "window"))
@@ -100,23 +89,6 @@ def test_a_closed_sessions_payloads_are_freed_and_its_content_stays(stand_with: 
     assert problems(stand) == []
 
 
-def test_nothing_is_freed_twice(stand_with: Start) -> None:
-    """A server that starts again looks through all closed sessions, and finds nothing to do."""
-    stand = stand_with(CLOSED_REPLAY_TTL_S="0")
-    talk = a_session(stand)
-    stand.http.delete(talk.path)
-    until(lambda: live_chunks(talk) == refused(talk) == 0)
-    types = talk.types()
-    stand.server.stop()
-    stand.server.start()
-    later = a_session(stand)
-    stand.http.delete(later.path)
-    until(lambda: live_chunks(later) == refused(later) == 0)
-    assert talk.types() == types
-    assert types.count("BlobsTombstoned") == 1
-    assert problems(stand) == []
-
-
 def test_what_was_left_by_a_server_that_died_is_freed_by_the_next(stand_with: Start) -> None:
     stand = stand_with(CLOSED_REPLAY_TTL_S="off")
     talk = a_session(stand, turns=3)
@@ -125,18 +97,6 @@ def test_what_was_left_by_a_server_that_died_is_freed_by_the_next(stand_with: St
     stand.server.environment["TURNLOG_CLOSED_REPLAY_TTL_S"] = "0"
     stand.server.start()
     until(lambda: live_chunks(talk) == refused(talk) == 0)
-    assert problems(stand) == []
-
-
-def test_a_session_closed_long_ago_is_erased(stand_with: Start) -> None:
-    stand = stand_with(CLOSED_TTL_S="1", CLOSED_REPLAY_TTL_S="off")
-    talk, still_open = a_session(stand), a_session(stand)
-    stand.http.delete(talk.path)
-    until(lambda: "SessionErased" in talk.types())
-    until(lambda: content(talk) == 0)
-    assert talk.rows() == []
-    assert error_of(stand.http.put(f"{talk.path}/reward", json={"reward": 1})) == (404, "session_closed")
-    assert len(still_open.state()["records"]) == 2
     assert problems(stand) == []
 
 

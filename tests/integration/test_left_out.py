@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from integration.places import Places
-from integration.stand import SPOKEN, Stand, error_of, user
-from integration.test_protocols import tool
+from integration.stand import SPOKEN, Stand, error_of, tool_of, user
 from integration.tito import checked, tokenizer_folder
 from ops.simulator.process import SimulatorProcess
 
@@ -32,7 +31,10 @@ LEFT_OUT = ["server_tool:tools[1]"]
 def test_a_servers_tool_is_left_out_of_the_prompt_and_told(stand: Stand, protocol: str) -> None:
     talk = stand.talk(protocol)
     key = {"idempotency-key": "once"}
-    fields: dict[str, Any] = {"tools": [tool(protocol), SERVERS[protocol]], "sim": {"tool_calls": False}}
+    fields: dict[str, Any] = {
+        "tools": [tool_of(protocol), SERVERS[protocol]],
+        "sim": {"tool_calls": False},
+    }
     first = talk.chat([user("Hello")], headers=key, **fields)
     again = talk.chat([user("Hello")], headers=key, **fields)
     streamed = talk.chat([user("Hello")], headers=key, stream=True, **fields)
@@ -41,7 +43,7 @@ def test_a_servers_tool_is_left_out_of_the_prompt_and_told(stand: Stand, protoco
     [sent] = stand.engine_requests(talk.id)
     assert [one["function"]["name"] for one in sent["body"]["tools"]] == ["look"]
 
-    plain = talk.chat([user("Other")], tools=[tool(protocol)], sim={"tool_calls": False})
+    plain = talk.chat([user("Other")], tools=[tool_of(protocol)], sim={"tool_calls": False})
     assert TOLD not in plain.headers
     alone = stand.talk(protocol)
     alone.say("Hello", tools=[SERVERS[protocol]])

@@ -15,7 +15,7 @@ from helpers.streams import is_final
 
 from integration.places import Places
 from integration.proxy import RecordingProxy
-from integration.stand import SPOKEN, Message, Stand, Talk, serving, until, user
+from integration.stand import SPOKEN, Message, Stand, Talk, serving, tool_of, until, user
 from ops.simulator.process import SimulatorProcess
 
 MODE = "x-turnlog-stream-mode"
@@ -29,15 +29,6 @@ CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "b":"ü"}'}, {"name": "look
 def live(vllm: SimulatorProcess, places: Places) -> Iterator[Stand]:
     with serving(places.new("live"), vllm.base_url, environment={"TURNLOG_UPSTREAM_DIALECT": "vllm"}) as made:
         yield made
-
-
-def tool(protocol: str) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {"at": {"type": "number"}}}
-    return {
-        "chat": {"type": "function", "function": {"name": "look", "parameters": schema}},
-        "messages": {"name": "look", "input_schema": schema},
-        "responses": {"type": "function", "name": "look", "parameters": schema},
-    }[protocol]
 
 
 def by_package(talk: Talk, url: str, **fields: Any) -> tuple[int, dict[str, Any]]:
@@ -87,7 +78,7 @@ SIMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_official_packages_assemble_the_committed_reply(live: Stand, protocol: str, sim: str) -> None:
     talk = live.talk(protocol, stream_mode="live", history="tree")
-    fields = {"sim": SIMS[sim], "tools": [tool(protocol)]}
+    fields = {"sim": SIMS[sim], "tools": [tool_of(protocol)]}
     seen, streamed = by_package(talk, live.base_url, **fields)
     again = talk.chat([user("Go")], headers=KEY, **fields)
     assert again.headers["x-turnlog-replayed"] == "true"

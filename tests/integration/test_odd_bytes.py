@@ -62,10 +62,6 @@ def test_a_request_that_holds_too_much_is_refused_on_every_route(stand: Stand) -
     assert talk.state()["records"][0]["request"]["messages"] == large
 
 
-def test_a_label_with_a_nul_is_refused(stand: Stand) -> None:
-    assert error_of(stand.http.post("/sessions", json={"group_id": "a\0b"})) == (400, "invalid_request")
-
-
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", ""])
 def test_a_compressed_request_is_the_same_request(stand: Stand, encoding: str) -> None:
     pack = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress, "": bytes}[encoding]

@@ -13,22 +13,13 @@ from helpers.amounts import cases
 from helpers.replies import DEEP, Text, body_of, paths
 
 from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, serving, standing, user
+from integration.stand import Message, Stand, Talk, serving, standing, tool_of, user
 from integration.tito import require_consistent
 from ops.simulator.process import SimulatorProcess
 
 OTHERS = ("messages", "responses")
 PLAIN = {"tool_calls": False, "reasoning": False}
 CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "b":"ü"}'}, {"name": "look", "arguments": "{}"}]
-
-
-def tool(protocol: str) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {"at": {"type": "number"}}}
-    return {
-        "chat": {"type": "function", "function": {"name": "look", "parameters": schema}},
-        "messages": {"name": "look", "input_schema": schema},
-        "responses": {"type": "function", "name": "look", "parameters": schema},
-    }[protocol]
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -73,7 +64,7 @@ def test_one_session_goes_on_in_any_protocol(stand: Stand) -> None:
 @pytest.mark.parametrize("protocol", OTHERS)
 def test_calls_and_reasoning_come_back_as_they_were_sampled(stand: Stand, protocol: str) -> None:
     talk = stand.talk(protocol)
-    tools = [tool(protocol)]
+    tools = [tool_of(protocol)]
     first = talk.say("Look twice", tools=tools, sim={"calls": CALLS, "reasoning": True, "text": "So: "}).json()
     talk.messages += answered(protocol, first)
     talk.say("And?", tools=tools, sim=PLAIN)
@@ -91,19 +82,6 @@ def test_a_session_whose_first_turn_is_no_chat_is_a_tree(stand: Stand, protocol:
     assert talk.tree()["history"] is None
     talk.say("One", sim=PLAIN)
     assert talk.tree()["history"] == "tree"
-
-
-def header_session(stand: Stand, protocol: str, headers: dict[str, str], *messages: Message) -> httpx.Response:
-    spoken = SPOKEN[protocol]
-    body = {"model": "simulator", **spoken.needed, spoken.history: list(messages), "sim": PLAIN}
-    return stand.http.post(spoken.path, json=body, headers=headers)
-
-
-@pytest.mark.parametrize("protocol", OTHERS)
-def test_a_session_may_come_by_header(stand: Stand, protocol: str) -> None:
-    headers = {"x-turnlog-session-id": f"by-header-{protocol}"}
-    assert header_session(stand, protocol, headers, user("One")).status_code == 200
-    assert stand.known(f"by-header-{protocol}").tree()["history"] == "tree"
 
 
 def shape_of(protocol: str, response: httpx.Response) -> tuple[Any, ...]:
@@ -254,7 +232,7 @@ def test_prompts_are_ids_whatever_the_protocol(tito: Stand, protocol: str) -> No
     """With system text first and in the middle, two calls, and a client that drops what was thought."""
     talk = tito.talk(protocol)
     said: dict[str, Any] = {
-        "tools": [tool(protocol)],
+        "tools": [tool_of(protocol)],
         ("system" if protocol == "messages" else "instructions"): "Be brief",
     }
     calls = [{"name": "look", "arguments": '{"at": 3}'}] * 2
@@ -292,10 +270,10 @@ JUNK = (
 @pytest.mark.parametrize("protocol", OTHERS)
 def test_malformed_bodies_are_refused_and_lose_nothing(stand: Stand, protocol: str) -> None:
     talk = stand.talk(protocol)
-    first = talk.say("Look", tools=[tool(protocol)], sim={"calls": CALLS, "reasoning": True}).json()
+    first = talk.say("Look", tools=[tool_of(protocol)], sim={"calls": CALLS, "reasoning": True}).json()
     talk.messages += answered(protocol, first)
     before = talk.events()
-    whole = talk.body(talk.messages, tools=[tool(protocol)], tool_choice={"type": "auto"}, stop=["x"])
+    whole = talk.body(talk.messages, tools=[tool_of(protocol)], tool_choice={"type": "auto"}, stop=["x"])
     bodies = [body_of(whole, {place: Text(junk)}) for place in paths(whole) for junk in JUNK]
     raw, random = body_of(whole), Random(1)
     cuts = [random.randrange(len(raw)) for _ in range(1000)]
@@ -311,20 +289,23 @@ def test_malformed_bodies_are_refused_and_lose_nothing(stand: Stand, protocol: s
     assert talk.events()[: len(before)] == before
     [kept] = [row for row in talk.rows() if row["branch"] == 0]
     assert kept["turns"][0]["turn"] == 1
-    talk.say("Still here?", tools=[tool(protocol)], sim=PLAIN)
+    talk.say("Still here?", tools=[tool_of(protocol)], sim=PLAIN)
 
 
 def test_a_client_may_normalise_the_arguments_that_it_got_as_objects(stand: Stand) -> None:
     """Claude Code trims an edit's text before it sends the call back: the ids of the calls tell whose they are."""
     talk = stand.talk("messages")
-    said = {"tools": [tool("messages")], "sim": {"calls": [{"name": "look", "arguments": '{"at": 1, "b": "x  "}'}]}}
+    said = {
+        "tools": [tool_of("messages")],
+        "sim": {"calls": [{"name": "look", "arguments": '{"at": 1, "b": "x  "}'}]},
+    }
     first = talk.say("Look", **said).json()
     talk.messages[-1]["content"][-1]["input"] = {"at": 1, "b": "x"}
     talk.messages += answered("messages", first)
-    talk.say("And?", tools=[tool("messages")], sim=PLAIN)
+    talk.say("And?", tools=[tool_of("messages")], sim=PLAIN)
     again = {"role": "user", "content": "So far: a summary"}
     carried = [again, talk.messages[1], *answered("messages", first), user("Go on")]
-    assert talk.chat(carried, tools=[tool("messages")], sim=PLAIN).status_code == 200
+    assert talk.chat(carried, tools=[tool_of("messages")], sim=PLAIN).status_code == 200
     assert [(turn["parent"], turn["cause"], turn["carries"]) for turn in talk.tree()["turns"]] == [
         (0, "start", None),
         (1, None, None),
@@ -332,20 +313,3 @@ def test_a_client_may_normalise_the_arguments_that_it_got_as_objects(stand: Stan
     ]
     [sent] = talk.state()["records"][-1]["request"]["messages"][1]["tool_calls"]
     assert sent["function"]["arguments"] == '{"at":1,"b":"x"}'
-
-
-@pytest.mark.long
-def test_images_pass_to_the_engine(stand: Stand) -> None:
-    url = "data:image/png;base64,AAAA"
-    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    shown = {
-        "messages": [{"type": "text", "text": "What is it?"}, {"type": "image", "source": source}],
-        "responses": [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": url}],
-    }
-    for protocol, content in shown.items():
-        talk = stand.talk(protocol)
-        talk.add({"role": "user", "content": content}, sim=PLAIN)
-        talk.say("And now?", sim=PLAIN)
-        assert [turn["parent"] for turn in talk.tree()["turns"]] == [0, 1]
-        [text, image] = talk.state()["records"][1]["request"]["messages"][0]["content"]
-        assert (text["text"], image["image_url"]["url"]) == ("What is it?", url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,20 +74,6 @@ def test_of_a_long_reply_only_the_beginning_is_kept(line: Recorded) -> None:
     assert str(len(sent)) not in ("", str(KEPT))
 
 
-def test_the_newest_eight_are_kept(line: Recorded) -> None:
-    talk = line.talk()
-    sent = []
-    for number in range(10):
-        assert talk.chat([user(f"Hello {number}")], sim={"fault": "bad_experts_base64"}).status_code == 502
-        sent.append(line.sent)
-    fences = [event["fence"] for event in rejections(talk)]
-    found = [kept(talk, fence) for fence in fences]
-    assert [status for status, _, _ in found] == [404] * 2 + [200] * 8
-    assert [content for _, content, _ in found[2:]] == sent[2:]
-    talk.say("Hello")
-    assert kept(talk, fences[-1])[0] == 200
-
-
 def test_what_is_not_kept_is_not_found(line: Recorded) -> None:
     talk, other = line.talk(), line.talk()
     assert talk.chat([user("Hello")], sim={"fault": "bad_experts_base64"}).status_code == 502
@@ -103,25 +88,6 @@ def test_what_is_not_kept_is_not_found(line: Recorded) -> None:
         assert error_of(line.stand.http.get(path)) == (404, "not_found")
     for path in (f"{talk.path}/rejected/x", f"{talk.path}/rejected/-1", f"{talk.path}/rejected/{2**70}"):
         assert error_of(line.stand.http.get(path))[0] in (400, 404)
-
-
-def test_an_erasure_takes_what_was_kept(line: Recorded) -> None:
-    talk = line.talk()
-    assert talk.chat([user("Hello")], sim={"fault": "bad_experts_base64"}).status_code == 502
-    [rejected] = rejections(talk)
-    assert line.stand.http.delete(talk.path, params={"erase": "true"}).status_code == 204
-    assert kept(talk, rejected["fence"])[0] == 404
-
-
-def test_a_refusal_tells_no_content(line: Recorded) -> None:
-    talk = line.talk()
-    secret = "correct horse battery staple"
-    wish = {"fault": "wrong_experts_rows", "text": secret}
-    response = talk.chat([user(secret)], sim=wish)
-    assert response.status_code == 502
-    assert secret not in response.text
-    assert secret not in json.dumps(talk.events())
-    assert secret in kept(talk, rejections(talk)[0]["fence"])[1].decode()
 
 
 @pytest.mark.parametrize("kind", KINDS)

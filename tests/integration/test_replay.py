@@ -245,22 +245,6 @@ def test_a_row_must_be_of_the_shape_that_is_known(
         assert fetched(talk, 1).shape == [tokens_in(line.sent) - 1, layers, top_k]
 
 
-def test_rows_of_another_width_than_before_are_a_payload_of_their_own(plain: Recorded) -> None:
-    """As where the session goes on at an engine of another model."""
-    talk = plain.talk()
-    one = say(plain, talk, "One", sim={"experts": {"unasked": True}})
-    two = say(plain, talk, "Two", sim={"experts": {"unasked": True, "top_k": 3}})
-    assert [(turn["payloads"][0].get("shared", 0), turn["payloads"][0]["shape"]) for turn in talk.committed()] == [
-        (0, [8]),
-        (0, [12]),
-    ]
-    for turn, body in ((1, one), (2, two)):
-        assert np.array_equal(fetched(talk, turn).rows, rows_in(body))
-    [row] = talk.rows(replay="true")
-    assert row["shape"] == [len(row["tokens"]) - 1, 12]
-    assert problems(plain.stand) == []
-
-
 def patch_in(body: bytes) -> Rows:
     """The rows in SGLang's reply, however many they are, of four layers and two experts."""
     return np.frombuffer(base64.b64decode(json.loads(body)["choices"][0]["meta_info"][EXPERTS]), "<i4").reshape(-1, 8)
@@ -340,13 +324,3 @@ def test_rows_that_were_tombstoned_are_asked_for_again(patches: Recorded) -> Non
     assert error_of(fetch(talk, 1))[0] == 410
     assert fetched(talk, 2).start == 0
     assert fetched(talk, 2).shape[0] == tokens_in(patches.sent) - 1
-
-
-def test_positions_need_no_asking_twice(line: Recorded) -> None:
-    """Each kind has an event's entry of its own, with its own rows."""
-    talk = line.talk()
-    body = say(line, talk, "One")
-    [event] = talk.committed()
-    kinds = [kind for kind in KINDS if f'"{kind}"'.encode() in body]
-    assert [one["kind"] for one in event["payloads"]] == kinds
-    assert (POSITIONS in kinds) == ("meta_info" in json.loads(body)["choices"][0])

@@ -12,7 +12,7 @@ import pytest
 
 from integration.places import Places
 from integration.routing import BOTH, EXPERTS, KINDS, POSITIONS, Recorded, Rows, Session, recorded, rows_in, session_of
-from integration.stand import WEATHER, Stand, error_of, user
+from integration.stand import WEATHER, Stand, user
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
@@ -188,18 +188,6 @@ def test_where_the_prompt_drifted_the_row_start_tells(line: Recorded) -> None:
     assert (second["row_start"] > 0) == patched
 
 
-def test_a_history_that_begins_anew_has_rows_of_its_own(line: Recorded) -> None:
-    talk = line.talk(on_divergence="segment", rollback_window=0)
-    for text in ("One", "Two"):
-        talk.say(text)
-    talk.messages = []
-    talk.say("Other", return_routed_experts=True)
-    first, second = exported(talk)
-    assert (first["row_start"], second["row_start"]) == (0, 0)
-    assert np.array_equal(decoded(second), rows_in(line.sent))
-    assert len(decoded(first)) == len(first["tokens"]) - 1
-
-
 def test_a_closed_session_is_exported_with_its_rows(line: Recorded) -> None:
     talk = line.talk()
     for text in ("One", "Two"):
@@ -242,7 +230,3 @@ def test_the_same_cursor_gives_the_same_rows_unless_they_were_tombstoned(line: R
     for kind in KINDS:
         gone = kind in row["tombstoned"]
         assert (field(row, kind)["data"] if not gone else None) == (None if gone else field(was, kind)["data"])
-
-
-def test_a_bad_wish_is_400(line: Recorded) -> None:
-    assert error_of(line.stand.http.get("/export", params={"replay": "perhaps"}))[0] == 400

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from integration.places import Places
 from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
-from integration.tito import require_consistent
 
 PLAIN = {"tool_calls": False, "reasoning": False}
 ROLLED_BACK = "x-turnlog-rolled-back"
@@ -112,20 +110,6 @@ def test_unrelated_messages_lose_no_turn(either: Stand, on_divergence: str, syst
     assert sum(sum(row["loss_mask"]) for row in rows) == sum(event["output_tokens"] for event in talk.committed())
 
 
-def test_two_conversations_by_turns_in_one_session_are_all_kept(either: Stand) -> None:
-    talk = either.talk(on_divergence="segment", rollback_window=9)
-    kept: list[Message] = []
-    for text in ("One", "Two", "Three"):
-        talk.messages = kept
-        talk.say(text, sim=PLAIN)
-        kept = talk.messages
-        talk.messages = []
-        talk.say("Title, please", sim=PLAIN)
-    assert "RolledBack" not in talk.types()
-    assert path(talk) == [1, 2, 3, 4, 5, 6]
-    assert [[span["turn"] for span in row["turns"]] for row in talk.rows()] == [[1], [2], [3], [4], [5], [6]]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_rollback_is_told_with_its_turn_and_with_its_turn_given_again(
@@ -151,22 +135,6 @@ def test_another_assistant_message_is_a_mismatch_wherever_it_stands(talk: Talk, 
     assert talk.state()["records"] == before
 
 
-def test_another_user_message_before_stored_answers_is_a_mismatch(talk: Talk) -> None:
-    forged = [user("Another one"), *talk.messages[1:], user("On")]
-    assert error_of(talk.chat(forged, sim=PLAIN)) == (400, "history_mismatch")
-
-
-def test_a_history_with_a_message_left_out_is_a_mismatch(talk: Talk) -> None:
-    assert error_of(talk.chat([*talk.messages[2:], user("On")], sim=PLAIN)) == (400, "history_mismatch")
-
-
-def test_a_rollback_can_be_rolled_back(talk: Talk) -> None:
-    for text in ("Instead", "Instead again"):
-        assert talk.chat([*talk.messages[:4], user(text)], sim=PLAIN).status_code == 200
-    assert path(talk) == [1, 2, 5]
-    assert [event["discarded"] for event in talk.events() if event["type"] == "RolledBack"] == [[3], [4]]
-
-
 def test_what_was_rolled_back_is_no_history_any_more(talk: Talk) -> None:
     old = talk.messages
     talk.messages = talk.messages[:4]
@@ -186,18 +154,6 @@ def test_a_retry_that_fails_does_not_lose_the_old_turn(talk: Talk, fault: str) -
     assert "RolledBack" not in talk.types()
     talk.say("Four", sim=PLAIN)
     assert len(talk.committed()) == 4
-
-
-def test_a_rollback_and_its_copy_at_once_roll_back_once(either: Stand) -> None:
-    talk = either.talk()
-    for text in ("One", "Two", "Three"):
-        talk.say(text, sim=PLAIN)
-    sent = [*talk.messages[:4], user("Instead")]
-    calls = [either.meanwhile(talk.chat, sent, sim={**PLAIN, "latency_s": 2.0}) for _ in range(6)]
-    assert sorted(call.result().status_code for call in calls) == [200] + [409] * 5
-    assert path(talk) == [1, 2, 4]
-    assert talk.types().count("RolledBack") == 1
-    assert {call.result().headers.get(ROLLED_BACK) for call in calls if call.result().status_code == 200} == {"1"}
 
 
 def test_a_rollback_while_a_turn_is_in_flight_is_busy_and_never_later(either: Stand) -> None:
@@ -223,19 +179,6 @@ def test_a_window_of_none_takes_no_retry(either: Stand) -> None:
     talk.say("Two", sim=PLAIN)
     for sent in (talk.messages[:3], [*talk.messages[:2], user("Other")]):
         assert error_of(talk.chat(sent, sim=PLAIN)) == (400, "rollback_too_deep")
-
-
-def test_a_wide_window_discards_several_turns_at_once(either: Stand) -> None:
-    talk = either.talk(rollback_window=3)
-    for text in ("One", "Two", "Three", "Four"):
-        talk.say(text, sim=PLAIN)
-    talk.messages = talk.messages[:2]
-    talk.say("Instead", sim=PLAIN)
-    assert talk.events()[-2]["discarded"] == [2, 3, 4]
-    assert path(talk) == [1, 5]
-    talk.say("On", sim=PLAIN)
-    [row] = talk.rows()
-    assert [span["turn"] for span in row["turns"]] == [1, 5, 6]
 
 
 @pytest.mark.parametrize("place", ["first", "later"])
@@ -313,18 +256,3 @@ def test_what_a_matcher_sees_through_is_the_stored_history_and_else_a_mismatch(
     assert sent["body"]["messages"][1] == reply, "the stored spelling wins"
     [row] = talk.rows()
     assert len(row["turns"]) == 2
-
-
-def test_a_rollback_under_tito_goes_back_to_the_tokens_before(tito: Stand) -> None:
-    talk = tito.talk(rollback_window=2)
-    for text in ("One", "Two", "Three"):
-        talk.say(text, sim={"reasoning": True})
-        require_consistent(tito, talk)
-    stored: list[Any] = talk.state()["records"]
-    talk.messages = talk.messages[:2]
-    talk.say("Instead", sim={"reasoning": True})
-    first = stored[0]["request"]["input_ids"]
-    prompt = talk.state()["records"][-1]["request"]["input_ids"]
-    assert prompt[: len(first)] == first
-    assert talk.committed()[-1]["base_tokens"] == talk.committed()[1]["base_tokens"]
-    require_consistent(tito, talk)

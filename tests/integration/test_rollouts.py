@@ -65,13 +65,6 @@ def handed_out(stand: Stand, consumer: str, **asked: Any) -> list[dict[str, Any]
     return lines
 
 
-def group_of(stand: Stand, group_id: str) -> dict[str, Any]:
-    response = stand.http.get(f"/groups/{group_id}")
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
-
-
 @HARNESSES
 def test_a_group_whose_rollouts_have_agents_is_complete_and_handed_out_whole(
     used: Stand, harness: dict[str, str]
@@ -82,10 +75,10 @@ def test_a_group_whose_rollouts_have_agents_is_complete_and_handed_out_whole(
     rollouts = [rollout(used, harness, group_id=group, attempt=number) for number in range(3)]
     handed_out(used, "before")
     for (root, *_), given in zip(rollouts, rewards, strict=True):
-        assert group_of(used, group)["complete"] is False
+        assert used.get(f"/groups/{group}")["complete"] is False
         reward(used, root, given, components={"tests": given})
         close(used, root)
-    found = group_of(used, group)
+    found = used.get(f"/groups/{group}")
     assert (found["complete"], len(found["attempts"]), found["statistics"]["count"]) == (True, 3, 3)
     [line] = handed_out(used, "trainer")
     assert line["group_id"] == group
@@ -262,7 +255,7 @@ def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> No
     reward(used, root, 1.0)
     close(used, root)
     assert [(row["group_id"], row["rollout_id"]) for row in child.rows()] == [(own, root.id)]
-    assert (group_of(used, group)["complete"], len(group_of(used, group)["attempts"])) == (True, 1)
+    assert (used.get(f"/groups/{group}")["complete"], len(used.get(f"/groups/{group}")["attempts"])) == (True, 1)
     lines = handed_out(used, uuid.uuid4().hex)
     given = {line["group_id"]: {row["session_id"] for row in line["rows"]} for line in lines}
     assert child.id in given[group]
@@ -274,16 +267,6 @@ def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> No
         group: (1, "acknowledged"),
         own: (0, "open"),
     }
-
-
-def test_without_its_parent_a_session_stands_for_itself(used: Stand) -> None:
-    group, parent = uuid.uuid4().hex, uuid.uuid4().hex
-    child = used.talk(parent_session_id=parent, group_id=group)
-    child.say("Hello")
-    reward(used, child, 0.5)
-    close(used, child)
-    assert group_of(used, group)["complete"] is True
-    assert [(row["reward"], row["group_id"], row["rollout_id"]) for row in child.rows()] == [(0.5, group, parent)]
 
 
 IDLE_S = 3.0

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import safetensors.numpy
 from helpers.looking import change
@@ -20,7 +17,7 @@ from transformers import AutoTokenizer
 from integration.places import Places
 from integration.routing import BOTH, Session, fetch, session_of
 from integration.stand import WEATHER, Stand, Talk, error_of, serving, standing, user
-from ops.server import ROOT
+from integration.tito import ids_in, output_of
 from ops.simulator.process import SimulatorProcess
 
 DTYPES = {
@@ -40,24 +37,10 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 @pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    subprocess.run([sys.executable, "-m", "ops.simulator.tokenizer_files", str(folder)], cwd=ROOT, check=True)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def routed(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     """Capture mode, with payloads."""
     environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
     with serving(places.new("routed"), sglang.base_url, environment=environment) as stand:
-        yield stand
-
-
-@pytest.fixture(scope="module")
-def tito(sglang: SimulatorProcess, tokenizer_path: str, places: Places) -> Iterator[Stand]:
-    environment = {"TURNLOG_TOKENIZER": tokenizer_path}
-    with serving(places.new("tito"), sglang.base_url, environment=environment) as stand:
         yield stand
 
 
@@ -132,16 +115,6 @@ def test_a_session_with_tools_is_one_sample_with_all_its_rows(routed: Stand) -> 
     assert np.array_equal(tensors["rollout_indexer_topk.0"], payload(row, "indexer_topk"))
     cached = sum(one.get("cached_tokens") or 0 for one in talk.committed())
     assert sample["prefix_cache_info"]["cached_tokens"] == cached
-
-
-def test_the_sessions_metadata_are_those_of_its_state(routed: Stand) -> None:
-    talk = with_tools(routed)
-    assert routed.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
-    _, meta = post(routed, talk)
-    state = talk.state()["metadata"]
-    assert meta["session_metadata"] == state
-    [row] = talk.rows()
-    assert (state["accumulated_token_ids"], state["reward"]) == (row["tokens"], 0.5)
 
 
 def test_a_driver_may_bring_its_metadata_and_the_reward(routed: Stand) -> None:
@@ -325,18 +298,18 @@ def test_rows_that_are_gone_are_null_and_said_to_be_tombstoned(routed: Stand) ->
     assert (ours["routed_experts_missing"], ours["indexer_topk_missing"]) == ("tombstoned", "tombstoned")
 
 
-def test_the_response_is_decoded_where_there_is_a_tokenizer(tito: Stand, tokenizer_path: str) -> None:
+def test_the_response_is_decoded_where_there_is_a_tokenizer(tito: Stand, tokenizer: str) -> None:
     talk = with_tools(tito)
     tensors, meta = post(tito, talk)
     [row] = talk.rows()
     check(tensors, meta, [row])
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    expected = tokenizer.decode(row["tokens"][row["prompt_length"] :])
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    expected = loaded.decode(row["tokens"][row["prompt_length"] :])
     assert meta["samples"][0]["response"] == expected
     assert "22 °C" in expected
     _, cut = post(tito, talk, max_seq_len=row["turns"][0]["output_start"] + 3)
     start = row["prompt_length"]
-    assert cut["samples"][0]["response"] == tokenizer.decode(row["tokens"][start : start + 3])
+    assert cut["samples"][0]["response"] == loaded.decode(row["tokens"][start : start + 3])
     assert meta["session_metadata"]["tito_session_mismatch"] == []
 
 
@@ -373,13 +346,6 @@ def test_an_empty_session_has_no_records(stand: Stand) -> None:
     tensors, meta = post(stand, stand.talk())
     assert (tensors, meta["samples"], meta["empty_reason"]) == ({}, [], "no_records")
     assert meta["session_metadata"]["accumulated_token_ids"] == []
-
-
-def test_where_no_turn_fits_all_are_truncated(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello")
-    tensors, meta = post(stand, talk, max_seq_len=1)
-    assert (tensors, meta["samples"], meta["empty_reason"]) == ({}, [], "all_truncated")
 
 
 def test_a_reply_of_no_tokens_is_a_sample_without_a_response(stand: Stand) -> None:
@@ -438,20 +404,6 @@ def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
     assert [row["excluded"].split(":")[0] for row in told] == ["unreadable"]
 
 
-def test_an_openai_session_then_samples(stand: Stand) -> None:
-    """As a new user would do it."""
-    created = stand.http.post("/sessions").json()
-    talk = stand.known(created["session_id"])
-    with openai.OpenAI(base_url=stand.server.base_url + created["base_url"], api_key="unused") as client:
-        messages: list[Any] = [{"role": "user", "content": "What is 6 times 7?"}]
-        first = client.chat.completions.create(model="simulator", messages=messages)
-        messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "And 8?"}]
-        client.chat.completions.create(model="simulator", messages=messages)
-    tensors, meta = post(stand, talk)
-    check(tensors, meta, talk.rows())
-    assert len(meta["samples"]) == 1
-
-
 def test_vllm_has_samples_with_rows_of_its_own_file_format(places: Places) -> None:
     environment = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_UPSTREAM_DIALECT": "vllm"}
     with standing(places.new("vllm"), "--dialect", "vllm", "--seed", "3", environment=environment) as stand:
@@ -464,8 +416,8 @@ def test_vllm_has_samples_with_rows_of_its_own_file_format(places: Places) -> No
         assert tensors["rollout_routed_experts.0"].shape == (len(row["tokens"]) - 1, 4, 2)
 
 
-def test_the_metadata_is_of_the_same_moment_as_the_tensors(tito: Stand) -> None:
-    """Also while the session talks."""
+def test_a_look_at_a_session_while_it_talks_is_of_one_moment(tito: Stand) -> None:
+    """Its samples with their metadata, and its state."""
     talk = tito.talk()
     talk.say("Hello", max_tokens=4)
     lengths = set()
@@ -477,6 +429,10 @@ def test_the_metadata_is_of_the_same_moment_as_the_tensors(tito: Stand) -> None:
                 beside = meta["session_metadata"]
                 assert beside["accumulated_token_ids"] == tensors["tokens.0"].tolist()
                 assert beside["tito_session_mismatch"] == []
+                state = talk.state()
+                last = state["records"][-1]
+                ids = ids_in(last["request"]) + output_of(last["response"])
+                assert state["metadata"]["accumulated_token_ids"] == ids
                 lengths.add(len(tensors["tokens.0"]))
             turns.result()
     assert len(lengths) > 3, "it was looked at while it talked"

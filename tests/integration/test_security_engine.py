@@ -186,6 +186,9 @@ def test_no_path_of_a_client_is_passed_on(stand: Stand) -> None:
         "/flush_cache",
         "/v1/embeddings",
         "/generate",
+        "/abort_request",
+        "/v1/messages/batches",
+        "/x/v1/chat/completions",
         "/v1/chat/completions/../../flush_cache",
         "/get_model_info",
     ):

@@ -10,18 +10,12 @@ import pytest
 from integration.stand import Stand, error_of
 
 
-def get(stand: Stand, path: str, **parameters: Any) -> Any:
-    response = stand.http.get(path, params=parameters)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def every(stand: Stand, limit: int = 2, **parameters: Any) -> list[str]:
     """The ids of all pages."""
     found: list[str] = []
     cursor: dict[str, str] = {}
     while True:
-        page = get(stand, "/sessions", limit=limit, **parameters, **cursor)
+        page = stand.get("/sessions", limit=limit, **parameters, **cursor)
         found += [one["session_id"] for one in page["sessions"]]
         if page["next_cursor"] is None:
             return found
@@ -56,32 +50,21 @@ class Group:
 FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({}, [4, 3, 2, 1, 0]),
     ({"order": "asc"}, [0, 1, 2, 3, 4]),
-    ({"status": "open"}, [2, 1, 0]),
     ({"status": "closed"}, [4, 3]),
-    ({"status": "erased"}, []),
     ({"state": "idle"}, [2, 1, 0]),
-    ({"state": "claimed"}, []),
     ({"attempt": 2}, [2]),
-    ({"attempt": 2, "status": "closed"}, []),
-    ({"min_reward": 1}, [3, 2, 1]),
     ({"min_reward": 1, "max_reward": 2}, [2, 1]),
     ({"unrewarded": "true"}, [4]),
-    ({"sort": "reward"}, [3, 2, 1, 0, 4]),
     ({"sort": "reward", "order": "asc"}, [0, 1, 2, 3, 4]),
     ({"sort": "turns", "limit": 1, "attempt": 0}, [0]),
     ({"engine": "http://elsewhere"}, []),
     ({"tag": "look"}, [1]),
-    ({"tag": "lo"}, []),
     ({"stuck_s": 0}, []),
-    ({"metadata": "difficulty=1"}, [3, 1]),
     ({"metadata": ["difficulty=0", "tag=2"]}, [2]),
     ({"metadata": "odd=true", "status": "open"}, [1]),
     ({"metadata": "env.name=maze", "order": "asc"}, [0, 1, 2, 3, 4]),
     ({"metadata": 'env={"name": "maze"}', "attempt": 4}, [4]),
     ({"metadata": "a.b=1", "min_reward": 3}, [3]),
-    ({"metadata": "difficulty=2"}, []),
-    ({"metadata": "none=1"}, []),
-    ({"metadata": "tag="}, []),
 ]
 
 
@@ -97,20 +80,20 @@ def test_filters_and_orders(stand: Stand, group: Group, asked: dict[str, Any], w
 
 
 def test_a_row_has_what_it_always_had_and_more(stand: Stand, group: Group) -> None:
-    [row] = get(stand, "/sessions", group_id=group.name, attempt=0)["sessions"]
+    [row] = stand.get("/sessions", group_id=group.name, attempt=0)["sessions"]
     head = ["session_id", "version", "status", "turns", "group_id", "reward", "created_at", "updated_at"]
     assert list(row)[: len(head)] == head
     assert (row["status"], row["state"], row["turns"], row["reward"], row["attempt"]) == ("open", "idle", 2, 0.0, 0)
     assert row["engine"] == str(stand.sim.base_url).rstrip("/")
     assert row["claimed_since"] is None
-    assert "total" not in get(stand, "/sessions", group_id=group.name)
-    counted = get(stand, "/sessions", group_id=group.name, count="true", limit=2)
+    assert "total" not in stand.get("/sessions", group_id=group.name)
+    counted = stand.get("/sessions", group_id=group.name, count="true", limit=2)
     assert (counted["total"], counted["total_is_exact"]) == (5, True)
 
 
 def test_a_cursor_is_of_one_order(stand: Stand, group: Group) -> None:
-    cursor = get(stand, "/sessions", group_id=group.name, limit=2)["next_cursor"]
-    other = get(stand, "/sessions", group_id=group.name, limit=2, sort="turns")["next_cursor"]
+    cursor = stand.get("/sessions", group_id=group.name, limit=2)["next_cursor"]
+    other = stand.get("/sessions", group_id=group.name, limit=2, sort="turns")["next_cursor"]
     for wrong in ({"cursor": other}, {"cursor": cursor, "sort": "turns"}, {"cursor": cursor, "order": "asc"}):
         assert error_of(stand.http.get("/sessions", params=wrong)) == (400, "invalid_request"), wrong
 
@@ -127,6 +110,8 @@ def test_a_cursor_is_of_one_order(stand: Stand, group: Group) -> None:
         {"prefix": "a b"},
         {"min_reward": "nan"},
         {"limit": 1001},
+        {"limit": "x"},
+        {"cursor": "zzz"},
     ],
 )
 def test_a_wrong_parameter_is_refused(stand: Stand, wrong: dict[str, Any]) -> None:
@@ -137,7 +122,7 @@ def test_groups_are_listed(stand: Stand, group: Group) -> None:
     found: dict[str, Any] = {}
     cursor: dict[str, str] = {}
     while True:
-        page = get(stand, "/groups", limit=1, **cursor)
+        page = stand.get("/groups", limit=1, **cursor)
         found |= {one["group_id"]: one for one in page["groups"]}
         if page["next_cursor"] is None:
             break
@@ -153,10 +138,10 @@ def test_a_session_after_any_event(stand: Stand) -> None:
     talk.say("One")
     talk.say("Two")
     stand.http.delete(talk.path).raise_for_status()
-    state = get(stand, f"{talk.path}/state")
+    state = stand.get(f"{talk.path}/state")
     assert (state["status"], len(state["turns"]), state["metadata"]) == ("closed", 2, {"task": "seven"})
-    assert {**state, "checkpoints": []} == get(stand, f"/ui/api{talk.path}")
-    first = get(stand, f"{talk.path}/state", seq=talk.types().index("TurnCommitted") + 1)
+    assert {**state, "checkpoints": []} == stand.get(f"/ui/api{talk.path}")
+    first = stand.get(f"{talk.path}/state", seq=talk.types().index("TurnCommitted") + 1)
     assert (first["status"], len(first["turns"]), first["last_seq"]) == ("open", 1, state["seq"])
     assert error_of(stand.http.get("/sessions/never-seen/state")) == (404, "session_not_found")
 

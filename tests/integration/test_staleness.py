@@ -14,7 +14,7 @@ from helpers.answering import Answer, Answering, Asked
 from integration.interrupting import interrupted
 from integration.places import Places
 from integration.reading import read
-from integration.stand import Stand, Talk, error_of, serving, until, user
+from integration.stand import Stand, Talk, error_of, serving, until
 from ops.simulator.process import SimulatorProcess
 
 
@@ -114,15 +114,6 @@ def test_a_session_whose_oldest_token_is_too_old_is_left_out(weights: Weights) -
     }
     # A row of a whole group is all or nothing.
     assert weights.stand.rows(group_id=group, shape="atropos", max_staleness=2) == []
-
-
-def test_a_turn_that_was_rolled_back_makes_no_session_stale(weights: Weights) -> None:
-    talk = weights.talk(6, 2)
-    assert talk.rows(max_staleness=1) == []
-    response = talk.chat([*talk.messages[:2], user("Instead")], sim={"weight_version": weights.named(7)})
-    assert response.status_code == 200
-    [row] = talk.rows(max_staleness=1)
-    assert row["weight_version_regressed"] is False
 
 
 def test_all_segments_of_a_stale_session_are_left_out(weights: Weights) -> None:

@@ -41,21 +41,12 @@ def test_fifty_turns_with_ids_of_their_own_store_their_parameters_once(either: S
     require_consistent(either, talk)
 
 
-def test_ids_that_do_not_continue_the_stored_ones_begin_a_segment(either: Stand) -> None:
+@pytest.mark.parametrize(("cut", "more"), [(1, [0, 5]), (1, []), (3, [])])
+def test_ids_that_do_not_continue_the_stored_ones_begin_a_segment(either: Stand, cut: int, more: list[int]) -> None:
     talk = either.talk()
     ids = send(talk, [1, 2, 3], "One")
-    send(talk, [*ids[:-1], ids[-1] + 1, 5], "Two")
-    rows = talk.rows()
-    assert [(row["segment"], row["segment_cause"]) for row in rows] == [(0, None), (1, "drift")]
-    require_consistent(either, talk)
-
-
-@pytest.mark.parametrize("cut", [1, 3])
-def test_ids_that_stop_short_of_the_stored_ones_do_not_continue_them(either: Stand, cut: int) -> None:
-    talk = either.talk()
-    ids = send(talk, [1, 2, 3], "One")
-    send(talk, ids[:-cut], "Two")
-    assert [row["segment_cause"] for row in talk.rows()] == [None, "drift"]
+    send(talk, [*ids[:-cut], *more], "Two")
+    assert [(row["segment"], row["segment_cause"]) for row in talk.rows()] == [(0, None), (1, "drift")]
     require_consistent(either, talk)
 
 
@@ -112,25 +103,10 @@ def test_ids_that_are_none_are_400_and_open_nothing(either: Stand, raw: str) -> 
     assert talk.types() == ["SessionCreated"]
 
 
-def test_white_space_between_ids_is_none_of_them(either: Stand) -> None:
+def test_white_space_between_ids_is_none_of_them_and_null_is_no_ids(either: Stand) -> None:
+    either.talk().say("Hello", input_ids=None)
     talk = either.talk()
     body = f'{{"messages":{json.dumps([user("x")])},"max_tokens":4,"input_ids":[ 5 ,\n\t6 ]}}'
     assert either.http.post(talk.chat_path, content=body).status_code == 200
     assert talk.state()["metadata"]["accumulated_token_ids"][:2] == [5, 6]
     require_consistent(either, talk)
-
-
-def test_an_engine_that_did_not_take_the_ids_is_500(either: Stand) -> None:
-    talk = either.talk()
-    sent = {"input_ids": [1, 2, 3], **LIMIT}
-    response = talk.chat([user("One")], sim={"fault": "other_prompt"}, **sent)
-    assert error_of(response) == (500, "token_prefix_mismatch")
-    assert talk.committed() == []
-    send(talk, [1, 2, 3], "One")
-    require_consistent(either, talk)
-
-
-def test_null_for_ids_is_none(either: Stand) -> None:
-    talk = either.talk()
-    talk.say("Hello", input_ids=None)
-    assert len(talk.committed()) == 1

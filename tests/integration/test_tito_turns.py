@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
-from integration.tito import GENERATION, TOKENIZER, ids_in, output_of, rendered, require_consistent, sent_ids, text_of
+from integration.stand import WEATHER, Message, Stand, error_of, user
+from integration.tito import GENERATION, output_of, rendered, require_consistent, sent_ids, text_of
 
 pytestmark = pytest.mark.parametrize("tito", ["sglang", "vllm"], indirect=True)
 
@@ -18,11 +18,6 @@ CALLS = {"tool_calls": True}
 
 def results(reply: Message, text: str = "Rain") -> list[Message]:
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in reply.get("tool_calls") or ()]
-
-
-def whole(talk: Talk) -> list[int]:
-    ids: list[int] = talk.state()["metadata"]["accumulated_token_ids"]
-    return ids
 
 
 def test_every_prompt_is_the_stored_ids_and_what_is_new(tito: Stand) -> None:
@@ -234,17 +229,6 @@ def test_text_in_parts_is_text(tito: Stand) -> None:
     require_consistent(tito, talk)
 
 
-def test_a_marked_retry_is_no_second_prompt(tito: Stand) -> None:
-    talk = tito.talk()
-    talk.say("Hello")
-    sent = [*talk.messages, user("On")]
-    one = talk.chat(sent, headers={"idempotency-key": "k"})
-    two = talk.chat(sent, headers={"idempotency-key": "k"})
-    assert one.content == two.content
-    assert (talk.generations(), two.headers["x-turnlog-replayed"]) == (2, "true")
-    require_consistent(tito, talk)
-
-
 def test_a_session_in_a_header_and_a_stream_are_built_alike(tito: Stand) -> None:
     talk = tito.known("tito-by-header")
     messages = [user("Hello")]
@@ -255,38 +239,6 @@ def test_a_session_in_a_header_and_a_stream_are_built_alike(tito: Stand) -> None
     assert second.status_code == 200
     assert sent_ids(tito, talk)[1] == rendered(messages)
     require_consistent(tito, talk)
-
-
-@pytest.mark.long
-def test_ten_thousand_tokens_of_history_go_on_exactly(tito: Stand) -> None:
-    talk = tito.talk()
-    for turn in range(4):
-        talk.say(f"Turn {turn}", sim={"completion_tokens": 2500, "reasoning": False})
-    assert len(whole(talk)) > 10_000
-    assert sent_ids(tito, talk)[-1] == rendered(talk.messages[:-1])
-    assert TOKENIZER.decode(whole(talk)).count("<|im_start|>assistant") == 4
-    require_consistent(tito, talk)
-
-
-def test_a_look_at_a_session_during_its_turns_is_of_one_moment(tito: Stand) -> None:
-    talk = tito.talk()
-
-    def converse() -> None:
-        for turn in range(30):
-            talk.say(f"Turn {turn}", sim={"latency_s": 0.03})
-
-    call = tito.meanwhile(converse)
-    looks = 0
-    while not call.done():
-        state = tito.http.get(talk.path).json()
-        if state["records"]:
-            last = state["records"][-1]
-            ids = ids_in(last["request"]) + output_of(last["response"])
-            assert state["metadata"]["accumulated_token_ids"] == ids
-            looks += 1
-        assert state["metadata"]["tito_session_mismatch"] in ([], None)
-    call.result()
-    assert looks > 3
 
 
 def test_a_choice_of_no_tool_takes_none_out_of_what_is_stored(tito: Stand) -> None:

@@ -80,18 +80,6 @@ def test_turns_in_flight_together_are_siblings(stand: Stand) -> None:
     assert sorted(owners(talk.rows())) == [1, 2, 3, 4, 5]
 
 
-def test_a_sent_again_request_that_was_continued_supersedes_the_childless_one(stand: Stand) -> None:
-    talk = tree(stand)
-    dropped, _ = ask(talk, user("One"))
-    kept, reply = ask(talk, user("One"))
-    assert sorted(owners(talk.rows())) == [dropped, kept]
-    child, _ = ask(talk, user("One"), reply, user("Two"))
-    assert owners(talk.rows()) == {kept: [1], child: [1]}
-    assert sorted(owners(talk.rows(branches="all"))) == [dropped, kept, child]
-    excluded = [row for row in talk.rows(explain="true") if row.get("excluded")]
-    assert [(row["turn"], row["excluded"]) for row in excluded] == [(dropped, "superseded")]
-
-
 def test_the_tree_says_what_an_export_makes_of_each_turn(stand: Stand) -> None:
     talk = tree(stand)
     one, first = ask(talk, user("One"))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from integration.stand import FIRST_TURN, LATER_TURN, WEATHER, Stand, Talk, error_of, until, user
+from integration.stand import FIRST_TURN, LATER_TURN, Stand, error_of, until, user
 
 SLOW = {"latency_s": 1.5}
 
@@ -34,29 +34,17 @@ def deep(levels: int) -> str:
     "content",
     [
         b"",
-        b"{",
         b"[]",
-        b"null",
-        b'"x"',
         b"{}",
-        b'{"messages": null}',
-        b'{"messages": {}}',
         b'{"messages": []}',
         b'{"messages": [1]}',
-        b'{"messages": [null]}',
-        b'{"messages": [{}]}',
-        b'{"messages": [{"role": 1, "content": "x"}]}',
         b'{"messages": [{"role": "user", "content": "\xff"}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "n": 2}',
-        b'{"messages": [{"role": "user", "content": "x"}], "n": 0}',
-        b'{"messages": [{"role": "user", "content": "x"}], "n": true}',
-        b'{"messages": [{"role": "user", "content": "x"}], "n": "1"}',
         b'{"messages": [{"role": "user", "content": "x"}], "stream": 1}',
         b'{"messages": [{"role": "user", "content": ' + deep(200).encode() + b"}]}",
         b'{"messages": [{"role": "user", "content": "x"}], "extra": ' + deep(200).encode() + b"}",
         b'{"messages": ' + deep(50_000).encode() + b"}",
         b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": }',
     ],
 )
 def test_a_bad_body_is_400_and_never_reaches_the_engine(stand: Stand, content: bytes) -> None:
@@ -105,145 +93,6 @@ def test_of_many_simultaneous_chats_one_runs(stand: Stand) -> None:
     statuses = sorted(call.result().status_code for call in calls)
     assert statuses == [200] + [409] * 7
     assert (stand.stats()["started"], len(talk.committed())) == (1, 1)
-
-
-def three_turns(stand: Stand, **body: object) -> Talk:
-    talk = stand.talk(**body)
-    for text in ("One", "Two", "Three"):
-        talk.say(text, sim={"reasoning": False})
-    return talk
-
-
-def live_turns(talk: Talk) -> int:
-    return len(talk.state()["records"])
-
-
-@pytest.mark.parametrize("kind", ["again", "instead", "shorter"])
-def test_a_retry_within_the_window_rolls_back(stand: Stand, kind: str) -> None:
-    talk = three_turns(stand)
-    sent = {
-        "again": talk.messages[:5],
-        "instead": [*talk.messages[:4], user("Another question")],
-        "shorter": talk.messages[:4],
-    }[kind]
-    response = talk.chat(sent)
-    assert response.status_code == 200, response.text
-    assert talk.types()[-2:] == ["RolledBack", "TurnCommitted"]
-    assert talk.events()[-2]["discarded"] == [3]
-    assert (live_turns(talk), response.headers["x-turnlog-turn"]) == (3, "4")
-    [row] = talk.rows()
-    assert [span["turn"] for span in row["turns"]] == [1, 2, 4]
-    assert row["messages"] == [*sent, response.json()["choices"][0]["message"]]
-
-
-def test_a_rollback_past_the_window_is_refused(stand: Stand) -> None:
-    talk = three_turns(stand)
-    before = talk.types()
-    response = talk.chat([*talk.messages[:2], user("Instead")])
-    assert error_of(response) == (400, "rollback_too_deep")
-    assert response.headers["x-should-retry"] == "false"
-    assert talk.types() == before
-    assert talk.generations() == 3
-
-
-@pytest.mark.parametrize(("window", "turns", "status"), [(0, 1, 400), (2, 2, 200), (2, 3, 400), (3, 3, 200)])
-def test_the_session_chooses_its_window(stand: Stand, window: int, turns: int, status: int) -> None:
-    """By a turn's input once more, which may be that of the first one."""
-    talk = three_turns(stand, rollback_window=window)
-    assert talk.chat(talk.messages[: 7 - 2 * turns]).status_code == status
-
-
-def test_a_foreign_assistant_message_is_a_mismatch(stand: Stand) -> None:
-    talk = three_turns(stand)
-    forged = [*talk.messages[:5], {"role": "assistant", "content": "I never said this"}, user("Go on")]
-    before = talk.types()
-    response = talk.chat(forged)
-    assert error_of(response) == (400, "history_mismatch")
-    assert "I never said" not in response.text
-    assert talk.types() == before
-
-
-def test_on_divergence_segment_begins_a_segment_instead(stand: Stand) -> None:
-    talk = stand.talk(on_divergence="segment")
-    talk.say("One")
-    forged = [user("Summary of all"), {"role": "assistant", "content": "Understood"}, user("Go on")]
-    assert talk.chat(forged).status_code == 200
-    assert "RolledBack" not in talk.types()
-    rows = talk.rows()
-    assert [(row["segment"], row["segment_cause"], row["final"]) for row in rows] == [
-        (0, None, False),
-        (1, "divergence", False),
-    ]
-    assert rows[1]["messages"][:3] == forged
-
-
-@pytest.mark.parametrize(("fault", "status"), [("status_500", 500), ("not_json", 502), ("nan_logprob", 502)])
-def test_a_retry_that_fails_leaves_the_old_turn_in_place(stand: Stand, fault: str, status: int) -> None:
-    talk = three_turns(stand)
-    before = talk.state()["records"]
-    assert talk.chat([*talk.messages[:4], user("Instead")], sim={"fault": fault}).status_code == status
-    assert talk.state()["records"] == before
-    assert "RolledBack" not in talk.types()
-    talk.say("Four")
-    assert live_turns(talk) == 4
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"reasoning_content": None},
-        {"refusal": None, "annotations": [], "audio": None, "function_call": None},
-        {"content": None},
-        {"provider_specific_fields": {"refusal": None}},
-    ],
-)
-def test_a_harness_that_respells_a_tool_call_is_no_divergence(stand: Stand, change: dict[str, object]) -> None:
-    talk = stand.talk()
-    wish = {"tool_calls": True, "completion_tokens": 1, "reasoning": False}
-    talk.say("What is the weather?", tools=[WEATHER], sim=wish)
-    [*before, reply] = talk.messages
-    assert not reply["content"]
-    for call in reply["tool_calls"]:
-        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
-        call.pop("index", None)
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": "Rain"} for call in reply["tool_calls"]]
-    response = talk.chat([*before, {**reply, **change}, *results], tools=[WEATHER])
-    assert response.status_code == 200, response.text
-    assert "RolledBack" not in talk.types()
-    [row] = talk.rows()
-    assert len(row["turns"]) == 2
-
-
-def test_strict_sees_a_dropped_field(stand: Stand) -> None:
-    talk = stand.talk(matcher="strict")
-    talk.say("Hello", sim={"reasoning": True})
-    [question, answer] = talk.messages
-    answer = {key: value for key, value in answer.items() if key != "reasoning_content"}
-    assert error_of(talk.chat([question, answer, user("On")])) == (400, "history_mismatch")
-    talk.say("On")
-
-
-def test_dropped_reasoning_is_seen_through_and_the_stored_spelling_wins(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello", sim={"reasoning": True})
-    [question, answer] = talk.messages
-    respelled = {"role": "assistant", "content": f" {answer['content']} "}
-    assert talk.chat([question, respelled, user("On")]).status_code == 200
-    assert stand.engine_requests(talk.id)[-1]["body"]["messages"][1] == answer
-    [row] = talk.rows()
-    assert len(row["turns"]) == 2
-
-
-def test_a_prompt_that_does_not_continue_the_tokens_begins_a_segment(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello", sim={"text": " begins with space"})
-    talk.say("Now with tools", tools=[WEATHER], sim={"tool_calls": False})
-    rows = talk.rows()
-    assert [(row["segment"], row["segment_cause"], len(row["turns"])) for row in rows] == [
-        (0, None, 1),
-        (1, "drift", 1),
-    ]
-    assert all(row["tokens"] for row in rows)
 
 
 def test_delete_during_a_turn_waits_for_nothing(stand: Stand) -> None:

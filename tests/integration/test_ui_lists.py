@@ -1,9 +1,10 @@
-"""What the page shows of all sessions: the overview, groups, and what an export would leave out."""
+"""What the page shows of all sessions: the overview, groups, checkpoints, and what an export would leave out."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +14,8 @@ from integration.stand import Stand, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
 
-def get(stand: Stand, path: str, **parameters: Any) -> Any:
-    response = stand.http.get(f"/ui/api/{path}", params=parameters)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def test_the_overview_says_what_is_going_on(stand: Stand) -> None:
-    before = get(stand, "overview")["sessions"]
+    before = stand.get("/ui/api/overview")["sessions"]
     talk = stand.talk()
     talk.say("Hello", sim={"weight_version": "123456"})
     assert talk.chat([*talk.messages, user("Bad")], sim={"fault": "missing_meta_info"}).status_code == 502
@@ -28,8 +23,7 @@ def test_the_overview_says_what_is_going_on(stand: Stand) -> None:
     stand.until_generating(talk, 3)
 
     def now() -> dict[str, Any]:
-        found: dict[str, Any] = get(stand, "overview")
-        return found
+        return dict(stand.get("/ui/api/overview"))
 
     until(lambda: now()["sessions"]["claimed"] == before["claimed"] + 1)
     until(lambda: now()["sessions"]["open"] == before["open"] + 1)
@@ -55,17 +49,17 @@ def test_a_turn_that_waits_at_a_gate_is_shown_as_such(stand: Stand) -> None:
     stand.http.post("/adapters/gated-one/pause", json={}).raise_for_status()
     waiting = stand.meanwhile(talk.say, "Wait")
     try:
-        until(lambda: get(stand, "sessions", state="gated")["total"] == 1)
-        [row] = get(stand, "sessions", state="gated")["sessions"]
+        until(lambda: stand.get("/ui/api/sessions", state="gated")["total"] == 1)
+        [row] = stand.get("/ui/api/sessions", state="gated")["sessions"]
         assert (row["session_id"], row["state"], row["claimed_since"]) == (talk.id, "gated", None)
-        assert get(stand, f"sessions/{talk.id}")["state"] == "gated"
-        assert talk.id not in [row["session_id"] for row in get(stand, "sessions", state="idle")["sessions"]]
-        until(lambda: get(stand, "overview")["sessions"]["gated"] == 1)
-        assert "gated-one" in [one["name"] for one in get(stand, "overview")["adapters"] if one["paused"]]
+        assert stand.get(f"/ui/api/sessions/{talk.id}")["state"] == "gated"
+        assert talk.id not in [row["session_id"] for row in stand.get("/ui/api/sessions", state="idle")["sessions"]]
+        until(lambda: stand.get("/ui/api/overview")["sessions"]["gated"] == 1)
+        assert "gated-one" in [one["name"] for one in stand.get("/ui/api/overview")["adapters"] if one["paused"]]
     finally:
         stand.http.post("/adapters/gated-one/resume").raise_for_status()
     waiting.result()
-    assert get(stand, "sessions", state="gated")["sessions"] == []
+    assert stand.get("/ui/api/sessions", state="gated")["sessions"] == []
 
 
 def test_the_list_is_paged_and_refuses_what_it_does_not_know(stand: Stand) -> None:
@@ -76,14 +70,14 @@ def test_the_list_is_paged_and_refuses_what_it_does_not_know(stand: Stand) -> No
     cursor: str | None = None
     while True:
         parameters = {} if cursor is None else {"cursor": cursor}
-        page = get(stand, "sessions", group_id=group, limit=2, order="asc", **parameters)
+        page = stand.get("/ui/api/sessions", group_id=group, limit=2, order="asc", **parameters)
         assert (page["total"], page["total_is_exact"]) == (5, True)
         found += [row["session_id"] for row in page["sessions"]]
         cursor = page["next_cursor"]
         if cursor is None:
             break
     assert found == [talk.id for talk in talks]
-    [rewarded] = get(stand, "sessions", group_id=group, min_reward=1)["sessions"]
+    [rewarded] = stand.get("/ui/api/sessions", group_id=group, min_reward=1)["sessions"]
     assert (rewarded["session_id"], rewarded["reward"], rewarded["attempt"]) == (talks[3].id, 2.0, 3)
     for wrong in (
         {"state": "odd"},
@@ -161,7 +155,7 @@ def test_a_preview_counts_what_the_export_gives(stand: Stand, asked: dict[str, A
             talk.say("Other")
         stand.http.put(f"{talk.path}/reward", json={"reward": number / 2}).raise_for_status()
         stand.http.delete(talk.path).raise_for_status()
-    found = get(stand, "exports", group_id=group, **asked)
+    found = stand.get("/ui/api/exports", group_id=group, **asked)
     rows = stand.rows(group_id=group, explain=True, **asked)
     left_out = [row["excluded"] for row in rows if row.get("excluded") is not None]
     given = [row for row in rows if row.get("excluded") is None]
@@ -192,12 +186,12 @@ def test_columns_of_metadata(stand: Stand) -> None:
     gone = stand.talk(session_id="columns-3", metadata=given)
     assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
     columns = "task,env.name, env.size,a.b,long,none,env"
-    page = stand.http.get("/ui/api/sessions", params={"q": "columns-", "columns": columns}).json()
+    page = stand.get("/ui/api/sessions", q="columns-", columns=columns)
     assert len(page["sessions"]) == 3
     assert page["metadata"] == {
         "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
     }, "the first six columns"
-    assert stand.http.get("/ui/api/sessions", params={"q": "columns-"}).json()["metadata"] == {}
+    assert stand.get("/ui/api/sessions", q="columns-")["metadata"] == {}
 
 
 def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang: SimulatorProcess) -> None:
@@ -209,9 +203,52 @@ def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang:
             if reward is not None:
                 stand.http.put(f"{talk.path}/reward", json={"reward": reward}).raise_for_status()
         stand.http.delete(talk.path).raise_for_status()
-        versions = stand.http.get("/ui/api/versions").json()
+        versions = stand.get("/ui/api/versions")
         assert [(one.pop("version"), one.pop("updated_at") > 0) for one in versions] == [(8, True), (7, True)]
         assert versions == [
             {"sessions": 1, "open": 0, "turns": 2, "rewarded": 1, "mean_reward": 1.0},
             {"sessions": 1, "open": 1, "turns": 1, "rewarded": 1, "mean_reward": 0.5},
         ]
+
+
+@pytest.fixture(scope="module")
+def used(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with serving(places.new("ui-checkpoints"), sglang.base_url) as made:
+        yield made
+
+
+def test_a_checkpoint_shows_its_sessions_then_and_now(used: Stand) -> None:
+    name = uuid.uuid4().hex
+    talks = [used.talk(session_id=f"{name}-{number}", group_id=name) for number in range(5)]
+    for talk in talks:
+        talk.say("Before")
+    made = used.http.post("/checkpoints", json={"name": name}).json()
+    then = {talk.id: len(talk.types()) for talk in talks}
+    talks[1].say("After")
+    used.http.delete(talks[2].path).raise_for_status()
+    used.talk(session_id=f"{name}-9")
+    pages = [used.get(f"/ui/api/checkpoints/{name}", limit=2)]
+    while pages[-1]["cursor"] is not None:
+        pages.append(used.get(f"/ui/api/checkpoints/{name}", limit=2, cursor=pages[-1]["cursor"]))
+    found = [one for page in pages for one in page["sessions"]]
+    assert len(found) == made["sessions"]
+    mine = [one for one in found if one["session_id"].startswith(name)]
+    assert mine == [
+        {
+            "session_id": talk.id,
+            "seq": then[talk.id],
+            "version": len(talk.types()),
+            "status": "closed" if talk is talks[2] else "open",
+            "group_id": name,
+        }
+        for talk in talks
+    ]
+    assert pages[0]["checkpoint"] == {key: value for key, value in made.items() if key != "erased"}
+
+    second = uuid.uuid4().hex
+    used.http.post("/checkpoints", json={"name": second}).raise_for_status()
+    kept = [(one["name"], one["seq"]) for one in used.get(f"/ui/api/sessions/{talks[1].id}")["checkpoints"]]
+    assert kept == [(name, then[talks[1].id]), (second, len(talks[1].types()))]
+    assert used.http.delete(f"/checkpoints/{name}").status_code == 204
+    assert [one["name"] for one in used.get(f"/ui/api/sessions/{talks[1].id}")["checkpoints"]] == [second]
+    assert error_of(used.http.get(f"/ui/api/checkpoints/{name}")) == (404, "not_found")

@@ -13,10 +13,7 @@ TEXT = {**NOW, "text": "the same"}
 
 
 def rollout(stand: Stand, session_id: str, **parameters: Any) -> dict[str, Any]:
-    response = stand.http.get(f"/ui/api/sessions/{session_id}/rollout", params=parameters)
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+    return dict(stand.get(f"/ui/api/sessions/{session_id}/rollout", **parameters))
 
 
 def test_marks_are_equal_as_long_as_the_messages_are(stand: Stand) -> None:

@@ -139,6 +139,14 @@ def test_where_the_token_comes_from(
     assert [asked[2] for asked in sayer.asked] == [token and f"Bearer {token}" for token in sent]
 
 
+def test_help_shows_no_token(run: Callable[..., Result], clean_environment: Callable[..., None]) -> None:
+    clean_environment(TOKEN="canary", ADMIN_TOKEN="canary")
+    for arguments in (("--help",), ("engines", "--help"), ("sessions", "--help")):
+        result = run(*arguments)
+        assert result.exit_code == 0
+        assert "canary" not in result.output
+
+
 def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Sayer) -> None:
     sayer.answers = [(404, {}, error("session_not_found", "no"))]
     run("--url", sayer.base_url, "tail", "../engines?x=1")
