@@ -156,7 +156,7 @@ def test_a_groups_rewards(cli: Stand) -> None:
 def test_engines_are_added_drained_and_removed(cli: Stand) -> None:
     engine = "http://127.0.0.1:9"
     assert answer("engines", "add", f"{engine}/v1")["url"] == engine
-    assert {one["url"]: one["state"] for one in answer("engines")["engines"]}[engine] == "serving"
+    assert {one["url"]: one["state"] for one in answer("engines", "list")["engines"]}[engine] == "serving"
     assert run("engines", "drain", engine).stdout.splitlines()[1].split()[:2] == [engine, "draining"]
     assert engine in run("engines", "list").stdout
     assert answer("engines", "remove", engine) == {"url": engine, "state": "removed"}

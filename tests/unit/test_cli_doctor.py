@@ -24,7 +24,7 @@ Environment = Callable[..., None]
 
 def examined(*arguments: str, code: int) -> list[dict[str, Any]]:
     """What the command found. The address is one where nobody listens."""
-    given = ["--url", f"http://127.0.0.1:{free_port()}", "doctor", "--json", *arguments]
+    given = ["doctor", "--url", f"http://127.0.0.1:{free_port()}", "--json", *arguments]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == code, (result.output, result.exception)
     assert result.stderr == ""

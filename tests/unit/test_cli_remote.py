@@ -54,7 +54,7 @@ def failed(result: Result, code: int = 1) -> str:
 
 def test_nobody_there_is_one_line(run: Callable[..., Result]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    assert failed(run("--url", url, "engines")).startswith(f"turnlog: cannot connect to {url} (")
+    assert failed(run("engines", "list", "--url", url)).startswith(f"turnlog: cannot connect to {url} (")
     assert "cannot connect" in failed(run("tail", "-f", "s", "--url", url))
     assert "cannot connect" in failed(run("export", "--url", url))
     assert "cannot connect" in failed(run("pause", "--fleet", "--url", url))
@@ -70,32 +70,32 @@ def test_a_password_in_an_address_is_refused_and_not_shown(run: Callable[..., Re
 
 @pytest.mark.parametrize("url", ["nowhere", "ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999999"])
 def test_what_is_no_url_is_wrong_usage(run: Callable[..., Result], url: str) -> None:
-    assert "--url" in failed(run("--url", url, "engines"), 2)
+    assert "--url" in failed(run("engines", "list", "--url", url), 2)
 
 
 def test_a_token_that_no_header_can_hold_is_not_echoed(run: Callable[..., Result]) -> None:
-    line = failed(run("--token", "se\ncret", "engines"), 2)
+    line = failed(run("engines", "list", "--token", "se\ncret"), 2)
     assert "token" in line
     assert "cret" not in line
 
 
 def test_the_servers_error_is_told_with_its_code(run: Callable[..., Result], sayer: Sayer) -> None:
     sayer.answers = [(404, {}, error("session_not_found", "session x\x1b[2J does not exist"))]
-    assert failed(run("--url", sayer.base_url, "show", "x")) == (
+    assert failed(run("show", "x", "--url", sayer.base_url)) == (
         "turnlog: 404 session_not_found: session x\\x1b[2J does not exist"
     )
     sayer.answers = [(502, {"x-should-retry": "false"}, b"<html>of a proxy</html>")]
     assert (
-        failed(run("--url", sayer.base_url, "engines"))
+        failed(run("engines", "list", "--url", sayer.base_url))
         == "turnlog: 502 without an error of Turnlog's: is this its address?"
     )
     sayer.answers = [(200, {}, b"no json")]
-    assert "is not JSON" in failed(run("--url", sayer.base_url, "engines"))
+    assert "is not JSON" in failed(run("engines", "list", "--url", sayer.base_url))
     sayer.answers = [(307, {"location": "http://elsewhere"}, b"")]
-    assert failed(run("--url", sayer.base_url, "engines")).startswith("turnlog: 307 without")
+    assert failed(run("engines", "list", "--url", sayer.base_url)).startswith("turnlog: 307 without")
 
 
-@pytest.mark.parametrize("command", [("engines",), ("engines", "drain", "http://e:1")], ids=["read", "order"])
+@pytest.mark.parametrize("command", [("engines", "list"), ("engines", "drain", "http://e:1")], ids=["read", "order"])
 def test_it_asks_again_when_the_server_says(run: Callable[..., Result], sayer: Sayer, command: tuple[str, ...]) -> None:
     """By the client's rules. What would take too long is told at once."""
     unavailable = error("store_unavailable", "later")
@@ -103,13 +103,13 @@ def test_it_asks_again_when_the_server_says(run: Callable[..., Result], sayer: S
     engine = dict.fromkeys(("url", "state", "health", "in_flight", "dialect", "weight_version", "source", "last_error"))
     listed: dict[str, Any] = {"engines": [], "version": 0, **engine, "since": 0}
     sayer.answers = [soon, soon, (200, {}, json.dumps(listed).encode())]
-    result = run("--url", sayer.base_url, *command, "--json")
+    result = run(*command, "--json", "--url", sayer.base_url)
     assert (result.exit_code, json.loads(result.stdout)) == (0, listed)
     assert len(sayer.asked) == 3
     sayer.asked.clear()
     for answer in (late, (507, {}, error("store_full", "full")), (409, {"x-should-retry": "false"}, error("x", "no"))):
         sayer.answers = [answer]
-        failed(run("--url", sayer.base_url, *command))
+        failed(run(*command, "--url", sayer.base_url))
     assert len(sayer.asked) == 3
 
 
@@ -119,7 +119,7 @@ def test_what_breaks_off_is_asked_for_again_once_the_server_has_answered(
     page = {"sessions": [], "total": 0, "next_cursor": None}
     first = json.dumps({**page, "next_cursor": "more"}).encode()
     sayer.answers = [(200, {}, first), (200, {"content-length": "1000"}, b"{"), (200, {}, json.dumps(page).encode())]
-    result = run("--url", sayer.base_url, "sessions", "--all", "--json")
+    result = run("sessions", "--all", "--json", "--url", sayer.base_url)
     assert (result.exit_code, json.loads(result.stdout)) == (0, page)
     assert len(sayer.asked) == 3
 
@@ -128,14 +128,13 @@ def test_where_the_token_comes_from(
     run: Callable[..., Result], sayer: Sayer, clean_environment: Callable[..., None]
 ) -> None:
     sayer.answers = [(200, {}, b'{"engines": [], "version": 0}')]
-    run("--url", sayer.base_url, "engines")
+    run("engines", "list", "--url", sayer.base_url)
     clean_environment(ADMIN_TOKEN="current, before", URL=sayer.base_url)
-    run("engines")
+    run("engines", "list")
     clean_environment(ADMIN_TOKEN="current", TOKEN="own", URL=sayer.base_url)
-    run("engines")
-    run("--token", "given", "engines")
-    run("--token", "given", "engines", "list", "--token", "behind")
-    sent = [None, "current", "own", "given", "behind"]
+    run("engines", "list")
+    run("engines", "list", "--token", "given")
+    sent = [None, "current", "own", "given"]
     assert [asked[2] for asked in sayer.asked] == [token and f"Bearer {token}" for token in sent]
 
 
@@ -149,8 +148,8 @@ def test_help_shows_no_token(run: Callable[..., Result], clean_environment: Call
 
 def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Sayer) -> None:
     sayer.answers = [(404, {}, error("session_not_found", "no"))]
-    run("--url", sayer.base_url, "tail", "../engines?x=1")
-    run("--url", f"{sayer.base_url}/behind/", "pause", "a/b")
+    run("tail", "../engines?x=1", "--url", sayer.base_url)
+    run("pause", "a/b", "--url", f"{sayer.base_url}/behind/")
     assert [asked[1] for asked in sayer.asked] == [
         "/sessions/..%2Fengines%3Fx%3D1/events?after=0&follow=false",
         "/behind/adapters/a%2Fb/pause",
@@ -168,7 +167,6 @@ def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Say
         ("replay", "s", "--fix"),
         ("replay", "--heads", "--at", "3"),
         ("groups", "g", "--cursor", "x"),
-        ("engines", "--json", "list"),
         ("export", "--json"),
         ("sessions", "--limit", "0"),
         ("sessions", "--state", "odd"),

@@ -9,20 +9,11 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Json, Token, Url, UsageError, printed_as_json, server_options
+from turnlog.cli.run import UsageError, printed_as_json, server_options
 
-checkpoint_app = typer.Typer(help="Checkpoints: list, make, restore, delete.", invoke_without_command=True)
+checkpoint_app = typer.Typer(help="Checkpoints: list, make, restore, delete.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The checkpoint's name.")]
-
-
-@checkpoint_app.callback()
-def checkpoint(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """List, make, restore and delete checkpoints: named cuts over all sessions and groups."""
-    if ctx.invoked_subcommand is None:
-        list_checkpoints(ctx, url=url, token=token, as_json=as_json)
-    elif url is not None or token is not None or as_json:
-        raise UsageError("options stand behind list, make, restore or delete")
 
 
 @checkpoint_app.command("list")

@@ -21,13 +21,13 @@ from turnlog.cli import (
 )
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
-from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, server_options
+from turnlog.cli.run import Commands, ServerCommand, server_options
 
 app = typer.Typer(
     name="turnlog",
     cls=Commands,
     help="Turnlog's command line: run a server, look into it, keep its store.",
-    epilog="Inspection and control commands call the server at --url. "
+    epilog="Inspection and control commands call the server at --url (TURNLOG_URL). "
     "Maintenance commands open the database (--database-url).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -79,21 +79,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    ctx: typer.Context,
-    url: Annotated[str, typer.Option(envvar="TURNLOG_URL", help="The server.")] = DEFAULT_URL,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar=["TURNLOG_TOKEN", "TURNLOG_ADMIN_TOKEN"],
-            show_default=False,
-            help="Sent as a bearer token. Better in the environment: other users see a command's arguments.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
-) -> None:
-    # the server's variable may hold several tokens, the current one first
-    first = (token or "").split(",")[0].strip()
-    ctx.obj = Globals(url, first or None, as_json)
+) -> None: ...

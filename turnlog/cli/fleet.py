@@ -11,7 +11,7 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Json, Token, Url, UsageError, printed_as_json, server_options
+from turnlog.cli.run import UsageError, printed_as_json, server_options
 from turnlog.errors import TurnlogError
 
 
@@ -21,20 +21,11 @@ class Mode(StrEnum):
     RETRACT = "retract"
 
 
-engines_app = typer.Typer(help="The engines: list, add, drain, remove.", invoke_without_command=True)
+engines_app = typer.Typer(help="The engines: list, add, drain, remove.", no_args_is_help=True)
 
 Engine = Annotated[str, typer.Argument(help="The engine's base URL, as in TURNLOG_UPSTREAMS.")]
 Adapter = Annotated[str | None, typer.Argument(help="The adapter's name; or --fleet.")]
 Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and every engine.")]
-
-
-@engines_app.callback()
-def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """List, add, drain and remove engines."""
-    if ctx.invoked_subcommand is None:
-        list_engines(ctx, url=url, token=token, as_json=as_json)
-    elif url is not None or token is not None or as_json:
-        raise UsageError("options stand behind list, add, drain or remove")
 
 
 @engines_app.command("list")

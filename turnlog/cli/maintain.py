@@ -11,18 +11,17 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli.run import DatabaseUrl, Json, UsageError, wants_json
+from turnlog.cli.run import DatabaseUrl, Json, UsageError
 
 
-def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
+def verify(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
     """Check everything in the store against the log. A server may run."""
     from ops.verify import perform
 
-    raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(perform(database_url, as_json=as_json))
 
 
 def backup(
-    ctx: typer.Context,
     copy: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make.")],
     database_url: DatabaseUrl = None,
     as_json: Json = False,
@@ -30,11 +29,10 @@ def backup(
     """Copy an SQLite store while its server runs. PostgreSQL has its own tools (docs/runbook.md)."""
     from ops.backup import backup
 
-    raise typer.Exit(backup(database_url, copy, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(backup(database_url, copy, as_json=as_json))
 
 
 def restore(
-    ctx: typer.Context,
     copy: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="The file that backup made; none for PostgreSQL.")
     ] = None,
@@ -44,11 +42,10 @@ def restore(
     """Put a backup in the place of an SQLite store, or finish the restore of a PostgreSQL one. No server may run."""
     from ops.backup import restore
 
-    raise typer.Exit(restore(database_url, copy, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(restore(database_url, copy, as_json=as_json))
 
 
 def replay(
-    ctx: typer.Context,
     session: Annotated[str | None, typer.Argument(help="A session's id.")] = None,
     seq: Annotated[
         int | None, typer.Option("--at", "--seq", min=1, max=2**63 - 1, help="The state after this event.")
@@ -72,4 +69,4 @@ def replay(
 
     if database_url is not None:
         os.environ["TURNLOG_DATABASE_URL"] = database_url
-    raise typer.Exit(run(session, seq, with_events=with_events, fix=fix, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(run(session, seq, with_events=with_events, fix=fix, as_json=as_json))

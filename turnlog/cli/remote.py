@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from turnlog.cli.run import UsageError, globals_of
+from turnlog.cli.run import UsageError
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
@@ -19,8 +19,7 @@ TIMEOUT_S = 60.0
 
 def remote(ctx: typer.Context, *, patience_s: float = PATIENCE_S) -> Transport:
     """The client, closed with the command. Raises UsageError."""
-    given = globals_of(ctx)
-    made = connected(given.url, given.token, patience_s)
+    made = connected(ctx.obj.url, ctx.obj.token, patience_s)
     ctx.call_on_close(made.close)
     return made
 

@@ -86,16 +86,24 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Globals(NamedTuple):
-    """The options before a command."""
+class Remote(NamedTuple):
+    """The options of a command that calls a server; its context's `obj`."""
 
-    url: str = DEFAULT_URL
-    token: str | None = None
-    as_json: bool = False
+    url: str
+    token: str | None
+    as_json: bool
 
 
-Url = Annotated[str | None, typer.Option("--url", help="The server; as before the command.", show_default=False)]
-Token = Annotated[str | None, typer.Option("--token", help="Its token; as before the command.", show_default=False)]
+Url = Annotated[str, typer.Option("--url", envvar="TURNLOG_URL", help="The server.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar=["TURNLOG_TOKEN", "TURNLOG_ADMIN_TOKEN"],
+        show_default=False,
+        help="Sent as a bearer token. Better in the environment: other users see a command's arguments.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")]
 DatabaseUrl = Annotated[
     str | None,
@@ -103,20 +111,13 @@ DatabaseUrl = Annotated[
 ]
 
 
-def globals_of(ctx: typer.Context) -> Globals:
-    found = ctx.find_root().obj
-    assert isinstance(found, Globals)
-    return found
+def current(token: str | None) -> str | None:
+    """The server's variable may hold several tokens, the current one first."""
+    return (token or "").split(",")[0].strip() or None
 
 
-def wants_json(ctx: typer.Context, as_json: bool = False) -> bool:
-    return as_json or globals_of(ctx).as_json
-
-
-def override(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """Apply the options after the command; they take precedence over those before it."""
-    given = globals_of(ctx)
-    ctx.find_root().obj = Globals(url or given.url, token or given.token, as_json or given.as_json)
+def wants_json(ctx: typer.Context) -> bool:
+    return bool(ctx.obj.as_json)
 
 
 def server_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -124,12 +125,14 @@ def server_options(command: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
-    def run(ctx: typer.Context, *, url: Url = None, token: Token = None, as_json: Json = False, **given: Any) -> None:
-        override(ctx, url=url, token=token, as_json=as_json)
+    def run(ctx: typer.Context, *, url: str, token: str | None, as_json: bool, **given: Any) -> None:
+        ctx.obj = Remote(url, current(token), as_json)
         command(ctx, **given)
 
-    common = [one for one in inspect.signature(override, eval_str=True).parameters.values() if one.name != "ctx"]
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *common])  # type: ignore[attr-defined]
+    def common(url: Url = DEFAULT_URL, token: Token = None, as_json: Json = False) -> None: ...
+
+    added = inspect.signature(common, eval_str=True).parameters.values()
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
     return run
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnlog.cli.run import DatabaseUrl, Failure, Json, UsageError, say, wants_json
+from turnlog.cli.run import DatabaseUrl, Failure, Json, UsageError, say
 from turnlog.supervisor import BACKLOG, ServeOptions, python_command
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ def serve(
 
 
 def migrate(
-    ctx: typer.Context,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +76,7 @@ def migrate(
     upgrade(url)
     from app.store.opening import revision_head
 
-    if wants_json(ctx, as_json):
+    if as_json:
         from turnlog.cli.output import machine
 
         machine({"revision": revision_head()})

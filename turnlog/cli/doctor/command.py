@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, Level
-from turnlog.cli.run import DEFAULT_URL, Json, Token, Url, globals_of, wants_json
-
-if TYPE_CHECKING:
-    from turnlog.cli.run import Globals
+from turnlog.cli.run import DEFAULT_URL, Json, Token, Url, current
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
 def doctor(
-    ctx: typer.Context,
     generate: Annotated[
         bool, typer.Option("--generate/--no-generate", help="Ask each engine for a few tokens, and judge the reply.")
     ] = True,
-    url: Url = None,
+    url: Url = DEFAULT_URL,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
     """Check settings, database, engines, tokenizer, and say what to do. Exit code 1 where there is a problem."""
-    given = globals_of(ctx)
-    given = given._replace(url=url or given.url, token=token or given.token)
     found = []
-    for one in _examined(given, generate=generate):
+    for one in _examined(url, current(token), generate=generate):
         found.append(one)
-        if not wants_json(ctx, as_json):
+        if not as_json:
             _print(one)
     counts = {level: sum(one.level is level for one in found) for level in Level}
-    if wants_json(ctx, as_json):
+    if as_json:
         from turnlog.cli.output import machine
 
         machine({"findings": [one.fields() for one in found], **{level.value: counts[level] for level in Level}})
@@ -49,7 +43,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examined(given: Globals, *, generate: bool) -> Iterator[Finding]:
+def _examined(url: str, token: str | None, *, generate: bool) -> Iterator[Finding]:
     """Checks that need no settings run even if the settings are invalid."""
     from turnlog.cli.doctor import engines, host, server, settings, store, tokenizer
 
@@ -57,7 +51,7 @@ def _examined(given: Globals, *, generate: bool) -> Iterator[Finding]:
     found, chosen = settings.examine()
     yield from found
     yield from host.limits()
-    told = yield from server.examine(given.url, given.token, expected=given.url != DEFAULT_URL)
+    told = yield from server.examine(url, token, expected=url != DEFAULT_URL)
     if chosen is None:
         return
     yield from settings.advice(chosen)
