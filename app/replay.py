@@ -1,20 +1,16 @@
-"""`python -m app.replay`: a session's state after any of its events as JSON, or checks the heads table against the log.
+"""`turnlog replay`: a session's state after any of its events as JSON, or the heads table compared with the log.
 
-    python -m app.replay SESSION [--seq N] [--events] [--json]
-    python -m app.replay --heads [--fix] [--json]
-
-It opens the service's database, `TURNLOG_DATABASE_URL`. Everything but `--fix` only reads and may run beside a server.
-Exit code 0: done, no differences left; 1: the session or event does not exist or cannot be read, or differences are
-left; 2: wrong usage, or the database cannot be opened.
+It opens the service's database. Everything but `fix` only reads and may run beside a server. Exit code 0: done, no
+differences left; 1: the session or event does not exist or cannot be read, or differences are left; 2: the database
+cannot be opened.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -36,12 +32,16 @@ PROGRESS_S = 5.0
 INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m app.replay") -> int:
-    """Run the command and return its exit code. `prog` is its name in the help."""
-    options = _parsed(arguments, prog)
+def run(session: str | None, seq: int | None, *, with_events: bool, fix: bool, as_json: bool) -> int:
+    """The exit code. `session` None: compare the heads of all sessions with their logs; `fix`: write what those say."""
     try:
-        settings = _settings(fixing=options.fix)
-        return asyncio.run(_heads(settings, options) if options.heads else _state(settings, options))
+        settings = _settings(fixing=fix)
+        work = (
+            _heads(settings, fix=fix, as_json=as_json)
+            if session is None
+            else _state(settings, session, seq, with_events=with_events, as_json=as_json)
+        )
+        return asyncio.run(work)
     except (SessionNotFound, InvalidRequest, UnknownEvent) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1
@@ -54,28 +54,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m app.repl
     except KeyboardInterrupt:
         print("replay: interrupted; sessions reported as fixed are fixed, run it again for the others", file=sys.stderr)
         return INTERRUPTED
-
-
-def _parsed(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Fold a session's log, or check the heads of all sessions against it."
-    )
-    parser.add_argument("session", nargs="?", help="a session's id")
-    parser.add_argument("--seq", type=int, help="the state after this event; default: the last")
-    parser.add_argument("--events", action="store_true", help="print the events up to there, too")
-    parser.add_argument("--heads", action="store_true", help="compare the head of every session with its log")
-    parser.add_argument("--fix", action="store_true", help="with --heads: write what the log says; no server may run")
-    parser.add_argument("--json", action="store_true", help="one line of JSON; with --heads one for each difference")
-    options = parser.parse_args(arguments)
-    if options.heads == (options.session is not None):
-        parser.error("a session's id or --heads")
-    if options.fix and not options.heads:
-        parser.error("--fix needs --heads")
-    if options.seq is not None and abs(options.seq) >= 1 << 63:
-        parser.error("--seq is larger than any event's number")
-    if options.heads and (options.seq is not None or options.events):
-        parser.error("--seq and --events need a session's id")
-    return options
 
 
 def _settings(*, fixing: bool) -> Settings:
@@ -104,34 +82,34 @@ async def _store(settings: Settings, *, fixing: bool = False) -> AsyncIterator[D
         await database.close()
 
 
-async def _state(settings: Settings, options: argparse.Namespace) -> int:
+async def _state(settings: Settings, session_id: str, seq: int | None, *, with_events: bool, as_json: bool) -> int:
     async with _store(settings) as database:
-        found = await session_at(database, options.session, options.seq, whole=True)
+        found = await session_at(database, session_id, seq, whole=True)
     state = described(found.session)
-    if options.events:
+    if with_events:
         state["events"] = [event_fields(recorded) for recorded in found.events]
-    print(_json(state) if options.json else msgspec.json.format(_json(state)))
+    print(_json(state) if as_json else msgspec.json.format(_json(state)))
     return 0
 
 
-async def _heads(settings: Settings, options: argparse.Namespace) -> int:
+async def _heads(settings: Settings, *, fix: bool, as_json: bool) -> int:
     seen = found = fixed = left = 0
     reported_at = time.monotonic()
-    async with _store(settings, fixing=options.fix) as database:
+    async with _store(settings, fixing=fix) as database:
         async for one in examined(database):
             seen += 1
             found += len(one.differences) + (one.unreadable is not None)
-            fix = options.fix and one.mendable
-            result = await mended(database, one.session_id) if fix else one
+            mends = fix and one.mendable
+            result = await mended(database, one.session_id) if mends else one
             if not one.sound:
-                fixed += fix
-                left += not fix
-                _report(result, fixed=fix, as_json=options.json)
+                fixed += mends
+                left += not mends
+                _report(result, fixed=mends, as_json=as_json)
             if time.monotonic() - reported_at > PROGRESS_S:
                 reported_at = time.monotonic()
                 print(f"replay: {seen} sessions, at {one.session_id}", file=sys.stderr)
     summary = f"sessions: {seen}, differences: {found}"
-    print(f"{summary}, fixed: {fixed}, left: {left}" if options.fix else summary, file=sys.stderr)
+    print(f"{summary}, fixed: {fixed}, left: {left}" if fix else summary, file=sys.stderr)
     return 1 if left else 0
 
 
@@ -155,7 +133,3 @@ def _print_json(value: Any) -> None:
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from starlette.types import Receive, Scope
 
@@ -24,6 +24,9 @@ from app.errors import (
 )
 from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
+
+if TYPE_CHECKING:
+    from app.api.connection import BoundedProtocol
 
 MAX_HEADER_BYTES = 64 << 10
 """Maximum bytes of all headers' names and values together."""
@@ -56,22 +59,11 @@ PEER = "peer"
 """Key in a scope's state: the connection's real peer, regardless of headers (set by `app.api.connection`)."""
 
 CONNECTION = "connection"
-"""Key in a scope's state: the `Connection` of the request, where uvicorn serves it (set by `app.api.connection`)."""
+"""Key in a scope's state: the `BoundedProtocol` of the request, where uvicorn serves it."""
 
 
-class Connection(Protocol):
-    """What a request may know of its connection. The methods are as in `BoundedProtocol`."""
-
-    is_lost: bool
-
-    def when_handed_over(self, settle: Callable[[bool], None]) -> None: ...
-
-    def drop(self) -> None: ...
-
-
-def connection_of(scope: Scope) -> Connection | None:
-    found: Connection | None = (scope.get("state") or {}).get(CONNECTION)
-    return found
+def connection_of(scope: Scope) -> BoundedProtocol | None:
+    return (scope.get("state") or {}).get(CONNECTION)
 
 
 class BodyReservation:

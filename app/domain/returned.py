@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from app.domain.calls import Message, answer_key, ids_of
 from app.domain.session import Session
 from app.domain.tree import EMPTY_REPLY, TreeIndex
 from app.domain.turns import Turn
+
+if TYPE_CHECKING:
+    from app.domain.history import Incoming
 
 
 def meant_of(
@@ -38,19 +41,6 @@ def meant_of(
     return alike[0] if len({turn.message_hashes[-1] for turn in alike}) == 1 else None
 
 
-class ReturnedMessages(Protocol):
-    """A request's messages as its client spells them. `bare_hash` is the hash of an assistant's message without its
-    leading reasoning; None if it has none."""
-
-    def __len__(self) -> int: ...
-
-    def role(self, place: int) -> str: ...
-
-    def own_hash(self, place: int) -> str: ...
-
-    def bare_hash(self, place: int) -> str | None: ...
-
-
 class StoredReplies:
     """The replies that a request of agent `agent_id` may return: those that `index` has, in a linear `session` those
     on its live path. `proven` are the turns that the request proves to hold."""
@@ -63,7 +53,7 @@ class StoredReplies:
         self._agent_id = agent_id
         self._proven = proven
 
-    def spelled_as(self, request: ReturnedMessages, before: str, place: int) -> str:
+    def spelled_as(self, request: Incoming, before: str, place: int) -> str:
         """Message `place` is no reply's exact spelling: the hash of the one reply to the messages before it, whose
         running hash is `before`, that it is but for leading reasoning; else its own without that, as a reply that
         a client carries into another conversation may come back in several spellings.
@@ -81,7 +71,7 @@ class StoredReplies:
         )
         return bare if turn is None else turn.message_hashes[-1]
 
-    def left_out(self, request: ReturnedMessages, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
+    def left_out(self, request: Incoming, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
         """The place at which the request leaves out an empty reply, and that reply's turn; None if it does not.
 
         The request goes on behind the turn's whole input, and continues no deeper turn. `running[n]` is the running
@@ -100,7 +90,7 @@ class StoredReplies:
                 return None
         return None
 
-    def _empty_of(self, before: str, request: ReturnedMessages, place: int) -> Turn | None:
+    def _empty_of(self, before: str, request: Incoming, place: int) -> Turn | None:
         """The turn of the empty reply before the request's message `place`: one that was continued as the request goes
         on, else the newest reply that nothing continues, if it is empty, else one whose child the request repeats."""
         replies = self._live(turn for turn in self._index.with_input(before) if turn.agent_id == self._agent_id)
@@ -115,7 +105,7 @@ class StoredReplies:
                 return told[0]
         return None
 
-    def _is_continued(self, turn: Turn, request: ReturnedMessages, place: int) -> bool:
+    def _is_continued(self, turn: Turn, request: Incoming, place: int) -> bool:
         """Do the messages from `place` on begin with a call's result that `turn` was continued with, or with the input
         and the reply of a turn that continues it?"""
         is_result = place < len(request) and request.role(place) == "tool"
@@ -125,7 +115,7 @@ class StoredReplies:
             for child in children
         )
 
-    def _repeats_child(self, turn: Turn, request: ReturnedMessages, place: int) -> bool:
+    def _repeats_child(self, turn: Turn, request: Incoming, place: int) -> bool:
         return any(_has_at(request, place, child.input_hashes) for child in self._index.siblings(turn.number))
 
     def _has_child(self, turn: Turn) -> bool:
@@ -139,7 +129,7 @@ class StoredReplies:
         return frozenset(() if self._linear is None else self._linear.path)
 
 
-def _has_at(request: ReturnedMessages, place: int, hashes: Sequence[str]) -> bool:
+def _has_at(request: Incoming, place: int, hashes: Sequence[str]) -> bool:
     end = place + len(hashes)
     return len(request) >= end and all(request.own_hash(at) == own for at, own in enumerate(hashes, place))
 

@@ -26,7 +26,7 @@ from app.export import formats, links
 from app.export.helpers import HelpedExport, Helpers, PartMaker, made
 from app.export.pages import PART_BYTES, ExportPage, ExportPages
 from app.export.parts import PartRows
-from app.export.query import NO_VERSION, Cursor, ExportQuery, decode_cursor
+from app.export.query import Cursor, ExportQuery, decode_cursor
 from app.export.row import Fields
 from app.export.writing import MadePart, Rows, Threads, begun, next_rows, read_ahead, written
 from app.store import bulk, group_reads, reads
@@ -158,8 +158,7 @@ class Exporter:
             )
         if given.high is not None:
             return given, given.high
-        known = NO_VERSION if newest is None else newest
-        return msgspec.structs.replace(given, high=horizon, newest=known), horizon
+        return msgspec.structs.replace(given, high=horizon, newest=newest), horizon
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The rows of these sessions as they are now, excluded ones too; meant for few sessions."""

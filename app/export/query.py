@@ -206,16 +206,12 @@ def _age_excluded(known: Known, query: ExportQuery) -> str | None:
     return too_stale(behind, query.max_staleness)
 
 
-NO_VERSION = -1
-"""In a cursor: no weight version in the store is a number."""
-
-
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """An export's position. `high` None: up to the time of the request.
 
     `at` is the position of the last page. `given`: only so many of that page's rows were sent, excluded ones counted.
-    `newest` is the largest weight version in the store when the window was fixed, `NO_VERSION` if none was a number, so
-    that a repeated window gives the same rows. Cursors of earlier releases do not contain it.
+    `newest` is the largest weight version in the store when the window was fixed, None if none was a number, so that a
+    repeated window gives the same rows.
     """
 
     epoch: str
@@ -223,7 +219,7 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     high: Position | None = None
     at: Position | None = None
     given: Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)] | None = None
-    newest: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=MAX_INTEGER)] | None = None
+    newest: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)] | None = None
 
     def encode(self) -> str:
         return cursors.encode(self)
@@ -242,13 +238,10 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         return msgspec.structs.replace(self, at=at, given=number if number < total else None).encode()
 
     def as_of(self, query: ExportQuery) -> ExportQuery:
-        """Set which weight version is current, unless the client does. Raises InvalidRequest."""
+        """Set which weight version is current, unless the client does."""
         if query.max_staleness is None or query.weight_version is not None:
             return query
-        if self.newest is None:
-            raise InvalidRequest("the cursor does not say which weight version was the newest: name weight_version")
-        current = None if self.newest == NO_VERSION else self.newest
-        return query.model_copy(update={"weight_version": current})
+        return query.model_copy(update={"weight_version": self.newest})
 
 
 def decode_cursor(text: str) -> Cursor:

@@ -374,7 +374,7 @@ def test_the_runbooks_repair_keeps_the_other_sessions(whole: Whole, tmp_path: Pa
     damaged = damaged_list(whole, tmp_path, where, "zeros")
     subprocess.run(DUMP, check=True, shell=True, cwd=tmp_path)
     url = f"sqlite+aiosqlite:///{tmp_path / 'repaired.db'}"
-    fix = [sys.executable, "-m", "app.replay", "--heads", "--fix"]
+    fix = [sys.executable, "-m", "turnlog.cli", "replay", "--heads", "--fix"]
     subprocess.run(fix, env={**os.environ, "TURNLOG_DATABASE_URL": url}, check=False)
     rows = {row["session_id"]: without_cursor(row) for row in exported(tmp_path / "repaired.db")}
     assert {name for name, row in rows.items() if "excluded" not in row} >= set(whole.session_ids) - damaged.lost

@@ -101,7 +101,7 @@ def test_what_needs_a_stopped_server_is_refused(own: Stand, tmp_path: Path, tall
     beside = [("turnlog.cli", "backup", copy), ("turnlog.cli", "verify")]
     stopped = [
         ("turnlog.cli", "restore", copy),
-        ("app.replay", "--heads", "--fix"),
+        ("turnlog.cli", "replay", "--heads", "--fix"),
         ("alembic", "downgrade", "-1"),
     ]
     for command in (*beside, *stopped):

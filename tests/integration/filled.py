@@ -13,6 +13,7 @@ from helpers.store import Store, claim, create, end_incarnation, reward
 from app.domain.events import BlobsTombstoned
 from app.store.engine import Database
 from app.store.log_sessions import CloseIdle, FreeReplay
+from turnlog.cli.commands import app as cli
 
 
 async def fill(database: Database) -> None:
@@ -52,3 +53,12 @@ def execute(url: str, statement: str) -> None:
             await connection.exec_driver_sql(statement)
 
     asyncio.run(run())
+
+
+def replay(arguments: list[str]) -> int:
+    """The exit code of `turnlog replay`."""
+    try:
+        cli(["replay", *arguments], prog_name="turnlog")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0

@@ -1,4 +1,4 @@
-"""`python -m app.replay --heads`: heads and claims that are not the log's are found and mended, on real stores."""
+"""`turnlog replay --heads`: heads and claims that are not the log's are found and mended, on real stores."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from helpers.store import Store, create, end_incarnation
 from helpers.warm import popen
 from sqlalchemy import select
 
-from app.replay import main
 from app.store import projections as rebuild
 from app.store.engine import Database
 from app.store.schema import group_changes, open_turns, sessions
-from integration.filled import execute, fill, opened
+from integration.filled import execute, fill, opened, replay
 from integration.stand import until
 from ops.server import ServerProcess
 
@@ -86,7 +85,7 @@ def places(said: Lines) -> set[str]:
 
 
 def test_derived_rows_are_those_that_the_operations_wrote(filled: str, said: Lines) -> None:
-    assert main(["--heads"]) == 0
+    assert replay(["--heads"]) == 0
     assert said() == []
 
 
@@ -96,18 +95,18 @@ def test_damage_is_found_and_mended(filled: str, said: Lines) -> None:
         execute(filled, statement)
         damaged = heads(filled)
         assert damaged != before, damage
-        assert (main(["--heads", "--json"]), places(said)) == (1, expected), damage
+        assert (replay(["--heads", "--json"]), places(said)) == (1, expected), damage
         assert heads(filled) == damaged, damage
-        assert (main(["--heads", "--fix", "--json"]), places(said)) == (0, expected), damage
+        assert (replay(["--heads", "--fix", "--json"]), places(said)) == (0, expected), damage
         assert heads(filled) == before, damage
-    assert main(["--heads"]) == 0
+    assert replay(["--heads"]) == 0
 
 
 def test_a_head_without_a_log_is_reported_and_kept(filled: str, said: Lines) -> None:
     execute(filled, "DELETE FROM events WHERE session_id = 'waiting'")
     before = heads(filled)
     for options in ([], ["--fix"]):
-        assert main(["--heads", "--json", *options]) == 1
+        assert replay(["--heads", "--json", *options]) == 1
         lines = [json.loads(line) for line in said()]
         assert [line["place"] for line in lines] == ["sessions", "open_turns[2]"]
         assert all(line["from_log"] is None and not line["fixed"] for line in lines)
@@ -117,7 +116,7 @@ def test_a_head_without_a_log_is_reported_and_kept(filled: str, said: Lines) -> 
 def test_a_damaged_log_is_reported_and_the_others_are_mended(filled: str, said: Lines) -> None:
     execute(filled, "DELETE FROM events WHERE session_id = 'talked' AND seq = 3")
     execute(filled, "UPDATE sessions SET version = 77 WHERE session_id IN ('talked', 'waiting')")
-    assert main(["--heads", "--fix"]) == 1
+    assert replay(["--heads", "--fix"]) == 1
     assert said() == [
         "talked: the log cannot be read: session talked has version 2; event 4 does not follow",
         "waiting: sessions.version is 77, the log says 2: fixed",
@@ -128,7 +127,7 @@ def test_a_damaged_log_is_reported_and_the_others_are_mended(filled: str, said: 
 def test_all_pages_are_looked_at(filled: str, said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebuild, "PAGE", 3)
     execute(filled, "UPDATE sessions SET version = version + 1")
-    assert main(["--heads", "--json"]) == 1
+    assert replay(["--heads", "--json"]) == 1
     found = [json.loads(line)["session_id"] for line in said()]
     assert sorted(found) == sorted(row[0] for row in heads(filled)["sessions"])
 
@@ -137,7 +136,7 @@ def test_the_whole_table_is_built_anew(filled: str) -> None:
     before = heads(filled)
     execute(filled, "DELETE FROM sessions")
     execute(filled, "DELETE FROM open_turns")
-    assert main(["--heads", "--fix"]) == 0
+    assert replay(["--heads", "--fix"]) == 0
     assert heads(filled) == before
 
 
@@ -150,9 +149,9 @@ def test_the_groups_of_a_mended_head_are_noted_as_changed(filled: str) -> None:
             lambda connection: list(connection.execute(select(group_changes.c.group_id)).scalars())
         )
 
-    assert main(["--heads"]) == 1
+    assert replay(["--heads"]) == 1
     assert asyncio.run(opened(filled, noted)) == []
-    assert main(["--heads", "--fix"]) == 0
+    assert replay(["--heads", "--fix"]) == 0
     assert asyncio.run(opened(filled, noted)) == ["wrong"]
 
 
@@ -191,7 +190,7 @@ def test_an_interrupted_fix_is_taken_up(
     clean_environment(DATABASE_URL=database_url)
     before = heads(database_url)
     execute(database_url, "UPDATE sessions SET version = 9")
-    command = [sys.executable, "-m", "app.replay", "--heads", "--fix"]
+    command = [sys.executable, "-m", "turnlog.cli", "replay", "--heads", "--fix"]
     with popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().endswith(b": fixed\n")
@@ -200,7 +199,7 @@ def test_an_interrupted_fix_is_taken_up(
     assert process.returncode == (130 if sign == signal.SIGINT else -sign)
     left = sum(row[1] == 9 for row in heads(database_url)["sessions"])
     assert 0 < left <= many - reported
-    assert main(["--heads", "--fix"]) == 0
+    assert replay(["--heads", "--fix"]) == 0
     assert len(said()) == left
     assert heads(database_url) == before
 
@@ -212,13 +211,13 @@ def test_a_served_file_is_read_and_not_written(
     asyncio.run(opened(sqlite_url, fill))
     execute(sqlite_url, "UPDATE sessions SET turns = 9 WHERE session_id = 'cut'")
     with ServerProcess(tmp_path, database_url=sqlite_url):
-        assert main(["--heads"]) == 1
+        assert replay(["--heads"]) == 1
         assert said() == ["cut: sessions.turns is 9, the log says 0"]
-        assert main(["--heads", "--fix"]) == 2
+        assert replay(["--heads", "--fix"]) == 2
         printed = capsys.readouterr()
         assert (printed.out, printed.err.count("\n")) == ("", 1)
-        assert main(["--heads"]) == 1
-    assert main(["--heads", "--fix"]) == 0
+        assert replay(["--heads"]) == 1
+    assert replay(["--heads", "--fix"]) == 0
 
 
 def test_postgresql_is_not_mended_while_a_process_may_live(
@@ -228,8 +227,8 @@ def test_postgresql_is_not_mended_while_a_process_may_live(
     asyncio.run(opened(postgres_url, fill))
     with ServerProcess(tmp_path, database_url=postgres_url, environment={"TURNLOG_LEASE_S": "1"}) as server:
         execute(postgres_url, "UPDATE sessions SET turns = 9 WHERE session_id = 'cut'")
-        assert main(["--heads", "--fix"]) == 2
-        assert main(["--heads"]) == 1
+        assert replay(["--heads", "--fix"]) == 2
+        assert replay(["--heads"]) == 1
         server.kill()
-    until(lambda: main(["--heads", "--fix"]) == 0)
-    assert main(["--heads"]) == 0
+    until(lambda: replay(["--heads", "--fix"]) == 0)
+    assert replay(["--heads"]) == 0

@@ -47,7 +47,9 @@ def restore(
 
 def replay(
     session: Annotated[str | None, typer.Argument(help="A session's id.")] = None,
-    seq: Annotated[int | None, typer.Option("--at", "--seq", min=1, help="The state after this event.")] = None,
+    seq: Annotated[
+        int | None, typer.Option("--at", "--seq", min=1, max=2**63 - 1, help="The state after this event.")
+    ] = None,
     with_events: Annotated[bool, typer.Option("--events", help="The events up to there, too.")] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Compare every session's head with its log instead.")] = False,
     fix: Annotated[
@@ -63,19 +65,8 @@ def replay(
         raise UsageError("--at and --events are for a session")
     if fix and not heads:
         raise UsageError("--fix needs --heads")
-    from app.replay import main
+    from app.replay import run
 
     if database_url is not None:
         os.environ["TURNLOG_DATABASE_URL"] = database_url
-    switches = {
-        "--events": with_events,
-        "--heads": heads,
-        "--fix": fix,
-        "--json": as_json,
-    }
-    arguments = [switch for switch, wanted in switches.items() if wanted]
-    if seq is not None:
-        arguments += ["--seq", str(seq)]
-    if session is not None:
-        arguments += ["--", session]
-    raise typer.Exit(main(arguments, "turnlog replay"))
+    raise typer.Exit(run(session, seq, with_events=with_events, fix=fix, as_json=as_json))
