@@ -106,6 +106,8 @@ class Turnlog(FastAPI):
                 started = running(self._settings, self.version, self._tokens, self._connection_limit)
                 self.state.services = await stack.enter_async_context(started)
                 self.state.search = await stack.enter_async_context(search.running(self.state.services))
+                self.state.archive = await stack.enter_async_context(archive.running(self.state.services))
+                await stack.enter_async_context(metrics_route.published(self.state.services))
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
                 return
@@ -113,8 +115,6 @@ class Turnlog(FastAPI):
                 log.exception("an unexpected fault at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
-            self.state.archive = await stack.enter_async_context(archive.running(self.state.services))
-            await stack.enter_async_context(metrics_route.published(self.state.services))
             on_stop_signal(self.state.services.end_waits)
             _calm_collector()
             sys.setswitchinterval(SWITCH_S)

@@ -13,6 +13,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from app.api.connection_limit import ConnectionLimit
@@ -63,7 +64,7 @@ from app.stopping import end_without_store
 from app.store.engine import Database
 from app.store.figures import CachedFigures
 from app.store.objects.objects import Objects
-from app.store.objects.rows import NoteObjects, has_objects, url_of_objects
+from app.store.objects.rows import has_objects, note_objects, url_of_objects
 from app.store.writer import Writer
 from app.tito.families import check_family
 from app.turn.claims import Claims
@@ -369,7 +370,8 @@ async def running(
         stack.push_async_callback(client.close)
         check_family(settings.tito_family)
         prompts = await asyncio.to_thread(_load_prompts, settings)  # takes seconds
-        registration = Registration(database)
+        url = None if bucket is None else bucket.url
+        registration = Registration(database, partial(note_objects, url=url, owner=secrets.token_hex(8)))
         await registration.attempt()
         services = Services(
             settings,
@@ -390,7 +392,6 @@ async def running(
             await services.open()
         except AppError as error:
             raise StartupError(f"the fleet's log cannot be read: {error}") from error
-        await services.writer.submit(NoteObjects(None if bucket is None else bucket.url, secrets.token_hex(8)))
         services.lag.start()
         services.start()
         registration.start(services.registered)

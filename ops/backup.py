@@ -147,16 +147,24 @@ def _restore(database_url: str | None, copy: Path | None) -> CommandResult:
     if not copy.is_file():
         raise StartupError(f"there is no copy {copy}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = sqlite_lock(settings.database_url)
+    # A missing file is made, so that neither a server nor another restore begins meanwhile.
+    lock = sqlite_lock(settings.database_url, create=True)
     assert lock is not None
     try:
         lock.acquire()
     except Held as held:
-        raise StartupError(f"a server runs on {path}: {held} has it; stop it first") from None
+        raise StartupError(f"a server runs on {path}, or another restore: {held} has it; stop it first") from None
     try:
         return _put_in_place(copy, path)
     finally:
+        if path.exists() and not _is_store(path):
+            path.unlink()
         lock.release()
+
+
+def _is_store(path: Path) -> bool:
+    """Not only the empty file that the lock makes."""
+    return path.exists() and path.stat().st_size > 0
 
 
 def _put_in_place(copy: Path, path: Path) -> CommandResult:
@@ -173,12 +181,12 @@ def _put_in_place(copy: Path, path: Path) -> CommandResult:
             shutil.chown(staged, path.stat().st_uid, path.stat().st_gid)
     _sync(staged)
     kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
-    was_there = path.exists()
+    was_there = _is_store(path)
     with suppress(sqlite3.Error):
         if was_there:
             _merge_wal(path)
     # The old store goes first, with its WAL: SQLite would apply that to any new file of the name.
-    for suffix in ("", "-wal"):
+    for suffix in ("", "-wal") if was_there else ("-wal",):
         with suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{kept}{suffix}")
     Path(f"{path}-shm").unlink(missing_ok=True)

@@ -32,9 +32,16 @@ SWEEP_AGAIN_S = 10.0
 """Pause after a sweep that could not be finished, where no other sweep follows."""
 
 
-async def register(database: Database) -> int:
-    """Register this process as a new incarnation, and end those that are certainly dead."""
-    return await written(database, lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
+async def register(database: Database, note: Callable[[Tx], object] | None = None) -> int:
+    """Register this process as a new incarnation, and end those that are certainly dead. `note` writes with it what
+    must be there before its first turn."""
+
+    def write(tx: Tx) -> int:
+        if note is not None:
+            note(tx)
+        return incarnations.register(tx, alone=database.is_sqlite)
+
+    return await written(database, write, durable=True)
 
 
 async def written(database: Database, function: Callable[[Tx], T], *, durable: bool = False) -> T:
@@ -181,11 +188,15 @@ class Registration:
     """Registers this process. `attempt` tries once; from `start` to `stop` a task retries.
 
     The server starts and serves reads even if the disk is full or the database accepts no writes. Until it is
-    registered it takes no turns, because claims name an incarnation; other writes fail with the store's error.
+    registered it takes no turns, because claims name an incarnation; other writes fail with the store's error. So
+    nothing else may be written at the start: `note` is, with the registration.
     """
 
-    def __init__(self, database: engine.Database, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self, database: engine.Database, note: Callable[[Tx], object] | None = None, retry_s: float = RETRY_S
+    ) -> None:
         self._database = database
+        self._note = note
         self._retry_s = retry_s
         self._number: int | None = None
         self._obstacle: StoreFull | StoreUnavailable = StoreUnavailable("this process is not registered yet")
@@ -207,7 +218,7 @@ class Registration:
         try:
             if self._database.is_read_only:
                 await self._database.reopen()
-            self._number = await register(self._database)
+            self._number = await register(self._database, self._note)
         except (StoreFull, StoreUnavailable) as error:
             self._obstacle = error
         except StartupError as error:

@@ -113,7 +113,7 @@ class Yard:
 @pytest.fixture
 async def yard(store: Store, tmp_path: Path) -> Yard:
     made = Yard(store, tmp_path / "objects")
-    await store.submit(rows.NoteObjects(made.bucket.url, "owner"))
+    await store.database.write(lambda tx: rows.note_objects(tx, made.bucket.url, "owner"), durable=True)
     return made
 
 

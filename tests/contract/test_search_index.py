@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 from helpers.store import Store
 
+from app.errors import StoreUnavailable
 from app.features.search import index as sqlite_index
+from app.features.search import index_file
 from app.features.search.index import FIRST, Index, Message, Page, SqliteIndex, Wanted
 from app.features.search.postgres import PostgresIndex
 from app.features.search.query import parse
@@ -87,3 +89,11 @@ async def test_a_forgotten_session_leaves_the_others(store: Store, index: Index)
         file = sqlite_index.index_file(store.database)
         contents = b"".join(path.read_bytes() for path in file.parent.glob(f"{file.name}*"))
         assert (b"canary4" in contents, b"canary5" in contents) == (False, True)
+
+
+async def test_an_index_that_cannot_be_made_is_the_stores_error(sqlite_store: Store) -> None:
+    """The server starts all the same, and the follower tries again."""
+    file = index_file(sqlite_store.database)
+    file.symlink_to(file)
+    with pytest.raises(StoreUnavailable, match="symbolic links"):
+        await SqliteIndex(sqlite_store.database).open()

@@ -15,6 +15,7 @@ import pytest
 from app.store.engine import sqlite_lock
 from integration.cli import answer, complaint, run, started
 from integration.stand import serving
+from ops import backup
 from ops.simulator.process import SimulatorProcess
 
 PATIENCE_S = 60
@@ -94,6 +95,27 @@ def test_what_no_server_may_run_beside_is_refused(talked: Path) -> None:
         who = f"another process (pid {os.getpid()})"
         said = f"turnlog: a server is running on this database, {who}: stop it before changing its schema"
         assert complaint("migrate") == said
+
+
+def test_only_one_restore_makes_a_store_that_is_not_there(talked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, copy_store = talked.parent / "copy.db", backup.copy_store
+    run("backup", copy)
+    talked.unlink()
+    refusals: list[str] = []
+
+    def beside(source: Path, target: Path, progress: Callable[[str], None], *, mode: str) -> int:
+        monkeypatch.setattr(backup, "copy_store", copy_store)
+        refusals.append(complaint("restore", copy, code=2))
+        return copy_store(source, target, progress, mode=mode)
+
+    monkeypatch.setattr(backup, "copy_store", beside)
+    assert answer("restore", copy)["kept"] is None
+    assert "stop it first" in refusals[0]
+    assert sorted(talked.parent.glob("turnlog.db*")) == [talked]
+    copy.write_bytes(b"something else")
+    talked.unlink()
+    complaint("restore", copy, code=2)
+    assert not talked.exists()
 
 
 def test_a_damaged_store_is_not_well(talked: Path) -> None:

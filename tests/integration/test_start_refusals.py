@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,12 @@ import pytest
 from helpers.databases import Postgres, run_module
 from helpers.warm import popen
 from sqlalchemy.engine import make_url
+from starlette.types import Message
 
+from app.features import archive
+from app.main import create_app
+from app.services import Services
+from app.settings import Settings
 from app.store.engine import sqlite_lock
 from app.store.opening import revision_head
 from integration.cli import started
@@ -160,3 +166,24 @@ def test_all_wrong_settings_are_told_at_once() -> None:
     ):
         done = run_module(*arguments, environment=kept | wrong)
         assert (done.returncode, done.stderr.splitlines()) == (1, expected)
+
+
+def test_a_feature_that_cannot_start_ends_the_start(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn takes an exception for an application without a lifespan, and would serve it."""
+
+    @asynccontextmanager
+    async def failing(services: Services) -> AsyncIterator[None]:
+        raise OSError("no room for a task")
+        yield
+
+    monkeypatch.setattr(archive, "running", failing)
+    messages: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    asyncio.run(create_app(Settings(database_url=sqlite_url, workers=1))._live(receive, send))
+    assert messages == [{"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"}]

@@ -159,8 +159,8 @@ class SqliteIndex:
     async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
             return await uncancelled(asyncio.to_thread(self._on_thread, work))
-        except sqlite3.Error as error:
-            if (error.sqlite_errorcode & 0xFF) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        except (sqlite3.Error, OSError) as error:
+            if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 self._close()
                 remove_file(self._file)  # it is made anew
             raise StoreUnavailable(f"the search index {self._file.name}: {error}") from error

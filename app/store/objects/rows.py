@@ -124,19 +124,14 @@ def has_due(connection: Connection, keep_s: float) -> bool:
     return connection.execute(_due, {"keep_s": keep_s, "most": 1}).first() is not None
 
 
-class NoteObjects(StoreOperation, frozen=True):
+def note_objects(tx: Tx, url: str | None, owner: str) -> None:
     """Note that the store has objects below `url` (None: it has none), and give it the name `owner` in object storage,
     unless it has one."""
-
-    url: str | None
-    owner: str
-
-    def apply(self, tx: Tx) -> None:
-        tx.run(_forget_url, {})
-        if self.url is not None:
-            tx.insert(_insert_meta, [{"key": sql.OBJECTS, "value": self.url}])
-        if tx.one(_owner, {}) is None:
-            tx.insert(_insert_meta, [{"key": OWNER, "value": self.owner}])
+    tx.run(_forget_url, {})
+    if url is not None:
+        tx.insert(_insert_meta, [{"key": sql.OBJECTS, "value": url}])
+    if tx.one(_owner, {}) is None:
+        tx.insert(_insert_meta, [{"key": OWNER, "value": owner}])
 
 
 class TakeDue(StoreOperation, frozen=True):
