@@ -88,7 +88,8 @@ class Erasure:
         """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
         await self._sessions.close_if_open(session_id)
         is_erased = True
-        async for members in self._sessions.members(session_id, *ENDED):
+        # The erased too: where an earlier request ended in between, features have not forgotten them.
+        async for members in self._sessions.members(session_id, *ENDED, "erased"):
             for member in members:
                 is_erased &= await self.drop_content(member)
         return await self.drop_content(session_id) and is_erased
