@@ -1,4 +1,4 @@
-"""What others do while the store is taken back to a checkpoint: delete it, erase a session; and an erasure cut short."""
+"""What others do while the store is taken back to a checkpoint, and an erasure that was cut short."""
 
 from __future__ import annotations
 

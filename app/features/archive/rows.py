@@ -266,6 +266,7 @@ _set_state = update(archived).values(state=bindparam("to"))
 _turn = _set_state.where(_of_sid, _file_is, archived.c.state == bindparam("was"))
 _turn_file = _set_state.where(_file_is, archived.c.state == bindparam("was"))
 _drop_line = delete(archived).where(_of_sid, _file_is)
+_drop_file = delete(archived).where(_file_is, archived.c.state == bindparam("was"))
 _begin_erasing = (
     update(archived)
     .where(
