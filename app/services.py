@@ -417,12 +417,12 @@ async def _bucket(settings: Settings) -> Bucket | None:
 async def _require_objects(database: Database, bucket: Bucket | None) -> None:
     """Is the object storage there that the store refers to? Raises StartupError."""
     url = await database.read(url_of_objects)
-    if url is None or not await database.read(has_objects):
+    is_there = bucket is not None and bucket.url == url
+    if url is None or is_there or not await database.read(has_objects):  # which reads all chunks
         return
     if bucket is None:
         raise StartupError(f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}")
-    if url != bucket.url:
-        log.warning("replay payloads of this store were written to %s, and are read from %s now", url, bucket.url)
+    log.warning("replay payloads of this store were written to %s, and are read from %s now", url, bucket.url)
 
 
 def _load_prompts(settings: Settings) -> Prompts | None:

@@ -77,6 +77,7 @@ class Erasure:
         except SessionNotFound:
             if all(answer is None for answer in before):
                 raise
+            await self._erase_members(session_id)  # those that did not leave with the root
         left = [await ask(session_id) for ask in self.elsewhere]
         await self._database.empty_log_file()
         if self._objects is None:
@@ -87,11 +88,16 @@ class Erasure:
     async def _erase_rollout(self, session_id: str) -> bool:
         """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
         await self._sessions.close_if_open(session_id)
+        is_erased = await self._erase_members(session_id)
+        return await self.drop_content(session_id) and is_erased
+
+    async def _erase_members(self, session_id: str) -> bool:
         is_erased = True
-        async for members in self._sessions.members(session_id, *ENDED):
+        # The erased too: where an earlier request ended in between, features have not forgotten them.
+        async for members in self._sessions.members(session_id, *ENDED, "erased"):
             for member in members:
                 is_erased &= await self.drop_content(member)
-        return await self.drop_content(session_id) and is_erased
+        return is_erased
 
     async def free_replay(self, session_id: str, *, unless_pinned: bool = False) -> None:
         """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps.

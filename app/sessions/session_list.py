@@ -24,9 +24,6 @@ from turnlog.replies import ListedSession, SessionPage
 Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
 
-NewestVersion = Callable[[Connection], int | None]
-"""The newest weight version of any session or engine."""
-
 NEVER = -1
 """Below every weight version."""
 

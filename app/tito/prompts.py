@@ -39,9 +39,6 @@ RESERVED = frozenset(
 )
 """Arguments of `apply_chat_template` itself, as are all that begin with `return_`: not a template's arguments."""
 
-_CACHED_BYTES = 64 << 10
-"""Tools and arguments larger than this are not cached."""
-
 _CACHED_VARIANTS = 64
 """Cached pairs of tools and arguments: one per task in most runs."""
 

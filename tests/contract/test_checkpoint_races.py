@@ -1,4 +1,4 @@
-"""What others do while the store is taken back to a checkpoint: delete it, erase a session."""
+"""What others do while the store is taken back to a checkpoint, and an erasure that was cut short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from helpers.log import BODY
 from helpers.store import Meanwhile, Store
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
-from app.errors import NotFound
+from app.errors import NotFound, StoreUnavailable
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
@@ -79,3 +79,23 @@ async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store
         assert found is not None
         assert found.status == "erased"
     assert SessionRestored.__name__ in [type(one.event).__name__ for one in await store.log(name)]
+
+
+async def test_what_could_not_be_forgotten_is_by_the_next_request(store: Store) -> None:
+    """Also of a session of the rollout, which is erased already."""
+    await store.create("root")
+    config = SessionConfig(rollback_window=1, parent="root")
+    await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+    asked: list[str] = []
+
+    async def forget(session_id: str) -> None:
+        asked.append(session_id)
+        if len(asked) == 1:
+            raise StoreUnavailable("the search index is locked")
+
+    erasure = erasure_of(store, store.writer)
+    erasure.forget.append(forget)
+    with pytest.raises(StoreUnavailable):
+        await erasure.erase("root")
+    assert await erasure.erase("root")
+    assert asked == ["s", "s", "root"]

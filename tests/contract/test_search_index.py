@@ -86,7 +86,7 @@ async def test_a_forgotten_session_leaves_the_others(store: Store, index: Index)
     assert await found(index, "word") == [9, 7, 5, 3, 1]
     assert await found(index, "canary4 OR canary5") == [5]
     if isinstance(index, SqliteIndex):
-        file = sqlite_index.index_file(store.database)
+        file = index_file(store.database)
         contents = b"".join(path.read_bytes() for path in file.parent.glob(f"{file.name}*"))
         assert (b"canary4" in contents, b"canary5" in contents) == (False, True)
 

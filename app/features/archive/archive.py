@@ -37,7 +37,7 @@ from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.extras import install
 from app.features.archive import rows
-from app.features.archive.rows import Place, Rollout, StoredRows
+from app.features.archive.rows import Indexed, Place, Rollout, StoredRows
 from app.sessions.cache import SessionCache
 from app.store import reads
 from app.store.leases import ReleaseLease, TakeLease
@@ -228,10 +228,15 @@ class Archive:
         """Write a file and forget what is in it: which rollouts left, and the bytes of the file."""
         from app.features.archive.file import decode, encode
 
-        samples = await self._samples([one.session_id for rollout in taken for one in rollout.sessions])
-        body = await asyncio.to_thread(encode, taken, samples)
         lines = [(one.session_id, rollout.root_id) for rollout in taken for one in rollout.sessions]
         await self._write(rows.Reserve(fence, file, lines))
+        # An erasure that ended before this knows of no file: what it erased must not come into one.
+        taken = await self._unchanged(taken)
+        if not taken:
+            await self._finish(fence)
+            return [], 0
+        samples = await self._samples([one.session_id for rollout in taken for one in rollout.sessions])
+        body = await asyncio.to_thread(encode, taken, samples)
         reach("before_archive_put")
         await bucket.put(_name(file), body)
         reach("after_archive_put")
@@ -252,6 +257,18 @@ class Archive:
         await self._finish(fence)
         return gone, len(body)
 
+    async def _unchanged(self, taken: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts to which nothing has been added since they were read."""
+        ids = [session.session_id for rollout in taken for session in rollout.sessions]
+        now: dict[str, tuple[str, float, int]] = {}
+        for at in range(0, len(ids), AT_ONCE):
+            now |= await self._database.read(partial(rows.identities, session_ids=ids[at : at + AT_ONCE]))
+        return [
+            rollout
+            for rollout in taken
+            if all(now.get(session.session_id) == session.identity for session in rollout.sessions)
+        ]
+
     async def _samples(self, session_ids: Sequence[str]) -> list[Fields]:
         query = ExportQuery(format="parquet")
         parts = [session_ids[at : at + AT_ONCE] for at in range(0, len(session_ids), AT_ONCE)]
@@ -264,21 +281,28 @@ class Archive:
         lines = await self._database.read(rows.unfinished)
         for line in lines:
             if line.state == "leaving":
-                while await self._write(rows.DropContent(fence, line.file, line.session_id)):
-                    reach("in_content_dropped")
+                await self._drop_content(fence, line)
         for file in sorted({line.file for line in lines if line.state == "writing"}):
-            if not await self._write(rows.EndFile(fence, file)):
-                await self._delete(file)
+            if not await self._database.read(partial(rows.has_left, file=file)):
+                await self._delete(file)  # before its lines: nothing else names it
+            await self._write(rows.EndFile(fence, file))
         for file in sorted({line.file for line in lines if line.state == "erasing"}):
             try:
                 await self._rewrite(fence, file)
             except CorruptContent as error:
                 log.error("sessions that were erased cannot be taken out of %s: %s", file, error)
 
+    async def _drop_content(self, fence: int, line: Indexed) -> None:
+        while await self._write(rows.DropContent(fence, line.file, line.session_id)):
+            reach("in_content_dropped")
+
     async def _rewrite(self, fence: int, file: str) -> None:
         """Write a file again without the sessions that must leave it."""
         lines = await self._database.read(partial(rows.of_file, file=file))
-        kept = [(line.session_id, line.root_id) for line in lines if line.state in ("archived", "copy")]
+        for line in lines:
+            if line.state == "erasing":  # it may have been leaving
+                await self._drop_content(fence, line)
+        kept = [(line.session_id, line.root_id) for line in lines if line.state not in ("erasing", "erased")]
         body = await self._read(file) if kept else None
         if body is not None:
             from app.features.archive.file import without
@@ -289,6 +313,8 @@ class Archive:
             new = f"{place}/{await self._new_name()}"
             await self._write(rows.Reserve(fence, new, kept))
             await self._bucket(place).put(_name(new), left)
+            if await self._read(new) != left:
+                raise CorruptContent(f"{new} does not hold what was written")
             reach("after_archive_rewritten")
             await self._write(rows.Move(fence, file, new))
             log.info("%s was written again as %s, without %d erased sessions", file, new, len(erased))
@@ -315,6 +341,9 @@ class Archive:
             await self._writer.submit(rows.BeginErasing(session_id))
             reach("after_erasing_begun")
             lines = await self._database.read(partial(rows.of_session, session_id=session_id))
+        for line in lines:  # again: a crash may have kept the features from it when the session left
+            for forget in self._forget:
+                await forget(line.session_id)
         if any(line.state == "erasing" for line in lines):
             self._due.set()
             return False
@@ -355,11 +384,7 @@ class Archive:
 
     async def _require_importable(self, group: Sequence[Rollout]) -> None:
         """Raises SessionExists if an id is another session's, or the session has changed since; SessionEnded."""
-        own = {
-            session.session_id: (session.head["body_hash"], session.head["created_at"], session.head["version"])
-            for rollout in group
-            for session in rollout.sessions
-        }
+        own = {session.session_id: session.identity for rollout in group for session in rollout.sessions}
         for session_id in await self._database.read(partial(rows.erased_among, session_ids=list(own))):
             raise SessionEnded(f"session {session_id} was erased")
         for session_id, known in (await self._database.read(partial(rows.identities, session_ids=list(own)))).items():

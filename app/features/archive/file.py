@@ -52,7 +52,7 @@ def encode(rollouts: Sequence[Rollout], samples: Sequence[Fields]) -> bytes:
             except pa.ArrowException as error:  # its message shows the row
                 raise CorruptContent(f"a row that no version wrote: {type(error).__name__}") from None
             own = [places.get(session.session_id, []) for _, session in listed]
-            taken = rows.take([at for part in own for at in part]).combine_chunks()
+            taken = rows.take(pa.array([at for part in own for at in part], pa.int64())).combine_chunks()
             offsets = [0]
             for part in own:
                 offsets.append(offsets[-1] + len(part))

@@ -25,6 +25,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    literal_column,
     or_,
     select,
     tuple_,
@@ -37,6 +38,7 @@ from app.store import statements as sql
 from app.store.dialect import Tx, oldest_tx
 from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
+from app.store.objects import names
 from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.schema import (
     archived,
@@ -75,6 +77,11 @@ class StoredRows(NamedTuple):
     @property
     def session_id(self) -> str:
         return str(self.head["session_id"])
+
+    @property
+    def identity(self) -> tuple[str, float, int]:
+        """As `identities` gives it."""
+        return self.head["body_hash"], self.head["created_at"], self.head["version"]
 
     @property
     def size(self) -> int:
@@ -214,17 +221,23 @@ class Indexed(NamedTuple):
 
 
 _index = select(archived.c.session_id, archived.c.root_id, archived.c.file, archived.c.state)
-_is_unfinished = or_(*(archived.c.state == state for state in ("writing", "leaving", "erasing")))
+_is_unfinished = archived.c.state.in_([literal_column(f"'{state}'") for state in ("writing", "leaving", "erasing")])
+"""Spelled as the condition of the index, which SQLite compares as text."""
 
 
 def unfinished(connection: Connection, most: int = 10_000) -> list[Indexed]:
     """What a run or an erasure has left to do."""
-    query = _index.where(_is_unfinished).order_by(archived.c.file, archived.c.session_id).limit(most)
+    query = _index.where(_is_unfinished).order_by(archived.c.state.desc(), archived.c.session_id).limit(most)
     return [Indexed(*row) for row in connection.execute(query)]
 
 
 def of_file(connection: Connection, file: str) -> list[Indexed]:
     return [Indexed(*row) for row in connection.execute(_index.where(archived.c.file == file))]
+
+
+def has_left(connection: Connection, file: str) -> bool:
+    """Is the file the only place of a session?"""
+    return connection.execute(_has_left, {"in_file": file}).first() is not None
 
 
 def erased_among(connection: Connection, session_ids: Sequence[str]) -> list[str]:
@@ -296,12 +309,16 @@ class Forget(BaseOperation, frozen=True):
     The many rows of a large one are deleted by `DropContent`, in steps.
     """
 
-    session_id: str
-    """The root."""
+    root_id: str
     fence: int
     file: str
     versions: Mapping[str, int]
     """The rollout's sessions, and the last event of each."""
+
+    @property
+    def session_id(self) -> str:
+        """One that locks several heads runs alone: a batch may wait for none but its own."""
+        return self.root_id if len(self.versions) == 1 else ""
 
     @property
     def size(self) -> int:
@@ -312,7 +329,7 @@ class Forget(BaseOperation, frozen=True):
             return None
         if pins.is_restoring(tx):
             return False
-        present = {row[0] for row in tx.all(_present, {"sid": self.session_id})}
+        present = {row[0] for row in tx.all(_present, {"sid": self.root_id})}
         if present != self.versions.keys():
             return False
         for session_id in sorted(self.versions):
@@ -325,7 +342,7 @@ class Forget(BaseOperation, frozen=True):
             line = tx.one(_state_of, {"sid": session_id, "in_file": self.file})
             if line is None or line[0] != "writing":
                 return False
-        group = tx.one(_group_of, {"sid": self.session_id})
+        group = tx.one(_group_of, {"sid": self.root_id})
         gone = tx.one(select_forgotten, {})
         last = forgotten_place(None if gone is None else gone[0])
         for session_id in sorted(self.versions):
@@ -355,21 +372,23 @@ class DropContent(Fenced, frozen=True):
         return DROPPED_AT_ONCE << 20
 
     def write(self, tx: Tx) -> bool:
+        if tx.one(sql.head, {"sid": self.session_id}) is not None:
+            return False  # one that is being erased, and has not left
         return _drop_content(tx, self.session_id, self.file)
 
 
 class EndFile(Fenced, frozen=True):
-    """A file that was being written: sessions that did not leave have a copy in it. False: none has left, the file is
-    to be deleted and nothing names it any more."""
+    """A file that was being written: sessions that did not leave have a copy in it, unless none has left. Then it has
+    been deleted, or is for those that are being erased."""
 
     file: str
 
     def write(self, tx: Tx) -> bool:
         if tx.one(_has_left, {"in_file": self.file}) is not None:
             tx.run(_turn_file, {"in_file": self.file, "was": "writing", "to": "copy"})
-            return True
-        tx.run(delete(archived).where(_file_is), {"in_file": self.file})
-        return False
+        else:
+            tx.run(_drop_file, {"in_file": self.file, "was": "writing"})
+        return True
 
 
 class Move(Fenced, frozen=True):
@@ -403,12 +422,14 @@ class BeginErasing(StoreOperation, frozen=True):
 
     def apply(self, tx: Tx) -> None:
         tx.run(_begin_erasing, {"sid": self.session_id})
-        tx.run(_hurry_objects, {"sid": self.session_id})
+        for (session_id,) in tx.all(_without_head, {"sid": self.session_id}):
+            tx.run(sql.unqueue_objects, {"sid": session_id})
+            tx.run(sql.queue_prefix, {"object": names.folder_of(session_id), "sid": session_id})
 
 
 class Import(Fenced, frozen=True):
     """Write a rollout's rows again, with new places at the end of the order of commits. False, and nothing is written,
-    if one of its sessions is there."""
+    if one of its sessions is there or is being erased."""
 
     rollout: Rollout
 
@@ -420,8 +441,15 @@ class Import(Fenced, frozen=True):
         heads = [session.head for session in self.rollout.sessions]
         if any(tx.one(sql.head, {"sid": head["session_id"]}) is not None for head in heads):
             return False
-        for session in self.rollout.sessions:
-            tx.run(_imported, {"sid": session.session_id})
+        files = {head["session_id"]: tx.all(_files_of, {"sid": head["session_id"]}) for head in heads}
+        if any(state in ("erasing", "erased") for own in files.values() for _, state in own):
+            return False
+        pins.keep(tx)
+        for session_id, own in files.items():
+            for file, state in own:
+                while state == "leaving" and _drop_content(tx, session_id, file):
+                    pass
+            tx.run(_imported, {"sid": session_id})
         tx.insert(insert(sessions), heads)
         for table in CONTENT:
             rows = [
@@ -454,15 +482,16 @@ def _drop_content(tx: Tx, session_id: str, file: str) -> bool:
     return False
 
 
-_hurry_objects = (
-    update(dead_objects)
+_without_head = (
+    select(archived.c.session_id)
     .where(
-        dead_objects.c.session_id.in_(
-            select(archived.c.session_id).where(or_(_of_sid, archived.c.root_id == bindparam("sid")))
-        )
+        or_(_of_sid, archived.c.root_id == bindparam("sid")),
+        ~exists().where(sessions.c.session_id == archived.c.session_id),
     )
-    .values(since=0.0)
+    .distinct()
+    .order_by(archived.c.session_id)
 )
+_files_of = select(archived.c.file, archived.c.state).where(_of_sid).order_by(archived.c.file).with_for_update()
 _imported = _set_state.where(_of_sid, archived.c.state == "archived").values(state="copy")
 _group = select(groups.c.group_id).where(groups.c.group_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sql.of_session(sessions))
