@@ -14,13 +14,14 @@ from helpers.store import Store
 from sqlalchemy import Connection, event, func, select, update
 
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
-from app.errors import PayloadsUnavailable, SessionEnded
+from app.errors import ArchiveBusy, PayloadsUnavailable, SessionEnded
 from app.features.archive.archive import Archive
-from app.features.archive.rows import DROPPED_AT_ONCE, Forget, Import, Reserve, unfinished
+from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Reserve, unfinished
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
+from app.store.leases import ReleaseLease
 from app.store.log_sessions import AssignReward, Create, Existing
 from app.store.objects.bucket import Bucket
 from app.store.schema import sessions, turns
@@ -165,6 +166,24 @@ async def test_a_file_from_which_nothing_left_is_named_until_it_is_deleted(
     assert stage.in_files("session")
     await stage.erased("session")
     assert not stage.in_files("session")
+
+
+async def test_a_file_that_is_written_after_another_process_took_over_is_removed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.ended("session")
+    real, taken_over = Bucket.put, []
+
+    async def late(bucket: Bucket, name: str, body: bytes) -> None:
+        monkeypatch.setattr(Bucket, "put", real)
+        await stage.store.submit(ReleaseLease(LEASE, 1))
+        taken_over.append(await stage.move(stage.archive()))
+        await real(bucket, name, body)
+
+    monkeypatch.setattr(Bucket, "put", late)
+    with pytest.raises(ArchiveBusy):
+        await stage.move(stage.archive())
+    assert taken_over == [file.as_uri() for file in stage.folder.iterdir()]
 
 
 async def test_an_archived_root_is_erased_with_members_that_stayed(stage: Stage) -> None:

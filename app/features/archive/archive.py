@@ -244,10 +244,15 @@ class Archive:
         if await asyncio.to_thread(lambda: list(itertools.chain(*decode(stored)))) != list(taken):
             raise CorruptContent(f"{file} does not hold what was written")
         gone: list[Rollout] = []
-        for at in range(0, len(taken), AT_ONCE):
-            part = taken[at : at + AT_ONCE]
-            forgotten = await asyncio.gather(*(self._write(_forget(fence, file, rollout)) for rollout in part))
-            gone += [rollout for rollout, is_done in zip(part, forgotten, strict=True) if is_done]
+        try:
+            for at in range(0, len(taken), AT_ONCE):
+                part = taken[at : at + AT_ONCE]
+                forgotten = await asyncio.gather(*(self._write(_forget(fence, file, rollout)) for rollout in part))
+                gone += [rollout for rollout, is_done in zip(part, forgotten, strict=True) if is_done]
+        except ArchiveBusy:
+            if not await self._database.read(partial(rows.of_file, file=file)):
+                await self._delete(file)  # who took over has done so before it was written
+            raise
         reach("after_archived")
         for rollout in gone:
             for session in rollout.sessions:
