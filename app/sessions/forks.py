@@ -97,9 +97,13 @@ class Forks:
         if self._objects is not None and forked.chunks:
             copies = await self._objects.copied(order.source, fork_id, forked.chunks)
         operation = Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone, copies)
-        outcome = await self._writer.submit(operation)
-        if self._objects is not None and copies is not None and not isinstance(outcome, Appended):
-            await self._objects.end_copies(fork_id, copies)
+        outcome = None
+        try:
+            outcome = await self._writer.submit(operation)
+        finally:
+            # Where the outcome is not known, a fork that was created has taken them already.
+            if self._objects is not None and copies is not None and not isinstance(outcome, Appended):
+                await self._objects.end_copies(fork_id, copies)
         if isinstance(outcome, Refused):
             raise refusal(order.source, outcome.status)
         if isinstance(outcome, Existing):

@@ -364,7 +364,7 @@ async def test_what_another_process_begins_before_it_knows_is_aborted_too(
             swept = await pausing
         asked = httpx.get(engine.base_url + "/sim/requests", params={"last": 10}).json()
     assert swept.aborted == [rid]
-    assert [told.aborted for told in swept.engines.values()] == [1]
+    assert [told["aborted"] for told in swept.engines.values()] == [1]
     assert [one["body"]["rid"] for one in asked if one["path"] == "/abort_request"] == [rid]
 
 

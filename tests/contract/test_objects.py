@@ -295,6 +295,17 @@ async def test_an_upload_goes_on_when_its_turn_is_cancelled(yard: Yard, monkeypa
     assert not await yard.is_being_erased("s")
 
 
+async def test_what_a_paused_process_writes_for_an_erased_session_is_swept_at_once(yard: Yard) -> None:
+    await yard.turn("s", large(1))
+    await yard.erase("s")
+    assert await yard.look() == []
+    await yard.bucket.put(names.of_turn("s", 99, 7) + "routed_experts.0", large(1))
+    await yard.sweep()
+    assert await yard.is_being_erased("s")
+    assert await yard.look() == []
+    assert not await yard.is_being_erased("s")
+
+
 async def test_only_the_holder_of_the_lease_deletes(yard: Yard) -> None:
     await yard.turn("s", large(1))
     await yard.free("s")
@@ -352,8 +363,8 @@ async def test_copies_of_a_process_that_died_are_deleted(yard: Yard) -> None:
     other = await add_incarnation(yard.store.database)
     theirs = yard.of_process(other)
     await theirs.copied("s", "f", {(5, 0): (2, 0)})
+    assert len(await yard.look()) == 2
     await end_incarnation(yard.store.database, other)
-    await yard.store.submit(rows.EndWritingOfDead(LEASE_S))
     assert len(await yard.look()) == 1
 
 

@@ -211,7 +211,7 @@ def test_a_restored_checkpoint_has_the_images(stand: Stand) -> None:
     talk.messages = talk.messages[:2]
     talk.add(asks("chat", "Or it?", image("chat", JPEG), image("chat", PNG)), sim=PLAIN)
     assert [base64.b64decode(one["bytes"]) for one in inline_row(talk)["images"]] == [PNG, JPEG, PNG]
-    assert problems(stand) == []
+    assert [problem for problem in problems(stand) if problem.startswith(talk.id)] == []
 
 
 def test_with_a_tokenizer_a_turn_with_images_is_captured(tito: Stand) -> None:

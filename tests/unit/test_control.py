@@ -46,7 +46,7 @@ def test_parameters_do_not_change_with_the_control() -> None:
         chat(top_p=1, nvext={"session_control": {"session_id": "c", "action": action}}) for action in ("open", "close")
     ]
     assert turns[0].params == turns[1].params == chat(top_p=1).params
-    assert turns[0].body_hash != turns[1].body_hash
+    assert turns[0].control != turns[1].control
 
 
 def test_a_completion_may_have_one_too() -> None:

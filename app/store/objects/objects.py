@@ -183,7 +183,8 @@ class Objects:
         await self._end_writing()
         if await self._fence() is None:
             return
-        if await self._database.read(partial(rows.has_due, keep_s=self._keep_s)) and await self._owns_place():
+        is_due = partial(rows.has_due, keep_s=self._keep_s, lease_s=self._lease_s())
+        if await self._database.read(is_due) and await self._owns_place():
             await self._delete_due()
         now = asyncio.get_running_loop().time()
         if now >= self._next_sweep and await self._owns_place():

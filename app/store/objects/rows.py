@@ -120,8 +120,11 @@ _due = (
 )
 
 
-def has_due(connection: Connection, keep_s: float) -> bool:
-    return connection.execute(_due, {"keep_s": keep_s, "most": 1}).first() is not None
+def has_due(connection: Connection, keep_s: float, lease_s: float) -> bool:
+    """May anything be deleted now, or once it is known that its writer is dead?"""
+    if connection.execute(_due, {"keep_s": keep_s, "most": 1}).first() is not None:
+        return True
+    return connection.execute(_of_dead, {"lease_s": lease_s}).first() is not None
 
 
 def note_objects(tx: Tx, url: str | None, owner: str) -> None:
@@ -222,6 +225,10 @@ class QueueUnreferenced(StoreOperation, frozen=True):
                 and not name.startswith(queued)
             ]
         tx.each(sql.queue_dead, unreferenced)
+        for session_id in sorted({row["sid"] for row in unreferenced}):
+            head = tx.one(sql.head, {"sid": session_id})
+            if head is not None and head[1] == "erased":  # a process that was paused has written it since
+                tx.run(_hurry, {"sid": session_id})
         return len(unreferenced)
 
 
@@ -253,7 +260,9 @@ _end_writing = ForEach(
     by=BigInteger,
 )
 _lives = exists().where(incarnations.c.id == dead_objects.c.incarnation, ~sql.holder_is_dead)
+_of_dead = select(dead_objects.c.name).where(_is_written, ~_lives).limit(1)
 _end_writing_of_dead = update(dead_objects).where(_is_written, ~_lives).values(incarnation=None)
 _open_fences = select(open_turns.c.fence).where(open_turns.c.session_id == bindparam("sid", type_=SESSION_ID))
 _locations = select(chunks.c.location).where(chunks.c.session_id == bindparam("sid", type_=SESSION_ID), _is_live)
 _queued = select(dead_objects.c.name).where(_of_session)
+_hurry = update(dead_objects).where(_of_session).values(since=0.0)

@@ -271,7 +271,7 @@ export class Conversation {
 
   /**
    * The request whose reply the shown turn is, for the engine that gave it: the session itself would take it as a retry.
-   * @returns {import("./commands.js").Command}
+   * @returns {import("./copy.js").Command}
    */
   #request() {
     const { messages: entries = [], params = null, tools = null } = this.transcript ?? {};
