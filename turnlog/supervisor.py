@@ -157,7 +157,8 @@ def _outcome(code: int) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"turnlog: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # whoever read the log is gone: servers are restarted all the same
+        print(f"turnlog: {line}", file=sys.stderr, flush=True)
 
 
 def main() -> int:

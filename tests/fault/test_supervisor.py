@@ -160,3 +160,20 @@ def test_it_takes_systemds_socket(tmp_path: Path) -> None:
         process.terminate()
         process.communicate(timeout=PATIENCE_S)
     assert f"turnlog: {url}, the page at {url}/ui" in (tmp_path / "log").read_text()
+
+
+def test_a_server_is_restarted_though_nobody_reads_the_log_any_more(tmp_path: Path, sqlite_url: str) -> None:
+    command = [sys.executable, "-m", "turnlog.cli", "serve", "--no-migrate", "--port", "0"]
+    environment = {**os.environ, "TURNLOG_DATABASE_URL": sqlite_url}
+    process = subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        url = process.stderr.readline().split(",")[0].removeprefix("turnlog: ")
+        assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+        process.stderr.close()
+        [first] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGKILL)
+        assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, PositionGone
+from app.features.search import follower
 from app.features.search.query import Query, parse, snippet
 from app.features.search.text import MAX_NAME, MAX_TEXT, MAX_TOOLS, read_message, words_of
 
@@ -98,3 +101,24 @@ def test_a_snippet_shows_the_first_match_and_marks_all_in_it() -> None:
     assert found.text.endswith(" …")
     assert len(found.text) < 170
     assert snippet("Short", None).text == "Short"
+
+
+@pytest.mark.anyio
+async def test_an_outdated_index_is_cleared_though_that_fails_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "RETRY_S", 0.0)
+    index, is_clear = AsyncMock(), asyncio.Event()
+    index.position.side_effect = PositionGone("a restore has raised the epoch")
+    index.clear.side_effect = [OSError("the file is in use"), None]
+
+    async def take_lease() -> int | None:
+        if index.clear.await_count < 2:
+            return 1
+        is_clear.set()
+        return None
+
+    index.take_lease = take_lease
+    following = follower.Follower(Mock(), Mock(), Mock(), index, Mock())
+    following.start()
+    async with asyncio.timeout(10):
+        await is_clear.wait()
+    await following.stop()

@@ -87,8 +87,12 @@ class Follower:
         await self._index.close()
 
     async def _run(self) -> None:
+        is_outdated = False
         while True:
             try:
+                if is_outdated:
+                    await self._index.clear()
+                    is_outdated = False
                 await self._index.open()
                 while (fence := await self._index.take_lease()) is not None:
                     await self._step(fence)
@@ -96,8 +100,7 @@ class Follower:
                 self._metrics.search_behind.set(0)
             except (PositionGone, InvalidRequest) as error:
                 log.warning("the search index is made anew: %s", error)
-                with contextlib.suppress(AppError):
-                    await self._index.clear()
+                is_outdated = True
                 continue
             except AppError as error:
                 log.warning("the search index waits: %s", error)
