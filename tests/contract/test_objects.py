@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from helpers.buckets import TestBucket
@@ -13,10 +14,12 @@ from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
 from helpers.store import LEASE_S, Store, add_incarnation, end_incarnation
 from sqlalchemy import update
+from sqlalchemy.sql import Executable
 
 from app.domain import retention
 from app.errors import ClaimLost, PayloadsUnavailable, PayloadTombstoned, StartupError
 from app.sessions.replay_payloads import payload_of, values
+from app.store.dialect import Tx
 from app.store.log import Appended, StoredChunk
 from app.store.log_fork import Copies
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
@@ -366,6 +369,36 @@ async def test_copies_of_a_process_that_died_are_deleted(yard: Yard) -> None:
     assert len(await yard.look()) == 2
     await end_incarnation(yard.store.database, other)
     assert len(await yard.look()) == 1
+
+
+class Moving:
+    """A transaction of PostgreSQL, whose statements see what others commit between them: here before the read `at`."""
+
+    def __init__(self, at: int, before: dict[int, list[Any]], after: dict[int, list[Any]]) -> None:
+        self._at, self._states, self._reads = at, (before, after), 0
+        self.written: list[Any] = []
+
+    def one(self, statement: Executable, parameters: object) -> tuple[int]:
+        return (1,)
+
+    def all(self, statement: Executable, parameters: object) -> list[Any]:
+        self._reads += 1
+        return self._states[self._reads > self._at].get(id(statement), [])
+
+    def each(self, statement: object, given: Sequence[object]) -> None:
+        self.written += given
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("taken", ["turn", "copies"])
+def test_a_sweep_spares_what_is_committed_between_its_reads(taken: str, at: int) -> None:
+    name = names.of_turn("s", 1, 2) + "x.0" if taken == "turn" else names.of_copies("s", 1, 1) + "2.x.0"
+    parsed = names.parsed(name)
+    assert parsed is not None
+    line = {id(rows._open_fences): [(2,)]} if taken == "turn" else {id(rows._queued): [(names.of_copies("s", 1, 1),)]}
+    tx = Moving(at, line, {id(rows._locations): [(name,)]})
+    assert rows.QueueUnreferenced(1, {name: parsed}).apply(cast(Tx, tx)) == 0
+    assert tx.written == []
 
 
 @pytest.fixture(params=["folder", "s3"])

@@ -212,10 +212,11 @@ class QueueUnreferenced(StoreOperation, frozen=True):
         unreferenced = []
         for session_id in sorted({parsed.session_id for parsed in self.objects.values()}):
             own = {"sid": session_id}
-            # A commit takes the open turn and adds its chunks at once: looked at in this order, it is not missed.
+            # A commit takes the open turn, and a fork the line of its copies, and adds the chunks at once: looked at
+            # last, these are not missed.
             opened = {row[0] for row in tx.all(_open_fences, own)}
-            used = {row[0] for row in tx.all(_locations, own)}
             queued = tuple(row[0] for row in tx.all(_queued, own))
+            used = {row[0] for row in tx.all(_locations, own)}
             unreferenced += [
                 {"object": name, "sid": session_id}
                 for name, parsed in self.objects.items()
