@@ -112,7 +112,7 @@ class Services:
         tokens: Tokens,
         connection_limit: ConnectionLimit,
         prompts: Prompts | None = None,
-        clock: Clock = time.time,
+        clock: Clock,
         lease_left: Callable[[int], Awaitable[float | None]] | None = None,
         poll_s: float = POLL_S,
     ) -> None:
@@ -386,6 +386,7 @@ async def running(
             tokens=tokens,
             connection_limit=connection_limit,
             prompts=prompts,
+            clock=time.time,  # as it is now: a test's clock may have taken its place
         )
         stack.push_async_callback(services.stop)
         try:

@@ -84,10 +84,9 @@ def test_it_serves_beside_packages_of_the_same_names(
         try:
             talk = stand.talk()
             talk.say("Hello")
-            until(lambda: server.spare is not None, PATIENCE_S)
             os.kill(server.started[-1], signal.SIGKILL)
             until(lambda: len(server.started) == 2, PATIENCE_S)
-            talk.say("From its spare")
+            talk.say("From the next server")
             assert stand.http.get("/ui").status_code == 200
             [row] = talk.rows()
             assert len(row["messages"]) == 4

@@ -471,7 +471,7 @@ def url(request: pytest.FixtureRequest) -> str | None:
 @pytest.mark.long
 @pytest.mark.fault(15, TITLE)
 def test_any_order_of_rules(url: str | None, tally: Tally) -> None:
-    explore(url, tally, 40 if url is None else 6, 40)
+    explore(url, tally, 40 if url is None else 12, 40)
 
 
 @pytest.mark.fault(15, TITLE)
