@@ -6,7 +6,7 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
-from integration.stand import until, user
+from integration.stand import user
 from playwright.sync_api import Page, expect
 
 from e2e.page import PageStand, Watched, barriers
@@ -153,12 +153,8 @@ def test_what_is_copied_and_where_one_is_are_lines_that_scroll_on_a_phone(watch:
     last = page.get_by_role("button", name="Copy note as curl")
     last.wait_for()
     assert len(set(tops(page, "[aria-label=Session] .switches button"))) == 1
-
-    def is_scrolled_to() -> bool:
-        last.focus()  # again, where the head was drawn anew meanwhile
-        return bool(last.evaluate("it => it.getBoundingClientRect().right <= innerWidth + 1"))
-
-    until(is_scrolled_to)
+    last.scroll_into_view_if_needed()
+    expect(last).to_be_in_viewport(ratio=0.9)
     page = watch(page_stand.stand.server.base_url, width=390).open("#/checkpoints")
     expect(page.locator("nav a[aria-current]")).to_be_in_viewport(ratio=0.9)
 
