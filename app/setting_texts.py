@@ -11,8 +11,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     "Store and service": {
         "database_url": "SQLite, or `postgresql+asyncpg://…`. Alembic reads it too",
         "features": "[the parts of the service](design.md#features) that are there beside the kernel; or `all`, or "
-        "`none`. What is left out has no routes, no background work and no metrics. On SQLite, [search](search.md) needs "
-        "FTS5",
+        "`none`. What is left out has no routes, no background work and no metrics. On SQLite, [search](search.md) "
+        "needs FTS5",
         "log_format": "`auto`: JSON unless standard error is a terminal",
         "log_level": "`debug` has a line with the stages of each turn",
         "lease_s": "silence after which a process on PostgreSQL loses its claims",
