@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain.events import GivenIds, OnAbort
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, value_of
@@ -158,7 +158,8 @@ class Dispatch:
                 await choice.control.prepare(engine)
             return await body(engine)
 
-        reach("before_engine")
+        if crash_points.ARMED:
+            crash_points.reach("before_engine")
         while True:
             await self.pass_gate()
             context.stages.marks.append((TurnStage.ENGINE, context.stages.clock()))
@@ -178,7 +179,8 @@ class Dispatch:
             except Withheld:
                 continue
             context.stages.marks.append((TurnStage.VALIDATE, context.stages.clock()))
-            reach("after_engine")
+            if crash_points.ARMED:
+                crash_points.reach("after_engine")
             return msgspec.structs.replace(answer, is_native=body.is_native and answer.reply.status == 200)
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain import calls, decide
 from app.domain.events import GivenIds
 from app.domain.history import Incoming
@@ -265,7 +265,8 @@ class Generation:
         validated = await self._validate_body(answer, new, options, prompt)
         if named is None and engine.lacks_id(reply.body):
             raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
-        reach("after_judged")
+        if crash_points.ARMED:
+            crash_points.reach("after_judged")
         version = _reported_version(answer, validated)
         self._services.engines.seen(answer.engine, version, answer.known, validated.result.dialect)
         return GeneratedPart(answer, validated, is_cut)
