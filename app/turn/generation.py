@@ -406,12 +406,12 @@ class Generation:
             continuation.prompt(),
             continuation.options(),
         )
-        context.stages.enter(TurnStage.GATE)
+        context.stages.marks.append((TurnStage.GATE, context.stages.clock()))
         with context.flight.cancellable():
             if misses:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
             await context.gate.wait()
-            context.stages.enter(TurnStage.PREPARE)
+            context.stages.marks.append((TurnStage.PREPARE, context.stages.clock()))
             await self._dispatch.require_still_open()
             choice = await self._place_again(choice, continuation.newest.answer.engine)
             native = continuation.first.answer.is_native
