@@ -19,7 +19,6 @@ from app.api import (
     counting,
     events,
     exports,
-    forks,
     groups,
     images,
     models,
@@ -46,7 +45,7 @@ from app.api.security_headers import hardened
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import StartupError
-from app.features import archive, page, search
+from app.features import archive, forks, page, search
 from app.protocols.registry import protocol_at
 from app.services import running
 from app.settings import Settings, load_settings
@@ -56,6 +55,7 @@ log = logging.getLogger("turnlog")
 
 FEATURES = (
     archive,
+    forks,
     page,
     search,
 )
@@ -149,7 +149,6 @@ def create_app(settings: Settings) -> Turnlog:
         session_lists.router,
         sessions.router,
         notes.router,
-        forks.router,
         trees.router,
         images.router,
         events.router,

@@ -41,7 +41,6 @@ from app.sessions.cache import SessionCache
 from app.sessions.checkpoints import Checkpoints
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
-from app.sessions.forks import Forks
 from app.sessions.groups import GroupList
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
@@ -224,7 +223,6 @@ class Services:
             sessions=self.sessions,
             objects=self.objects,
         )
-        self.forks = Forks(database, self.writer, self.sessions, clock, self.objects)
         self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
         restores = Restores(
             database=database,
