@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain import decide
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest
@@ -100,9 +100,11 @@ class Commits:
             )
 
     async def _submit(self, context: TurnContext, commit: Commit) -> Appended | Stale | Pinned | Refused:
-        reach("before_commit")
+        if crash_points.ARMED:
+            crash_points.reach("before_commit")
         outcome: Appended | Stale | Pinned | Refused = await self._services.writer.submit(commit)
-        reach("after_commit")
+        if crash_points.ARMED:
+            crash_points.reach("after_commit")
         if isinstance(outcome, Appended):
             context.stages.stored_bytes += size_of(commit.blobs)
         return outcome
@@ -164,7 +166,8 @@ class Commits:
             stage = Stage(session_id, claimed.fence, services.claims.incarnation, claimed.opened_at, [chunk])
             if not await services.writer.submit(stage):
                 break
-            reach("after_staged")
+            if crash_points.ARMED:
+                crash_points.reach("after_staged")
         return ()
 
 
