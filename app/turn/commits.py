@@ -69,7 +69,6 @@ class Commits:
         spelled = context.history.spelled() if layout is not None and isinstance(context.history, Incoming) else None
         text = None if layout is None or generated.reply.text is None else generated.reply.text()
         services.cache.remember(session_id, claimed.opened.turn, messages, tokens, layout, spelled, text)
-        services.cache.snapshot_if_due(claimed.fence - 1, session_id)
 
     async def _write(
         self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn, chunks: Sequence[StoredChunk]
@@ -77,7 +76,7 @@ class Commits:
         """Write the commit. Other turns may have been committed since the claim: its events are decided for the state
         that it is written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
         cache, session_id = self._services.cache, context.session_id
-        entry = require_open(await cache.get(session_id), session_id)
+        entry = await cache.open(session_id)
         async with entry.committing:
             while True:
                 await self._read_pins(entry)

@@ -220,7 +220,7 @@ class Generation:
         if claimed.plan.base_messages == 0 or self._context.request.shape != "chat":
             return []
         stored = await self._services.cache.messages(claimed.entry, claimed.plan.parent)
-        chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.odd_calls else ()
+        chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.has_odd_calls else ()
         if not any(turn.odd_arguments for turn in chain):
             return [stored]
         large = len(stored) if len(stored) > INLINE_BYTES else 0

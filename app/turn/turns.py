@@ -130,7 +130,9 @@ class Turns:
                 if continued is not None:
                     large = large or large_history(body, request, entry.index)
                 self._admit(request, session_id, waiter.token_session)
-                request = with_pinned(request, entry.session.config)
+                config = entry.session.config
+                if config.params or config.model is not None:
+                    request = with_pinned(request, config)
                 adapter = adapter_of(entry.session, request, services.fleet.fleet)
                 while True:
                     await cache.read_odd_calls(entry)
