@@ -35,7 +35,6 @@ def erasure_of(store: Store, writer: Writer) -> Erasure:
         cache=cache,
         followers=Followers(),
         clock=time.time,
-        then=(),
         sessions=sessions_of(store, writer),
     )
 
@@ -48,6 +47,7 @@ def restores(store: Store, writer: Writer) -> Restores:
         followers=Followers(),
         sessions=sessions_of(store, store.writer),
         clock=time.time,
+        then=(),
     )
 
 
