@@ -7,10 +7,10 @@ taken. An entry can be dropped at any time and is read again from the log.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import TypeVar, cast
 
 import msgspec
@@ -51,18 +51,19 @@ CHUNK_BYTES = 256
 
 
 class StoredContent:
-    """Frames of turns that were read with the log: `wires` for the messages, `facts` for the tokens. They are dropped
-    when they are first asked for: the next turn needs them once, and finds its messages and tokens in memory then."""
+    """Frames of turns that were read with the log: `wires` for the messages, `facts` for the tokens
+    (a small turn's are in its wire). They are dropped when they are first asked for: the next turn
+    needs them once, and finds its messages and tokens in memory then."""
 
     def __init__(self) -> None:
         self.wires: dict[int, bytes | None] = {}
-        self.facts: dict[int, bytes | None] = {}
+        self.facts: reads.Frames = {}
 
     @property
     def size(self) -> int:
         """Bytes of all frames."""
-        parts = (self.wires, self.facts)
-        return sum(len(frame) for part in parts if part for frame in part.values() if frame is not None)
+        frames = [*self.wires.values(), *itertools.chain(*self.facts.values())]
+        return sum(len(frame) for frame in frames if frame is not None)
 
 
 class CacheEntry:
@@ -383,7 +384,7 @@ class SessionCache:
         messages = iter(await images.put_back(self.database, live.session, stored))
         for member in chain:
             said = saids[member.number]
-            own = islice(messages, len(said.messages))
+            own = itertools.islice(messages, len(said.messages))
             made.extend(member.history_parent, member.number, b",".join((*own, said.message)))
         live.messages.use(made)
         self._account(session_id, live)
@@ -399,10 +400,9 @@ class SessionCache:
         session = live.session
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]
-        facts, live.unread.facts = live.unread.facts, {}
-        known: reads.Frames = {number: (kept, None) for number, kept in facts.items()}
+        known, live.unread.facts = live.unread.facts, {}
         frames = await self._frames(session.session_id, numbers, known, wire=False)
-        facts_bytes = sum(len(kept) for kept, _ in frames.values() if kept is not None)
+        facts_bytes = sum(len(facts or wire or b"") for facts, wire in frames.values())
 
         def loaded() -> PrefixBuffer:
             made = PrefixBuffer()
@@ -495,7 +495,9 @@ class SessionCache:
         if live.session is session and frames:
             live.unread.wires = {number: wire for number, (_, wire) in frames.items()}
             if content is With.FACTS:
-                live.unread.facts = {number: facts for number, (facts, _) in frames.items()}
+                live.unread.facts = {
+                    number: (facts, wire if facts is None else None) for number, (facts, wire) in frames.items()
+                }
             self._account(session.session_id, live)
         return live
 
