@@ -43,7 +43,7 @@ from app.api.security_headers import hardened
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import StartupError
-from app.features import archive, checkpoints, forks, groups, page, search
+from app.features import archive, checkpoints, forks, groups, objects, page, search
 from app.protocols.registry import protocol_at
 from app.services import running
 from app.settings import Settings, load_settings
@@ -56,6 +56,7 @@ FEATURES = (
     checkpoints,
     forks,
     groups,
+    objects,
     page,
     search,
 )

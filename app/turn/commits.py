@@ -158,8 +158,8 @@ class Commits:
         """Write chunks before the commit: as objects, or, if there are many bytes of them, into the database, one at a
         time. Returns the chunks that the commit must write. Raises as `Objects.stored`."""
         services, session_id = self._services, claimed.session.session_id
-        if chunks and services.objects is not None:
-            chunks = await services.objects.stored(session_id, claimed.fence, chunks)
+        if chunks and services.upload is not None:
+            chunks = await services.upload(session_id, claimed.fence, chunks)
         if size_of(chunks) <= STAGE_BYTES:
             return chunks
         for chunk in chunks:
