@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -184,14 +184,15 @@ class Metrics:
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)
 
-    def turn_ended(self, outcome: str, stages: Stages) -> None:
-        """Count a turn that has ended."""
-        self.recent.turn_ended(outcome, stages)
+    def turn_ended(self, outcome: str, seconds: Sequence[float], stages: Stages) -> None:
+        """Count a turn that has ended; `seconds` are `stages.seconds()`."""
+        overhead = sum(seconds) - seconds[TurnStage.GATE] - seconds[TurnStage.ENGINE]
+        self.recent.turn_ended(outcome, overhead, seconds[TurnStage.ENGINE])
         self._outcomes[outcome].inc()
         if outcome in NEW_TURNS:
-            for stage, seconds in zip(self._stages, stages.seconds, strict=True):
-                stage.observe(seconds)
-            self._overhead.observe(stages.overhead)
+            for stage, spent in zip(self._stages, seconds, strict=True):
+                stage.observe(spent)
+            self._overhead.observe(overhead)
             request, reply, stored = self._bytes
             request.inc(stages.request_bytes)
             reply.inc(stages.reply_bytes)

@@ -12,21 +12,12 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.api.connection_limit import ConnectionLimit
 from app.api.limits import RequestMemory
-from app.api.page.checkpoint_view import CheckpointViews
-from app.api.page.conversation import Conversations
-from app.api.page.metadata_columns import MetadataColumns
-from app.api.page.overview import Overviews
-from app.api.page.page import PageReaders
-from app.api.page.rollout_view import Rollouts
-from app.api.page.session_view import SessionViews
-from app.api.page.token_view import TokenViews
-from app.api.page.watch import Watch
 from app.api.tokens import Tokens
 from app.domain.proofs import Proofs
 from app.errors import AppError, SessionNotFound, StartupError
@@ -34,7 +25,6 @@ from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
-from app.export.preview import Previews
 from app.export.session_samples import SessionSamples
 from app.extras import install
 from app.fleet.engine_pool import EnginePool
@@ -51,7 +41,6 @@ from app.sessions.cache import SessionCache
 from app.sessions.checkpoints import Checkpoints
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
-from app.sessions.forks import Forks
 from app.sessions.groups import GroupList
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
@@ -59,6 +48,7 @@ from app.sessions.log_end import LogEnd
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.restores import Restores
 from app.sessions.session_list import SessionList
+from app.sessions.session_view import SessionViews
 from app.settings import Settings
 from app.stopping import end_without_store
 from app.store.engine import Database
@@ -125,6 +115,11 @@ class Services:
         self.tokens = tokens
         self.connection_limit = connection_limit
         self.clock = clock
+        self.prompts = prompts
+        self.features: dict[str, Any] = {}
+        """What the features that are on have made, by their names."""
+        self.waits: list[Callable[[], None]] = []
+        """End the waits of features' open requests when the server stops."""
         self.instance_id = uuid.uuid4().hex
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         incarnation, api_key = registration.incarnation, settings.upstream_api_key
@@ -228,7 +223,6 @@ class Services:
             sessions=self.sessions,
             objects=self.objects,
         )
-        self.forks = Forks(database, self.writer, self.sessions, clock, self.objects)
         self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
         restores = Restores(
             database=database,
@@ -268,18 +262,7 @@ class Services:
         self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
         self.lag = LoopLag(time.monotonic)
         self.counted = CachedFigures(database, time.monotonic)
-        self.page = PageReaders(
-            sessions=self.session_list,
-            listed=MetadataColumns(database, self.session_list),
-            overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, clock),
-            watch=Watch(database, self.session_list, self.log_end),
-            views=SessionViews(database, self.turns.held),
-            conversations=Conversations(database),
-            tokens=TokenViews(database, prompts),
-            rollouts=Rollouts(database),
-            previews=Previews(database, release),
-            checkpoints=CheckpointViews(database),
-        )
+        self.views = SessionViews(database, self.turns.held)
 
     async def open(self) -> None:
         """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""
@@ -312,7 +295,8 @@ class Services:
         self.followers.stop()
         self.all_events.stop()
         self.gates.stop()
-        self.page.watch.stop()
+        for end in self.waits:
+            end()
 
     async def stop(self) -> None:
         """Stop all components, users before what they use; each whatever became of the ones before.
@@ -349,9 +333,16 @@ class Services:
 
 @contextlib.asynccontextmanager
 async def running(
-    settings: Settings, release: str, tokens: Tokens, connection_limit: ConnectionLimit
+    settings: Settings,
+    release: str,
+    tokens: Tokens,
+    connection_limit: ConnectionLimit,
+    features: Mapping[str, Any],
 ) -> AsyncIterator[Services]:
-    """The services of a process, started, until the end of the block. Raises StartupError."""
+    """The services of a process and the packages of `features`, started, until the end of the block.
+
+    Raises StartupError.
+    """
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -393,6 +384,8 @@ async def running(
             await services.open()
         except AppError as error:
             raise StartupError(f"the fleet's log cannot be read: {error}") from error
+        for name, feature in features.items():
+            services.features[name] = await stack.enter_async_context(feature.running(services))
         services.lag.start()
         services.start()
         registration.start(services.registered)

@@ -10,9 +10,11 @@ RID_CHARACTERS = 32
 """Length after the mark. All rids have one length, so that none is a prefix of another: engines abort by prefix."""
 
 
-def rid_of(session_id: str, fence: int) -> str:
-    """A generation's id at the engine."""
-    return RID_MARK + hashlib.sha256(f"{session_id}\0{fence}".encode()).hexdigest()[:RID_CHARACTERS]
+def rid_of(session_id: str, fence: int, incarnation: int) -> str:
+    """A generation's id at the engine. A claim is not synced: one that is lost with the power leaves its fence to
+    another process's turn, which must not be taken for it."""
+    name = f"{session_id}\0{fence}\0{incarnation}"
+    return RID_MARK + hashlib.sha256(name.encode()).hexdigest()[:RID_CHARACTERS]
 
 
 def engine_session_of(session_id: str) -> str:

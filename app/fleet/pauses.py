@@ -200,7 +200,7 @@ class Pauses:
     async def _abort(self, name: str, outcomes: dict[str, dict[str, str | None]]) -> list[str]:
         """Abort at the engine that has a generation, or at all if another process sent it; returns the rids."""
         found = await self._database.read(lambda connection: store.generating(connection, name))
-        rids = [rid_of(session_id, fence) for session_id, fence in found]
+        rids = [rid_of(*claim) for claim in found]
         orders: dict[str, list[str]] = {}
         for rid in rids:
             engine = self._engines.engine_of(rid)

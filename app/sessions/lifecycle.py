@@ -19,7 +19,6 @@ from app.domain.events import (
     BlobRef,
     SessionConfig,
     SessionCreated,
-    TurnAbandoned,
 )
 from app.domain.fold import fold
 from app.domain.history import digest
@@ -38,7 +37,7 @@ from app.errors import (
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers
 from app.store import rollouts
-from app.store.log import Appended, Refused, StoredBlob
+from app.store.log import Appended, Refused, StoredBlob, VoidedClaim
 from app.store.log_sessions import (
     AssignReward,
     Circular,
@@ -67,6 +66,9 @@ class NewSession(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] | None
 
 
+OnClose = Callable[[str, Sequence[VoidedClaim]], None]
+
+
 class Sessions:
     """`clock` gives seconds since the epoch. `names_engine_sessions`: engines know sessions by an id, and are told when
     one is closed."""
@@ -87,13 +89,12 @@ class Sessions:
         self._followers = followers
         self._clock = clock
         self._names_engine_sessions = names_engine_sessions
-        self._on_close: list[Callable[[str, Sequence[int]], None]] = []
+        self._on_close: list[OnClose] = []
         self.is_full = False
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def on_close(self, callback: Callable[[str, Sequence[int]], None]) -> None:
-        """Call `callback` with a session's id and the fences of the turns that were ended, as soon as a close is on
-        disk."""
+    def on_close(self, callback: OnClose) -> None:
+        """Call `callback` with a session's id and the claims that were ended, as soon as a close is on disk."""
         self._on_close.append(callback)
 
     async def create(self, new: NewSession) -> None:
@@ -273,9 +274,8 @@ class Sessions:
             after = found[-1]
 
     def _closed(self, session_id: str, outcome: Appended) -> None:
-        ended = [one.event.fence for one in outcome.events if isinstance(one.event, TurnAbandoned)]
         for callback in self._on_close:
-            callback(session_id, ended)
+            callback(session_id, outcome.voided)
 
     async def apply(self, operation: CloseIdle | FreeReplay) -> Appended | Refused:
         """Run an operation that is refused if the session has changed."""

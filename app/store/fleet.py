@@ -30,7 +30,7 @@ _last = select(func.max(fleet_events.c.seq), now())
 _insert = insert(fleet_events)
 _clock = select(literal(0), now())
 _generating = (
-    select(open_turns.c.session_id, open_turns.c.fence)
+    select(open_turns.c.session_id, open_turns.c.fence, open_turns.c.incarnation)
     .where(open_turns.c.adapter == bindparam("adapter"))
     .order_by(open_turns.c.opened_at)
 )
@@ -60,9 +60,9 @@ def clock(connection: Connection) -> float:
     return float(row[1])
 
 
-def generating(connection: Connection, adapter: str) -> list[tuple[str, int]]:
-    """Session and fence of an adapter's open turns in any process, oldest first."""
-    return [(row[0], row[1]) for row in connection.execute(_generating, {"adapter": adapter})]
+def generating(connection: Connection, adapter: str) -> list[tuple[str, int, int]]:
+    """Session, fence and incarnation of an adapter's open turns in any process, oldest first."""
+    return [(row[0], row[1], row[2]) for row in connection.execute(_generating, {"adapter": adapter})]
 
 
 def open_counts(connection: Connection) -> dict[str | None, int]:

@@ -55,11 +55,17 @@ class Refused(msgspec.Struct, frozen=True):
     status: str | None
 
 
+VoidedClaim = tuple[int, int]
+"""A claim's fence and its incarnation."""
+
+
 class Appended(msgspec.Struct, frozen=True):
-    """The events were written, with these positions. `adopted` are the sessions that have a new root since."""
+    """The events were written, with these positions. `adopted` are the sessions that have a new root since, `voided`
+    the claims of others that the events have ended."""
 
     events: tuple[Recorded, ...]
     adopted: tuple[str, ...] = ()
+    voided: tuple[VoidedClaim, ...] = ()
 
 
 class StoredBlob(msgspec.Struct, frozen=True):
@@ -209,13 +215,14 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: 
         return Appended(())
     for event in abandoned:
         tx.run(sql.drop_staged, {"sid": session_id, "fenced": event.fence})
+    written = {fence: incarnation for _, fence, incarnation, *_ in holders}
     if reason in ("session_closed", "restored"):
-        written = {fence: incarnation for _, fence, incarnation, *_ in holders}
         for event in abandoned:
             incarnation = written[event.fence]
             prefix = names.of_turn(session_id, incarnation, event.fence)
             tx.run(sql.queue_prefix, {"object": prefix, "sid": session_id, "incarnation": incarnation})
-    return advance_head(tx, session_id, at, abandoned, freed=len(abandoned))
+    appended = advance_head(tx, session_id, at, abandoned, freed=len(abandoned))
+    return msgspec.structs.replace(appended, voided=tuple((event.fence, written[event.fence]) for event in abandoned))
 
 
 Tombstones = tuple[str, int, Iterable[ChunkKey]]

@@ -245,7 +245,7 @@ class Close(BaseOperation, frozen=True):
             end_at_engine(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
         reach("in_close")
-        return Appended(abandoned.events + closed.events)
+        return Appended(abandoned.events + closed.events, voided=abandoned.voided)
 
 
 class CloseIdle(BaseOperation, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from sqlalchemy import Connection
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain.events import BlobsTombstoned, Event, ReplyRedelivered, ReplyUndelivered, TurnCommitted, TurnOpened
 from app.domain.groups import largest_version
 from app.store import pins, staged_tokens
@@ -103,7 +103,8 @@ class Claim(SetOperation, frozen=True):
         for claim in free:
             if claim.session_id not in won:
                 outcomes[claim.session_id] = claim._failure(tx)
-        reach("in_claim")
+        if crash_points.ARMED:
+            crash_points.reach("in_claim")
         return [outcomes[claim.session_id] for claim in operations]
 
     def _conditions(self) -> dict[str, Any]:
@@ -253,7 +254,8 @@ class Commit(SetOperation, TurnOperation, frozen=True):
             freed += tombstones_of(commit.session_id, appended)
             outcomes[commit.session_id] = appended
         free_chunks(tx, freed)
-        reach("in_commit")
+        if crash_points.ARMED:
+            crash_points.reach("in_commit")
         return [outcomes.get(commit.session_id) or commit._failure(tx) for commit in operations]
 
     @staticmethod
@@ -335,7 +337,8 @@ class Release(TurnOperation, frozen=True):
         if not self.keeps_staged:
             staged_tokens.drop_of_turn(tx, self.session_id, self.fence)
         released = advance_head(tx, self.session_id, self.at, [self.event], freed=1)
-        reach("in_release")
+        if crash_points.ARMED:
+            crash_points.reach("in_release")
         return released
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain import decide
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.fold import fold
@@ -171,20 +171,22 @@ class Claims:
             unlike=[other.fence for other in held if not identity.has_body(other.body_hash, other.agent_id)],
             is_alone=is_alone,
         )
-        reach("before_claim")
+        if crash_points.ARMED:
+            crash_points.reach("before_claim")
         self._known[session_id, claim.at] += 1
         context.flight.claims.append(claim.at)
         outcome = await self._writer.submit(claim)
         if not isinstance(outcome, Appended):
             return outcome if isinstance(outcome, Refused | Busy | TooMany) else None
-        reach("after_claim")
+        if crash_points.ARMED:
+            crash_points.reach("after_claim")
         fence, event = outcome.events[0].seq, outcome.events[0].event
         assert isinstance(event, TurnOpened)
         # If a PostgreSQL crash undid an earlier claim, the next claim gets the same fence.
         self._unreleased.pop((session_id, fence), None)
         context.flight.fence = fence
         claimed = self._session_after(entry, session, outcome)
-        rid = rid_of(session_id, fence)
+        rid = rid_of(session_id, fence, event.incarnation)
         return ClaimedTurn(entry, claimed, plan, event, fence, rid, session.last_event_at, claim.at)
 
     def _require_room(self, session: Session) -> None:
@@ -326,9 +328,11 @@ class Claims:
     async def _write_release(self, operation: Release | Reject) -> None:
         """Raises StoreUnavailable, StoreFull."""
         session_id = operation.session_id
-        reach("before_release")
+        if crash_points.ARMED:
+            crash_points.reach("before_release")
         outcome = await self._writer.submit(operation)
-        reach("after_release")
+        if crash_points.ARMED:
+            crash_points.reach("after_release")
         self._unreleased.pop((session_id, operation.fence), None)
         if isinstance(outcome, Appended):
             self.appended(session_id, outcome)

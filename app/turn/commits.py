@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain import decide
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest
@@ -69,7 +69,6 @@ class Commits:
         spelled = context.history.spelled() if layout is not None and isinstance(context.history, Incoming) else None
         text = None if layout is None or generated.reply.text is None else generated.reply.text()
         services.cache.remember(session_id, claimed.opened.turn, messages, tokens, layout, spelled, text)
-        services.cache.snapshot_if_due(claimed.fence - 1, session_id)
 
     async def _write(
         self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn, chunks: Sequence[StoredChunk]
@@ -77,7 +76,7 @@ class Commits:
         """Write the commit. Other turns may have been committed since the claim: its events are decided for the state
         that it is written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
         cache, session_id = self._services.cache, context.session_id
-        entry = require_open(await cache.get(session_id), session_id)
+        entry = await cache.open(session_id)
         async with entry.committing:
             while True:
                 await self._read_pins(entry)
@@ -101,9 +100,11 @@ class Commits:
             )
 
     async def _submit(self, context: TurnContext, commit: Commit) -> Appended | Stale | Pinned | Refused:
-        reach("before_commit")
+        if crash_points.ARMED:
+            crash_points.reach("before_commit")
         outcome: Appended | Stale | Pinned | Refused = await self._services.writer.submit(commit)
-        reach("after_commit")
+        if crash_points.ARMED:
+            crash_points.reach("after_commit")
         if isinstance(outcome, Appended):
             context.stages.stored_bytes += size_of(commit.blobs)
         return outcome
@@ -165,7 +166,8 @@ class Commits:
             stage = Stage(session_id, claimed.fence, services.claims.incarnation, claimed.opened_at, [chunk])
             if not await services.writer.submit(stage):
                 break
-            reach("after_staged")
+            if crash_points.ARMED:
+                crash_points.reach("after_staged")
         return ()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain.events import GivenIds, OnAbort
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, value_of
@@ -158,10 +158,11 @@ class Dispatch:
                 await choice.control.prepare(engine)
             return await body(engine)
 
-        reach("before_engine")
+        if crash_points.ARMED:
+            crash_points.reach("before_engine")
         while True:
             await self.pass_gate()
-            context.stages.enter(TurnStage.ENGINE)
+            context.stages.marks.append((TurnStage.ENGINE, context.stages.clock()))
             try:
                 answer = await services.engines.generate(
                     choice.order,
@@ -177,8 +178,9 @@ class Dispatch:
                 )
             except Withheld:
                 continue
-            context.stages.enter(TurnStage.VALIDATE)
-            reach("after_engine")
+            context.stages.marks.append((TurnStage.VALIDATE, context.stages.clock()))
+            if crash_points.ARMED:
+                crash_points.reach("after_engine")
             return msgspec.structs.replace(answer, is_native=body.is_native and answer.reply.status == 200)
 
     @property
@@ -211,9 +213,9 @@ class Dispatch:
         if context.gate.is_open:
             return
         with contextlib.nullcontext() if context.flight.engine_asked else context.flight.waiting_at_gate():
-            context.stages.enter(TurnStage.GATE)
+            context.stages.marks.append((TurnStage.GATE, context.stages.clock()))
             await context.gate.wait()
-            context.stages.enter(TurnStage.PREPARE)
+            context.stages.marks.append((TurnStage.PREPARE, context.stages.clock()))
         await self.require_still_open()
 
     async def require_still_open(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.crash_points import reach
+from app import crash_points
 from app.domain import calls, decide
 from app.domain.events import GivenIds
 from app.domain.history import Incoming
@@ -220,7 +220,7 @@ class Generation:
         if claimed.plan.base_messages == 0 or self._context.request.shape != "chat":
             return []
         stored = await self._services.cache.messages(claimed.entry, claimed.plan.parent)
-        chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.odd_calls else ()
+        chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.has_odd_calls else ()
         if not any(turn.odd_arguments for turn in chain):
             return [stored]
         large = len(stored) if len(stored) > INLINE_BYTES else 0
@@ -265,7 +265,8 @@ class Generation:
         validated = await self._validate_body(answer, new, options, prompt)
         if named is None and engine.lacks_id(reply.body):
             raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
-        reach("after_judged")
+        if crash_points.ARMED:
+            crash_points.reach("after_judged")
         version = _reported_version(answer, validated)
         self._services.engines.seen(answer.engine, version, answer.known, validated.result.dialect)
         return GeneratedPart(answer, validated, is_cut)
@@ -405,12 +406,12 @@ class Generation:
             continuation.prompt(),
             continuation.options(),
         )
-        context.stages.enter(TurnStage.GATE)
+        context.stages.marks.append((TurnStage.GATE, context.stages.clock()))
         with context.flight.cancellable():
             if misses:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
             await context.gate.wait()
-            context.stages.enter(TurnStage.PREPARE)
+            context.stages.marks.append((TurnStage.PREPARE, context.stages.clock()))
             await self._dispatch.require_still_open()
             choice = await self._place_again(choice, continuation.newest.answer.engine)
             native = continuation.first.answer.is_native

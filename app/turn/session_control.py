@@ -29,7 +29,7 @@ from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store import affinities as store
 from app.store.affinities import Ending
-from app.store.log import Operation
+from app.store.log import Operation, VoidedClaim
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from app.turn.placement import EngineChoice
@@ -115,7 +115,7 @@ class SessionControls:
         self._turns.remove(turn)
         self._stop_using(turn.control.session_id)
 
-    def session_closed(self, session_id: str, ended: Sequence[int]) -> None:
+    def session_closed(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
         """The session was closed: end the name that it used last, after its turns here have ended.
 
         A cached session without such an affinity needs no look-up.

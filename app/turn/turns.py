@@ -45,6 +45,7 @@ from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
+from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
 from app.turn.client_reply import shown, shown_kinds
 from app.turn.commits import Commits
@@ -79,13 +80,15 @@ class Turns:
         held = {name: [one for one in flights if one.is_held] for name, flights in self._in_flight.items()}
         return {name: any(one.fence is not None for one in flights) for name, flights in held.items() if flights}
 
-    def close(self, session_id: str, ended: Sequence[int]) -> None:
-        """The session was closed, which ended the turns with these fences: cancel their work, here or elsewhere."""
+    def close(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
+        """The session was closed, which ended these claims: cancel their work, here or elsewhere."""
         flights = self._in_flight.get(session_id, ())
         for flight in flights:
             flight.cancel("session_closed")
-        for fence in set(ended) - {flight.fence for flight in flights}:
-            self._abort(rid_of(session_id, fence))
+        own = {flight.fence for flight in flights}
+        for fence, incarnation in ended:
+            if fence not in own:
+                self._abort(rid_of(session_id, fence, incarnation))
 
     async def drain(self, grace_s: float) -> None:
         """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""
@@ -127,7 +130,9 @@ class Turns:
                 if continued is not None:
                     large = large or large_history(body, request, entry.index)
                 self._admit(request, session_id, waiter.token_session)
-                request = with_pinned(request, entry.session.config)
+                config = entry.session.config
+                if config.params or config.model is not None:
+                    request = with_pinned(request, config)
                 adapter = adapter_of(entry.session, request, services.fleet.fleet)
                 while True:
                     await cache.read_odd_calls(entry)
@@ -287,14 +292,14 @@ class Turns:
         reply: TurnReply | None = None
         try:
             if not context.gate.admits_at_once:
-                stages.enter(TurnStage.GATE)
+                stages.marks.append((TurnStage.GATE, stages.clock()))
                 await self._wait_at_gate(context.gate, flight, context.session_id)
-                stages.enter(TurnStage.CLAIM)
+                stages.marks.append((TurnStage.CLAIM, stages.clock()))
             claimed = await services.claims.take(entry, context, is_alone=self.in_flight == 1)
             if claimed is not None:
                 flight.fence = claimed.fence
                 context.gate.has_claim = True
-                stages.enter(TurnStage.PREPARE)
+                stages.marks.append((TurnStage.PREPARE, stages.clock()))
                 reply = await self._run_claimed(context, claimed)
             return reply
         finally:
@@ -352,9 +357,9 @@ class Turns:
             await claims.reject(claimed, "engine_error", generated.status)
             return TurnReply(generated.status, generated.headers, generated.body.pieces)
         stages = context.stages
-        stages.enter(TurnStage.COMMIT)
+        stages.marks.append((TurnStage.COMMIT, stages.clock()))
         await self._commits.commit(context, claimed, generated)
-        stages.enter(TurnStage.REPLY)
+        stages.marks.append((TurnStage.REPLY, stages.clock()))
         return self._reply(context.request, claimed, generated)
 
     async def _cancelled(self, flight: InFlightTurn, claimed: ClaimedTurn) -> AppError:

@@ -350,7 +350,7 @@ async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.pauses.SECOND_SWEEP_S", 1.0)
-    rid = rid_of("s", 2)
+    rid = rid_of("s", 2, postgres_store.me)
     await postgres_store.create("s")
     with SimulatorProcess() as engine:
         async with process(postgres_store.database) as state, watching([state], postgres_store.database) as watches:

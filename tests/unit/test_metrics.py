@@ -33,15 +33,14 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return found
 
 
-def turn(**seconds: float) -> Stages:
+def turn(**seconds: float) -> tuple[list[float], Stages]:
     stages = Stages(time.monotonic)
-    stages.seconds = [seconds.get(stage.name.lower(), 0.0) for stage in TurnStage]
     stages.request_bytes, stages.reply_bytes, stages.stored_bytes = 10, 200, 30
-    return stages
+    return [seconds.get(stage.name.lower(), 0.0) for stage in TurnStage], stages
 
 
 def test_a_committed_turn_is_observed_in_each_stage_and_without_gate_and_engine(metrics: Metrics) -> None:
-    metrics.turn_ended("committed", turn(gate=100, claim=0.001, engine=5, commit=0.004))
+    metrics.turn_ended("committed", *turn(gate=100, claim=0.001, engine=5, commit=0.004))
     assert value(metrics, "turnlog_turns_total", outcome="committed") == 1
     for stage, seconds in (("gate", 100), ("claim", 0.001), ("prepare", 0), ("engine", 5), ("commit", 0.004)):
         assert value(metrics, "turnlog_turn_stage_seconds_sum", stage=stage) == seconds
@@ -53,7 +52,7 @@ def test_a_committed_turn_is_observed_in_each_stage_and_without_gate_and_engine(
 
 def test_a_turn_that_failed_or_was_there_already_is_counted_and_nothing_else(metrics: Metrics) -> None:
     for outcome in ("session_busy", "engine_error", "replayed", "joined"):
-        metrics.turn_ended(outcome, turn(engine=5))
+        metrics.turn_ended(outcome, *turn(engine=5))
         assert value(metrics, "turnlog_turns_total", outcome=outcome) == 1
     assert value(metrics, "turnlog_turn_stage_seconds_count", stage="engine") == 0
     assert value(metrics, "turnlog_turn_overhead_seconds_count") == 0

@@ -13,18 +13,18 @@ from app.fleet.member import Member
 from app.upstream.body import Body
 
 SESSIONS = st.text(string.ascii_letters + string.digits + "._:-", min_size=1, max_size=128)
-FENCES = st.integers(1, 2**63 - 1)
+NUMBERS = st.integers(1, 2**63 - 1)
 
 
-@given(st.tuples(SESSIONS, FENCES), st.tuples(SESSIONS, FENCES))
-def test_no_rid_is_a_prefix_of_another(one: tuple[str, int], other: tuple[str, int]) -> None:
+@given(st.tuples(SESSIONS, NUMBERS, NUMBERS), st.tuples(SESSIONS, NUMBERS, NUMBERS))
+def test_no_rid_is_a_prefix_of_another(one: tuple[str, int, int], other: tuple[str, int, int]) -> None:
     """SGLang aborts every generation whose rid begins with the one it is given."""
     first, second = rid_of(*one), rid_of(*other)
     assert first.startswith(second) == (one == other)
     assert len(first) == len(second) == len(RID_MARK) + RID_CHARACTERS
 
 
-OWN, OTHER = rid_of("s", 2), rid_of("s", 3)
+OWN, OTHER = rid_of("s", 2, 1), rid_of("s", 3, 1)
 
 
 def body(text: str) -> Body:

@@ -18,8 +18,16 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from app.features.archive.archive import Archive
     from app.services import Services
+
+
+def routers() -> list[APIRouter]:
+    from app.features.archive.routes import router
+
+    return [router]
 
 
 @contextlib.asynccontextmanager

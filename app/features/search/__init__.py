@@ -1,4 +1,7 @@
-"""Search over all messages: a follower of the log, and an index of its own. Only `TURNLOG_SEARCH=on` loads the rest."""
+"""Search over all messages: a follower of the log, and an index of its own. The rest is loaded where it is on.
+
+`GET /search`. An erasure has the index forget the session (`Erasure.forget`). Nothing of it touches a turn.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from app.errors import AppError
 from app.store.sqlite_engine import file_of
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from app.features.search.index import Index
     from app.features.search.routes import Search
     from app.services import Services
@@ -25,16 +30,22 @@ TABLES = ("search_messages", "search_state")
 """PostgreSQL's; the index makes them, no migration does."""
 
 
+def routers() -> list[APIRouter]:
+    from app.features.search.routes import router
+
+    return [router]
+
+
+async def absent(services: Services) -> None:
+    """Remove an index that was made while the search was on: no erasure would clean it."""
+    try:
+        await _discard_index(services.database)
+    except (AppError, OSError) as error:
+        log.warning("a search index that nobody keeps up cannot be removed: %s", error)
+
+
 @contextlib.asynccontextmanager
-async def running(app: Services) -> AsyncIterator[Search | None]:
-    """The search while its follower runs; None where it is off."""
-    if app.settings.search == "off":
-        try:
-            await _discard_index(app.database)
-        except (AppError, OSError) as error:
-            log.warning("a search index that nobody keeps up cannot be removed: %s", error)
-        yield None
-        return
+async def running(app: Services) -> AsyncIterator[Search]:
     from app.features.search.follower import Follower
     from app.features.search.routes import Search
 
@@ -74,10 +85,10 @@ def remove_file(file: Path) -> bool:
 
 
 async def _discard_index(database: Database) -> None:
-    """Remove an index that was made while the search was on: no erasure would clean it. Raises StoreUnavailable."""
+    """Raises StoreUnavailable."""
     if database.is_sqlite:
         if remove_file(index_file(database)):
-            log.warning("TURNLOG_SEARCH is off: the search index has been removed")
+            log.warning("the search is off: its index has been removed")
         return
     look = text("SELECT to_regclass('search_messages') IS NOT NULL")
     if await database.read(lambda connection: connection.execute(look).scalar_one()):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sqlalchemy import BigInteger, Connection, Integer, bindparam, insert, select
@@ -12,8 +12,8 @@ from sqlalchemy.sql import Executable
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, ChunkKey
-from app.domain.fork import Forked
 from app.domain.groups import largest_version
+from app.features.forks.rules import Forked
 from app.store import reads, rollouts
 from app.store import statements as sql
 from app.store.dialect import Parameters, Tx
@@ -23,18 +23,14 @@ from app.store.log_turns import Stale
 from app.store.reads import EventRow
 from app.store.schema import SESSION_ID, blobs, chunks, events, turns
 
+if TYPE_CHECKING:
+    from app.store.objects.objects import Copies
+
 AT_ONCE = 8
 """Rows copied in one call, which must end within the database's statement timeout. A row has at most about 1 MiB."""
 
 MOST_BYTES = 64 << 20
 """The most bytes that a fork counts in the writer's queue, which holds 256 MiB."""
-
-
-class Copies(msgspec.Struct, frozen=True):
-    """A fork's copies of objects, by its own chunks' keys; all names begin with `prefix`."""
-
-    prefix: str
-    names: Mapping[ChunkKey, str]
 
 
 class Fork(BaseOperation, frozen=True):

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from app.api.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.domain.branches import newest_of, place_of
 from app.domain.history import Message, canonical_hash, decode_message
 from app.domain.session import Session
 from app.domain.turns import Turn
 from app.export.rows import as_messages
+from app.features.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database
