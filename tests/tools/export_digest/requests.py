@@ -29,6 +29,11 @@ TOOLS: Mapping[str, Sequence[Json]] = {
 CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "of":"ü"}'}, {"name": "look", "arguments": '{"at": 2}'}]
 
 
+def _choice(reply: Json) -> Json:
+    """The reply's choice; empty where the turn failed, which its reply shows."""
+    return dict(reply.get("choices", [{}])[0])
+
+
 def user(text: Any) -> Json:
     return {"role": "user", "content": text}
 
@@ -192,12 +197,12 @@ def _protocols(player: Player) -> None:
     text = "Once upon a time"
     for more in (" and then", " until"):
         reply = writing.ask("completions", {"prompt": text, "max_tokens": 9, "sim": PLAIN}).json()
-        text += reply["choices"][0]["text"] + more
+        text += _choice(reply).get("text", "") + more
     ids = player.session("ids")
     prompt = [5, 6, 7]
     for more_ids in ([8], [9, 10], []):
         body = {"prompt": prompt, "return_token_ids": True, "max_tokens": 8}
-        choice = ids.ask("completions", body).json()["choices"][0]
+        choice = _choice(ids.ask("completions", body).json())
         prompt = [*prompt, *choice.get("token_ids", []), *more_ids]
 
 
