@@ -75,7 +75,7 @@ class TurnBlobs(msgspec.Struct, frozen=True):
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
     """The turn whose tokens the prompt may continue: the parent, unless the history starts again."""
-    return session.turn(plan.parent) if plan.base_messages else None
+    return session.turns[plan.parent] if plan.base_messages else None
 
 
 def commit_turn(
@@ -105,47 +105,17 @@ def commit_turn(
     `session` alone, of which `index` and `uses` are: in a tree, where another turn may commit first, they are decided
     again.
     """
-    committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing, left_out)
-    if reply.calls or odd_arguments:
-        committed = msgspec.structs.replace(
-            committed,
-            given_ids=given_ids,
-            odd_ids=has_odd_ids(reply.calls),
-            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
-        )
-    events: list[Event] = [] if binding is None else [binding]
-    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
-    if reply.payloads or session.payloads or session.undone_payloads:
-        before = msgspec.structs.replace(session, turns=session.turns.tentative())
-        after = fold(session.session_id, _numbered(session, events), before)
-        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
-        events += [] if tombstoned is None else [tombstoned]
-    return events
-
-
-def _committed(
-    session: Session,
-    index: TreeIndex,
-    opened: TurnOpened,
-    fence: int,
-    plan: Plan,
-    incoming: Incoming | IncomingPrompt,
-    reply: ValidatedReply,
-    blobs: TurnBlobs,
-    timing: Timing | None,
-    left_out: tuple[str, ...],
-) -> TurnCommitted:
     result, hashes = reply.result, incoming.new_hashes(plan.base_messages)
     cause: Literal["drift", "divergence"] | None = None
     if plan.base_messages and result.base and plan.parent not in index.by_parent:
         # The first child that continues its parent's tokens continues its branch and its segment.
-        parent = session.turn(plan.parent)
+        parent = session.turns[plan.parent]
         branch, segment = Branch(parent.branch), parent.branch if session.history == "tree" else parent.segment
     else:
         new = NewTurn(plan.parent if plan.base_messages else 0, hashes, incoming.whole_hash, opened.agent_id)
         branch = branch_of(session, index, new)
         segment, cause = _segment(session, plan, result.base, branch)
-    return TurnCommitted(
+    committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
         fence=fence,
@@ -191,6 +161,21 @@ def _committed(
         logprobs_of=reply.logprobs_of,
         left_out=left_out,
     )
+    if reply.calls or odd_arguments:
+        committed = msgspec.structs.replace(
+            committed,
+            given_ids=given_ids,
+            odd_ids=has_odd_ids(reply.calls),
+            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
+        )
+    events: list[Event] = [] if binding is None else [binding]
+    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
+    if reply.payloads or session.payloads or session.undone_payloads:
+        before = msgspec.structs.replace(session, turns=session.turns.tentative())
+        after = fold(session.session_id, _numbered(session, events), before)
+        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
+        events += [] if tombstoned is None else [tombstoned]
+    return events
 
 
 def _segment(
@@ -204,7 +189,7 @@ def _segment(
         return branch.number, "drift" if branch.cause == "drift" else None
     if plan.parent == 0:
         return 0, None
-    parent = session.turn(plan.parent)
+    parent = session.turns[plan.parent]
     if base:
         return parent.segment, None
     return parent.segment + 1, "drift" if plan.base_messages else "divergence"

@@ -420,8 +420,15 @@ class Incoming:
             self._compare(index)
 
     def _compare(self, index: TreeIndex) -> None:
-        prefix = None if self._left_out else self._prefix
-        repeated = self._known_turn(index, prefix) if prefix else index.repeated(len(self.raws), self.spelling)
+        prefix, counts, count = None if self._left_out else self._prefix, index.counts, len(self.raws)
+        repeated: Turn | None = None
+        if prefix is not None:
+            repeated = self._known_turn(index, prefix)
+        elif counts:
+            # Most requests continue the longest one so far; else the others are looked through.
+            if counts[-1] <= count:
+                repeated = index.by_spelling.get(self.spelling(counts[-1]))
+            repeated = repeated or index.repeated(count, self.spelling)
         if repeated is not None and repeated.agent_id != self._agent_id:
             # Another agent may mean other replies by the same bytes.
             repeated = None if index.has_bare_replies or index.has_odd_calls else repeated
@@ -429,7 +436,7 @@ class Incoming:
         start = self._start = 0 if repeated is None else repeated.message_count - 1
         at = NOTHING if repeated is None else index.inputs.get(repeated.number, NOTHING)
         running = self._running = {start: at}
-        self._stored, count, is_tolerant = {}, len(self.raws), self.matcher == "tolerant"
+        self._stored, is_tolerant = {}, self.matcher == "tolerant"
         self._checked, self._returned = start, self._returned_calls() if index.has_odd_calls else None
         for place in range(start, count):
             if is_tolerant and place not in self._messages and (plain := plain_message(self.raws[place])) is not None:

@@ -7,10 +7,10 @@ taken. An entry can be dropped at any time and is read again from the log.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import TypeVar, cast
 
 import msgspec
@@ -23,6 +23,7 @@ from app.domain.events import (
     SessionErased,
     SessionRestored,
     TurnCommitted,
+    TurnOpened,
     UnknownEvent,
 )
 from app.domain.fold import apply
@@ -50,18 +51,19 @@ CHUNK_BYTES = 256
 
 
 class StoredContent:
-    """Frames of turns that were read with the log: `wires` for the messages, `facts` for the tokens. They are dropped
-    when they are first asked for: the next turn needs them once, and finds its messages and tokens in memory then."""
+    """Frames of turns that were read with the log: `wires` for the messages, `facts` for the tokens
+    (a small turn's are in its wire). They are dropped when they are first asked for: the next turn
+    needs them once, and finds its messages and tokens in memory then."""
 
     def __init__(self) -> None:
         self.wires: dict[int, bytes | None] = {}
-        self.facts: dict[int, bytes | None] = {}
+        self.facts: reads.Frames = {}
 
     @property
     def size(self) -> int:
         """Bytes of all frames."""
-        parts = (self.wires, self.facts)
-        return sum(len(frame) for part in parts if part for frame in part.values() if frame is not None)
+        frames = [*self.wires.values(), *itertools.chain(*self.facts.values())]
+        return sum(len(frame) for frame in frames if frame is not None)
 
 
 class CacheEntry:
@@ -93,13 +95,6 @@ class CacheEntry:
         if self._every_index is None:
             self._every_index = TreeIndex(self.session.every_turn)
         return self._every_index
-
-    @property
-    def size(self) -> int:
-        known = self.messages.size + self.tokens.size + self.bodies.size
-        known += self.unread.size if self.unread.wires or self.unread.facts else 0
-        turns = self.session.turns.count + self.session.undone.count
-        return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
 
     def advance(self, events: Iterable[Recorded]) -> bool:
         """Apply new events; False if they do not follow the entry's version, or a restore has changed what was known:
@@ -309,12 +304,14 @@ class SessionCache:
             return
         known = live.session.version
         new = [recorded for recorded in events if recorded.seq > known]
-        if new and new[0].seq > known + 1:
+        if not new:
+            return
+        if new[0].seq > known + 1:
             live.newest_seen = max(live.newest_seen, new[-1].seq)
-        elif live.advance(new):
-            self._account(session_id, live)
-        else:
+        elif not live.advance(new):
             self.drop(session_id)
+        elif len(new) > 1 or not isinstance(new[0].event, TurnOpened):  # A claim alone takes no room.
+            self._account(session_id, live)
 
     def continued(self, session_id: str, body: bytes, protocol: str) -> ContinuedBody | None:
         """The body as far as it is known from an earlier one of its session in this protocol."""
@@ -336,8 +333,12 @@ class SessionCache:
         next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`), `text` that of all
         tokens."""
         live = self._entries.get(session_id)
-        turn = None if live is None else live.session.turns.get(number)
-        if live is None or turn is None:
+        if live is None:
+            return
+        turn = live.session.turns.newest
+        if turn is None or turn.number != number:
+            turn = live.session.turns.get(number)
+        if turn is None:
             return
         if live.unread.wires or live.unread.facts:
             live.unread = StoredContent()
@@ -383,7 +384,7 @@ class SessionCache:
         messages = iter(await images.put_back(self.database, live.session, stored))
         for member in chain:
             said = saids[member.number]
-            own = islice(messages, len(said.messages))
+            own = itertools.islice(messages, len(said.messages))
             made.extend(member.history_parent, member.number, b",".join((*own, said.message)))
         live.messages.use(made)
         self._account(session_id, live)
@@ -399,10 +400,9 @@ class SessionCache:
         session = live.session
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]
-        facts, live.unread.facts = live.unread.facts, {}
-        known: reads.Frames = {number: (kept, None) for number, kept in facts.items()}
+        known, live.unread.facts = live.unread.facts, {}
         frames = await self._frames(session.session_id, numbers, known, wire=False)
-        facts_bytes = sum(len(kept) for kept, _ in frames.values() if kept is not None)
+        facts_bytes = sum(len(facts or wire or b"") for facts, wire in frames.values())
 
         def loaded() -> PrefixBuffer:
             made = PrefixBuffer()
@@ -495,7 +495,9 @@ class SessionCache:
         if live.session is session and frames:
             live.unread.wires = {number: wire for number, (_, wire) in frames.items()}
             if content is With.FACTS:
-                live.unread.facts = {number: facts for number, (facts, _) in frames.items()}
+                live.unread.facts = {
+                    number: (facts, wire if facts is None else None) for number, (facts, wire) in frames.items()
+                }
             self._account(session.session_id, live)
         return live
 
@@ -516,10 +518,14 @@ class SessionCache:
         """Update the size of an entry that is still in the cache, and drop others if the cache is too large."""
         if self._entries.get(session_id) is not live:
             return
-        size = live.size
+        session = live.session
+        size = ENTRY_BYTES + TURN_BYTES * (session.turns.count + session.undone.count)
+        size += CHUNK_BYTES * live.uses.references + live.messages.size + live.tokens.size + live.bodies.size
+        if live.unread.wires or live.unread.facts:
+            size += live.unread.size
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
-        if live.session.status != "open":
+        if session.status != "open":
             self._whole.add(session_id, is_ended=True)
             if live.bodies.size:
                 self._with_bodies.add(session_id, is_ended=True)

@@ -44,7 +44,7 @@ class Commits:
         services, session_id = self._services, claimed.session.session_id
         result, chunks = generated.reply.result, stored_chunks(generated.reply.result)
         context.stages.reply_bytes = len(generated.body)
-        context.stages.stored_bytes = len(result.facts) + len(result.wire) + size_of(chunks)
+        context.stages.stored_bytes = len(result.facts or b"") + len(result.wire) + size_of(chunks)
         try:
             outcome = await self._write(context, claimed, generated, await self._stage(claimed, chunks))
         except AppError as error:

@@ -38,7 +38,6 @@ from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from workers import codec
-from workers.codec import Facts
 from workers.parse_parts import UNKNOWN_VERSION
 
 if TYPE_CHECKING:
@@ -305,7 +304,7 @@ class Generation:
         ):
             return
         at = await self._services.token_in.first_difference(
-            claimed, parent, lambda: memoryview(codec.unpack(result.facts, Facts).suffix_ids).cast("i")
+            claimed, parent, lambda: memoryview(codec.unpack_facts(result.facts, result.wire).suffix_ids).cast("i")
         )
         raise TokenPrefixMismatch(
             f"the prompt's {result.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
@@ -436,7 +435,7 @@ class Generation:
     async def _reported_ids(self, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""
         claimed = self._claimed
-        suffix = id_text(codec.unpack(reply.result.facts, Facts).suffix_ids)
+        suffix = id_text(codec.unpack_facts(reply.result.facts, reply.result.wire).suffix_ids)
         parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is None or not reply.result.base:
             return suffix
