@@ -8,17 +8,16 @@ import logging
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import (
-    checkpoints,
     counting,
     events,
     exports,
-    forks,
     groups,
     images,
     models,
@@ -39,23 +38,28 @@ from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
 from app.api.error_handlers import handle_faults
 from app.api.ng_rollout import without_prefix
-from app.api.page import files as ui_files
-from app.api.page import live as ui_live
-from app.api.page import routes as ui
 from app.api.replies import error_parts, send_reply
 from app.api.request_ids import RequestIds
 from app.api.security_headers import hardened
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import StartupError
-from app.features import archive, search
-from app.features.archive.routes import router as archive_router
+from app.features import archive, checkpoints, forks, page, search
 from app.protocols.registry import protocol_at
 from app.services import running
 from app.settings import Settings, load_settings
 from app.stopping import on_stop_signal
 
 log = logging.getLogger("turnlog")
+
+FEATURES = (
+    archive,
+    checkpoints,
+    forks,
+    page,
+    search,
+)
+"""What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on."""
 
 SWITCH_S = 0.0005
 """Switch interval of threads: how long the event loop waits for the interpreter while another thread computes. It is a
@@ -103,10 +107,12 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = running(self._settings, self.version, self._tokens, self._connection_limit)
+                limit, features = self._connection_limit, chosen(self._settings)
+                started = running(self._settings, self.version, self._tokens, limit, features)
                 self.state.services = await stack.enter_async_context(started)
-                self.state.search = await stack.enter_async_context(search.running(self.state.services))
-                self.state.archive = await stack.enter_async_context(archive.running(self.state.services))
+                for feature in FEATURES:
+                    if feature not in features.values() and hasattr(feature, "absent"):
+                        await feature.absent(self.state.services)
                 await stack.enter_async_context(metrics_route.published(self.state.services))
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
@@ -130,6 +136,12 @@ def _calm_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
+def chosen(settings: Settings) -> dict[str, ModuleType]:
+    """The features that are on, by their names, in the order in which they start."""
+    named = {feature.__name__.rpartition(".")[2]: feature for feature in FEATURES}
+    return {name: feature for name, feature in named.items() if name in settings.features}
+
+
 def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
@@ -137,7 +149,6 @@ def create_app(settings: Settings) -> Turnlog:
         session_lists.router,
         sessions.router,
         notes.router,
-        forks.router,
         trees.router,
         images.router,
         events.router,
@@ -148,21 +159,15 @@ def create_app(settings: Settings) -> Turnlog:
         exports.router,
         metrics_route.router,
         groups.router,
-        archive_router,
         fleet_routes.router,
-        checkpoints.router,
         skyrl.router,
         engine_routes.router,
         signin.router,
-        ui.router,
-        ui_live.router,
-        ui_files.page_routes(),
     ):
         app.include_router(routes)
-    if settings.search == "on":
-        from app.features.search.routes import router
-
-        app.include_router(router)
+    for feature in chosen(settings).values():
+        for router in feature.routers():
+            app.include_router(router)
     handle_faults(app)
     return app
 

@@ -12,21 +12,12 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.api.connection_limit import ConnectionLimit
 from app.api.limits import RequestMemory
-from app.api.page.checkpoint_view import CheckpointViews
-from app.api.page.conversation import Conversations
-from app.api.page.metadata_columns import MetadataColumns
-from app.api.page.overview import Overviews
-from app.api.page.page import PageReaders
-from app.api.page.rollout_view import Rollouts
-from app.api.page.session_view import SessionViews
-from app.api.page.token_view import TokenViews
-from app.api.page.watch import Watch
 from app.api.tokens import Tokens
 from app.domain.proofs import Proofs
 from app.errors import AppError, SessionNotFound, StartupError
@@ -34,7 +25,6 @@ from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
-from app.export.preview import Previews
 from app.export.session_samples import SessionSamples
 from app.extras import install
 from app.fleet.engine_pool import EnginePool
@@ -48,17 +38,15 @@ from app.fleet.versions import WeightVersions
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
-from app.sessions.checkpoints import Checkpoints
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
-from app.sessions.forks import Forks
-from app.sessions.groups import GroupList
+from app.sessions.groups import GroupList, settle_groups
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
-from app.sessions.restores import Restores
 from app.sessions.session_list import SessionList
+from app.sessions.session_view import SessionViews
 from app.settings import Settings
 from app.stopping import end_without_store
 from app.store.engine import Database
@@ -125,6 +113,16 @@ class Services:
         self.tokens = tokens
         self.connection_limit = connection_limit
         self.clock = clock
+        self.prompts = prompts
+
+        # What features add, before the start. Nobody adds, nothing is called.
+        self.features: dict[str, Any] = {}  # what each has made, by its name
+        self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
+        self.starts: list[Callable[[], None]] = []  # `start`
+        self.registered_calls: list[Callable[[], None]] = []  # `registered`
+        self.waits: list[Callable[[], None]] = []  # `end_waits`
+        self.ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the rest, in this order
+        self.restored: list[Callable[[], Awaitable[object]]] = []  # after the store was taken back to a checkpoint
         self.instance_id = uuid.uuid4().hex
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         incarnation, api_key = registration.incarnation, settings.upstream_api_key
@@ -137,7 +135,8 @@ class Services:
         lease_s = math.inf if database.is_sqlite else settings.lease_s
         beat_s = settings.lease_s / BEATS_PER_LEASE
         self.recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
-        lease, lease_left = self.recovery.lease_to_judge_by, lease_left or self.recovery.lease_left
+        lease = self.recovery.lease_to_judge_by
+        self.lease_left = lease_left or self.recovery.lease_left
         self.objects: Objects | None = None
         if database.bucket is not None:
             keep_s = settings.payloads_keep_s
@@ -190,7 +189,7 @@ class Services:
             clock=clock,
             incarnation=incarnation,
             lease_s=lease,
-            lease_left=lease_left,
+            lease_left=self.lease_left,
         )
         self.controls = SessionControls(
             database=database,
@@ -228,26 +227,8 @@ class Services:
             sessions=self.sessions,
             objects=self.objects,
         )
-        self.forks = Forks(database, self.writer, self.sessions, clock, self.objects)
         self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
-        restores = Restores(
-            database=database,
-            writer=self.writer,
-            cache=self.cache,
-            followers=self.followers,
-            sessions=self.sessions,
-            clock=clock,
-        )
-        self.checkpoints = Checkpoints(
-            database=database,
-            writer=self.writer,
-            fleet=self.fleet,
-            gates=self.gates,
-            restores=restores,
-            incarnation=incarnation,
-            lease_left=lease_left,
-            on_delete=self.janitor.look_again,
-        )
+        self.restored.append(partial(settle_groups, database, self.writer))
         self.log_end = LogEnd(database)
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, clock)
@@ -268,29 +249,22 @@ class Services:
         self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
         self.lag = LoopLag(time.monotonic)
         self.counted = CachedFigures(database, time.monotonic)
-        self.page = PageReaders(
-            sessions=self.session_list,
-            listed=MetadataColumns(database, self.session_list),
-            overviews=Overviews(database, self.session_list, self.pauses, metrics.recent, registration, clock),
-            watch=Watch(database, self.session_list, self.log_end),
-            views=SessionViews(database, self.turns.held),
-            conversations=Conversations(database),
-            tokens=TokenViews(database, prompts),
-            rollouts=Rollouts(database),
-            previews=Previews(database, release),
-            checkpoints=CheckpointViews(database),
-        )
+        self.views = SessionViews(database, self.turns.held)
 
     async def open(self) -> None:
         """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""
         self.writer.start()
         await self.fleet.start()
+        for ready in self.opens:
+            await ready()
 
     def start(self) -> None:
         """Start the background tasks."""
         self.engine_pool.start()
         self.janitor.start()
         self.pauses.start()
+        for begin in self.starts:
+            begin()
 
     def registered(self) -> None:
         """The process is registered in the store, so it may take over from dead ones."""
@@ -299,7 +273,8 @@ class Services:
         if self.objects is not None:
             self.objects.start()
         self.controls.start()
-        self.checkpoints.start()
+        for begin in self.registered_calls:
+            begin()
 
     async def explained(self, error: AppError) -> AppError:
         """The error to answer, where another says more. Raises AppError."""
@@ -312,7 +287,8 @@ class Services:
         self.followers.stop()
         self.all_events.stop()
         self.gates.stop()
-        self.page.watch.stop()
+        for end in self.waits:
+            end()
 
     async def stop(self) -> None:
         """Stop all components, users before what they use; each whatever became of the ones before.
@@ -321,12 +297,12 @@ class Services:
         """
         ends = [
             self.registration.stop,
+            *self.ends,
             self.lag.stop,
             self.log_end.stop,
             self.counted.stop,
             *(() if self.objects is None else (self.objects.stop,)),
             self.janitor.stop,
-            self.checkpoints.stop,
             lambda: self.turns.drain(DRAIN_S),
             self.controls.stop,
             lambda: self.pool.stop(0),
@@ -349,9 +325,16 @@ class Services:
 
 @contextlib.asynccontextmanager
 async def running(
-    settings: Settings, release: str, tokens: Tokens, connection_limit: ConnectionLimit
+    settings: Settings,
+    release: str,
+    tokens: Tokens,
+    connection_limit: ConnectionLimit,
+    features: Mapping[str, Any],
 ) -> AsyncIterator[Services]:
-    """The services of a process, started, until the end of the block. Raises StartupError."""
+    """The services of a process and the packages of `features`, started, until the end of the block.
+
+    Raises StartupError.
+    """
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -388,6 +371,8 @@ async def running(
             prompts=prompts,
             clock=time.time,  # as it is now: a test's clock may have taken its place
         )
+        for name, feature in features.items():
+            services.features[name] = feature.add_to(services)
         stack.push_async_callback(services.stop)
         try:
             await services.open()

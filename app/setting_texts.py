@@ -10,6 +10,9 @@ from collections.abc import Mapping
 TEXTS: Mapping[str, Mapping[str, str]] = {
     "Store and service": {
         "database_url": "SQLite, or `postgresql+asyncpg://…`. Alembic reads it too",
+        "features": "[the parts of the service](design.md#features) that are there beside the kernel; or `all`, or "
+        "`none`. What is left out has no routes, no background work and no metrics. On SQLite, [search](search.md) "
+        "needs FTS5",
         "log_format": "`auto`: JSON unless standard error is a terminal",
         "log_level": "`debug` has a line with the stages of each turn",
         "lease_s": "silence after which a process on PostgreSQL loses its claims",
@@ -57,7 +60,6 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "tito_family": "or a [family](tito.md#models), whose template arguments are then pinned",
         "samples_versions": "weight versions in [`/samples`](api.md#samples)",
         "picker": "a dotted path of the operator's own [picker of branches](trees.md#rows)",
-        "search": "[Search](search.md). On SQLite it needs FTS5",
     },
     "Replay payloads": {
         "replay": "[replay payloads](api.md#replay-payloads) to ask engines for",

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -94,6 +94,12 @@ BUCKETS = ("s3", "gs", "az", "file")
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
+Feature = Literal["archive", "checkpoints", "forks", "page", "search"]
+"""The folders of `app.features`."""
+
+FEATURES: tuple[Feature, ...] = get_args(Feature)
+DEFAULT_FEATURES = tuple(name for name in FEATURES if name != "search")
+
 
 class Settings(BaseSettings):
     """An operator's choices. The defaults work on one machine. An empty value counts as not set."""
@@ -126,7 +132,7 @@ class Settings(BaseSettings):
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
     max_replay_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=1024 * MIB, ge=MIB)
     picker: str | None = None
-    search: Literal["off", "on"] = "off"
+    features: Annotated[tuple[Feature, ...], NoDecode] = DEFAULT_FEATURES
     replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
@@ -203,6 +209,14 @@ class Settings(BaseSettings):
     @classmethod
     def _kinds(cls, value: object) -> object:
         return tuple(dict.fromkeys(re.findall(r"[^,\s]+", value))) if isinstance(value, str) else value
+
+    @field_validator("features", mode="before")
+    @classmethod
+    def _features(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        names = tuple(dict.fromkeys(re.findall(r"[^,\s]+", value)))
+        return {ALL: FEATURES, ("none",): ()}.get(names, names)
 
     @field_validator("moe_topk")
     @classmethod

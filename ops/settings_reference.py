@@ -33,6 +33,7 @@ code by `python -m ops.settings_reference`. [Tuning](tuning.md) says which to ch
 """
 
 DEFAULTS = {
+    "features": "all but `search`",
     "workers": "CPUs, at most 16",
     "on_abort": "`return`; with a tokenizer `continue`",
     "history": "the first turn's choice",

@@ -79,5 +79,5 @@ async def get_state(
 ) -> Response:
     """Turns with the times of their stages, failed turns, rollbacks, rewards and metadata; also of a closed or erased
     session."""
-    views = services(request).page.views
+    views = services(request).views
     return Response(msgspec.json.encode(await views.at(session_id, seq)), media_type=JSON)

@@ -104,15 +104,21 @@ class _TurnRequest:
                 error = failed
             outcome = error.code
             await self._send_error(error)
-            stages.end()
+            stages.ended_at = stages.clock()
         except Exception:
             outcome = AppError.code
             log.exception("an unexpected fault in a turn")
             await self._send_error(AppError(INTERNAL))
-            stages.end()
+            stages.ended_at = stages.clock()
         if outcome is not None:
-            app.metrics.turn_ended(outcome, stages)
-            _log_outcome(outcome, stages)
+            seconds = stages.seconds()
+            app.metrics.turn_ended(outcome, seconds, stages)
+            if outcome not in SUCCEEDED:
+                stage, took = stages.marks[-1][0].name.lower(), round(sum(seconds) * 1000, 3)
+                log.info("turn failed: %s", outcome, extra={"code": outcome, "stage": stage, "duration_ms": took})
+            elif log.isEnabledFor(logging.DEBUG):
+                times = {stage.name.lower(): round(seconds[stage] * 1000, 3) for stage in TurnStage}
+                log.debug("turn %s", outcome, extra={"stages_ms": times})
 
     async def _answer(self, reservation: BodyReservation) -> str | None:
         """The outcome; None if the client disconnected before the end of its request. Raises AppError."""
@@ -120,7 +126,8 @@ class _TurnRequest:
         body = await read_body(self._receive, self._headers, app.settings.max_request_bytes, reservation)
         if body is None:
             return None
-        self._stages.begin()
+        # The request has arrived: its time counts from now on.
+        self._stages.marks[0] = (TurnStage.CLAIM, self._stages.clock())
         self._stages.request_bytes = len(body)
         if self._path_session is not None:
             if not re.fullmatch(ID, self._path_session):
@@ -162,7 +169,7 @@ class _TurnRequest:
         try:
             if live is not None:
                 outcome = await self._stream(session_id, asyncio.ensure_future(call), live)
-                self._stages.end()
+                self._stages.ended_at = self._stages.clock()
                 return outcome
             reply = await call
         finally:
@@ -174,7 +181,7 @@ class _TurnRequest:
             reply,
             lambda: send_reply(self._send, reply.status, _turn_headers(reply, self._protocol), *parts),
         )
-        self._stages.end()
+        self._stages.ended_at = self._stages.clock()
         return _outcome(reply)
 
     def _is_lost(self) -> bool:
@@ -311,17 +318,6 @@ def _outcome(reply: TurnReply) -> str:
     if reply.replayed:
         return JOINED if reply.joined else REPLAYED
     return ABORTED if reply.is_aborted else COMMITTED
-
-
-def _log_outcome(outcome: str, stages: Stages) -> None:
-    """Log a failed turn; with `debug` also the stages of a successful one."""
-    if outcome in SUCCEEDED:
-        if log.isEnabledFor(logging.DEBUG):
-            times = {stage.name.lower(): round(stages.seconds[stage] * 1000, 3) for stage in TurnStage}
-            log.debug("turn %s", outcome, extra={"stages_ms": times})
-        return
-    stage, took = stages.stage.name.lower(), round(stages.total * 1000, 3)
-    log.info("turn failed: %s", outcome, extra={"code": outcome, "stage": stage, "duration_ms": took})
 
 
 def retry_mark(headers: Headers) -> RetryMark:

@@ -1,1 +1,11 @@
-"""Parts that the kernel does without: a folder each, named in the composition root, and absent where it is off."""
+"""What the kernel does without: a folder each, named in one line of `app.main`, and absent where it is off.
+
+The package of a feature has functions that the composition calls:
+
+    routers()            its routes
+    add_to(services)     makes what it needs, and adds to the lists of `Services` what is to be called at the start, at
+                         the stop and at the kernel's points; the value is `services.features[name]`
+    absent(services)     called where it is off, after the start (optional)
+
+Its docstring says what it adds, and where it touches a turn.
+"""

@@ -132,19 +132,20 @@ class Writer:
         self._room = asyncio.Condition()
         self._waiting_for_room = 0
         self._stopping = False
-        self._is_scheduled = False
+        self._is_scheduled = True  # Nothing begins before `start`.
         self._gathering: asyncio.TimerHandle | None = None
         self._open = 0
         self._is_sessionless_open = False
         self._deferred = 0
         self._one_ended = asyncio.Event()
         self._batches: set[asyncio.Task[None]] = set()
+        self._lanes = 0
         self._loop: asyncio.AbstractEventLoop
-        self._lanes: int
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._lanes = self._database.lanes
+        self._loop.call_soon(self._begin)
 
     async def stop(self) -> None:
         """Commit what is queued and end; later operations are refused."""
@@ -164,7 +165,7 @@ class Writer:
             await self._wait_for_room()
         if self._stopping:
             raise StoreUnavailable("the server is stopping")
-        loop, size = self._loop, operation.size
+        loop, size = asyncio.get_running_loop(), operation.size
         entry = _Entry(operation, loop.create_future(), size, loop.time() + LOCKED_S)
         if (
             operation.is_alone

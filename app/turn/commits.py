@@ -44,7 +44,7 @@ class Commits:
         services, session_id = self._services, claimed.session.session_id
         result, chunks = generated.reply.result, stored_chunks(generated.reply.result)
         context.stages.reply_bytes = len(generated.body)
-        context.stages.stored_bytes = len(result.facts) + len(result.wire) + size_of(chunks)
+        context.stages.stored_bytes = len(result.facts or b"") + len(result.wire) + size_of(chunks)
         try:
             outcome = await self._write(context, claimed, generated, await self._stage(claimed, chunks))
         except AppError as error:
@@ -69,7 +69,6 @@ class Commits:
         spelled = context.history.spelled() if layout is not None and isinstance(context.history, Incoming) else None
         text = None if layout is None or generated.reply.text is None else generated.reply.text()
         services.cache.remember(session_id, claimed.opened.turn, messages, tokens, layout, spelled, text)
-        services.cache.snapshot_if_due(claimed.fence - 1, session_id)
 
     async def _write(
         self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn, chunks: Sequence[StoredChunk]
@@ -77,7 +76,7 @@ class Commits:
         """Write the commit. Other turns may have been committed since the claim: its events are decided for the state
         that it is written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
         cache, session_id = self._services.cache, context.session_id
-        entry = require_open(await cache.get(session_id), session_id)
+        entry = await cache.open(session_id)
         async with entry.committing:
             while True:
                 await self._read_pins(entry)

@@ -162,7 +162,7 @@ class Dispatch:
             crash_points.reach("before_engine")
         while True:
             await self.pass_gate()
-            context.stages.enter(TurnStage.ENGINE)
+            context.stages.marks.append((TurnStage.ENGINE, context.stages.clock()))
             try:
                 answer = await services.engines.generate(
                     choice.order,
@@ -178,7 +178,7 @@ class Dispatch:
                 )
             except Withheld:
                 continue
-            context.stages.enter(TurnStage.VALIDATE)
+            context.stages.marks.append((TurnStage.VALIDATE, context.stages.clock()))
             if crash_points.ARMED:
                 crash_points.reach("after_engine")
             return msgspec.structs.replace(answer, is_native=body.is_native and answer.reply.status == 200)
@@ -213,9 +213,9 @@ class Dispatch:
         if context.gate.is_open:
             return
         with contextlib.nullcontext() if context.flight.engine_asked else context.flight.waiting_at_gate():
-            context.stages.enter(TurnStage.GATE)
+            context.stages.marks.append((TurnStage.GATE, context.stages.clock()))
             await context.gate.wait()
-            context.stages.enter(TurnStage.PREPARE)
+            context.stages.marks.append((TurnStage.PREPARE, context.stages.clock()))
         await self.require_still_open()
 
     async def require_still_open(self) -> None:

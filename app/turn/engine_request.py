@@ -181,6 +181,10 @@ def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
     Raises InvalidRequest if the request names another adapter than the session's.
     """
     own = session.config.adapter or None
+    model = bytes(request.params.get("model", b""))
+    is_plain = not model or (model[:1] == b'"' and b"\\" not in model)
+    if own is None and is_plain and not fleet.adapters and "lora_path" not in request.params:
+        return None
     path = value_of(request.params.get("lora_path"), "lora_path")
     named = _adapter_in_model(value_of(request.params.get("model"), "model"), fleet)
     if own is None:

@@ -38,7 +38,6 @@ from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from workers import codec
-from workers.codec import Facts
 from workers.parse_parts import UNKNOWN_VERSION
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ class Generation:
         if claimed.plan.base_messages == 0 or self._context.request.shape != "chat":
             return []
         stored = await self._services.cache.messages(claimed.entry, claimed.plan.parent)
-        chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.odd_calls else ()
+        chain = claimed.session.message_chain(claimed.plan.parent) if claimed.entry.index.has_odd_calls else ()
         if not any(turn.odd_arguments for turn in chain):
             return [stored]
         large = len(stored) if len(stored) > INLINE_BYTES else 0
@@ -305,7 +304,7 @@ class Generation:
         ):
             return
         at = await self._services.token_in.first_difference(
-            claimed, parent, lambda: memoryview(codec.unpack(result.facts, Facts).suffix_ids).cast("i")
+            claimed, parent, lambda: memoryview(codec.unpack_facts(result.facts, result.wire).suffix_ids).cast("i")
         )
         raise TokenPrefixMismatch(
             f"the prompt's {result.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
@@ -406,12 +405,12 @@ class Generation:
             continuation.prompt(),
             continuation.options(),
         )
-        context.stages.enter(TurnStage.GATE)
+        context.stages.marks.append((TurnStage.GATE, context.stages.clock()))
         with context.flight.cancellable():
             if misses:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
             await context.gate.wait()
-            context.stages.enter(TurnStage.PREPARE)
+            context.stages.marks.append((TurnStage.PREPARE, context.stages.clock()))
             await self._dispatch.require_still_open()
             choice = await self._place_again(choice, continuation.newest.answer.engine)
             native = continuation.first.answer.is_native
@@ -436,7 +435,7 @@ class Generation:
     async def _reported_ids(self, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""
         claimed = self._claimed
-        suffix = id_text(codec.unpack(reply.result.facts, Facts).suffix_ids)
+        suffix = id_text(codec.unpack_facts(reply.result.facts, reply.result.wire).suffix_ids)
         parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is None or not reply.result.base:
             return suffix

@@ -38,51 +38,42 @@ class TurnStage(IntEnum):
 
 
 class Stages:
-    """Time of one turn by stage, beginning in `claim`; repeated stages add up.
+    """When one turn entered each of its stages, beginning with `claim`; repeated stages add up.
+
+    `marks` are the stages in their order, each with the time of `clock` at which it was entered. The turn
+    appends to them itself: a function for it would be six calls a turn. `ended_at` is when the last
+    byte of the reply or error was sent.
 
     For a committed turn: `request_bytes` and `reply_bytes` (from the engine) as received, `stored_bytes` as stored.
     """
 
-    __slots__ = ("_at", "_clock", "reply_bytes", "request_bytes", "seconds", "stage", "stored_bytes")
+    __slots__ = ("clock", "ended_at", "marks", "reply_bytes", "request_bytes", "stored_bytes")
 
     def __init__(self, clock: MonotonicClock) -> None:
-        self._clock = clock
-        self._at = clock()
-        self.stage = TurnStage.CLAIM
-        self.seconds = [0.0] * len(TurnStage)
+        self.clock = clock
+        self.marks = [(TurnStage.CLAIM, clock())]
+        self.ended_at: float | None = None
         self.request_bytes = 0
         self.reply_bytes = 0
         self.stored_bytes = 0
 
-    def begin(self) -> None:
-        """The request has arrived completely: time counts from now on."""
-        self._at = self._clock()
-
-    def enter(self, stage: TurnStage) -> None:
-        """End the current stage and begin the next."""
-        now = self._clock()
-        self.seconds[self.stage] += now - self._at
-        self._at = now
-        self.stage = stage
-
-    def end(self) -> None:
-        """End the current stage."""
-        self.enter(self.stage)
-
-    @property
-    def total(self) -> float:
-        """Seconds in all stages that have ended."""
-        return sum(self.seconds)
-
-    @property
-    def overhead(self) -> float:
-        """Turnlog's own part: all but the stages `gate` and `engine`."""
-        return self.total - self.seconds[TurnStage.GATE] - self.seconds[TurnStage.ENGINE]
+    def seconds(self) -> list[float]:
+        """Seconds by stage. A stage that has not ended counts as 0."""
+        seconds = [0.0] * len(TurnStage)
+        stage, since = self.marks[0]
+        for following, at in self.marks:
+            seconds[stage] += at - since
+            stage, since = following, at
+        if self.ended_at is not None:
+            seconds[stage] += self.ended_at - since
+        return seconds
 
     def timing(self) -> Timing:
         """What the log keeps: it is written before the commit ends, so without the later stages."""
-        gate, claim, prepare, engine, validate = (round(seconds * 1e6) for seconds in self.seconds[: TurnStage.COMMIT])
-        return Timing(gate, claim, prepare, engine, validate)
+        gate, claim, prepare, engine, validate = self.seconds()[: TurnStage.COMMIT]
+        return Timing(
+            round(gate * 1e6), round(claim * 1e6), round(prepare * 1e6), round(engine * 1e6), round(validate * 1e6)
+        )
 
 
 COMMITTED = "committed"
@@ -116,8 +107,8 @@ class _Second(msgspec.Struct):
 
     number: int = -1
     turns: int = 0
-    overhead: Counter[int] = msgspec.field(default_factory=Counter)
-    engine: Counter[int] = msgspec.field(default_factory=Counter)
+    overhead: dict[int, int] = msgspec.field(default_factory=dict)
+    engine: dict[int, int] = msgspec.field(default_factory=dict)
     errors: Counter[str] = msgspec.field(default_factory=Counter)
 
 
@@ -145,23 +136,22 @@ class RecentTurnStats:
         self._seconds = [_Second() for _ in range(WINDOW_S + 1)]
         self._errors: Counter[str] = Counter()
 
-    def turn_ended(self, outcome: str, stages: Stages) -> None:
-        """A reply or an error was sent. `outcome` is one of `OUTCOMES`, or an `AppError`'s code."""
-        second = self._second(int(self._clock()))
-        if outcome in NEW_TURNS:
-            second.turns += 1
-            second.overhead[_slot(stages.overhead)] += 1
-            second.engine[_slot(stages.seconds[TurnStage.ENGINE])] += 1
-        elif outcome not in SUCCEEDED:
-            second.errors[outcome] += 1
-            self._errors[outcome] += 1
-
-    def _second(self, number: int) -> _Second:
+    def turn_ended(self, outcome: str, overhead: float, engine: float) -> None:
+        """A reply or an error was sent. `outcome` is one of `OUTCOMES`, or an `AppError`'s code; the others are seconds
+        of Turnlog's own work and of the engine's."""
+        number = int(self._clock())
         index = number % len(self._seconds)
         second = self._seconds[index]
         if second.number != number:
             second = self._seconds[index] = _Second(number)
-        return second
+        if outcome in NEW_TURNS:
+            second.turns += 1
+            for slots, seconds in ((second.overhead, overhead), (second.engine, engine)):
+                slot = int(math.log2(seconds / SLOT_ZERO_S) * PER_OCTAVE) if seconds > SLOT_ZERO_S else 0
+                slots[slot] = slots.get(slot, 0) + 1
+        elif outcome not in SUCCEEDED:
+            second.errors[outcome] += 1
+            self._errors[outcome] += 1
 
     def summary(self) -> RecentTurnsSummary:
         """Includes the second that has only begun."""
@@ -184,10 +174,6 @@ class RecentTurnStats:
             errors=dict(errors),
             errors_total=dict(self._errors),
         )
-
-
-def _slot(seconds: float) -> int:
-    return int(math.log2(seconds / SLOT_ZERO_S) * PER_OCTAVE) if seconds > SLOT_ZERO_S else 0
 
 
 def _percentile_ms(slots: Counter[int], share: float) -> float | None:

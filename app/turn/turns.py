@@ -130,7 +130,9 @@ class Turns:
                 if continued is not None:
                     large = large or large_history(body, request, entry.index)
                 self._admit(request, session_id, waiter.token_session)
-                request = with_pinned(request, entry.session.config)
+                config = entry.session.config
+                if config.params or config.model is not None:
+                    request = with_pinned(request, config)
                 adapter = adapter_of(entry.session, request, services.fleet.fleet)
                 while True:
                     await cache.read_odd_calls(entry)
@@ -290,14 +292,14 @@ class Turns:
         reply: TurnReply | None = None
         try:
             if not context.gate.admits_at_once:
-                stages.enter(TurnStage.GATE)
+                stages.marks.append((TurnStage.GATE, stages.clock()))
                 await self._wait_at_gate(context.gate, flight, context.session_id)
-                stages.enter(TurnStage.CLAIM)
+                stages.marks.append((TurnStage.CLAIM, stages.clock()))
             claimed = await services.claims.take(entry, context, is_alone=self.in_flight == 1)
             if claimed is not None:
                 flight.fence = claimed.fence
                 context.gate.has_claim = True
-                stages.enter(TurnStage.PREPARE)
+                stages.marks.append((TurnStage.PREPARE, stages.clock()))
                 reply = await self._run_claimed(context, claimed)
             return reply
         finally:
@@ -355,9 +357,9 @@ class Turns:
             await claims.reject(claimed, "engine_error", generated.status)
             return TurnReply(generated.status, generated.headers, generated.body.pieces)
         stages = context.stages
-        stages.enter(TurnStage.COMMIT)
+        stages.marks.append((TurnStage.COMMIT, stages.clock()))
         await self._commits.commit(context, claimed, generated)
-        stages.enter(TurnStage.REPLY)
+        stages.marks.append((TurnStage.REPLY, stages.clock()))
         return self._reply(context.request, claimed, generated)
 
     async def _cancelled(self, flight: InFlightTurn, claimed: ClaimedTurn) -> AppError:

@@ -8,9 +8,9 @@ import pytest
 from helpers.log import BODY, created, float64, int32
 from helpers.store import Store
 
-from app.export import preview as export_preview
-from app.export.preview import Preview, Previews
 from app.export.query import ExportQuery
+from app.features.page import preview as export_preview
+from app.features.page.preview import Preview, Previews
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
 from workers import codec

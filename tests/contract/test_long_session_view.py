@@ -10,11 +10,11 @@ from helpers.log import committed, created
 from helpers.store import Store
 from sqlalchemy import insert
 
-from app.api.page import conversation
-from app.api.page.conversation import MAX_MESSAGES, Conversations
-from app.api.page.session_view import SessionViews
 from app.domain.encoding import encode
 from app.domain.events import Event, name_of
+from app.features.page import conversation
+from app.features.page.conversation import MAX_MESSAGES, Conversations
+from app.sessions.session_view import SessionViews
 from app.store.schema import events, turns
 from workers import codec
 from workers.codec import Wire

@@ -21,11 +21,10 @@ from app.errors import ClaimLost, PayloadsUnavailable, PayloadTombstoned, Startu
 from app.sessions.replay_payloads import payload_of, values
 from app.store.dialect import Tx
 from app.store.log import Appended, StoredChunk
-from app.store.log_fork import Copies
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
 from app.store.objects import names, rows
 from app.store.objects.bucket import Bucket
-from app.store.objects.objects import SMALL_BYTES, Objects
+from app.store.objects.objects import SMALL_BYTES, Copies, Objects
 from app.store.objects.reader import load_chunks
 from app.store.schema import dead_objects
 from workers import codec

@@ -11,10 +11,10 @@ from sqlalchemy import select
 from test_store_chunks import chunks
 
 from app.domain.events import BlobRef, BlobsTombstoned
-from app.domain.fork import Forked, config_of_fork, fork
+from app.features.forks.operation import AT_ONCE, Fork, read_source
+from app.features.forks.rules import Forked, config_of_fork, fork
 from app.store import reads
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_fork import AT_ONCE, Fork, read_source
 from app.store.log_sessions import Create, Existing
 from app.store.log_turns import Stale
 from app.store.schema import turns

@@ -10,9 +10,9 @@ from helpers.log import BODY
 from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert, update
 
-from app.api.page import watch as watching
-from app.api.page.watch import Listener, Watch
 from app.errors import InvalidRequest, Overloaded
+from app.features.page import watch as watching
+from app.features.page.watch import Listener, Watch
 from app.sessions.log_end import LogEnd
 from app.sessions.session_list import SessionList
 from app.store.dialect import Tx

@@ -23,7 +23,7 @@ MARKUP = "😀 <b>zebra</b> crossing"
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     require_chromium()
-    with standing(tmp_path_factory.mktemp("search"), environment={"TURNLOG_SEARCH": "on"}) as stand:
+    with standing(tmp_path_factory.mktemp("search"), environment={"TURNLOG_FEATURES": "all"}) as stand:
         for number in range(25):
             talk = stand.talk(session_id=f"found-{number:02}", group_id="zoo", metadata={"task": f"t{number % 2}"})
             talk.say(
@@ -69,7 +69,7 @@ def test_without_an_index_it_says_how(page_stand: PageStand, watch: Watch) -> No
     watched = watch(page_stand.stand.server.base_url)
     watched.expected = ("404 (Not Found)",)
     page = watched.open("#/search?q=anything")
-    expect(page.locator("main .message")).to_contain_text("TURNLOG_SEARCH=on")
+    expect(page.locator("main .message")).to_contain_text("TURNLOG_FEATURES=all")
 
 
 def test_notes_and_tags_are_shown_filtered_and_copied(searched: Stand, watch: Watch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.api.page.files import FOLDER
+from app.features.page.files import FOLDER
 from e2e.page import PageStand
 from e2e.page_data import CHECKPOINT
 
@@ -33,7 +33,7 @@ Check = Callable[[Sequence[Path]], "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
-    """`tsc --noEmit -p app/api/page/jsconfig.json`, by the compiler in deno; nothing is fetched."""
+    """`tsc --noEmit -p app/features/page/jsconfig.json`, by the compiler in deno; nothing is fetched."""
     command = [deno.find_deno_bin(), "check", "--no-remote", "--no-npm", "--config", str(CONFIG)]
     cache = tmp_path_factory.mktemp("deno")
     environment = {**os.environ, "DENO_DIR": str(cache), "DENO_NO_UPDATE_CHECK": "1", "NO_COLOR": "1"}

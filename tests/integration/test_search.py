@@ -17,7 +17,7 @@ from integration.stand import Stand, Talk, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 from turnlog import Turnlog
 
-ON = {"TURNLOG_SEARCH": "on"}
+ON = {"TURNLOG_FEATURES": "all"}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_an_index_is_removed_where_the_search_is_off_and_made_anew(searched: Sta
     assert len(current(searched, q=word)["hits"]) == 1
     searched.server.stop()
     environment = searched.server.environment
-    searched.server.environment = environment | {"TURNLOG_SEARCH": "off"}
+    searched.server.environment = environment | {"TURNLOG_FEATURES": ""}
     searched.server.start()
     assert searched.http.get("/search", params={"q": word}).status_code == 404
     searched.server.stop()
@@ -271,9 +271,9 @@ def test_the_client_and_the_command_line_give_every_page(
 def test_where_it_is_off_nothing_of_it_is_loaded(
     stand: Stand, clean_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TURNLOG_SEARCH", raising=False)
+    monkeypatch.delenv("TURNLOG_FEATURES", raising=False)
     look = "import sys, app.main; print([name for name in sys.modules if name.startswith('app.features.search.')])"
     loaded = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert loaded.stdout == "[]\n"
     clean_environment(URL=stand.server.base_url)
-    assert "TURNLOG_SEARCH" in complaint("search", "word")
+    assert "TURNLOG_FEATURES" in complaint("search", "word")

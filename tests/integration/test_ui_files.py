@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from app.api.page.files import FOLDER, MEDIA_TYPES
+from app.features.page.files import FOLDER, MEDIA_TYPES
 from integration.stand import Stand, error_of
 
 DIRECTIVES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from app.api.page.rollout_view import MAX_BYTES, MAX_STEPS, STRIP
+from app.features.page.rollout_view import MAX_BYTES, MAX_STEPS, STRIP
 from integration.stand import WEATHER, Stand
 
 NOW = {"latency_s": 0}

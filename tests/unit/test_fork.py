@@ -23,13 +23,13 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.fold import fold
-from app.domain.fork import Forked, config_of_fork, fork
 from app.domain.groups import oldest_version
 from app.domain.history import match
 from app.domain.samples import TurnTokens, samples
 from app.domain.session import Session
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
+from app.features.forks.rules import Forked, config_of_fork, fork
 
 LOST_BY_PLACE = (
     *("number", "parent", "retry_key", "body_hash", "seq", "params", "tools"),

@@ -13,7 +13,7 @@ import schemathesis
 from app.api import openapi
 from app.main import create_app
 from app.protocols.registry import ROUTES
-from app.settings import Settings
+from app.settings import FEATURES, Settings
 
 KIND = re.compile(r":\w+(?=})")
 """What a parameter in a path may be, which a document does not say."""
@@ -21,7 +21,7 @@ KIND = re.compile(r":\w+(?=})")
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return openapi.document(create_app(Settings(search="on")))
+    return openapi.document(create_app(Settings(features=FEATURES)))
 
 
 def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -35,7 +35,7 @@ def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_every_route_is_in_it(document: dict[str, Any]) -> None:
     routes = {
         f"{method} {KIND.sub('', route.path)}"
-        for route in openapi.routes_of(create_app(Settings(search="on")).routes)
+        for route in openapi.routes_of(create_app(Settings(features=FEATURES)).routes)
         for method in (route.methods or set()) - {"HEAD"}
     }
     turns = {f"POST {prefix}{route}" for route in ROUTES for prefix in ("", "/sessions/{session_id}")}

@@ -59,7 +59,7 @@ def search(
     try:
         found = server.read("GET", "/search", parameters={**wish, "limit": limit, "cursor": cursor})
     except NotFound:
-        raise Failure("the server's search is off: start it with TURNLOG_SEARCH=on") from None
+        raise Failure("the server's search is off: start it with TURNLOG_FEATURES=all") from None
     if printed_as_json(ctx, found):
         return
     _print_hits(found["hits"])

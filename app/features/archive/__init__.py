@@ -11,19 +11,24 @@ this touches the rest:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from app.features.archive.archive import Archive
     from app.services import Services
 
 
-@contextlib.asynccontextmanager
-async def running(app: Services) -> AsyncIterator[Archive]:
+def routers() -> list[APIRouter]:
+    from app.features.archive.routes import router
+
+    return [router]
+
+
+def add_to(app: Services) -> Archive:
     from app.features.archive.archive import Archive
 
     archive = Archive(
@@ -39,8 +44,6 @@ async def running(app: Services) -> AsyncIterator[Archive]:
     )
     app.explain.append(archive.where_is)
     app.erasure.elsewhere.append(archive.erase)
-    archive.start()
-    try:
-        yield archive
-    finally:
-        await archive.stop()
+    app.starts.append(archive.start)
+    app.ends.append(archive.stop)
+    return archive

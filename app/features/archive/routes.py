@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.bodies import body_of
 from app.api.describe import BODY, PAYLOADS, WRITE, describe, json_reply
+from app.api.state import services
 from app.domain.patterns import ID
 from app.errors import ArchiveBusy, NotFound, SessionEnded, SessionExists, Unsupported
 from app.features.archive.archive import Archive
@@ -83,5 +84,5 @@ async def import_file(request: Request) -> dict[str, Any]:
 
 
 def _archive(request: Request) -> Archive:
-    archive: Archive = request.app.state.archive
+    archive: Archive = services(request).features["archive"]
     return archive

@@ -1,10 +1,12 @@
-"""Search over all messages: a follower of the log, and an index of its own. Only `TURNLOG_SEARCH=on` loads the rest."""
+"""Search over all messages: a follower of the log, and an index of its own. The rest is loaded where it is on.
+
+`GET /search`. An erasure has the index forget the session (`Erasure.forget`). Nothing of it touches a turn.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,8 @@ from app.errors import AppError
 from app.store.sqlite_engine import file_of
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from app.features.search.index import Index
     from app.features.search.routes import Search
     from app.services import Services
@@ -25,29 +29,36 @@ TABLES = ("search_messages", "search_state")
 """PostgreSQL's; the index makes them, no migration does."""
 
 
-@contextlib.asynccontextmanager
-async def running(app: Services) -> AsyncIterator[Search | None]:
-    """The search while its follower runs; None where it is off."""
-    if app.settings.search == "off":
-        try:
-            await _discard_index(app.database)
-        except (AppError, OSError) as error:
-            log.warning("a search index that nobody keeps up cannot be removed: %s", error)
-        yield None
-        return
+def routers() -> list[APIRouter]:
+    from app.features.search.routes import router
+
+    return [router]
+
+
+async def absent(services: Services) -> None:
+    """Remove an index that was made while the search was on: no erasure would clean it."""
+    try:
+        await _discard_index(services.database)
+    except (AppError, OSError) as error:
+        log.warning("a search index that nobody keeps up cannot be removed: %s", error)
+
+
+def add_to(app: Services) -> Search:
     from app.features.search.follower import Follower
     from app.features.search.routes import Search
 
     index = _index(app)
     follower = Follower(app.database, app.log_end, app.all_events, index, app.metrics)
     app.erasure.forget.append(index.forget)
-    with contextlib.suppress(AppError):  # the follower tries again
-        await index.open()
-    follower.start()
-    try:
-        yield Search(app, index)
-    finally:
-        await follower.stop()
+
+    async def open_index() -> None:
+        with contextlib.suppress(AppError):  # the follower tries again
+            await index.open()
+
+    app.opens.append(open_index)
+    app.starts.append(follower.start)
+    app.ends.append(follower.stop)
+    return Search(app, index)
 
 
 def _index(app: Services) -> Index:
@@ -74,10 +85,10 @@ def remove_file(file: Path) -> bool:
 
 
 async def _discard_index(database: Database) -> None:
-    """Remove an index that was made while the search was on: no erasure would clean it. Raises StoreUnavailable."""
+    """Raises StoreUnavailable."""
     if database.is_sqlite:
         if remove_file(index_file(database)):
-            log.warning("TURNLOG_SEARCH is off: the search index has been removed")
+            log.warning("the search is off: its index has been removed")
         return
     look = text("SELECT to_regclass('search_messages') IS NOT NULL")
     if await database.read(lambda connection: connection.execute(look).scalar_one()):

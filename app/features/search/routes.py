@@ -11,6 +11,7 @@ from pydantic import Field
 
 from app.api.describe import JSON, READ, describe, json_reply
 from app.api.parameters import LIMIT, PageCursor, require_known
+from app.api.state import services
 from app.domain import cursors
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest
@@ -51,7 +52,7 @@ class SearchQuery(SessionConditions):
 
 
 class Search:
-    """The search of one process, which it has as `app.state.search`."""
+    """The search of one process."""
 
     def __init__(self, app: Services, index: Index) -> None:
         self._database = app.database
@@ -153,8 +154,8 @@ async def search(request: Request, query: Annotated[SearchQuery, Query()]) -> Re
     """Messages, tool calls and tool results that match, newest first, paged by cursor; a page may have fewer hits than
     `limit` though others follow. At least one of `q`, `role`, `tool`, `finish_reason`, `session_id` is needed.
 
-    Only where `TURNLOG_SEARCH` is on.
+    Only where `TURNLOG_FEATURES` names `search`.
     """
     require_known(request, SearchQuery)
-    of_app: Search = request.app.state.search
-    return Response(msgspec.json.encode(await of_app.page(query)), media_type=JSON)
+    of_services: Search = services(request).features["search"]
+    return Response(msgspec.json.encode(await of_services.page(query)), media_type=JSON)

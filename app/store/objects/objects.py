@@ -17,7 +17,6 @@ from app.domain.events import ChunkKey
 from app.errors import AppError, ClaimLost, Overloaded
 from app.store.leases import ReleaseLease, TakeLease
 from app.store.log import StoredChunk
-from app.store.log_fork import Copies
 from app.store.objects import names, rows
 from app.store.objects.rows import DeadObject
 from app.store.ports import Database, Writer
@@ -44,6 +43,13 @@ SWEEP_EVERY_S, OWNER_EVERY_S = 1800.0, 60.0
 
 LEASE_S = 30.0
 DELETED_AT_ONCE = 256
+
+
+class Copies(msgspec.Struct, frozen=True):
+    """A fork's copies of objects, by its own chunks' keys; all names begin with `prefix`."""
+
+    prefix: str
+    names: Mapping[ChunkKey, str]
 
 
 class Objects:

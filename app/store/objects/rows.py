@@ -189,7 +189,7 @@ class EndWriting(StoreOperation, frozen=True):
 
 class EndWritingOfDead(StoreOperation, frozen=True):
     """Dead processes write no more: what they were writing may be deleted. A fork that one of them might still commit
-    after it was paused is refused (`log_fork`)."""
+    after it was paused is refused (`features.forks`)."""
 
     durable: ClassVar[bool] = False
     lease_s: float

@@ -13,11 +13,12 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api.describe import EVENTS, READ, Reply, describe
-from app.api.page.routes import HEADERS, overview_of
-from app.api.page.watch import Listener
+from app.api.page_views import HEADERS
 from app.api.parameters import PageCursor
 from app.api.state import services
 from app.errors import StoreUnavailable
+from app.features.page.routes import overview_of, page_of
+from app.features.page.watch import Listener
 from app.sessions.log_end import POLL_S, LogPosition
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ ROWS = 1000
 async def live(request: Request, cursor: PageCursor = None) -> StreamingResponse:
     """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects resumes there."""
     app = services(request)
-    listener = await app.page.watch.listen(request.headers.get("last-event-id") or cursor)
+    listener = await page_of(request).watch.listen(request.headers.get("last-event-id") or cursor)
     return _ChangeStream(app, listener)
 
 

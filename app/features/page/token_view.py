@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from app.api.page.conversation import unknown_branch
 from app.domain.branches import BranchRow, branch_rows, place_of, row_of
 from app.domain.events import TurnCommitted
 from app.domain.samples import Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
 from app.domain.session import Session
+from app.features.page.conversation import unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sqlalchemy import BigInteger, Connection, Integer, bindparam, insert, select
@@ -12,8 +12,8 @@ from sqlalchemy.sql import Executable
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, ChunkKey
-from app.domain.fork import Forked
 from app.domain.groups import largest_version
+from app.features.forks.rules import Forked
 from app.store import reads, rollouts
 from app.store import statements as sql
 from app.store.dialect import Parameters, Tx
@@ -23,18 +23,14 @@ from app.store.log_turns import Stale
 from app.store.reads import EventRow
 from app.store.schema import SESSION_ID, blobs, chunks, events, turns
 
+if TYPE_CHECKING:
+    from app.store.objects.objects import Copies
+
 AT_ONCE = 8
 """Rows copied in one call, which must end within the database's statement timeout. A row has at most about 1 MiB."""
 
 MOST_BYTES = 64 << 20
 """The most bytes that a fork counts in the writer's queue, which holds 256 MiB."""
-
-
-class Copies(msgspec.Struct, frozen=True):
-    """A fork's copies of objects, by its own chunks' keys; all names begin with `prefix`."""
-
-    prefix: str
-    names: Mapping[ChunkKey, str]
 
 
 class Fork(BaseOperation, frozen=True):
@@ -220,9 +216,7 @@ class ForkSource(msgspec.Struct, frozen=True):
 
 def read_source(connection: Connection, session_id: str) -> ForkSource:
     """Read the log without content."""
-    whole = select(turns.c.turn).where(
-        turns.c.session_id == session_id, turns.c.facts.is_not(None), turns.c.wire.is_not(None)
-    )
+    whole = select(turns.c.turn).where(turns.c.session_id == session_id, turns.c.wire.is_not(None))
     kept = select(blobs.c.number).where(blobs.c.session_id == session_id, blobs.c.data.is_not(None))
     live = select(chunks.c.fence, chunks.c.number).where(
         chunks.c.session_id == session_id, chunks.c.tombstoned_by.is_(None)

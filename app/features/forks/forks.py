@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, ForkRef, Recorded, UnknownEvent
 from app.domain.fold import fold
-from app.domain.fork import Forked, config_of_fork, fork
 from app.domain.session import Session
 from app.errors import (
     IdempotencyMismatch,
@@ -21,15 +20,18 @@ from app.errors import (
     SessionNotFound,
     SessionUnreadable,
 )
+from app.features.forks.operation import Fork, ForkSource, read_source
+from app.features.forks.rules import Forked, config_of_fork, fork
 from app.sessions.lifecycle import Clock, Sessions, hash_of, metadata_blob, metadata_ref, refusal
 from app.store import reads
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_fork import Fork, ForkSource, read_source
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
-from app.store.objects.objects import Objects
 from app.store.ports import Database, Writer
 from app.store.writer import HELD_PAUSE_S
+
+if TYPE_CHECKING:
+    from app.store.objects.objects import Objects
 
 TRIES = 20
 """Attempts to decide a fork while the source keeps tombstoning payloads."""

@@ -10,18 +10,18 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from app.api.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.domain.branches import newest_of, place_of
 from app.domain.history import Message, canonical_hash, decode_message
 from app.domain.session import Session
 from app.domain.turns import Turn
 from app.export.rows import as_messages
+from app.features.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Frames
 from workers import codec
-from workers.codec import CorruptContent, Facts
+from workers.codec import CorruptContent
 
 MAX_TURNS = 2_000
 """Turns of one rollout that are listed; the first ones."""
@@ -215,7 +215,7 @@ def _steps(turns: Sequence[Turn], frames: Frames) -> list[Step]:
 def _step(turn: Turn, facts_frame: bytes | None, wire_frame: bytes | None) -> Step:
     error, logprobs = None, np.empty(0)
     try:
-        logprobs = np.frombuffer(codec.unpack(facts_frame, Facts).logprobs, "<f8")
+        logprobs = np.frombuffer(codec.unpack_facts(facts_frame, wire_frame).logprobs, "<f8")
     except CorruptContent as fault:
         error = str(fault)
     return Step(

@@ -16,7 +16,7 @@ from app.api.state import services
 from app.domain.history import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import IdempotencyMismatch, NotFound, SessionEnded
-from app.sessions.forks import ForkOrder
+from app.features.forks.forks import ForkOrder, Forks
 from turnlog import replies as wire
 
 router = APIRouter(tags=["Sessions"])
@@ -64,7 +64,8 @@ async def fork_session(
     require_small("metadata has", body.metadata)
     order = ForkOrder(session_id, body.turn, body.group_id, body.metadata, body.parent_loss)
     fork_ids = [_fork_id(session_id, idempotency_key, nth) for nth in range(body.count)]
-    await app.forks.fork(order, fork_ids)
+    forks: Forks = app.features["forks"]
+    await forks.fork(order, fork_ids)
     return {"sessions": [created(request, fork_id) for fork_id in fork_ids]}
 
 

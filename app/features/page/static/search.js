@@ -114,7 +114,7 @@ export class SearchView extends View {
     replace(this.list);
     replace(this.foot);
     if (error instanceof ApiError && error.status === 404) {
-      const how = h("p", null, "Start the server with ", h("code", null, "TURNLOG_SEARCH=on"), ".");
+      const how = h("p", null, "Start the server with ", h("code", null, "TURNLOG_FEATURES=all"), ".");
       replace(this.problem, message("empty", "Search is off.", how));
     } else super.onFailure(error);
   }

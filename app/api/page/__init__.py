@@ -1,1 +1,0 @@
-"""The web page: its routes, its static files and the readers of its views."""

@@ -1,0 +1,68 @@
+"""The web page: its static files, the read-only routes under `/ui/api`, and the readers of its views.
+
+It reads the log, the heads and what the process has in memory. Nothing of it touches a turn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from app.features.page.conversation import Conversations
+    from app.features.page.metadata_columns import MetadataColumns
+    from app.features.page.overview import Overviews
+    from app.features.page.preview import Previews
+    from app.features.page.rollout_view import Rollouts
+    from app.features.page.token_view import TokenViews
+    from app.features.page.watch import Watch
+    from app.services import Services
+
+
+class Page(NamedTuple):
+    """The readers of the page's views. They never write."""
+
+    listed: MetadataColumns
+    overviews: Overviews
+    watch: Watch
+    conversations: Conversations
+    tokens: TokenViews
+    rollouts: Rollouts
+    previews: Previews
+
+
+def routers() -> list[APIRouter]:
+    from app.features.page import files, live, routes
+
+    return [routes.router, live.router, files.page_routes()]
+
+
+def add_to(services: Services) -> Page:
+    from app.features.page.conversation import Conversations
+    from app.features.page.metadata_columns import MetadataColumns
+    from app.features.page.overview import Overviews
+    from app.features.page.preview import Previews
+    from app.features.page.rollout_view import Rollouts
+    from app.features.page.token_view import TokenViews
+    from app.features.page.watch import Watch
+
+    database, sessions = services.database, services.session_list
+    watch = Watch(database, sessions, services.log_end)
+    services.waits.append(watch.stop)
+    return Page(
+        listed=MetadataColumns(database, sessions),
+        overviews=Overviews(
+            database,
+            sessions,
+            services.pauses,
+            services.metrics.recent,
+            services.registration,
+            services.clock,
+        ),
+        watch=watch,
+        conversations=Conversations(database),
+        tokens=TokenViews(database, services.prompts),
+        rollouts=Rollouts(database),
+        previews=Previews(database, services.release),
+    )
