@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import (
-    checkpoints,
     counting,
     events,
     exports,
@@ -44,7 +43,7 @@ from app.api.replies import error_parts, send_reply
 from app.api.tokens import Tokens
 from app.api.turns import TurnRequest
 from app.errors import StartupError
-from app.features import archive, forks, page, search
+from app.features import archive, checkpoints, forks, page, search
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
 from app.services import Services, running
@@ -55,6 +54,7 @@ log = logging.getLogger("turnlog")
 
 FEATURES = (
     archive,
+    checkpoints,
     forks,
     page,
     search,
@@ -172,7 +172,6 @@ def create_app(settings: Settings) -> Turnlog:
         metrics_route.router,
         groups.router,
         fleet_routes.router,
-        checkpoints.router,
         skyrl.router,
         engine_routes.router,
         signin.router,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import msgspec
 
@@ -27,8 +26,9 @@ from app.domain.events import (
     TurnOpened,
 )
 from app.domain.fold import fold
-from app.domain.history import Incoming, Plan
+from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
+from app.domain.rules import RULES, Plan
 from app.domain.session import Session
 from app.domain.tree import Branch, NewTurn, TreeIndex, branch_of
 from app.domain.turns import Turn
@@ -75,7 +75,7 @@ class TurnBlobs(msgspec.Struct, frozen=True):
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
     """The turn whose tokens the prompt may continue: the parent, unless the history starts again."""
-    return session.turn(plan.parent) if plan.base_messages else None
+    return session.turns[plan.parent] if plan.base_messages else None
 
 
 def commit_turn(
@@ -105,47 +105,15 @@ def commit_turn(
     `session` alone, of which `index` and `uses` are: in a tree, where another turn may commit first, they are decided
     again.
     """
-    committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing, left_out)
-    if reply.calls or odd_arguments:
-        committed = msgspec.structs.replace(
-            committed,
-            given_ids=given_ids,
-            odd_ids=has_odd_ids(reply.calls),
-            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
-        )
-    events: list[Event] = [] if binding is None else [binding]
-    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
-    if reply.payloads or session.payloads or session.undone_payloads:
-        before = msgspec.structs.replace(session, turns=session.turns.tentative())
-        after = fold(session.session_id, _numbered(session, events), before)
-        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
-        events += [] if tombstoned is None else [tombstoned]
-    return events
-
-
-def _committed(
-    session: Session,
-    index: TreeIndex,
-    opened: TurnOpened,
-    fence: int,
-    plan: Plan,
-    incoming: Incoming | IncomingPrompt,
-    reply: ValidatedReply,
-    blobs: TurnBlobs,
-    timing: Timing | None,
-    left_out: tuple[str, ...],
-) -> TurnCommitted:
     result, hashes = reply.result, incoming.new_hashes(plan.base_messages)
-    cause: Literal["drift", "divergence"] | None = None
     if plan.base_messages and result.base and plan.parent not in index.by_parent:
-        # The first child that continues its parent's tokens continues its branch and its segment.
-        parent = session.turn(plan.parent)
-        branch, segment = Branch(parent.branch), parent.branch if session.history == "tree" else parent.segment
+        # The first child that continues its parent's tokens continues its branch.
+        branch = Branch(session.turns[plan.parent].branch)
     else:
         new = NewTurn(plan.parent if plan.base_messages else 0, hashes, incoming.whole_hash, opened.agent_id)
         branch = branch_of(session, index, new)
-        segment, cause = _segment(session, plan, result.base, branch)
-    return TurnCommitted(
+    segment, cause = RULES[session.history].segment(session, plan, result.base, branch)
+    committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
         fence=fence,
@@ -191,23 +159,21 @@ def _committed(
         logprobs_of=reply.logprobs_of,
         left_out=left_out,
     )
-
-
-def _segment(
-    session: Session, plan: Plan, base: int, branch: Branch
-) -> tuple[int, Literal["drift", "divergence"] | None]:
-    """The turn's segment, and the cause if a segment begins here. In a tree it is the branch.
-
-    In a linear session segments are numbered along the live path, so a discarded one leaves no gap.
-    """
-    if session.is_tree:
-        return branch.number, "drift" if branch.cause == "drift" else None
-    if plan.parent == 0:
-        return 0, None
-    parent = session.turn(plan.parent)
-    if base:
-        return parent.segment, None
-    return parent.segment + 1, "drift" if plan.base_messages else "divergence"
+    if reply.calls or odd_arguments:
+        committed = msgspec.structs.replace(
+            committed,
+            given_ids=given_ids,
+            odd_ids=has_odd_ids(reply.calls),
+            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
+        )
+    events: list[Event] = [] if binding is None else [binding]
+    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
+    if reply.payloads or session.payloads or session.undone_payloads:
+        before = msgspec.structs.replace(session, turns=session.turns.tentative())
+        after = fold(session.session_id, _numbered(session, events), before)
+        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
+        events += [] if tombstoned is None else [tombstoned]
+    return events
 
 
 def _numbered(session: Session, events: list[Event]) -> Iterator[Recorded]:

@@ -225,8 +225,10 @@ def _noted(session: Session, event: SessionNoted) -> dict[str, Any]:
 
 def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Session:
     """Raises UnknownEvent unless the parent is an earlier turn, so that every chain of turns ends."""
+    newest = session.turns.newest
     if event.parent:
-        follows = event.parent < event.turn and session.turns.get(event.parent) is not None
+        is_known = (newest is not None and newest.number == event.parent) or event.parent in session.turns
+        follows = is_known and event.parent < event.turn
     else:
         follows = event.turn > 0 and not (event.base_messages or event.base_tokens)
     if not follows or (session.undone.count and event.turn in session.undone):

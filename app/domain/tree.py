@@ -64,10 +64,10 @@ class TreeIndex:
         self._by_bare_reply = _Newest()
         self._by_calls = _Newest()
         self.by_body = _Newest()
-        self._by_spelling: dict[str, Turn] = {}
+        self.by_spelling: dict[str, Turn] = {}
         self.odd_calls = OddCalls()
         self.has_odd_calls = self.has_empty_replies = False
-        self._counts: list[int] = []
+        self.counts: list[int] = []
         for turn in turns:
             self.add(turn)
 
@@ -80,7 +80,11 @@ class TreeIndex:
             (self.by_body, turn.body_hash or None),
         ]
         if is_chat:
-            at = self._base_hash(turn) if turn.base_messages else NOTHING
+            parent = self._turns.get(turn.parent) if turn.base_messages else None
+            at = NOTHING
+            if parent is not None:
+                is_whole = parent.message_count == turn.base_messages and parent.number in self._histories
+                at = self._histories[parent.number] if is_whole else self.prefixes(parent)[turn.base_messages]
             for message_hash in hashes[:-1]:
                 at = hashlib.sha256(f"{at}:{message_hash}".encode()).hexdigest()[:32]
             self.inputs[number] = at
@@ -109,22 +113,13 @@ class TreeIndex:
             self.has_odd_calls = True
             self.odd_calls.add(number, turn.given_ids)
         count = turn.message_count - 1
-        self._by_spelling[turn.client_hash] = turn
-        if not self._counts or count > self._counts[-1]:
-            self._counts.append(count)
+        self.by_spelling[turn.client_hash] = turn
+        if not self.counts or count > self.counts[-1]:
+            self.counts.append(count)
             return
-        place = bisect.bisect_left(self._counts, count)
-        if self._counts[place] != count:
-            self._counts.insert(place, count)
-
-    def _base_hash(self, turn: Turn) -> str:
-        """The running hash of the messages that the turn takes from its parent."""
-        parent = self._turns.get(turn.history_parent)
-        if parent is None:
-            return NOTHING
-        if parent.message_count == turn.base_messages and parent.number in self._histories:
-            return self._histories[parent.number]
-        return self.prefixes(parent)[turn.base_messages]
+        place = bisect.bisect_left(self.counts, count)
+        if self.counts[place] != count:
+            self.counts.insert(place, count)
 
     def turn(self, number: int) -> Turn | None:
         """The turn with this number, if the index has it."""
@@ -162,12 +157,12 @@ class TreeIndex:
     def repeated(self, messages: int, spelling: Callable[[int], str]) -> Turn | None:
         """The newest of the longest earlier requests with whose bytes this one begins: it has so many messages, and
         `spelling` gives a hash of the bytes of the first ones."""
-        stop = bisect.bisect_right(self._counts, messages)
+        stop = bisect.bisect_right(self.counts, messages)
         likely, recent = max(stop - 1, 0), max(stop - RECENT_COUNTS, 0)
-        for counts in (self._counts[likely:stop], self._counts[recent:likely], self._counts[:recent]):
+        for counts in (self.counts[likely:stop], self.counts[recent:likely], self.counts[:recent]):
             spelled = [spelling(count) for count in counts]
             for key in reversed(spelled):
-                if (turn := self._by_spelling.get(key)) is not None:
+                if (turn := self.by_spelling.get(key)) is not None:
                     return turn
         return None
 
@@ -272,29 +267,6 @@ def _carried(session: Session, index: TreeIndex, turn: NewTurn) -> int | None:
             if number not in own:
                 return number
     return None
-
-
-def superseded(session: Session) -> set[int]:
-    """The turns that no row is made of, unless all branches are asked for.
-
-    In a linear session these are the turns off the live path. In a tree, a childless turn is superseded by a sibling
-    with the same request and agent that was opened after it had committed, and has a child.
-    """
-    if not session.is_tree:
-        live = set(session.path)
-        return {turn.number for turn in session.turns if turn.number not in live}
-    parents = {turn.history_parent for turn in session.turns}
-    continued: dict[tuple[int, str, str | None], Turn] = {}
-    for turn in session.turns:
-        if turn.number in parents:
-            key = turn.history_parent, turn.body_hash, turn.agent_id
-            continued[key] = max(continued.get(key, turn), turn, key=lambda one: one.opened_seq)
-    childless = (turn for turn in session.turns if turn.number not in parents)
-    return {
-        turn.number
-        for turn in childless
-        if (newer := continued.get((turn.history_parent, turn.body_hash, turn.agent_id))) and newer.supersedes(turn)
-    }
 
 
 def leaves(turns: Turns | Sequence[Turn]) -> list[Turn]:

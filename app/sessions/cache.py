@@ -23,6 +23,7 @@ from app.domain.events import (
     SessionErased,
     SessionRestored,
     TurnCommitted,
+    TurnOpened,
     UnknownEvent,
 )
 from app.domain.fold import apply
@@ -94,13 +95,6 @@ class CacheEntry:
         if self._every_index is None:
             self._every_index = TreeIndex(self.session.every_turn)
         return self._every_index
-
-    @property
-    def size(self) -> int:
-        known = self.messages.size + self.tokens.size + self.bodies.size
-        known += self.unread.size if self.unread.wires or self.unread.facts else 0
-        turns = self.session.turns.count + self.session.undone.count
-        return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
 
     def advance(self, events: Iterable[Recorded]) -> bool:
         """Apply new events; False if they do not follow the entry's version, or a restore has changed what was known:
@@ -310,12 +304,14 @@ class SessionCache:
             return
         known = live.session.version
         new = [recorded for recorded in events if recorded.seq > known]
-        if new and new[0].seq > known + 1:
+        if not new:
+            return
+        if new[0].seq > known + 1:
             live.newest_seen = max(live.newest_seen, new[-1].seq)
-        elif live.advance(new):
-            self._account(session_id, live)
-        else:
+        elif not live.advance(new):
             self.drop(session_id)
+        elif len(new) > 1 or not isinstance(new[0].event, TurnOpened):  # A claim alone takes no room.
+            self._account(session_id, live)
 
     def continued(self, session_id: str, body: bytes, protocol: str) -> ContinuedBody | None:
         """The body as far as it is known from an earlier one of its session in this protocol."""
@@ -337,8 +333,12 @@ class SessionCache:
         next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`), `text` that of all
         tokens."""
         live = self._entries.get(session_id)
-        turn = None if live is None else live.session.turns.get(number)
-        if live is None or turn is None:
+        if live is None:
+            return
+        turn = live.session.turns.newest
+        if turn is None or turn.number != number:
+            turn = live.session.turns.get(number)
+        if turn is None:
             return
         if live.unread.wires or live.unread.facts:
             live.unread = StoredContent()
@@ -518,10 +518,14 @@ class SessionCache:
         """Update the size of an entry that is still in the cache, and drop others if the cache is too large."""
         if self._entries.get(session_id) is not live:
             return
-        size = live.size
+        session = live.session
+        size = ENTRY_BYTES + TURN_BYTES * (session.turns.count + session.undone.count)
+        size += CHUNK_BYTES * live.uses.references + live.messages.size + live.tokens.size + live.bodies.size
+        if live.unread.wires or live.unread.facts:
+            size += live.unread.size
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
-        if live.session.status != "open":
+        if session.status != "open":
             self._whole.add(session_id, is_ended=True)
             if live.bodies.size:
                 self._with_bodies.add(session_id, is_ended=True)
