@@ -18,7 +18,6 @@ from app.api import (
     counting,
     events,
     exports,
-    groups,
     images,
     models,
     notes,
@@ -43,7 +42,7 @@ from app.api.replies import error_parts, send_reply
 from app.api.tokens import Tokens
 from app.api.turns import TurnRequest
 from app.errors import StartupError
-from app.features import archive, checkpoints, forks, page, search
+from app.features import archive, checkpoints, forks, groups, page, search
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
 from app.services import Services, running
@@ -56,6 +55,7 @@ FEATURES = (
     archive,
     checkpoints,
     forks,
+    groups,
     page,
     search,
 )
@@ -170,7 +170,6 @@ def create_app(settings: Settings) -> Turnlog:
         service.router,
         exports.router,
         metrics_route.router,
-        groups.router,
         fleet_routes.router,
         skyrl.router,
         engine_routes.router,
