@@ -66,20 +66,20 @@ def _play(api: Stand) -> None:
     assert again.headers["x-turnlog-replayed"] == "true"
     assert again.json()["id"] == first.json()["id"]
     linear.say("and on")
-    assert api.http.post("/sessions/linear/reward", json={"reward": 1.0}).status_code == 200
-    assert api.http.post("/sessions/linear/close").status_code == 200
+    assert api.http.put("/sessions/linear/reward", json={"reward": 1.0}).status_code == 200
+    assert api.http.delete("/sessions/linear").status_code == 200
     tree = api.talk(session_id="tree", history="tree")
     tree.say("Hello")
     tree.say("left")
     del tree.messages[2:]
     tree.say("right")
-    assert api.http.post("/sessions/tree/close").status_code == 200
+    assert api.http.delete("/sessions/tree").status_code == 200
     api.close()
 
 
 def _look(api: Stand) -> None:
     assert {row["session_id"] for row in api.rows()} == {"linear", "tree"}
     assert len(api.rows(session_id="tree")) == 2
-    assert api.http.delete("/sessions/linear").status_code in (200, 204)
-    assert api.http.get("/sessions/linear").status_code == 410
+    assert api.http.delete("/sessions/linear/content").status_code == 200
+    assert api.get("/sessions/linear")["status"] == "erased"
     api.close()
