@@ -67,19 +67,19 @@ def _play(api: Stand) -> None:
     assert again.json()["id"] == first.json()["id"]
     linear.say("and on")
     assert api.http.put("/sessions/linear/reward", json={"reward": 1.0}).status_code == 200
-    assert api.http.delete("/sessions/linear").status_code == 200
+    assert api.http.delete("/sessions/linear").status_code == 204
     tree = api.talk(session_id="tree", history="tree")
     tree.say("Hello")
     tree.say("left")
     del tree.messages[2:]
     tree.say("right")
-    assert api.http.delete("/sessions/tree").status_code == 200
+    assert api.http.delete("/sessions/tree").status_code == 204
     api.close()
 
 
 def _look(api: Stand) -> None:
     assert {row["session_id"] for row in api.rows()} == {"linear", "tree"}
     assert len(api.rows(session_id="tree")) == 2
-    assert api.http.delete("/sessions/linear/content").status_code == 200
-    assert api.get("/sessions/linear")["status"] == "erased"
+    assert api.http.delete("/sessions/linear", params={"erase": True}).status_code == 204
+    assert api.get("/sessions/linear/state")["status"] == "erased"
     api.close()
