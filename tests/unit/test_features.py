@@ -107,6 +107,12 @@ def test_a_feature_says_what_it_adds() -> None:
         assert callable(feature.routers)
 
 
+def test_settings_of_what_is_off_have_their_defaults() -> None:
+    given = Settings(features=("page",), payloads="file:///payloads", payloads_keep_s=5, retain_until_ack=True)
+    assert (given.payloads, given.payloads_keep_s, given.retain_until_ack) == ("database", 600, False)
+    assert Settings(features=("objects",), payloads="file:///payloads").payloads == "file:///payloads"
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_what_is_off_has_no_routes(name: str) -> None:
     feature = chosen(Settings(features=(name,)))[name]
