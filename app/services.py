@@ -58,8 +58,12 @@ from app.store.objects.rows import has_objects, note_objects, url_of_objects
 from app.store.writer import Writer
 from app.tito.families import check_family
 from app.turn.claims import Claims
+from app.turn.engine_call import EngineCalls
 from app.turn.large_bodies import LargeBodies
+from app.turn.live import LiveTurns
 from app.turn.placement import Placement
+from app.turn.points import TurnPoints
+from app.turn.resume import Resume
 from app.turn.retries import Retries
 from app.turn.session_control import SessionControls
 from app.turn.stages import RecentTurnStats
@@ -176,17 +180,8 @@ class Services:
             incarnation=incarnation,
             lease_s=lease,
         )
-        self.claims = Claims(
-            retries=self.retries,
-            settings=settings,
-            cache=self.cache,
-            writer=self.writer,
-            followers=self.followers,
-            clock=clock,
-            incarnation=incarnation,
-            lease_s=lease,
-            lease_left=lease_left,
-        )
+        self.points = TurnPoints()
+        self.claims = Claims(self, incarnation=incarnation, lease_s=lease, lease_left=lease_left)
         self.controls = SessionControls(
             database=database,
             writer=self.writer,
@@ -199,8 +194,19 @@ class Services:
         )
         self.placement = Placement(self.engines, self.cache, settings, clock)
         self.validator = ReplyValidator(pool, settings)
-        self.staging = Staging(database, self.writer, settings, incarnation)
+        self.staging = Staging(database, self.writer, settings)
         self.large_bodies = LargeBodies()
+        self.engine_calls = EngineCalls(self)
+        points = self.points
+        points.before_claim.append(self.gates.arrive)
+        points.before_engine.append(self.gates.pass_again)
+        points.may_send.append(self.gates.take)
+        points.claimed.append(self.controls.claimed)
+        points.ended.append(self.controls.ended)
+        points.around_engine.append(Resume(self).around)
+        points.asking.append(LiveTurns(self).asking)
+        if self.objects is not None:
+            points.chunks.append(self.objects.stored)
         self.turns = Turns(self)
 
         # sessions

@@ -12,7 +12,7 @@ from typing import cast
 
 from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
-from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan, shape_of
+from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
 from app.domain.request import has_more_than_text
@@ -21,8 +21,8 @@ from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerC
 from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store.log import StoredChunk
-from app.turn.context import ClaimedTurn, RequestHistory
-from app.turn.engine_request import EngineRequestOptions, PromptIds
+from app.turn.engine_call import EngineCall
+from app.turn.in_flight import InFlightTurn, RequestHistory
 from app.upstream.body import Body
 from app.upstream.dialects import returns
 from workers import job
@@ -46,49 +46,44 @@ class ReplyValidator:
         self._settings = settings
 
     async def validate(
-        self,
-        claimed: ClaimedTurn,
-        history: RequestHistory,
-        new: Sequence[bytes],
-        answer: Answer,
-        requested_at: float,
-        options: EngineRequestOptions,
-        prompt: PromptIds | None,
+        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
     ) -> ValidatedReply:
-        """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
+        """`new` are the messages that are stored with it. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash,
+        Overloaded."""
+        prompt = call.prompt
         reply = answer.reply
         work = Job(
             dialect=self._settings.upstream_dialect,
-            known=_known(claimed) if prompt is None else prompt.known,
-            wants=[self._want(claimed, kind, options) for kind in REPLAY],
+            known=_known(turn) if prompt is None else prompt.known,
+            wants=[self._want(turn, kind, call) for kind in REPLAY],
             messages=list(new),
             headers=reply.headers,
             status=reply.status,
-            rid=options.rid,
-            own=options.own,
-            protocol=shape_of(claimed.opened.protocol),
+            rid=call.rid,
+            own=call.own,
+            protocol=call.shape,
             sent=b"" if prompt is None else prompt.text + b",",
-            is_part=options.is_part,
-            ids_field=options.ids_field if options.ids_field not in (None, "input_ids") else "",
+            is_part=call.is_part,
+            ids_field=call.ids_field if call.ids_field not in (None, "input_ids") else "",
         )
-        known = None if work.known is None or work.sent else claimed.entry.bodies.text_of(work.known)
+        known = None if work.known is None or work.sent else turn.entry.bodies.text_of(work.known)
         result, text = await self._run_job(work, answer, sum(map(len, new)), known)
-        if result.miscounted is not None and not _has_images(history):
+        if result.miscounted is not None and not _has_images(turn.history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         size = len(result.message)
         if size >= self._settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
+        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
         return ValidatedReply(
             result,
             engine=answer.engine,
-            requested_at=requested_at,
+            requested_at=turn.requested_at,
             message_hash=message_hash,
             calls_hash=calls_hash,
             bare_hash=bare_hash,
             calls=() if calls_hash is None else sampled_calls(result.message),
             weight_versions=_versions(result, answer.dispatched),
-            payloads=_payload_refs(claimed.fence, result),
+            payloads=_payload_refs(turn.fence, result),
             trimmed=0 if prompt is None else prompt.trimmed,
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
@@ -117,16 +112,15 @@ class ReplyValidator:
         except (PoolError, OSError) as error:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
 
-    def _want(self, claimed: ClaimedTurn, kind: str, options: EngineRequestOptions) -> Want:
+    def _want(self, turn: InFlightTurn, kind: str, call: EngineCall) -> Want:
         of_experts = kind == "routed_experts"
         # If the client left out rows itself, they are not known to be the parent's.
-        is_unchecked = of_experts and options.first_row > 0 and not options.own
-        parent = None if is_unchecked else _parent(claimed.session, claimed.plan.parent, cast(ReplayKind, kind))
+        is_unchecked = of_experts and call.first_row > 0 and not call.own
+        parent = None if is_unchecked else _parent(turn.session, turn.plan.parent, cast(ReplayKind, kind))
         return Want(
             kind=kind,
-            required=kind in self._settings.replay
-            and returns(kind, self._settings.upstream_dialect, shape_of(claimed.opened.protocol)),
-            start=options.first_row if of_experts else 0,
+            required=kind in self._settings.replay and returns(kind, self._settings.upstream_dialect, call.shape),
+            start=call.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
             parent=parent,
         )
@@ -157,8 +151,8 @@ def _has_images(history: RequestHistory) -> bool:
     return isinstance(history, Incoming) and has_more_than_text(history.raws)
 
 
-def _known(claimed: ClaimedTurn) -> KnownTokens | None:
-    parent = decide.token_parent(claimed.session, claimed.plan)
+def _known(turn: InFlightTurn) -> KnownTokens | None:
+    parent = decide.token_parent(turn.session, turn.plan)
     return None if parent is None else KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
 
