@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import (
-    checkpoints,
     counting,
     events,
     exports,
@@ -45,7 +44,7 @@ from app.api.security_headers import hardened
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import StartupError
-from app.features import archive, forks, page, search
+from app.features import archive, checkpoints, forks, page, search
 from app.protocols.registry import protocol_at
 from app.services import running
 from app.settings import Settings, load_settings
@@ -55,6 +54,7 @@ log = logging.getLogger("turnlog")
 
 FEATURES = (
     archive,
+    checkpoints,
     forks,
     page,
     search,
@@ -160,7 +160,6 @@ def create_app(settings: Settings) -> Turnlog:
         metrics_route.router,
         groups.router,
         fleet_routes.router,
-        checkpoints.router,
         skyrl.router,
         engine_routes.router,
         signin.router,

@@ -1,18 +1,31 @@
-"""The folder in which several processes share their metrics, so that a scrape of any one covers all.
+"""Where a process keeps its metrics: numbers in its memory, or in a file of a folder that several processes share.
 
-`turnlog serve` sets PROMETHEUS_MULTIPROC_DIR; whoever starts several processes otherwise sets it to an empty folder.
-prometheus_client keeps each process's values in files there, and adds them up at a scrape. Each process locks a file of
-its own: the kernel frees the lock when the process dies, so a dead process is never taken for alive.
+`turnlog serve` sets PROMETHEUS_MULTIPROC_DIR; whoever starts several processes otherwise sets it to an
+empty folder. Each process maps a file of its own there and counts in it, so that a scrape of any process
+covers all, and nothing is lost when one is killed. It holds a lock on its file, which the kernel frees
+when it dies: a dead process is never taken for alive.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
-from collections.abc import Iterator
+import secrets
+import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_LOCK_SUFFIX = ".lock"
+import msgspec
+
+_SUFFIX = ".metrics"
+_HEAD = struct.Struct("<Q")
+_VALUE = struct.calcsize("d")
+
+Series = tuple[str, str, int]
+"""A series in a file: its metric's name, the value of its label, and how many numbers it has."""
+
+_SERIES = msgspec.json.Decoder(list[Series])
 
 
 def folder() -> Path | None:
@@ -24,33 +37,59 @@ def folder() -> Path | None:
     return Path(given)
 
 
-class ProcessLock:
-    """This process's lock in the folder, held until `close` or the end of the process."""
+class MetricValues:
+    """This process's numbers, which `values` reads and writes. They begin at 0, in the order of `series`.
 
-    def __init__(self, folder: Path) -> None:
-        lock = folder / f"{os.getpid()}{_LOCK_SUFFIX}"
-        unlocked = lock.with_suffix(".new")
-        self._file = unlocked.open("w")
+    With a folder they are in a file there, locked until `close` or the end of the process.
+    """
+
+    def __init__(self, folder: Path | None, series: Sequence[Series]) -> None:
+        size = _VALUE * sum(width for _, _, width in series)
+        if folder is None:
+            self._file = None
+            self.values = memoryview(bytearray(size)).cast("d")
+            return
+        head = msgspec.json.encode(series)
+        head += b" " * (-len(head) % _VALUE)
+        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+        begun = path.with_suffix(".new")
+        self._file = begun.open("w+b")
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        # Renamed after locking: another process that found it unlocked would take this one for dead.
-        unlocked.rename(lock)
+        self._file.write(_HEAD.pack(len(head)) + head + bytes(size))
+        self._file.flush()
+        whole = memoryview(mmap.mmap(self._file.fileno(), 0))
+        self.values = whole[_HEAD.size + len(head) :].cast("d")
+        # Renamed when it is locked and whole: another process would take it for a dead one's.
+        begun.rename(path)
 
     def close(self) -> None:
-        self._file.close()
+        """Free the lock; the numbers stay as a dead process's."""
+        if self._file is not None:
+            # The map holds the same open file, so closing alone would keep the lock.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
 
 
-def dead(folder: Path) -> Iterator[int]:
-    """Numbers of the processes that have written here and have died; each is returned once."""
-    for path in folder.glob(f"*{_LOCK_SUFFIX}"):
-        if _is_unlocked(path):
-            path.unlink(missing_ok=True)
-            yield int(path.name.removesuffix(_LOCK_SUFFIX))
+def read(folder: Path, name: str = "*") -> Iterator[tuple[bool, dict[tuple[str, str], list[float]]]]:
+    """Of each process that has counted here: does it live, and the numbers of each of its series by metric
+    and label. A file of another version is read by its own names. `name` is a pattern of the files' names."""
+    for path in sorted(folder.glob(name + _SUFFIX)):
+        with path.open("rb") as file:
+            is_alive = _is_locked(file.fileno())
+            content = file.read()
+        (length,) = _HEAD.unpack_from(content)
+        numbers = memoryview(content)[_HEAD.size + length :].cast("d")
+        found: dict[tuple[str, str], list[float]] = {}
+        place = 0
+        for name, label, width in _SERIES.decode(content[_HEAD.size : _HEAD.size + length]):
+            found[name, label] = list(numbers[place : place + width])
+            place += width
+        yield is_alive, found
 
 
-def _is_unlocked(path: Path) -> bool:
+def _is_locked(descriptor: int) -> bool:
     try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (FileNotFoundError, BlockingIOError):
-        return False
-    return True
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -1,32 +1,23 @@
-"""The Prometheus metrics of this process. Values that are only read at a scrape are in `app/api/metrics.py`.
+"""The metrics of this process, for Prometheus. Values that are only read at a scrape are in `app/api/metrics.py`.
 
-Labels have few values, all known here or set by an operator: never a session, a model, or a name that a client chose.
-With several processes (`app/metric_files.py`) counters and histograms are summed over all of them, dead ones included;
-gauges only over the living ones.
+A turn counts in plain numbers, which are rendered at a scrape. Labels have few values, all known here or set
+by an operator: never a session, a model, or a name that a client chose. With several processes
+(`app/metric_files.py`) counters and histograms are summed over all of them, dead ones included; gauges only
+over the living ones.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args, get_type_hints
-
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-)
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
-from prometheus_client.registry import Collector
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
 from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
+from app.turn import staging
 from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
@@ -41,202 +32,319 @@ OWN_BUCKETS = (
 STAGE_BUCKETS = (*OWN_BUCKETS, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Seconds, also for an engine's work and for waiting at a gate."""
 
-
 NOT_OF_TURNS = frozenset(error.code for error in (Unauthorized, TargetTooLong, HeadersTooLarge, EnginesFailed))
 """Error codes of authorisation and of pauses, which no turn has."""
 
 NOT_FOUND, METHOD_NOT_ALLOWED = "not_found", "method_not_allowed"
 """Error codes of the router."""
 
+Kind = Literal["counter", "gauge", "largest", "histogram"]
+"""A `gauge` is summed over the living processes; of `largest`, a gauge too, the largest counts."""
+
+
+class Sample(NamedTuple):
+    """One line: `name` is the metric's, with a histogram's suffix."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Metric(NamedTuple):
+    """A metric with its values at a scrape. A counter's name ends in `_total`."""
+
+    name: str
+    kind: Kind
+    help: str
+    samples: Sequence[Sample]
+
+
+class Family(NamedTuple):
+    """A metric of the process: `label` is its only label, which has one of `values`; of a histogram also
+    the upper bounds of its buckets, in seconds."""
+
+    name: str
+    kind: Kind
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """How many numbers a series has: of a histogram a count for each bucket and the sum."""
+        return len(self.buckets) + 2 if self.buckets else 1
+
+
+def _counter(name: str, text: str, label: str = "", values: Iterable[str] = ("",)) -> Family:
+    return Family(name, "counter", text, label, tuple(dict.fromkeys(values)))
+
+
+def _gauge(name: str, text: str, label: str = "", values: Iterable[str] = ("",)) -> Family:
+    return Family(name, "gauge", text, label, tuple(values))
+
+
+def _reasons(event: type[Event]) -> tuple[str, ...]:
+    """An event's possible reasons. A series that begins at 1 would hide its first increase."""
+    return get_args(get_type_hints(event)["reason"])
+
+
+_OF_TURNS = (*OUTCOMES, *(code for code in codes() if code not in NOT_OF_TURNS))
+_CONTENTS = ("session", "messages", "tokens")
+
+FAMILIES = (
+    # turns
+    _counter("turnlog_turns_total", "Requests for a turn by outcome.", "outcome", _OF_TURNS),
+    Family(
+        "turnlog_turn_stage_seconds",
+        "histogram",
+        "Time that committed turns spent in each stage.",
+        "stage",
+        tuple(stage.name.lower() for stage in TurnStage),
+        STAGE_BUCKETS,
+    ),
+    Family(
+        "turnlog_turn_overhead_seconds",
+        "histogram",
+        "Time that committed turns spent in Turnlog itself: all stages but gate and engine.",
+        buckets=OWN_BUCKETS,
+    ),
+    _counter(
+        "turnlog_turn_bytes_total",
+        "Bytes of committed turns: request and reply as received, and their content as stored.",
+        "kind",
+        ("request", "reply", "stored"),
+    ),
+    _gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate."),
+    _counter("turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."),
+    _counter(
+        "turnlog_turns_staged_total",
+        "Turns whose tokens are staged, and what became of them.",
+        "outcome",
+        staging.OUTCOMES,
+    ),
+    _counter("turnlog_tokens_restored_total", "Staged tokens that a retry did not have to generate again."),
+    _gauge("turnlog_turns_gated", "Turns that wait at a gate until a pause ends."),
+    # traffic
+    _counter(
+        "turnlog_request_errors_total",
+        "Errors of other requests, and of turns refused by authorisation.",
+        "code",
+        (*codes(), NOT_FOUND, METHOD_NOT_ALLOWED),
+    ),
+    _gauge("turnlog_inflight_bytes", "Bytes of all request and reply bodies in memory."),
+    _gauge("turnlog_inflight_limit_bytes", "Limit of turnlog_inflight_bytes."),
+    _gauge("turnlog_connections", "Open connections of clients."),
+    _counter("turnlog_connections_refused_total", "Connections refused for lack of file descriptors."),
+    Family("turnlog_loop_lag_seconds", "largest", "Largest delay of the event loop in the last minute."),
+    _gauge("turnlog_cache_bytes", "Approximate memory of the session cache."),
+    _gauge("turnlog_cache_sessions", "Sessions in the cache."),
+    _counter("turnlog_cache_hits_total", "Lookups found in the session cache.", "content", _CONTENTS),
+    _counter("turnlog_cache_misses_total", "Lookups that had to read the log.", "content", _CONTENTS),
+    _gauge(
+        "turnlog_pool_workers",
+        "Worker processes: configured, alive, busy.",
+        "state",
+        ("configured", "alive", "busy"),
+    ),
+    _gauge("turnlog_pool_queue_jobs", "Replies that wait for a worker process."),
+    _counter("turnlog_pool_jobs_total", "Replies validated by worker processes."),
+    _counter("turnlog_pool_restarts_total", "Worker processes that ended."),
+    _gauge("turnlog_event_readers", "Open replies with the events of all sessions."),
+    _gauge("turnlog_exports_running", "Exports in progress."),
+    _counter("turnlog_exports_total", "Exports by outcome.", "outcome", ("whole", "cut")),
+    _counter("turnlog_export_rows_total", "Rows of all exports."),
+    _counter("turnlog_export_bytes_total", "Bytes sent by all exports."),
+    _counter("turnlog_export_seconds_total", "Total duration of ended exports."),
+    _gauge("turnlog_processes", "Living API processes."),
+    Family(
+        "turnlog_process_start_time_seconds",
+        "largest",
+        "Start time of the youngest API process, in seconds since the epoch.",
+    ),
+    # the store
+    Family(
+        "turnlog_store_commit_seconds",
+        "histogram",
+        "Duration of COMMIT of a durable transaction, its sync to disk included.",
+        buckets=OWN_BUCKETS,
+    ),
+    _gauge("turnlog_writer_queue_operations", "Writes that wait for a transaction."),
+    _gauge("turnlog_writer_queue_bytes", "Bytes of the writes that wait."),
+    _counter("turnlog_writer_operations_total", "Writes committed."),
+    _counter(
+        "turnlog_writer_transactions_total",
+        "Transactions that committed these writes.",
+        "durable",
+        ("yes", "no"),
+    ),
+    _counter("turnlog_events_total", "Events appended to the sessions' logs.", "type", TYPES),
+    _counter(
+        "turnlog_turns_abandoned_total",
+        "Claims released without a commit.",
+        "reason",
+        _reasons(TurnAbandoned),
+    ),
+    _counter(
+        "turnlog_turns_tombstoned_total",
+        "Turns whose replay payloads were discarded.",
+        "reason",
+        _reasons(BlobsTombstoned),
+    ),
+    _counter("turnlog_chunks_freed_total", "Chunks of replay payloads deleted."),
+    _counter(
+        "turnlog_objects_total",
+        "Requests to object storage.",
+        "action",
+        ("put", "read", "deleted", "failed"),
+    ),
+    _counter("turnlog_object_bytes_total", "Bytes to and from object storage.", "action", ("put", "read")),
+    _counter("turnlog_search_failures_total", "Steps of the search index that failed."),
+    Family("turnlog_search_behind_events", "largest", "Events that the search index lacks."),
+    _counter(
+        "turnlog_janitor_sessions_total",
+        "Sessions that the janitor handled.",
+        "action",
+        ("closed", "freed", "erased"),
+    ),
+    Family(
+        "turnlog_janitor_last_round_timestamp_seconds",
+        "largest",
+        "End of the janitor's last round, in seconds since the epoch.",
+    ),
+)
+
 
 class Metrics:
-    """The process's metrics, in a registry of their own. Each turn is also counted in `recent`."""
+    """The process's metrics. Each turn is also counted in `recent`."""
 
     def __init__(self, recent: RecentTurnStats) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
         self.recent = recent
-        self._counted: dict[tuple[Counter, tuple[str, ...]], float] = {}
-        self._turn_instruments()
-        self._traffic_instruments()
-        self._store_instruments()
-        self._process_lock = None if FOLDER is None else metric_files.ProcessLock(FOLDER)
-        if FOLDER is None:
-            ProcessCollector(registry=self.registry)
-        self.started.set(time.time())
-        self.processes.set(1)
+        series = [(family.name, value, family.width) for family in FAMILIES for value in family.values]
+        self._file = metric_files.MetricValues(FOLDER, series)
+        self._values = self._file.values
+        self._places: dict[tuple[str, str], int] = {}
+        place = 0
+        for name, value, width in series:
+            self._places[name, value] = place
+            place += width
+        self._outcomes = {code: self._places["turnlog_turns_total", code] for code in _OF_TURNS}
+        self._stages = self._places["turnlog_turn_stage_seconds", "gate"]
+        self._overhead = self._places["turnlog_turn_overhead_seconds", ""]
+        self._bytes = self._places["turnlog_turn_bytes_total", "request"]
+        self._commit = self._places["turnlog_store_commit_seconds", ""]
+        self.set("turnlog_process_start_time_seconds", time.time())
+        self.set("turnlog_processes", 1)
 
     def close(self) -> None:
-        """Take this process's gauges out of the shared files."""
-        if self._process_lock is not None:
-            mark_process_dead(os.getpid(), str(FOLDER))  # type: ignore[no-untyped-call]
-            self._process_lock.close()
+        """Take this process's gauges out of other processes' scrapes."""
+        self._file.close()
 
-    def _turn_instruments(self) -> None:
-        registry = self.registry
-        turns = self._counter("turnlog_turns_total", "Requests for a turn by outcome.", "outcome")
-        self._outcomes = {outcome: turns.labels(outcome) for outcome in (*OUTCOMES, *_turn_codes())}
-        stages = Histogram(
-            "turnlog_turn_stage_seconds",
-            "Time that committed turns spent in each stage.",
-            ["stage"],
-            buckets=STAGE_BUCKETS,
-            registry=registry,
-        )
-        self._stages = [stages.labels(stage.name.lower()) for stage in TurnStage]
-        self._overhead = Histogram(
-            "turnlog_turn_overhead_seconds",
-            "Time that committed turns spent in Turnlog itself: all stages but gate and engine.",
-            buckets=OWN_BUCKETS,
-            registry=registry,
-        )
-        sizes = self._counter(
-            "turnlog_turn_bytes_total",
-            "Bytes of committed turns: request and reply as received, and their content as stored.",
-            "kind",
-        )
-        self._bytes = tuple(sizes.labels(kind) for kind in ("request", "reply", "stored"))
-        self.turns_in_flight = self._gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate.")
-        self.turns_rolled_back = self._counter(
-            "turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."
-        )
-        self.turns_staged = self._counter(
-            "turnlog_turns_staged_total", "Turns whose tokens are staged, and what became of them.", "outcome"
-        )
-        self.tokens_restored = self._counter(
-            "turnlog_tokens_restored_total", "Staged tokens that a retry did not have to generate again."
-        )
-        self.turns_gated = self._gauge("turnlog_turns_gated", "Turns that wait at a gate until a pause ends.")
+    def set(self, name: str, value: float, label: str = "") -> None:
+        """Set a gauge, or a counter that another component counts since the process began."""
+        self._values[self._places[name, label]] = value
 
-    def _traffic_instruments(self) -> None:
-        self.request_errors = self._counter(
-            "turnlog_request_errors_total", "Errors of other requests, and of turns refused by authorisation.", "code"
-        )
-        self.totals(self.request_errors, dict.fromkeys((*codes(), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
-        self.inflight = self._gauge("turnlog_inflight_bytes", "Bytes of all request and reply bodies in memory.")
-        self.inflight_limit = self._gauge("turnlog_inflight_limit_bytes", "Limit of turnlog_inflight_bytes.")
-        self.connections = self._gauge("turnlog_connections", "Open connections of clients.")
-        self.connections_refused = self._counter(
-            "turnlog_connections_refused_total", "Connections refused for lack of file descriptors."
-        )
-        self.loop_lag = self._largest("turnlog_loop_lag_seconds", "Largest delay of the event loop in the last minute.")
-        self.cache_bytes = self._gauge("turnlog_cache_bytes", "Approximate memory of the session cache.")
-        self.cache_sessions = self._gauge("turnlog_cache_sessions", "Sessions in the cache.")
-        self.cache_hits = self._counter("turnlog_cache_hits_total", "Lookups found in the session cache.", "content")
-        self.cache_misses = self._counter("turnlog_cache_misses_total", "Lookups that had to read the log.", "content")
-        self.pool_workers = self._gauge("turnlog_pool_workers", "Worker processes: configured, alive, busy.", "state")
-        self.pool_queue = self._gauge("turnlog_pool_queue_jobs", "Replies that wait for a worker process.")
-        self.pool_jobs = self._counter("turnlog_pool_jobs_total", "Replies validated by worker processes.")
-        self.pool_restarts = self._counter("turnlog_pool_restarts_total", "Worker processes that ended.")
-        self.event_readers = self._gauge("turnlog_event_readers", "Open replies with the events of all sessions.")
-        self.exports_running = self._gauge("turnlog_exports_running", "Exports in progress.")
-        self.exports = self._counter("turnlog_exports_total", "Exports by outcome.", "outcome")
-        self.export_rows = self._counter("turnlog_export_rows_total", "Rows of all exports.")
-        self.export_bytes = self._counter("turnlog_export_bytes_total", "Bytes sent by all exports.")
-        self.export_seconds = self._counter("turnlog_export_seconds_total", "Total duration of ended exports.")
-        self.processes = self._gauge("turnlog_processes", "Living API processes.")
-        self.started = self._largest(
-            "turnlog_process_start_time_seconds", "Start time of the youngest API process, in seconds since the epoch."
-        )
+    def set_all(self, name: str, values: Mapping[str, float]) -> None:
+        """Set the series of a metric by the value of its label; those that are absent stay."""
+        for label, value in values.items():
+            self._values[self._places[name, label]] = value
 
-    def _store_instruments(self) -> None:
-        self.commit_seconds = Histogram(
-            "turnlog_store_commit_seconds",
-            "Duration of COMMIT of a durable transaction, its sync to disk included.",
-            buckets=OWN_BUCKETS,
-            registry=self.registry,
-        )
-        self.writer_queue = self._gauge("turnlog_writer_queue_operations", "Writes that wait for a transaction.")
-        self.writer_queue_bytes = self._gauge("turnlog_writer_queue_bytes", "Bytes of the writes that wait.")
-        self.writer_operations = self._counter("turnlog_writer_operations_total", "Writes committed.")
-        self.writer_transactions = self._counter(
-            "turnlog_writer_transactions_total", "Transactions that committed these writes.", "durable"
-        )
-        self.events = self._counter("turnlog_events_total", "Events appended to the sessions' logs.", "type")
-        self.totals(self.events, dict.fromkeys(TYPES, 0))
-        self.abandoned = self._counter("turnlog_turns_abandoned_total", "Claims released without a commit.", "reason")
-        self.totals(self.abandoned, _zero_by_reason(TurnAbandoned))
-        self.tombstones = self._counter(
-            "turnlog_turns_tombstoned_total", "Turns whose replay payloads were discarded.", "reason"
-        )
-        self.totals(self.tombstones, _zero_by_reason(BlobsTombstoned))
-        self.chunks_freed = self._counter("turnlog_chunks_freed_total", "Chunks of replay payloads deleted.")
-        self.objects = self._counter("turnlog_objects_total", "Requests to object storage.", "action")
-        self.totals(self.objects, dict.fromkeys(("put", "read", "deleted", "failed"), 0))
-        self.object_bytes = self._counter("turnlog_object_bytes_total", "Bytes to and from object storage.", "action")
-        self.totals(self.object_bytes, dict.fromkeys(("put", "read"), 0))
-        self.search_failures = self._counter("turnlog_search_failures_total", "Steps of the search index that failed.")
-        self.search_behind = self._largest("turnlog_search_behind_events", "Events that the search index lacks.")
-        self.janitor = self._counter("turnlog_janitor_sessions_total", "Sessions that the janitor handled.", "action")
-        self.janitor_round = self._largest(
-            "turnlog_janitor_last_round_timestamp_seconds",
-            "End of the janitor's last round, in seconds since the epoch.",
-        )
-
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        """A gauge that is summed over the living processes."""
-        return Gauge(name, help_text, labels, registry=self.registry, multiprocess_mode="livesum")
-
-    def _largest(self, name: str, help_text: str) -> Gauge:
-        """A gauge of the process that lives and has the largest."""
-        return Gauge(name, help_text, registry=self.registry, multiprocess_mode="livemax")
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(name, help_text, labels, registry=self.registry)
+    def add(self, name: str, label: str = "") -> None:
+        """Count one more."""
+        self._values[self._places[name, label]] += 1
 
     def turn_ended(self, outcome: str, seconds: Sequence[float], stages: Stages) -> None:
         """Count a turn that has ended; `seconds` are `stages.seconds()`."""
+        values = self._values
         overhead = sum(seconds) - seconds[TurnStage.GATE] - seconds[TurnStage.ENGINE]
         self.recent.turn_ended(outcome, overhead, seconds[TurnStage.ENGINE])
-        self._outcomes[outcome].inc()
+        values[self._outcomes[outcome]] += 1
         if outcome in NEW_TURNS:
-            for stage, spent in zip(self._stages, seconds, strict=True):
-                stage.observe(spent)
-            self._overhead.observe(overhead)
-            request, reply, stored = self._bytes
-            request.inc(stages.request_bytes)
-            reply.inc(stages.reply_bytes)
-            stored.inc(stages.stored_bytes)
+            place, sums = self._stages, len(STAGE_BUCKETS) + 1
+            for spent in seconds:
+                values[place + bisect_left(STAGE_BUCKETS, spent)] += 1
+                values[place + sums] += spent
+                place += sums + 1
+            values[self._overhead + bisect_left(OWN_BUCKETS, overhead)] += 1
+            values[self._overhead + len(OWN_BUCKETS) + 1] += overhead
+            place = self._bytes
+            values[place] += stages.request_bytes
+            values[place + 1] += stages.reply_bytes
+            values[place + 2] += stages.stored_bytes
 
     def request_failed(self, code: str) -> None:
         """Count an error of a request that is not a turn, or that was refused before its turn began."""
-        self.request_errors.labels(code).inc()
+        self.add("turnlog_request_errors_total", code)
 
     def committed(self, seconds: float) -> None:
-        """Record the duration of a durable transaction's COMMIT. Any thread may call it."""
-        self.commit_seconds.observe(seconds)
+        """Record the duration of a durable transaction's COMMIT, on the thread that writes."""
+        self._values[self._commit + bisect_left(OWN_BUCKETS, seconds)] += 1
+        self._values[self._commit + len(OWN_BUCKETS) + 1] += seconds
 
-    def total(self, counter: Counter, value: float, *labels: str) -> None:
-        """Raise a counter to `value`, the total that another component has counted since the process began."""
-        key = (counter, labels)
-        counted = self._counted.get(key, 0.0)
-        if value > counted or not counted:
-            (counter.labels(*labels) if labels else counter).inc(value - counted)
-            self._counted[key] = value
-
-    def totals(self, counter: Counter, values: Mapping[str, float]) -> None:
-        """Call `total` for each value of the counter's only label."""
-        for label, value in values.items():
-            self.total(counter, value, label)
-
-    def collected(self, *others: Collector) -> CollectorRegistry:
-        """A registry of this scrape's metrics: those of all processes that share the folder, and `others`."""
-        made = CollectorRegistry()
+    def collected(self) -> list[Metric]:
+        """The metrics of this process, or of all that share its folder."""
         if FOLDER is None:
-            made.register(self.registry)
+            own: dict[tuple[str, str], list[float]] = {}
+            for family in FAMILIES:
+                for value in family.values:
+                    place = self._places[family.name, value]
+                    own[family.name, value] = list(self._values[place : place + family.width])
+            processes = [(True, own)]
         else:
-            for pid in metric_files.dead(FOLDER):
-                mark_process_dead(pid, str(FOLDER))  # type: ignore[no-untyped-call]
-            MultiProcessCollector(made, str(FOLDER))  # type: ignore[no-untyped-call]
-        for other in others:
-            made.register(other)
-        return made
+            processes = list(metric_files.read(FOLDER))
+        return [_merged(family, processes) for family in FAMILIES]
 
 
-def _zero_by_reason(event: type[Event]) -> Mapping[str, float]:
-    """0 for each reason of an event: a series that begins at 1 hides its first increase."""
-    return dict.fromkeys(get_args(get_type_hints(event)["reason"]), 0)
+def _merged(family: Family, processes: Sequence[tuple[bool, Mapping[tuple[str, str], list[float]]]]) -> Metric:
+    samples: list[Sample] = []
+    for value in family.values:
+        numbers = [
+            process[family.name, value]
+            for is_alive, process in processes
+            if (family.name, value) in process and (is_alive or family.kind in ("counter", "histogram"))
+        ]
+        combine = max if family.kind == "largest" else sum
+        merged = [combine(column) for column in zip(*numbers, strict=True)] or [0.0] * family.width
+        labels = {family.label: value} if family.label else {}
+        if family.buckets:
+            samples += _histogram(family, labels, merged)
+        else:
+            samples.append(Sample(family.name, labels, merged[0]))
+    return Metric(family.name, family.kind, family.help, samples)
 
 
-def _turn_codes() -> Iterable[str]:
-    return (code for code in codes() if code not in NOT_OF_TURNS)
+def _histogram(family: Family, labels: Mapping[str, str], numbers: Sequence[float]) -> Iterator[Sample]:
+    count = 0.0
+    for bound, within in zip((*family.buckets, float("inf")), numbers, strict=False):
+        count += within
+        yield Sample(f"{family.name}_bucket", {**labels, "le": _number(bound)}, count)
+    yield Sample(f"{family.name}_count", labels, count)
+    yield Sample(f"{family.name}_sum", labels, numbers[-1])
+
+
+def render(metrics: Iterable[Metric], *, openmetrics: bool = False) -> bytes:
+    """Prometheus' text format, or OpenMetrics 1.0.
+
+    Source: prometheus/docs/instrumenting/exposition_formats.md, OpenMetrics' specification 1.0.0.
+    """
+    lines: list[str] = []
+    for metric in metrics:
+        # OpenMetrics names a counter's family without the suffix of its samples.
+        name = metric.name.removesuffix("_total") if openmetrics and metric.kind == "counter" else metric.name
+        kind = "gauge" if metric.kind == "largest" else metric.kind
+        lines += (f"# HELP {name} {metric.help}", f"# TYPE {name} {kind}")
+        for sample in metric.samples:
+            labels = ",".join(f'{label}="{_escaped(value)}"' for label, value in sorted(sample.labels.items()))
+            series = f"{sample.name}{{{labels}}}" if labels else sample.name
+            lines.append(f"{series} {_number(sample.value)}")
+    if openmetrics:
+        lines.append("# EOF")
+    return "\n".join([*lines, ""]).encode()
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _number(value: float) -> str:
+    return "+Inf" if value == float("inf") else repr(float(value))

@@ -1,7 +1,8 @@
 """Encodes content for the store: a typed msgpack map in one zstd frame with its size and checksum.
 
-`Facts` is what a trainer reads, `Wire` what went over the wire and is replayed to a retry. They are separate so that an
-export of tokens does not read conversations.
+`Facts` is what a trainer reads, `Wire` what went over the wire and is replayed to a retry. A large
+turn has a frame of each, so that an export of tokens does not read conversations; a small one has
+one frame of both, since a frame costs more than its bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     without what is stored elsewhere and restored byte for byte: at `prompt_ids_at`, if set, the text of the prompt's
     ids with `separator` between them; and the values in `cuts`. All positions count in the remaining text. `rid` and
     `own` (raw JSON) are what Turnlog added to this request only. `ids_field` is the field of a chat
-    that the prompt's ids were sent in; empty for `input_ids`, and where none were sent.
+    that the prompt's ids were sent in; empty for `input_ids`, and where none were sent. `facts` are
+    the turn's tokens, if they have no frame of their own.
     """
 
     messages: list[bytes]
@@ -79,6 +81,7 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     own: bytes = b""
     cuts: list[Cut] = []
     ids_field: str = ""
+    facts: Facts | None = None
 
 
 class Messages(msgspec.Struct, frozen=True):
@@ -92,7 +95,8 @@ LONG_LIST = 4 << 10
 """Bytes of a list of ids that are faster looked at as an array."""
 
 APART_BYTES = 8 << 10
-"""A reply of at least this size is packed after the messages: an export of conversations need not unpack it."""
+"""A turn with less content has one frame. In the frame of a reply of at least this size the messages come first, so
+that an export of conversations need not unpack the rest."""
 
 APART = b"\x02"
 """First byte of a Wire packed so; a zstd frame begins differently."""
@@ -100,30 +104,30 @@ APART = b"\x02"
 _APART_HEAD = struct.Struct("<cIII")
 """APART, then the messages' packed size, unpacked size and CRC-32: the frame's own checksum covers all of it."""
 
-Content = TypeVar("Content", Facts, Wire)
 
-_local = threading.local()
+class _InWire(msgspec.Struct):
+    """Of a Wire, only its tokens."""
 
-
-def _compressor() -> zstandard.ZstdCompressor:
-    compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
-    if compressor is None:
-        compressor = _local.compressor = zstandard.ZstdCompressor(
-            level=LEVEL, write_checksum=True, write_content_size=True
-        )
-    return compressor
+    facts: Facts
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """Cached per thread: creating one takes ten microseconds, as long as unpacking a turn's facts."""
-    decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
-    if decompressor is None:
-        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
-    return decompressor
+Content = TypeVar("Content", Facts, Wire, _InWire)
+
+
+class _Contexts(threading.local):
+    """A thread's own: making one takes ten microseconds, as long as a small frame."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True, write_content_size=True)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_local = _Contexts()
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def compress(raw: bytes) -> bytes:
-    return _compressor().compress(raw)
+    return _local.compressor.compress(raw)
 
 
 def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
@@ -137,7 +141,7 @@ def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
         size = zstandard.frame_content_size(frame)
         if not 0 <= size <= most:
             raise CorruptContent(f"a frame declares {size} bytes, at most {most} are expected")
-        return _decompressor().decompress(frame)
+        return _local.decompressor.decompress(frame)
     except zstandard.ZstdError as error:
         raise CorruptContent(str(error)) from error
 
@@ -151,14 +155,22 @@ def describe(*kinds: Any) -> None:
         msgspec.json.Decoder(kind)
 
 
-describe(Facts, Wire, Messages)
+describe(Facts, Wire, Messages, _InWire)
 
 
 def pack(content: Any) -> bytes:
     """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply the messages come first."""
     if isinstance(content, Wire) and len(content.reply) >= APART_BYTES:
         return _pack_apart(content)
-    return compress(msgspec.msgpack.encode(content))
+    return compress(_encode(content))
+
+
+def pack_turn(wire: Wire) -> tuple[bytes | None, bytes]:
+    """A turn's frames, those of its tokens and of the rest; only the latter, with its tokens, if it is small."""
+    raw = _encode(wire)
+    if len(raw) < APART_BYTES:
+        return None, _local.compressor.compress(raw)
+    return pack(wire.facts), pack(msgspec.structs.replace(wire, facts=None))
 
 
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:
@@ -172,6 +184,11 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
         raise CorruptContent(f"not {kind.__name__}: {error}") from error
 
 
+def unpack_facts(facts: bytes | None, wire: bytes | None) -> Facts:
+    """A turn's tokens, from its frames. Raises CorruptContent."""
+    return unpack(wire, _InWire).facts if facts is None else unpack(facts, Facts)
+
+
 def unpack_messages(frame: bytes | None) -> Messages:
     """A turn's messages, from its packed Wire, without unpacking a large reply. Raises CorruptContent."""
     if frame is None or frame[:1] != APART:
@@ -181,7 +198,7 @@ def unpack_messages(frame: bytes | None) -> Messages:
     try:
         if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
             raise CorruptContent(f"a frame declares {size} bytes of messages")
-        raw = _decompressor().decompressobj(write_size=max(size, 1)).decompress(body[:packed])
+        raw = _local.decompressor.decompressobj(write_size=max(size, 1)).decompress(body[:packed])
         if zlib.crc32(raw) != check:
             raise CorruptContent("what was said is not what was stored")
         return msgspec.msgpack.decode(raw, type=Messages)
@@ -193,7 +210,7 @@ def _pack_apart(wire: Wire) -> bytes:
     """One zstd frame in which the messages end with a block, so that they can be unpacked alone."""
     packed_messages = msgspec.msgpack.encode(Messages(wire.messages, wire.message))
     rest = msgspec.msgpack.encode(msgspec.structs.replace(wire, messages=[], message=b""))
-    compressing = _compressor().compressobj(size=len(packed_messages) + len(rest))
+    compressing = _local.compressor.compressobj(size=len(packed_messages) + len(rest))
     first = compressing.compress(packed_messages) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
     head = _APART_HEAD.pack(APART, len(first), len(packed_messages), zlib.crc32(packed_messages))
     return head + first + compressing.compress(rest) + compressing.flush()
@@ -216,9 +233,9 @@ def _apart(frame: bytes) -> tuple[int, int, int, bytes]:
     return packed, size, check, frame[_APART_HEAD.size :]
 
 
-def content_hash(facts: bytes, wire: bytes) -> str:
+def content_hash(facts: bytes | None, wire: bytes) -> str:
     """The hash of a turn's stored frames that the log keeps, to detect flipped bits: 128 bits as hex."""
-    hasher = hashlib.sha256(facts)
+    hasher = hashlib.sha256(facts or b"")
     hasher.update(wire)
     return hasher.hexdigest()[:32]
 

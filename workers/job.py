@@ -165,7 +165,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
-    """A valid reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`.
+    """A valid reply, ready to be committed. `facts` and `wire` are compressed frames (`codec.pack_turn`); the rest is
+    as in `Parsed`.
 
     `output_ids` are set if the prompt was sent as ids, since the next one will be too. A `miscounted` reply is valid
     only if its request carries images. `prompt` is the place of the prompt's ids in the body, if they are long.
@@ -179,7 +180,7 @@ class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
     sequence: KnownTokens
     finish_reason: str | None
     weight_versions: list[Span]
-    facts: bytes
+    facts: bytes | None
     wire: bytes
     payloads: list[payloads.StoredPayload]
     places: list[PayloadRange]
@@ -249,6 +250,7 @@ def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:
         replacement = bytes(text) if cut.form == "text" else b""
         edits += [_Edit(value.start, value.end, cut, replacement) for value in values]
     suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
+    facts, wire = codec.pack_turn(_wire(job, found, edits, parsed.base + suffix_tokens))
     return WorkerResult(
         dialect=parsed.dialect,
         message=parsed.message,
@@ -258,8 +260,8 @@ def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:
         sequence=parsed.sequence,
         finish_reason=parsed.finish_reason,
         weight_versions=parsed.weight_versions,
-        facts=codec.pack(Facts(parsed.suffix_ids, parsed.output_ids, parsed.logprobs)),
-        wire=codec.pack(_wire(job, found, edits, parsed.base + suffix_tokens)),
+        facts=facts,
+        wire=wire,
         payloads=stored,
         places=[value.place for value in found.values],
         cached_tokens=parsed.cached_tokens,
@@ -442,4 +444,5 @@ def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wi
         own=job.own,
         cuts=cuts,
         ids_field=job.ids_field,
+        facts=Facts(found.parsed.suffix_ids, found.parsed.output_ids, found.parsed.logprobs),
     )

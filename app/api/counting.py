@@ -16,7 +16,7 @@ from app.domain.request import join_object
 from app.errors import Unsupported
 from app.fleet.engines import COUNT_TOKENS
 from app.logs import request_id
-from app.protocols.body import has_many_values, split_fields
+from app.protocols.body import fields_of
 from app.protocols.errors import engine_error
 from app.protocols.messages.parse import parse_count
 from app.protocols.registry import PROTOCOLS
@@ -88,7 +88,7 @@ async def _count(request: Request, app: Services, session_id: str) -> Response:
 
 
 def _counted(body: bytes) -> bytes:
-    fields = split_fields(body, has_many_values(body, False))
+    fields, _ = fields_of(body)
     return join_object({name: raw for name, raw in fields.items() if name in COUNTED})
 
 

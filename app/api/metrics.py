@@ -1,6 +1,6 @@
 """`GET /metrics`: metrics of this process and those that share its folder, and the state of the store and the fleet.
 
-Components count in plain numbers of their own, which are copied into the Prometheus metrics at a scrape, and once a
+Components count in plain numbers of their own, which are copied into the process's metrics at a scrape, and once a
 second if another process may be scraped instead. The state of store and fleet is as the scraped process sees it.
 """
 
@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import platform
+import resource
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from app.api.describe import TEXT, Reply, describe
 from app.api.state import services
 from app.domain.events import is_number
 from app.domain.fleet import Gate
 from app.fleet.member import Health, Member
-from app.metrics import FOLDER
+from app.metrics import FOLDER, Kind, Metric, Sample, render
 from app.store.figures import Figures
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ router = APIRouter(tags=["Service"])
 
 PUBLISH_S = 1.0
 """Maximum age of this process's values in another process's scrape. Turns are counted at once."""
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 HEALTHS: tuple[Health, ...] = get_args(Health)
 
@@ -45,10 +48,12 @@ async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format or OpenMetrics, by the request's `accept` header."""
     app = services(request)
     refresh(app)
-    state = _ScrapeMetrics(state_of(app, await app.counted.now()))
-    encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    text = await asyncio.to_thread(lambda: encode(app.metrics.collected(state)))
-    return Response(text, media_type=media_type)
+    state = list(state_of(app, await app.counted.now()))
+    is_open = "application/openmetrics-text" in request.headers.get("accept", "")
+    text = await asyncio.to_thread(
+        lambda: render([*app.metrics.collected(), *of_process(), *state], openmetrics=is_open)
+    )
+    return Response(text, media_type=OPENMETRICS if is_open else PROMETHEUS)
 
 
 @contextlib.asynccontextmanager
@@ -71,83 +76,115 @@ async def _publish(app: Services) -> None:
 
 
 def refresh(app: Services) -> None:
-    """Copy the components' numbers into this process's Prometheus metrics."""
+    """Copy the components' numbers into this process's metrics."""
     metrics = app.metrics
-    metrics.turns_in_flight.set(app.turns.in_flight)
-    metrics.turns_gated.set(app.gates.held().total())
-    metrics.inflight.set(app.inflight.size)
-    metrics.inflight_limit.set(app.settings.inflight_bytes)
-    metrics.connections.set(app.connection_limit.connections)
-    metrics.total(metrics.connections_refused, app.connection_limit.refused)
-    metrics.loop_lag.set(app.lag.largest_s)
-    metrics.totals(metrics.turns_staged, app.staging.counters.turns)
-    metrics.total(metrics.tokens_restored, app.staging.counters.tokens_restored)
+    metrics.set("turnlog_turns_in_flight", app.turns.in_flight)
+    metrics.set("turnlog_turns_gated", app.gates.held().total())
+    metrics.set("turnlog_inflight_bytes", app.inflight.size)
+    metrics.set("turnlog_inflight_limit_bytes", app.settings.inflight_bytes)
+    metrics.set("turnlog_connections", app.connection_limit.connections)
+    metrics.set("turnlog_connections_refused_total", app.connection_limit.refused)
+    metrics.set("turnlog_loop_lag_seconds", app.lag.largest_s)
+    metrics.set_all("turnlog_turns_staged_total", app.staging.counters.turns)
+    metrics.set("turnlog_tokens_restored_total", app.staging.counters.tokens_restored)
     _refresh_cache(app)
     _refresh_pool(app)
     _refresh_writer(app)
     _refresh_objects(app)
-    metrics.event_readers.set(app.all_events.readers)
+    metrics.set("turnlog_event_readers", app.all_events.readers)
     exported = app.exported
-    metrics.exports_running.set(exported.running)
-    metrics.totals(metrics.exports, {"whole": exported.whole, "cut": exported.cut})
-    metrics.total(metrics.export_rows, exported.rows)
-    metrics.total(metrics.export_bytes, exported.sent_bytes)
-    metrics.total(metrics.export_seconds, exported.seconds)
+    metrics.set("turnlog_exports_running", exported.running)
+    metrics.set_all("turnlog_exports_total", {"whole": exported.whole, "cut": exported.cut})
+    metrics.set("turnlog_export_rows_total", exported.rows)
+    metrics.set("turnlog_export_bytes_total", exported.sent_bytes)
+    metrics.set("turnlog_export_seconds_total", exported.seconds)
     done = app.janitor.done
-    metrics.totals(metrics.janitor, {"closed": done.closed, "freed": done.freed, "erased": done.erased})
+    counts = {"closed": done.closed, "freed": done.freed, "erased": done.erased}
+    metrics.set_all("turnlog_janitor_sessions_total", counts)
     if app.janitor.ended_round_at is not None:
-        metrics.janitor_round.set(app.janitor.ended_round_at)
+        metrics.set("turnlog_janitor_last_round_timestamp_seconds", app.janitor.ended_round_at)
 
 
 def _refresh_cache(app: Services) -> None:
     metrics = app.metrics
-    metrics.cache_bytes.set(app.cache.size)
-    metrics.cache_sessions.set(app.cache.sessions)
+    metrics.set("turnlog_cache_bytes", app.cache.size)
+    metrics.set("turnlog_cache_sessions", app.cache.sessions)
     for content, lookups in app.cache.lookups.items():
-        metrics.total(metrics.cache_hits, lookups.hits, content)
-        metrics.total(metrics.cache_misses, lookups.misses, content)
+        metrics.set("turnlog_cache_hits_total", lookups.hits, content)
+        metrics.set("turnlog_cache_misses_total", lookups.misses, content)
 
 
 def _refresh_pool(app: Services) -> None:
     metrics, pool = app.metrics, app.pool.counters()
-    for state, count in (("configured", pool.size), ("alive", pool.alive), ("busy", pool.busy)):
-        metrics.pool_workers.labels(state).set(count)
-    metrics.pool_queue.set(pool.waiting)
-    metrics.total(metrics.pool_jobs, pool.jobs)
-    metrics.total(metrics.pool_restarts, pool.crashes)
+    states = {"configured": pool.size, "alive": pool.alive, "busy": pool.busy}
+    metrics.set_all("turnlog_pool_workers", states)
+    metrics.set("turnlog_pool_queue_jobs", pool.waiting)
+    metrics.set("turnlog_pool_jobs_total", pool.jobs)
+    metrics.set("turnlog_pool_restarts_total", pool.crashes)
 
 
 def _refresh_writer(app: Services) -> None:
     metrics, counters, tally = app.metrics, app.writer.counters, app.writer.tally
     operations, size = app.writer.waiting
-    metrics.writer_queue.set(operations)
-    metrics.writer_queue_bytes.set(size)
-    metrics.total(metrics.writer_operations, counters.operations)
+    metrics.set("turnlog_writer_queue_operations", operations)
+    metrics.set("turnlog_writer_queue_bytes", size)
+    metrics.set("turnlog_writer_operations_total", counters.operations)
     durable = counters.durable_transactions
-    metrics.totals(metrics.writer_transactions, {"yes": durable, "no": counters.transactions - durable})
-    metrics.totals(metrics.events, tally.events)
-    metrics.totals(metrics.abandoned, tally.abandoned)
-    metrics.totals(metrics.tombstones, tally.tombstoned)
-    metrics.total(metrics.chunks_freed, tally.chunks_freed)
-    metrics.total(metrics.turns_rolled_back, tally.rolled_back)
+    transactions = {"yes": durable, "no": counters.transactions - durable}
+    metrics.set_all("turnlog_writer_transactions_total", transactions)
+    metrics.set_all("turnlog_events_total", tally.events)
+    metrics.set_all("turnlog_turns_abandoned_total", tally.abandoned)
+    metrics.set_all("turnlog_turns_tombstoned_total", tally.tombstoned)
+    metrics.set("turnlog_chunks_freed_total", tally.chunks_freed)
+    metrics.set("turnlog_turns_rolled_back_total", tally.rolled_back)
 
 
 def _refresh_objects(app: Services) -> None:
     if app.objects is None:
         return
     metrics, counters = app.metrics, app.objects.bucket.counters
-    metrics.totals(metrics.objects, {name: getattr(counters, name) for name in ("put", "read", "deleted", "failed")})
-    metrics.totals(metrics.object_bytes, {"put": counters.put_bytes, "read": counters.read_bytes})
+    actions = {name: getattr(counters, name) for name in ("put", "read", "deleted", "failed")}
+    metrics.set_all("turnlog_objects_total", actions)
+    sizes = {"put": counters.put_bytes, "read": counters.read_bytes}
+    metrics.set_all("turnlog_object_bytes_total", sizes)
 
 
-class _ScrapeMetrics(Collector):
-    """Metrics made for one scrape."""
+def of_process() -> Iterator[Metric]:
+    """Memory, descriptors and CPU as Linux tells them; nothing elsewhere, or where several processes count together.
 
-    def __init__(self, found: Iterable[Metric]) -> None:
-        self._found = list(found)
-
-    def collect(self) -> list[Metric]:
-        return self._found
+    Source: proc(5); the names are those of Prometheus' own clients.
+    """
+    process = Path("/proc/self")
+    if FOLDER is not None or not process.exists():
+        return
+    ticks = os.sysconf("SC_CLK_TCK")
+    # The second field, the program's name, may hold spaces and brackets.
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    booted = next(
+        float(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime ")
+    )
+    cpu_s, started_s = (int(fields[11]) + int(fields[12])) / ticks, booted + int(fields[19]) / ticks
+    descriptors = len(os.listdir(process / "fd"))
+    described: list[tuple[str, Kind, str, float]] = [
+        ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", int(fields[20])),
+        (
+            "resident_memory_bytes",
+            "gauge",
+            "Resident memory size in bytes.",
+            int(fields[21]) * resource.getpagesize(),
+        ),
+        ("start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.", started_s),
+        ("cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds.", cpu_s),
+        ("open_fds", "gauge", "Number of open file descriptors.", descriptors),
+        (
+            "max_fds",
+            "gauge",
+            "Maximum number of open file descriptors.",
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        ),
+    ]
+    for name, kind, text, value in described:
+        yield Metric(f"process_{name}", kind, text, [Sample(f"process_{name}", {}, value)])
 
 
 def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
@@ -208,7 +245,5 @@ def _longest_s(gates: Iterable[Gate]) -> float:
 
 def _gauge(name: str, help_text: str, values: Mapping[Any, float], *labels: str) -> Metric:
     """A gauge; `values` maps tuples of label values to values."""
-    family = GaugeMetricFamily(name, help_text, labels=labels)
-    for of, value in values.items():
-        family.add_metric(of, float(value))
-    return family
+    samples = [Sample(name, dict(zip(labels, of, strict=True)), value) for of, value in values.items()]
+    return Metric(name, "gauge", help_text, samples)

@@ -219,9 +219,6 @@ class OddCalls:
         self._engine_ids: dict[str, set[str]] = {}
         self._turns: dict[str, list[int]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._of_turn)
-
     def __contains__(self, turn: int) -> bool:
         return turn in self._of_turn
 

@@ -41,30 +41,20 @@ class IncomingPrompt:
         self._data = b"" if request.text is None else request.text.encode()
         self._new = b""
         self._messages = 0
-        self._spelling = ""
+        self.whole_hash = _digest(b"ids:" + self._ids.text if self._ids is not None else b"text:" + self._data)
+        self.client_hash = self.whole_hash
 
     def __len__(self) -> int:
         return self._messages
 
     def check(self, index: TreeIndex, session: Session | None = None, agent_id: str | None = None) -> None:
-        """Checks nothing, but hashes a long prompt here, on the caller's thread."""
-        self.spelling(0)
+        """Any prompt is valid."""
 
     begun_reply = None
     hash_before_last = None
 
-    @property
-    def whole_hash(self) -> str:
-        return self.spelling(0)
-
-    def canonical(self, index: int) -> str:
-        return _digest(self._new)
-
-    def spelling(self, count: int) -> str:
-        """A hash of the whole prompt."""
-        if not self._spelling:
-            self._spelling = _digest(b"ids:" + self._ids.text if self._ids is not None else b"text:" + self._data)
-        return self._spelling
+    def new_hashes(self, start: int) -> tuple[str, ...]:
+        return (_digest(self._new),) if self._messages > start else ()
 
     def new(self, plan: Plan) -> list[bytes]:
         """The new text, if the prompt is text and has any."""
@@ -114,7 +104,7 @@ class IncomingPrompt:
         leaf = session.leaf
         if leaf is None:
             return Plan(0, 0)
-        own = self.spelling(0)
+        own = self.client_hash
         chain = session.message_chain(leaf.number)
         continued = self._continued(chain)
         for place in range(len(chain) - 1, -1, -1):

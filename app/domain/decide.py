@@ -75,24 +75,7 @@ class TurnBlobs(msgspec.Struct, frozen=True):
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
     """The turn whose tokens the prompt may continue: the parent, unless the history starts again."""
-    return session.turn(plan.parent) if plan.base_messages else None
-
-
-def _segment(
-    session: Session, plan: Plan, base: int, branch: Branch
-) -> tuple[int, Literal["drift", "divergence"] | None]:
-    """The turn's segment, and the cause if a segment begins here. In a tree it is the branch.
-
-    In a linear session segments are numbered along the live path, so a discarded one leaves no gap.
-    """
-    if session.is_tree:
-        return branch.number, "drift" if branch.cause == "drift" else None
-    if plan.parent == 0:
-        return 0, None
-    parent = session.turn(plan.parent)
-    if base:
-        return parent.segment, None
-    return parent.segment + 1, "drift" if plan.base_messages else "divergence"
+    return session.turns[plan.parent] if plan.base_messages else None
 
 
 def commit_turn(
@@ -122,61 +105,26 @@ def commit_turn(
     `session` alone, of which `index` and `uses` are: in a tree, where another turn may commit first, they are decided
     again.
     """
-    committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing, left_out)
-    if reply.calls or odd_arguments:
-        committed = msgspec.structs.replace(
-            committed,
-            given_ids=given_ids,
-            odd_ids=has_odd_ids(reply.calls),
-            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
-        )
-    events: list[Event] = [] if binding is None else [binding]
-    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
-    if session.every_payload or reply.payloads:
-        before = msgspec.structs.replace(session, turns=session.turns.tentative())
-        after = fold(session.session_id, _numbered(session, events), before)
-        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
-        events += [] if tombstoned is None else [tombstoned]
-    return events
-
-
-def _committed(
-    session: Session,
-    index: TreeIndex,
-    opened: TurnOpened,
-    fence: int,
-    plan: Plan,
-    incoming: Incoming | IncomingPrompt,
-    reply: ValidatedReply,
-    blobs: TurnBlobs,
-    timing: Timing | None,
-    left_out: tuple[str, ...],
-) -> TurnCommitted:
-    new = range(plan.base_messages, len(incoming))
-    result = reply.result
-    hashes = tuple(incoming.canonical(place) for place in new)
-    branch = branch_of(
-        session,
-        index,
-        NewTurn(
-            parent=plan.parent if plan.base_messages else 0,
-            message_hashes=hashes,
-            input_hash=incoming.whole_hash,
-            agent_id=opened.agent_id,
-            continues_tokens=result.base > 0,
-        ),
-    )
-    segment, cause = _segment(session, plan, result.base, branch)
-    return TurnCommitted(
+    result, hashes = reply.result, incoming.new_hashes(plan.base_messages)
+    cause: Literal["drift", "divergence"] | None = None
+    if plan.base_messages and result.base and plan.parent not in index.by_parent:
+        # The first child that continues its parent's tokens continues its branch and its segment.
+        parent = session.turns[plan.parent]
+        branch, segment = Branch(parent.branch), parent.branch if session.history == "tree" else parent.segment
+    else:
+        new = NewTurn(plan.parent if plan.base_messages else 0, hashes, incoming.whole_hash, opened.agent_id)
+        branch = branch_of(session, index, new)
+        segment, cause = _segment(session, plan, result.base, branch)
+    committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
         fence=fence,
         segment=segment,
         segment_cause=cause,
         base_messages=plan.base_messages,
-        new_messages=len(new),
+        new_messages=len(hashes),
         message_hashes=(*hashes, reply.message_hash),
-        client_hash=incoming.spelling(len(incoming)),
+        client_hash=incoming.client_hash,
         base_tokens=result.base,
         suffix_tokens=result.suffix_tokens,
         output_tokens=result.output_tokens,
@@ -213,6 +161,38 @@ def _committed(
         logprobs_of=reply.logprobs_of,
         left_out=left_out,
     )
+    if reply.calls or odd_arguments:
+        committed = msgspec.structs.replace(
+            committed,
+            given_ids=given_ids,
+            odd_ids=has_odd_ids(reply.calls),
+            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
+        )
+    events: list[Event] = [] if binding is None else [binding]
+    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
+    if reply.payloads or session.payloads or session.undone_payloads:
+        before = msgspec.structs.replace(session, turns=session.turns.tentative())
+        after = fold(session.session_id, _numbered(session, events), before)
+        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
+        events += [] if tombstoned is None else [tombstoned]
+    return events
+
+
+def _segment(
+    session: Session, plan: Plan, base: int, branch: Branch
+) -> tuple[int, Literal["drift", "divergence"] | None]:
+    """The turn's segment, and the cause if a segment begins here. In a tree it is the branch.
+
+    In a linear session segments are numbered along the live path, so a discarded one leaves no gap.
+    """
+    if session.is_tree:
+        return branch.number, "drift" if branch.cause == "drift" else None
+    if plan.parent == 0:
+        return 0, None
+    parent = session.turns[plan.parent]
+    if base:
+        return parent.segment, None
+    return parent.segment + 1, "drift" if plan.base_messages else "divergence"
 
 
 def _numbered(session: Session, events: list[Event]) -> Iterator[Recorded]:

@@ -60,7 +60,30 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             fork=event.fork,
             history=event.config.history,
         )
-    _require_next(session, recorded)
+    if seq != session.version + 1:
+        raise _does_not_follow(session, recorded)
+    # The two events of every turn come first, each in one step: others are rare.
+    if isinstance(event, TurnOpened):
+        opened = OpenTurn(
+            event.turn,
+            event.parent,
+            seq,
+            event.incarnation,
+            event.body_hash,
+            event.retry_key,
+            event.adapter,
+            event.agent_id,
+        )
+        return msgspec.structs.replace(
+            session,
+            version=seq,
+            last_event_at=recorded.at,
+            open_turns={**session.open_turns, event.turn: opened},
+            last_turn=max(session.last_turn, event.turn),
+            history=session.history or event.history,
+        )
+    if isinstance(event, TurnCommitted):
+        return _committed(session, event, recorded)
     return msgspec.structs.replace(
         session, version=seq, last_event_at=recorded.at, **_changes(session, event, recorded)
     )
@@ -100,7 +123,8 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
     What the log has given out since (numbers of turns, branches and blobs) is not given out again, and what was
     tombstoned since stays so.
     """
-    _require_next(now, recorded)
+    if recorded.seq != now.version + 1:
+        raise _does_not_follow(now, recorded)
     turns = EMPTY if then is None else then.turns
     payloads = now.every_payload
     after = msgspec.structs.replace(
@@ -133,22 +157,16 @@ _UNDONE: dict[str, Any] = {
 }
 
 
-def _require_next(session: Session, recorded: Recorded) -> None:
-    """Raises UnknownEvent."""
-    if recorded.seq != session.version + 1:
-        raise UnknownEvent(
-            f"session {session.session_id} has version {session.version}; event {recorded.seq} does not follow"
-        )
+def _does_not_follow(session: Session, recorded: Recorded) -> UnknownEvent:
+    return UnknownEvent(
+        f"session {session.session_id} has version {session.version}; event {recorded.seq} does not follow"
+    )
 
 
 def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, Any]:
     match event:
-        case TurnOpened():
-            return _opened(session, event, recorded.seq)
-        case TurnCommitted():
-            return _committed(session, event, recorded)
         case TurnRejected() | TurnAbandoned():
-            return {"open_turns": _without(session.open_turns, event.turn)}
+            return {"open_turns": {number: held for number, held in session.open_turns.items() if number != event.turn}}
         case ReplyUndelivered() | ReplyRedelivered():
             given = isinstance(event, ReplyRedelivered)
             return {"deliveries": {**session.deliveries, event.turn: given}}
@@ -205,30 +223,16 @@ def _noted(session: Session, event: SessionNoted) -> dict[str, Any]:
     }
 
 
-def _opened(session: Session, event: TurnOpened, seq: int) -> dict[str, Any]:
-    opened = OpenTurn(
-        event.turn,
-        event.parent,
-        seq,
-        event.incarnation,
-        event.body_hash,
-        event.retry_key,
-        event.adapter,
-        event.agent_id,
-    )
-    return {
-        "open_turns": {**session.open_turns, event.turn: opened},
-        "last_turn": max(session.last_turn, event.turn),
-        "history": session.history or event.history,
-    }
-
-
-def _without(open_turns: dict[int, OpenTurn], turn: int) -> dict[int, OpenTurn]:
-    return {number: one for number, one in open_turns.items() if number != turn}
-
-
-def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> dict[str, Any]:
-    _require_parent(session, event)
+def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Session:
+    """Raises UnknownEvent unless the parent is an earlier turn, so that every chain of turns ends."""
+    newest = session.turns.newest
+    if event.parent:
+        is_known = (newest is not None and newest.number == event.parent) or event.parent in session.turns
+        follows = is_known and event.parent < event.turn
+    else:
+        follows = event.turn > 0 and not (event.base_messages or event.base_tokens)
+    if not follows or (session.undone.count and event.turn in session.undone):
+        raise _cannot_follow(session, event)
     held = session.open_turns.get(event.turn)
     branch, cause = _derived_branch(session, event) if event.branch is None else (event.branch, event.branch_cause)
     turn = Turn(
@@ -266,12 +270,11 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
         odd_ids=event.odd_ids,
         odd_arguments=event.odd_arguments,
     )
-    changes: dict[str, Any] = {
-        "turns": session.turns.added(turn),
-        "open_turns": _without(session.open_turns, event.turn),
-        "last_turn": max(session.last_turn, event.turn),
-        "branches": max(session.branches, branch + 1),
-    }
+    try:
+        turns = session.turns.added(turn)
+    except ValueError as error:
+        raise _cannot_follow(session, event) from error
+    changes: dict[str, Any] = {}
     if event.new_blobs:
         shared = tuple(ref for ref in event.new_blobs if ref.kind != "image")
         changes["blobs"] = (*session.blobs, *shared)[-RECENT_BLOBS:]
@@ -282,16 +285,20 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> di
     if event.payloads:
         live = tuple(_payload(session, event.parent, ref) for ref in event.payloads)
         changes["payloads"] = {**session.payloads, event.turn: live}
-    return changes
+    return msgspec.structs.replace(
+        session,
+        version=recorded.seq,
+        last_event_at=recorded.at,
+        turns=turns,
+        open_turns={number: other for number, other in session.open_turns.items() if number != event.turn},
+        last_turn=max(session.last_turn, event.turn),
+        branches=max(session.branches, branch + 1),
+        **changes,
+    )
 
 
-def _require_parent(session: Session, event: TurnCommitted) -> None:
-    """The parent is an earlier turn, so that every chain of turns ends. Raises UnknownEvent."""
-    continues = event.base_messages > 0 or event.base_tokens > 0
-    is_known = event.parent in session.turns if event.parent else not continues
-    is_taken = event.turn in session.turns or event.turn in session.undone
-    if not is_known or not event.parent < event.turn or is_taken:
-        raise UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
+def _cannot_follow(session: Session, event: TurnCommitted) -> UnknownEvent:
+    return UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
 
 
 def _derived_branch(session: Session, event: TurnCommitted) -> tuple[int, BranchCause | None]:

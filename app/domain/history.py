@@ -171,6 +171,9 @@ class Incoming:
     `raws[i]` is message i as the client wrote it. `proven` are the turns whose proofs the request holds. `trusts_ids`:
     where a client got arguments as objects and sends others, a reply is known by its calls' ids. Claude Code does so:
     it trims an edit's text. `prefix`: what is known of their bytes.
+
+    `check` sets: `whole_hash`, the running hash of all messages; `client_hash`, the hash of their bytes; `begun_reply`,
+    the last message if it is an assistant's: perhaps the beginning of a reply that was cut.
     """
 
     def __init__(
@@ -199,6 +202,9 @@ class Incoming:
         self._repeated: Turn | None = None
         self._start = 0  # How many messages an earlier request, `_repeated`'s, had with the same bytes.
         self._running: dict[int, str] = {}
+        self.whole_hash = NOTHING
+        self.client_hash = ""
+        self.begun_reply: Message | None = None
         self._prefix = prefix
         self._agent_id: str | None = None
         self._respelled: dict[int, bytes] = {}
@@ -238,6 +244,13 @@ class Incoming:
                 raise InvalidRequest(f"messages[{index}] has a field of an unexpected type") from error
             self._hashes[index] = message_hash
         return message_hash
+
+    def new_hashes(self, start: int) -> tuple[str, ...]:
+        """The canonical hashes of the messages from `start` on, which have been checked."""
+        stored, own, places = self._stored, self._hashes, range(max(start, self._start), len(self.raws))
+        hashes = [stored.get(place) or own[place] for place in places]
+        known = self._known_hashes[start : self._start] if start < self._start else ()
+        return (*known, *hashes)
 
     def role(self, index: int) -> str:
         role: str = self.message(index)["role"]
@@ -295,14 +308,19 @@ class Incoming:
 
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Where the request joins the session. Raises as `match` in a linear session."""
-        if not session.is_tree:
+        if session.history != "tree":
+            leaf = session.turns.newest
+            if leaf is not None and leaf is self._repeated and not self._left_out:
+                # It begins with the newest request's bytes: only that one's reply is compared.
+                place = leaf.message_count - 1
+                if (self._stored.get(place) or self._hashes.get(place)) == leaf.message_hashes[-1]:
+                    return Plan(leaf.number, leaf.message_count)
             plan = match(session, self)
             if self._left_out and plan.base_messages <= min(self._left_out):
                 # The request begins a segment: its history is what the client sent.
                 self._left_out = {}
                 self._read_as(self._sent)
                 self._compare(index)
-                self.spelling(len(self.raws))
             return plan
         parent = self._deepest(session, index, agent_id)
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
@@ -311,7 +329,7 @@ class Incoming:
         """The turn that is undone and whose whole history begins the request; None if that of one that is not is as
         long. `index` has both."""
         whole = self
-        if self._trusts_ids or index.odd_calls or index.has_bare_replies or index.has_empty_replies:
+        if self._trusts_ids or index.has_odd_calls or index.has_bare_replies or index.has_empty_replies:
             # How messages are read depends on the turns that are undone, too.
             whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
             whole.check(index)
@@ -347,17 +365,6 @@ class Incoming:
             yield from reversed(index.prefixes(self._repeated)[1 : self._start + 1])
 
     @property
-    def whole_hash(self) -> str:
-        """The running hash of all messages."""
-        return self._running[len(self)]
-
-    @property
-    def begun_reply(self) -> Message | None:
-        """The last message, if it is an assistant's: perhaps the beginning of a reply that was cut."""
-        last = self.message(len(self) - 1) if self.raws else None
-        return last if last is not None and last["role"] == "assistant" else None
-
-    @property
     def hash_before_last(self) -> str | None:
         """The running hash of all messages but the last; None if they are known by their bytes alone."""
         return self._running.get(len(self) - 1)
@@ -368,6 +375,11 @@ class Incoming:
 
         Raises InvalidRequest if it is invalid.
         """
+        if self.matcher == "tolerant" and (plain := plain_message(message)) is not None:
+            reply, message_hash = plain
+            # Every tag that opens or closes reasoning begins with one of these.
+            if "<" not in reply["content"] and "[" not in reply["content"]:
+                return message_hash, None, None
         reply = decode_message(message, "the reply's message")
         return canonical_hash(reply, self.matcher), _calls_hash(reply), _bare_hash(reply, self.matcher)
 
@@ -406,38 +418,46 @@ class Incoming:
                 break
             self._put_back(*left_out)
             self._compare(index)
-        self.spelling(len(self.raws))
 
     def _compare(self, index: TreeIndex) -> None:
-        prefix = None if self._left_out else self._prefix
-        repeated = self._known_turn(index, prefix) if prefix else index.repeated(len(self), self.spelling)
+        prefix, counts, count = None if self._left_out else self._prefix, index.counts, len(self.raws)
+        repeated: Turn | None = None
+        if prefix is not None:
+            repeated = self._known_turn(index, prefix)
+        elif counts:
+            # Most requests continue the longest one so far; else the others are looked through.
+            if counts[-1] <= count:
+                repeated = index.by_spelling.get(self.spelling(counts[-1]))
+            repeated = repeated or index.repeated(count, self.spelling)
         if repeated is not None and repeated.agent_id != self._agent_id:
             # Another agent may mean other replies by the same bytes.
-            repeated = None if index.has_bare_replies or index.odd_calls else repeated
+            repeated = None if index.has_bare_replies or index.has_odd_calls else repeated
         self._repeated = repeated
         start = self._start = 0 if repeated is None else repeated.message_count - 1
-        at = NOTHING if repeated is None else index.input_hash(repeated.number) or NOTHING
-        self._running, self._stored = {start: at}, {}
-        self._checked, self._returned = start, self._returned_calls() if index.odd_calls else None
-        for place in range(start, len(self.raws)):
+        at = NOTHING if repeated is None else index.inputs.get(repeated.number, NOTHING)
+        running = self._running = {start: at}
+        self._stored, is_tolerant = {}, self.matcher == "tolerant"
+        self._checked, self._returned = start, self._returned_calls() if index.has_odd_calls else None
+        for place in range(start, count):
+            if is_tolerant and place not in self._messages and (plain := plain_message(self.raws[place])) is not None:
+                self._messages[place], self._hashes[place] = plain
             turn = self._left_out.get(place)
             if turn is None and self._returned is not None:
                 turn = self._recognised(self._returned, at, place)
-            stored = own = self.own_hash(place)
-            after = running_hash(at, own)
+            stored = own = self._hashes.get(place) or self.own_hash(place)
+            after = hashlib.sha256(f"{at}:{own}".encode()).hexdigest()[:32]
             if turn is not None:
                 stored = turn.message_hashes[-1]
-            elif (
-                self.matcher == "tolerant"
-                and self._messages[place]["role"] == "assistant"
-                and not index.has_ending(after)
-            ):
+            elif is_tolerant and self._messages[place]["role"] == "assistant" and after not in index.by_history:
                 stored = self._sampled(index, at, place) if self._trusts_ids else own
                 stored = self._replies.spelled_as(self, at, place) if stored == own else stored
             if stored != own:
                 self._stored[place] = stored
                 after = running_hash(at, stored)
-            at = self._running[place + 1] = after
+            at = running[place + 1] = after
+        self.whole_hash, self.client_hash = at, self.spelling(count)
+        last = self._messages.get(count - 1) or (self.message(count - 1) if count else {"role": ""})
+        self.begun_reply = last if last["role"] == "assistant" else None
 
     @functools.cached_property
     def _replies(self) -> StoredReplies:
@@ -548,6 +568,34 @@ def decode_message(raw: msgspec.Raw | bytes, where: str) -> Message:
     if not isinstance(message.get("tool_calls") or [], list):
         raise InvalidRequest(f"{where}.tool_calls must be a list")
     return message
+
+
+_DECODE = msgspec.json.Decoder[Any]().decode
+_ENCODE = msgspec.json.Encoder().encode
+
+
+def plain_message(raw: msgspec.Raw | bytes) -> tuple[Message, str] | None:
+    """A message of a role and a text, and its canonical hash (`tolerant`), in one step; None for any other one, which
+    `decode_message` and `canonical_hash` read, or refuse."""
+    text = bytes(raw)
+    if len(text) > LONG or text.count(b"{") + text.count(b"[") > MAX_DEPTH:
+        return None
+    try:
+        message = _DECODE(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if type(message) is not dict:
+        return None
+    role, content = message.get("role"), message.get("content")
+    if (
+        type(role) is not str
+        or type(content) is not str
+        or role == "tool"
+        or message.get("tool_calls")
+        or message.get("function_call")
+    ):
+        return None
+    return message, hashlib.sha256(_ENCODE((role, content.strip(), (), None))).hexdigest()[:32]
 
 
 class Plan(msgspec.Struct, frozen=True):

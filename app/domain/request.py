@@ -120,17 +120,19 @@ def canonical_hash(request: ChatRequest | CompletionRequest, history: str) -> st
 
     `history` identifies the messages or the prompt. Whether the reply is streamed does not matter.
     """
-    params = b",".join(
-        [name.encode() + b":" + _canonical_json(bytes(raw)) for name, raw in sorted(request.params.items())]
-    )
+    params: list[bytes] = []
+    for name, raw in sorted(request.params.items()):
+        text = bytes(raw)
+        params.append(name.encode() + b":" + (text if text[:1] not in b"[{" else _canonical_json(text)))
     tools = getattr(request, "tools", None)
-    parts = (request.protocol.encode(), history.encode(), params, b"" if tools is None else _tools_hash(bytes(tools)))
+    tools_hash = b"" if tools is None else _tools_hash(bytes(tools))
     ids = b"" if request.ids is None else request.ids.text
-    return hashlib.sha256(b"\0".join((*parts, ids))).hexdigest()[:32]
+    parts = request.protocol.encode(), history.encode(), b",".join(params), tools_hash, ids
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
 def _canonical_json(raw: bytes) -> bytes:
-    """The value with sorted keys; one that cannot be decoded as it is."""
+    """The value with sorted keys, if it has any; one that cannot be decoded as it is."""
     if raw[:1] not in b"[{":
         return raw
     try:

@@ -33,32 +33,21 @@ def running_hash(before: str, message_hash: str) -> str:
     return hashlib.sha256(f"{before}:{message_hash}".encode()).hexdigest()[:32]
 
 
-class _Newest:
-    """Turns by a key, the newest first. Few turns share a key, so there is no list for each."""
+class _Newest(dict[str | int | None, int]):
+    """The newest turn of each key. `older` has the turn of the same key before each turn: few share one, so there is no
+    list for each."""
 
-    __slots__ = ("_newest", "_older")
+    __slots__ = ("older",)
 
     def __init__(self) -> None:
-        self._newest: dict[str | int | None, int] = {}
-        self._older: dict[int, int] = {}
-
-    def add(self, key: str | int, number: int) -> None:
-        before = self._newest.get(key)
-        self._newest[key] = number
-        if before is not None:
-            self._older[number] = before
+        self.older: dict[int, int] = {}
 
     def all(self, key: str | int) -> Iterator[int]:
-        number = self._newest.get(key)
+        """The turns of a key, the newest first."""
+        number = self.get(key)
         while number is not None:
             yield number
-            number = self._older.get(number)
-
-    def __contains__(self, key: str | int | None) -> bool:
-        return key in self._newest
-
-    def __bool__(self) -> bool:
-        return bool(self._newest)
+            number = self.older.get(number)
 
 
 class TreeIndex:
@@ -67,64 +56,70 @@ class TreeIndex:
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[int, Turn] = {}
         self._histories: dict[int, str] = {}
-        self._inputs: dict[int, str] = {}
-        self._by_parent = _Newest()
-        self._by_history = _Newest()
+        self.inputs: dict[int, str] = {}
+        self.by_parent = _Newest()
+        self.by_history = _Newest()
         self._by_input = _Newest()
         self._by_reply = _Newest()
         self._by_bare_reply = _Newest()
         self._by_calls = _Newest()
-        self._by_body = _Newest()
-        self._by_spelling: dict[str, Turn] = {}
+        self.by_body = _Newest()
+        self.by_spelling: dict[str, Turn] = {}
         self.odd_calls = OddCalls()
-        self.has_empty_replies = False
-        self._counts: list[int] = []
+        self.has_odd_calls = self.has_empty_replies = False
+        self.counts: list[int] = []
         for turn in turns:
             self.add(turn)
 
     def add(self, turn: Turn) -> None:
         """A turn has been committed."""
-        number, hashes = turn.number, turn.message_hashes
+        number, hashes, is_chat = turn.number, turn.message_hashes, turn.protocol != "completions"
         self._turns[number] = turn
-        self._by_parent.add(turn.history_parent, number)
-        if turn.body_hash:
-            self._by_body.add(turn.body_hash, number)
-        if turn.shape != "chat":
-            self._by_input.add(turn.client_hash, number)
+        keys: list[tuple[_Newest, str | int | None]] = [
+            (self.by_parent, turn.parent if turn.base_messages else 0),
+            (self.by_body, turn.body_hash or None),
+        ]
+        if is_chat:
+            parent = self._turns.get(turn.parent) if turn.base_messages else None
+            at = NOTHING
+            if parent is not None:
+                is_whole = parent.message_count == turn.base_messages and parent.number in self._histories
+                at = self._histories[parent.number] if is_whole else self.prefixes(parent)[turn.base_messages]
+            for message_hash in hashes[:-1]:
+                at = hashlib.sha256(f"{at}:{message_hash}".encode()).hexdigest()[:32]
+            self.inputs[number] = at
+            after = hashlib.sha256(f"{at}:{hashes[-1]}".encode()).hexdigest()[:32]
+            self._histories[number] = after
+            keys += (
+                (self._by_input, at),
+                (self.by_history, after),
+                (self._by_reply, hashes[-1]),
+                (self._by_calls, turn.calls_hash),
+                (self._by_bare_reply, turn.bare_hash),
+            )
+        else:
+            keys.append((self._by_input, turn.client_hash))
+        for newest, key in keys:
+            if key is not None:
+                if (before := newest.get(key)) is not None:
+                    newest.older[number] = before
+                newest[key] = number
+        if not is_chat:
             return
-        at = self._base_hash(turn)
-        for message_hash in hashes[:-1]:
-            at = running_hash(at, message_hash)
-        self._inputs[number] = at
-        self._by_input.add(at, number)
-        history = self._histories[number] = running_hash(at, hashes[-1])
-        self._by_history.add(history, number)
-        self._by_reply.add(hashes[-1], number)
-        if turn.calls_hash is not None:
-            self._by_calls.add(turn.calls_hash, number)
-        if turn.bare_hash is not None:
-            self._by_bare_reply.add(turn.bare_hash, number)
         if EMPTY_REPLY in (hashes[-1], turn.bare_hash):
             self.has_empty_replies = True
-        if turn.has_odd_calls:
+        if turn.odd_ids or turn.odd_arguments or turn.given_ids is not None:
+            # A client may return a call of this reply otherwise than the engine spelled it.
+            self.has_odd_calls = True
             self.odd_calls.add(number, turn.given_ids)
         count = turn.message_count - 1
-        self._by_spelling[turn.client_hash] = turn
-        if not self._counts or count > self._counts[-1]:
-            self._counts.append(count)
+        self.by_spelling[turn.client_hash] = turn
+        if not self.counts or count > self.counts[-1]:
+            self.counts.append(count)
             return
-        place = bisect.bisect_left(self._counts, count)
-        if self._counts[place] != count:
-            self._counts.insert(place, count)
-
-    def _base_hash(self, turn: Turn) -> str:
-        """The running hash of the messages that the turn takes from its parent."""
-        parent = self._turns.get(turn.history_parent)
-        if parent is None:
-            return NOTHING
-        if parent.message_count == turn.base_messages and parent.number in self._histories:
-            return self._histories[parent.number]
-        return self.prefixes(parent)[turn.base_messages]
+        place = bisect.bisect_left(self.counts, count)
+        if self.counts[place] != count:
+            self.counts.insert(place, count)
 
     def turn(self, number: int) -> Turn | None:
         """The turn with this number, if the index has it."""
@@ -139,7 +134,7 @@ class TreeIndex:
 
     def input_hash(self, number: int) -> str | None:
         """The running hash of a turn's request; None for a completion's."""
-        return self._inputs.get(number)
+        return self.inputs.get(number)
 
     def prefixes(self, turn: Turn) -> list[str]:
         """The running hashes of the turn's history: item n is that of its first n messages."""
@@ -162,22 +157,22 @@ class TreeIndex:
     def repeated(self, messages: int, spelling: Callable[[int], str]) -> Turn | None:
         """The newest of the longest earlier requests with whose bytes this one begins: it has so many messages, and
         `spelling` gives a hash of the bytes of the first ones."""
-        stop = bisect.bisect_right(self._counts, messages)
+        stop = bisect.bisect_right(self.counts, messages)
         likely, recent = max(stop - 1, 0), max(stop - RECENT_COUNTS, 0)
-        for counts in (self._counts[likely:stop], self._counts[recent:likely], self._counts[:recent]):
+        for counts in (self.counts[likely:stop], self.counts[recent:likely], self.counts[:recent]):
             spelled = [spelling(count) for count in counts]
             for key in reversed(spelled):
-                if (turn := self._by_spelling.get(key)) is not None:
+                if (turn := self.by_spelling.get(key)) is not None:
                     return turn
         return None
 
     def ending_with(self, history: str) -> Iterator[int]:
         """The turns whose whole history has this running hash, the newest first."""
-        return self._by_history.all(history)
+        return self.by_history.all(history)
 
     def has_ending(self, history: str) -> bool:
         """Is this the running hash of a turn's whole history?"""
-        return history in self._by_history
+        return history in self.by_history
 
     def has_input(self, input_hash: str) -> bool:
         """Is this the running hash of a turn's request?"""
@@ -203,19 +198,19 @@ class TreeIndex:
 
     def knows_body(self, *body_hashes: str | None) -> bool:
         """Has a turn's request one of these hashes?"""
-        return any(body_hash in self._by_body for body_hash in body_hashes)
+        return any(body_hash in self.by_body for body_hash in body_hashes)
 
     def with_body(self, body_hash: str) -> Iterator[int]:
         """The turns whose request has this hash, the newest first."""
-        return self._by_body.all(body_hash)
+        return self.by_body.all(body_hash)
 
     def has_children(self, parent: int) -> bool:
         """Does a turn continue `parent`?"""
-        return parent in self._by_parent
+        return parent in self.by_parent
 
     def siblings(self, parent: int) -> Iterator[Turn]:
         """The turns that continue `parent` (0: that begin a conversation), the newest first."""
-        return (self._turns[number] for number in self._by_parent.all(parent))
+        return (self._turns[number] for number in self.by_parent.all(parent))
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -227,14 +222,10 @@ class Branch(msgspec.Struct, frozen=True):
 
 
 def branch_of(session: Session, index: TreeIndex, turn: NewTurn) -> Branch:
-    """The branch of a turn that is about to be committed.
-
-    A turn's first child continues its branch if its tokens do; any other turn begins one.
-    """
-    has_siblings = index.has_children(turn.parent)
-    if turn.parent and not has_siblings and turn.continues_tokens:
-        return Branch(session.turn(turn.parent).branch)
-    if not session.turns:
+    """The branch that a turn begins, which is about to be committed: only a turn's first child whose tokens continue
+    it continues its branch."""
+    has_siblings = turn.parent in index.by_parent
+    if not session.turns.count:
         return Branch(0, "start")
     if any(turn.repeats(other) for other in index.with_input(turn.input_hash)):
         return Branch(session.branches, "retry")
@@ -250,7 +241,6 @@ class NewTurn(msgspec.Struct, frozen=True):
     message_hashes: tuple[str, ...]
     input_hash: str
     agent_id: str | None
-    continues_tokens: bool
 
     def repeats(self, other: Turn) -> bool:
         """Is it a sibling's input, of the same agent, once more?"""

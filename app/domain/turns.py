@@ -74,11 +74,6 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     @property
-    def has_odd_calls(self) -> bool:
-        """May a client return a call of its reply otherwise than the engine spelled it?"""
-        return self.odd_ids or self.odd_arguments or self.given_ids is not None
-
-    @property
     def input_hashes(self) -> tuple[str, ...]:
         """The hashes of the request's messages that are not its parent's."""
         return self.message_hashes[:-1]
@@ -87,38 +82,39 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Turns:
     """Turns by number, iterated in the order of commits. Immutable: `added` returns another one.
 
-    Successors share one list, so that a commit does not copy all turns before it. Each sees only its own first turns; a
-    second successor of the same state copies.
+    Successors share one list, so that a commit does not copy all turns before it. Each sees only its own first turns,
+    of which there are `count`; a second successor of the same state copies. `newest` is the turn committed last.
     """
 
-    __slots__ = ("_count", "_places", "_turns")
+    __slots__ = ("_places", "_turns", "count", "newest")
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns = list(turns)
         self._places = {turn.number: place for place, turn in enumerate(self._turns)}
-        self._count = len(self._turns)
+        self.count = len(self._turns)
+        self.newest: Turn | None = self._turns[-1] if self._turns else None
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Turn]:
-        return islice(self._turns, self._count)
+        return islice(self._turns, self.count)
 
     def __reversed__(self) -> Iterator[Turn]:
-        return (self._turns[place] for place in range(self._count - 1, -1, -1))
+        return (self._turns[place] for place in range(self.count - 1, -1, -1))
 
     def __contains__(self, number: object) -> bool:
-        return self._places.get(number, self._count) < self._count  # type: ignore[call-overload, no-any-return]
+        return self._places.get(number, self.count) < self.count  # type: ignore[call-overload, no-any-return]
 
     def __getitem__(self, number: int) -> Turn:
         place = self._places[number]
-        if place >= self._count:
+        if place >= self.count:
             raise KeyError(number)
         return self._turns[place]
 
     def get(self, number: int) -> Turn | None:
-        place = self._places.get(number, self._count)
-        return self._turns[place] if place < self._count else None
+        place = self._places.get(number, self.count)
+        return self._turns[place] if place < self.count else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Turns) and list(self) == list(other)
@@ -128,25 +124,22 @@ class Turns:
     def __repr__(self) -> str:
         return f"Turns({list(self)!r})"
 
-    @property
-    def newest(self) -> Turn | None:
-        """The turn committed last."""
-        return self._turns[self._count - 1] if self._count else None
-
     def committed_after(self, seq: int) -> Iterator[Turn]:
         """The turns whose commits are later events than `seq`, the newest first."""
         return takewhile(lambda turn: turn.seq > seq, reversed(self))
 
     def added(self, turn: Turn) -> Turns:
         """These turns and a new one. Raises ValueError if its number is taken."""
-        if turn.number in self:
+        count = self.count
+        if self._places.get(turn.number, count) < count:
             raise ValueError(f"turn {turn.number} is committed twice")
-        if not self._count or len(self._turns) != self._count:
+        if not count or len(self._turns) != count:
             return Turns([*self, turn])
         after = Turns.__new__(Turns)
-        after._turns, after._places, after._count = self._turns, self._places, self._count + 1
+        after._turns, after._places, after.count = self._turns, self._places, count + 1
         after._turns.append(turn)
-        after._places[turn.number] = self._count
+        after._places[turn.number] = count
+        after.newest = turn
         return after
 
     def tentative(self) -> Turns:
@@ -162,9 +155,8 @@ class _Tentative(Turns):
     def __init__(self, base: Turns, last: Turn | None = None) -> None:
         self._base = base
         self._last = last
-
-    def __len__(self) -> int:
-        return len(self._base) + (self._last is not None)
+        self.count = base.count + (last is not None)
+        self.newest = last or base.newest
 
     def __iter__(self) -> Iterator[Turn]:
         yield from self._base
@@ -189,10 +181,6 @@ class _Tentative(Turns):
         if self._last is not None and number == self._last.number:
             return self._last
         return self._base.get(number)
-
-    @property
-    def newest(self) -> Turn | None:
-        return self._last or self._base.newest
 
     def added(self, turn: Turn) -> Turns:
         if self._last is not None:

@@ -25,7 +25,7 @@ from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events
 from workers import codec
-from workers.codec import CorruptContent, Facts, Messages
+from workers.codec import CorruptContent, Messages
 from workers.parse import REPLAY
 
 T = TypeVar("T", covariant=True)
@@ -151,11 +151,11 @@ class SessionRows:
         """A turn's facts, checked against the log. Raises CorruptContent."""
         event = self._known.events[number]
         facts, wire = self._stored.frames.get(number, (None, None))
-        if facts is None or wire is None:
+        if wire is None:
             raise CorruptContent(f"turn {number}: the content is not there")
         if codec.content_hash(facts, wire) != event.content_hash:
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
-        found = codec.unpack(facts, Facts)
+        found = codec.unpack_facts(facts, wire)
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
 
     def _said(self, number: int) -> Messages:

@@ -31,39 +31,20 @@ _CONVERSATIONS = frozenset({"messages", "input"})
 _NUMBER = tuple(b"%c" % one for one in b"-0123456789")
 """How a number begins."""
 
+_PLAIN = 18
+"""So many digits are a number that 64 bits hold."""
+
 _TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 
 
-def has_many_values(body: bytes, has_few_values: bool) -> bool:
-    """May the body have more values than `bounds.FEW`? Then its fields are checked before they are decoded."""
-    return not has_few_values and scan.may_exceed(body, bounds.FEW)
-
-
 def fields_of(
-    body: bytes, has_few_values: bool, continued: ContinuedBody | None
+    body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
 ) -> tuple[dict[str, msgspec.Raw], bool]:
-    """The body's fields, and whether it may have many values. If it is continued, its conversation is none of them.
-
-    Raises InvalidRequest.
-    """
+    """The body's fields, and whether it may have more values than `bounds.FEW`: then they are checked before they are
+    decoded. If it is continued, its conversation is none of them. Raises InvalidRequest."""
     if continued is not None:
         return dict(continued.fields), False
-    many_values = has_many_values(body, has_few_values)
-    return split_fields(body, many_values), many_values
-
-
-def items_of(
-    body: bytes, name: str, raw: msgspec.Raw | None, many_values: bool, continued: ContinuedBody | None
-) -> tuple[Sequence[msgspec.Raw], BodyLayout | None]:
-    """The items of a conversation's list, and the layout of a long body. Raises InvalidRequest."""
-    if continued is not None:
-        return continued.messages, continued.layout
-    items = list_of(name, raw, many_values)
-    return items, layout_of(body, name, raw, items) if raw is not None and len(body) >= LONG_BODY else None
-
-
-def split_fields(body: bytes, many_values: bool) -> dict[str, msgspec.Raw]:
-    """`many_values`: it may hold more values than `bounds.FEW`."""
+    many_values = len(body) > bounds.FEW and not has_few_values and scan.may_exceed(body, bounds.FEW)
     if many_values:
         bounds.require_fields(body)
     try:
@@ -80,7 +61,7 @@ def split_fields(body: bytes, many_values: bool) -> dict[str, msgspec.Raw]:
         raise InvalidRequest(f"the body nests deeper than {MAX_DEPTH} levels") from error
     if len(fields) > bounds.MAX_FIELDS:
         raise bounds.too_many_fields()
-    return fields
+    return fields, many_values
 
 
 def _require_within_bounds(name: str, raw: bytes) -> None:
@@ -91,8 +72,12 @@ def _require_within_bounds(name: str, raw: bytes) -> None:
         bounds.require_field(name, raw)
 
 
-def list_of(name: str, raw: msgspec.Raw | None, many_values: bool) -> list[msgspec.Raw]:
-    """The items of a conversation's list. Raises InvalidRequest."""
+def items_of(
+    body: bytes, name: str, raw: msgspec.Raw | None, many_values: bool, continued: ContinuedBody | None
+) -> tuple[Sequence[msgspec.Raw], BodyLayout | None]:
+    """The items of a conversation's list, and the layout of a long body. Raises InvalidRequest."""
+    if continued is not None:
+        return continued.messages, continued.layout
     if raw is None:
         raise InvalidRequest(f"{name} is missing")
     if many_values:
@@ -103,24 +88,28 @@ def list_of(name: str, raw: msgspec.Raw | None, many_values: bool) -> list[msgsp
         raise InvalidRequest(f"{name} must be a list") from error
     if not items:
         raise InvalidRequest(f"{name} must not be empty")
-    return items
+    return items, layout_of(body, name, raw, items) if len(body) >= LONG_BODY else None
 
 
 def engine_params(fields: dict[str, msgspec.Raw], many_values: bool) -> dict[str, msgspec.Raw]:
     """The fields that are passed to the engine. Raises InvalidRequest for a field that nests too deep, a number that no
     row can hold, or an invalid adapter."""
-    params = {name: raw for name, raw in fields.items() if name not in OURS}
-    for name, raw in params.items():
+    params: dict[str, msgspec.Raw] = {}
+    for name, raw in fields.items():
+        if name in OURS:
+            continue
         text = bytes(raw)
         if many_values:
             bounds.require_field(name, text)
-        if too_deep(text):
+        if text.count(b"[") + text.count(b"{") > MAX_DEPTH and too_deep(text):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
-        if text.startswith(_NUMBER) and number_of(text) is None:
+        if text.startswith(_NUMBER) and (len(text) > _PLAIN or not text.isdigit()) and number_of(text) is None:
             raise InvalidRequest(f"{name} is a number that 64 bits cannot hold")
-    adapter = value_of(params.get("lora_path"), "lora_path")
-    if isinstance(adapter, str) and (len(adapter) > MAX_ADAPTER or "\0" in adapter):
-        raise InvalidRequest(f"lora_path must have at most {MAX_ADAPTER} characters, and no NUL")
+        params[name] = raw
+    if "lora_path" in params:
+        adapter = value_of(params["lora_path"], "lora_path")
+        if isinstance(adapter, str) and (len(adapter) > MAX_ADAPTER or "\0" in adapter):
+            raise InvalidRequest(f"lora_path must have at most {MAX_ADAPTER} characters, and no NUL")
     return params
 
 

@@ -13,7 +13,7 @@ from app.domain.calls import given_prefix, with_ids
 from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
-from app.domain.request import ChatRequest, CompletionRequest, join_object, value_of
+from app.domain.request import ChatRequest, join_object, value_of
 from app.errors import Unsupported
 from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
 from app.protocols.body import (
@@ -155,24 +155,23 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     fields, many_values = fields_of(body, has_few_values, continued)
     messages, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
     tools = fields.pop("tools", None)
-    ids = token_ids(fields.pop("input_ids", None), "input_ids")
-    stream = flag(fields.pop("stream", None), "stream")
-    mode = stream_mode(fields)
-    require_one(fields.pop("n", None))
+    ids = token_ids(fields.pop("input_ids"), "input_ids") if "input_ids" in fields else None
+    stream = "stream" in fields and flag(fields.pop("stream"), "stream")
+    mode = stream_mode(fields) if "stream_mode" in fields else None
+    if "n" in fields:
+        require_one(fields.pop("n"))
     params = engine_params({"tools": tools, **fields} if tools is not None else fields, many_values)
-    params.pop("tools", None)
-    if tools is not None and bytes(tools) == b"null":
-        tools = None
     left_out: Places = ()
     details: Places = ()
     if tools is not None:
-        tools, left_out = offered_tools(tools, params)
+        del params["tools"]
+        tools, left_out = (None, ()) if bytes(tools) == b"null" else offered_tools(tools, params)
     known, known_bytes = (0, 0) if continued is None else (continued.prefix.messages, continued.prefix.end)
     if body.find(ORIGINAL, known_bytes) >= 0:
         messages, details = with_known_details(messages, known)
     if details:
         layout = None  # Its messages are not the body's: the next body is read as a whole.
-    own = control.remove_control(params)
+    own = control.remove_control(params) if control.EXTENSIONS in params else None
     return ChatRequest(
         messages,
         tools,
@@ -350,10 +349,7 @@ class Chat:
     schema: Mapping[str, Any] = REQUEST
     example: Mapping[str, Any] = EXAMPLE
 
-    def parse(
-        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
-    ) -> ChatRequest | CompletionRequest:
-        return parse_chat(body, has_few_values, continued)
+    parse = staticmethod(parse_chat)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
         return request

@@ -13,10 +13,9 @@ from app.errors import InvalidRequest, Unsupported
 from app.protocols.base import COMMON, IDS, ONE, TEXT, Schema, nullable
 from app.protocols.body import (
     engine_params,
+    fields_of,
     flag,
-    has_many_values,
     require_one,
-    split_fields,
     stream_mode,
     token_ids,
 )
@@ -45,10 +44,11 @@ REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
 EXAMPLE: Schema = {"model": "simulator", "prompt": "6 times 7 is", "max_tokens": 8}
 
 
-def parse_completion(body: bytes, has_few_values: bool = False) -> CompletionRequest:
-    """As `chat.parse.parse_chat`; also Unsupported for several prompts or choices."""
-    many_values = has_many_values(body, has_few_values)
-    fields = split_fields(body, many_values)
+def parse_completion(
+    body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+) -> CompletionRequest:
+    """As `chat.parse_chat`; also Unsupported for several prompts or choices. No completion is `continued`."""
+    fields, many_values = fields_of(body, has_few_values)
     text, ids = _prompt(fields.pop("prompt", None))
     stream = flag(fields.pop("stream", None), "stream")
     require_one(fields.pop("n", None))
@@ -96,8 +96,3 @@ class Completions(Chat):
     has_layouts = False
     schema = REQUEST
     example = EXAMPLE
-
-    def parse(
-        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
-    ) -> CompletionRequest:
-        return parse_completion(body, has_few_values)

@@ -7,10 +7,10 @@ taken. An entry can be dropped at any time and is read again from the log.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import TypeVar, cast
 
 import msgspec
@@ -19,11 +19,11 @@ from app.domain.calls import OddCalls, sampled_calls
 from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.events import (
     BlobsTombstoned,
-    Event,
     Recorded,
     SessionErased,
     SessionRestored,
     TurnCommitted,
+    TurnOpened,
     UnknownEvent,
 )
 from app.domain.fold import apply
@@ -51,18 +51,19 @@ CHUNK_BYTES = 256
 
 
 class StoredContent:
-    """Frames of turns that were read with the log: `wires` for the messages, `facts` for the tokens. They are dropped
-    when they are first asked for: the next turn needs them once, and finds its messages and tokens in memory then."""
+    """Frames of turns that were read with the log: `wires` for the messages, `facts` for the tokens
+    (a small turn's are in its wire). They are dropped when they are first asked for: the next turn
+    needs them once, and finds its messages and tokens in memory then."""
 
     def __init__(self) -> None:
         self.wires: dict[int, bytes | None] = {}
-        self.facts: dict[int, bytes | None] = {}
+        self.facts: reads.Frames = {}
 
     @property
     def size(self) -> int:
         """Bytes of all frames."""
-        parts = (self.wires, self.facts)
-        return sum(len(frame) for part in parts if part for frame in part.values() if frame is not None)
+        frames = [*self.wires.values(), *itertools.chain(*self.facts.values())]
+        return sum(len(frame) for frame in frames if frame is not None)
 
 
 class CacheEntry:
@@ -97,42 +98,30 @@ class CacheEntry:
             self._every_index = TreeIndex(self.session.every_turn)
         return self._every_index
 
-    @property
-    def is_behind(self) -> bool:
-        """Were events appended that follow others which this process has not seen?"""
-        return self.session.version < self.newest_seen
-
-    @property
-    def size(self) -> int:
-        known = self.messages.size + self.tokens.size + self.bodies.size + self.unread.size
-        turns = len(self.session.turns) + len(self.session.undone)
-        return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
-
     def advance(self, events: Iterable[Recorded]) -> bool:
         """Apply new events; False if they do not follow the entry's version, or a restore has changed what was known:
         the entry is out of date."""
         for recorded in events:
-            if recorded.seq != self.session.version + 1 or isinstance(recorded.event, SessionRestored):
+            before, event = self.session, recorded.event
+            if recorded.seq != before.version + 1 or isinstance(event, SessionRestored):
                 return False
-            before, self.session = self.session, apply(self.session, recorded, self.session.session_id)
-            self._index(before, recorded.event)
-        return True
-
-    def _index(self, before: Session, event: Event) -> None:
-        match event:
-            case TurnCommitted(turn=number):
-                turn = self.session.turn(number)
+            after = self.session = apply(before, recorded, before.session_id)
+            if isinstance(event, TurnCommitted):
+                turn = after.turns.newest
+                assert turn is not None
                 self.index.add(turn)
                 if self._every_index is not None:
                     self._every_index.add(turn)
-                self.uses.add(self.session.payloads.get(number, ()))
+                if event.payloads:
+                    self.uses.add(after.payloads[event.turn])
                 if turn.retry_key is not None:
-                    self.keyed[turn.retry_key] = number
-            case BlobsTombstoned(turns=numbers):
-                for number in numbers:
+                    self.keyed[turn.retry_key] = turn.number
+            elif isinstance(event, BlobsTombstoned):
+                for number in event.turns:
                     self.uses.remove(before.every_payload.get(number, ()))
-            case SessionErased():
+            elif isinstance(event, SessionErased):
                 self.uses = ChunkUses()
+        return True
 
 
 class Eviction:
@@ -193,7 +182,8 @@ class Eviction:
 log = logging.getLogger("turnlog.cache")
 
 SNAPSHOT_EVENTS = 1024
-"""A snapshot is saved each time a log has grown by this many events, and after a read of at least this many."""
+"""A snapshot is saved when a turn's commit has taken the log past a multiple of this many events, and after a read of
+at least this many."""
 
 
 def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
@@ -238,7 +228,8 @@ class SessionCache:
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[CacheEntry | None]] = {}
         self._saving: set[asyncio.Task[None]] = set()
-        self.lookups = {"session": Lookups(), "messages": Lookups(), "tokens": Lookups()}
+        self._session_lookups = Lookups()
+        self.lookups = {"session": self._session_lookups, "messages": Lookups(), "tokens": Lookups()}
 
     @property
     def sessions(self) -> int:
@@ -251,16 +242,29 @@ class SessionCache:
 
     async def get(self, session_id: str) -> CacheEntry | None:
         """The session as this process knows it, for a turn: on a miss its content is read with the log."""
-        return await self._get(session_id, self._content)
+        live = self._entries.get(session_id)
+        if live is None or live.session.version < live.newest_seen:
+            return await self._get(session_id, self._content)
+        self._session_lookups.hits += 1
+        return live
+
+    async def open(self, session_id: str) -> CacheEntry:
+        """As `get`. Raises as `require_open`."""
+        live = self._entries.get(session_id)
+        if live is None or live.session.version < live.newest_seen or live.session.status != "open":
+            return require_open(await self.get(session_id), session_id)
+        self._session_lookups.hits += 1
+        return live
 
     async def _get(self, session_id: str, content: With) -> CacheEntry | None:
         live = self._entries.get(session_id)
-        if live is not None and live.is_behind:
+        if live is not None and live.session.version < live.newest_seen:
+            # Events were appended that follow others which this process has not seen.
             return await self.refresh(session_id)
         if live is not None:
-            self.lookups["session"].hits += 1
+            self._session_lookups.hits += 1
             return live
-        self.lookups["session"].misses += 1
+        self._session_lookups.misses += 1
         return await self._load(session_id, content)
 
     def known(self, session_id: str) -> Session | None:
@@ -302,12 +306,14 @@ class SessionCache:
             return
         known = live.session.version
         new = [recorded for recorded in events if recorded.seq > known]
-        if new and new[0].seq > known + 1:
+        if not new:
+            return
+        if new[0].seq > known + 1:
             live.newest_seen = max(live.newest_seen, new[-1].seq)
-        elif live.advance(new):
-            self._account(session_id, live)
-        else:
+        elif not live.advance(new):
             self.drop(session_id)
+        elif len(new) > 1 or not isinstance(new[0].event, TurnOpened):  # A claim alone takes no room.
+            self._account(session_id, live)
 
     def continued(self, session_id: str, body: bytes, protocol: str) -> ContinuedBody | None:
         """The body as far as it is known from an earlier one of its session in this protocol."""
@@ -329,19 +335,28 @@ class SessionCache:
         next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`), `text` that of all
         tokens."""
         live = self._entries.get(session_id)
-        turn = None if live is None else live.session.turns.get(number)
-        if live is None or turn is None:
+        if live is None:
             return
-        live.unread = StoredContent()
-        if turn.shape == "chat":
-            live.messages.extend(turn.history_parent, turn.number, messages)
+        turn = live.session.turns.newest
+        if turn is None or turn.number != number:
+            turn = live.session.turns.get(number)
+        if turn is None:
+            return
+        if live.unread.wires or live.unread.facts:
+            live.unread = StoredContent()
+        if turn.protocol != "completions":
+            live.messages.extend(turn.parent if turn.base_messages else 0, number, messages)
         if tokens is not None:
             trimmed = _trimmed(live.session, turn)
-            live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed)
+            live.tokens.extend(turn.token_parent, number, tokens, trimmed)
         if layout is not None and spelled is not None:
             known = KnownBody(layout, turn.protocol, number, spelled, text)
             live.bodies.add(known, layout.continued)
+            self._with_bodies.add(session_id)
         self._account(session_id, live)
+        # So that a miss on a long session reads few events.
+        if (turn.opened_seq - 1) // SNAPSHOT_EVENTS != live.session.version // SNAPSHOT_EVENTS:
+            self._save_later(live.session)
 
     def drop(self, session_id: str) -> None:
         if self._entries.pop(session_id, None) is not None:
@@ -371,7 +386,7 @@ class SessionCache:
         messages = iter(await images.put_back(self.database, live.session, stored))
         for member in chain:
             said = saids[member.number]
-            own = islice(messages, len(said.messages))
+            own = itertools.islice(messages, len(said.messages))
             made.extend(member.history_parent, member.number, b",".join((*own, said.message)))
         live.messages.use(made)
         self._account(session_id, live)
@@ -387,10 +402,9 @@ class SessionCache:
         session = live.session
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]
-        facts, live.unread.facts = live.unread.facts, {}
-        known: reads.Frames = {number: (kept, None) for number, kept in facts.items()}
+        known, live.unread.facts = live.unread.facts, {}
         frames = await self._frames(session.session_id, numbers, known, wire=False)
-        facts_bytes = sum(len(kept) for kept, _ in frames.values() if kept is not None)
+        facts_bytes = sum(len(facts or wire or b"") for facts, wire in frames.values())
 
         def loaded() -> PrefixBuffer:
             made = PrefixBuffer()
@@ -483,7 +497,9 @@ class SessionCache:
         if live.session is session and frames:
             live.unread.wires = {number: wire for number, (_, wire) in frames.items()}
             if content is With.FACTS:
-                live.unread.facts = {number: facts for number, (facts, _) in frames.items()}
+                live.unread.facts = {
+                    number: (facts, wire if facts is None else None) for number, (facts, wire) in frames.items()
+                }
             self._account(session.session_id, live)
         return live
 
@@ -496,6 +512,7 @@ class SessionCache:
             self.drop(session_id)
             self._entries[session_id] = live
             self._sizes[session_id] = 0
+            self._whole.add(session_id)
             self._account(session_id, live)
         return live
 
@@ -503,13 +520,22 @@ class SessionCache:
         """Update the size of an entry that is still in the cache, and drop others if the cache is too large."""
         if self._entries.get(session_id) is not live:
             return
-        size = live.size
+        session = live.session
+        size = ENTRY_BYTES + TURN_BYTES * (session.turns.count + session.undone.count)
+        size += CHUNK_BYTES * live.uses.references + live.messages.size + live.tokens.size + live.bodies.size
+        if live.unread.wires or live.unread.facts:
+            size += live.unread.size
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
-        is_ended = live.session.status != "open"
-        self._whole.add(session_id, is_ended=is_ended)
-        if live.bodies.size:
-            self._with_bodies.add(session_id, is_ended=is_ended)
+        if session.status != "open":
+            self._whole.add(session_id, is_ended=True)
+            if live.bodies.size:
+                self._with_bodies.add(session_id, is_ended=True)
+        if self._bytes > self._max_bytes:
+            self._evict(session_id, live)
+
+    def _evict(self, session_id: str, live: CacheEntry) -> None:
+        """Drop others until what is left fits."""
         while self._bytes > self._max_bytes and (other := self._with_bodies.next(session_id)) is not None:
             self._drop_bodies(other)
         if self._bytes > self._max_bytes and live.bodies.size:
@@ -523,16 +549,6 @@ class SessionCache:
         self._sizes[session_id] -= live.bodies.size
         live.bodies = KnownBodies()
         self._with_bodies.discard(session_id)
-
-    def snapshot_if_due(self, before: int, session_id: str) -> None:
-        """Save a snapshot every SNAPSHOT_EVENTS events, so that a miss on a long session reads few events.
-
-        `before` is the version before the events that were just appended.
-        """
-        live = self._entries.get(session_id)
-        if live is None or before // SNAPSHOT_EVENTS == live.session.version // SNAPSHOT_EVENTS:
-            return
-        self._save_later(live.session)
 
     def _save_later(self, session: Session) -> None:
         task = asyncio.create_task(self._save(session))

@@ -45,7 +45,7 @@ def chat_body(
     kv = b"{"
     if in_kv and KV_FIELD.encode() in params:
         params, kv = _without_kv(params)
-    parts: list[bytes | memoryview] = [*_opening(params, rid, own)]
+    parts: list[bytes | memoryview] = [params[:-1], own, b',"rid":"' + rid.encode() + b'"' if rid else b""]
     if tools is not None:
         parts.append(b',"tools":' + tools)
     parts.append(b',"messages":[')
@@ -72,14 +72,7 @@ def _without_kv(params: bytes) -> tuple[bytes, bytes]:
 def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> list[bytes]:
     """As `chat_body`, for a completion: its prompt is `text` or `ids`."""
     prompt = split.quoted(text or "") if ids is None else b"[" + ids + b"]"
-    return [*_opening(params, rid, own), b',"prompt":', prompt, b"}"]
-
-
-def _opening(params: bytes, rid: str, own: bytes) -> list[bytes]:
-    parts = [params[:-1], own]
-    if rid:
-        parts.append(b',"rid":"' + rid.encode() + b'"')
-    return parts
+    return [params[:-1], own, b',"rid":"' + rid.encode() + b'"' if rid else b"", b',"prompt":', prompt, b"}"]
 
 
 async def token_ids(database: Database, session: Session, number: int) -> bytes:

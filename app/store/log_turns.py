@@ -212,7 +212,7 @@ class Commit(SetOperation, TurnOperation, frozen=True):
     at: float
     known: Known
     events: Sequence[Event]
-    facts: bytes
+    facts: bytes | None
     wire: bytes
     blobs: Sequence[StoredBlob]
     chunks: Sequence[StoredChunk] = ()
@@ -222,7 +222,7 @@ class Commit(SetOperation, TurnOperation, frozen=True):
 
     @property
     def size(self) -> int:
-        return 1024 + len(self.facts) + len(self.wire) + size_of(self.blobs) + size_of(self.chunks)
+        return 1024 + len(self.facts or b"") + len(self.wire) + size_of(self.blobs) + size_of(self.chunks)
 
     @property
     def staged(self) -> set[int]:

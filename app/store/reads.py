@@ -151,7 +151,8 @@ def snapshot_of(frame: bytes) -> Session | None:
 
 
 Frames = dict[int, tuple[bytes | None, bytes | None]]
-"""A turn's stored facts and wire, by turn; None where not asked for or erased."""
+"""A turn's stored facts and wire, by turn; None where not asked for or erased. A small turn's facts are in its wire,
+which is read for either."""
 
 SPAN = 500
 """Turns in one IN list; SQLite takes at most some thousand parameters."""
@@ -166,7 +167,8 @@ def load_frames(
     wire: bool = True,
 ) -> Frames:
     """The stored content of some turns (None: of all), discarded ones too."""
-    query = select(turns.c.turn, turns.c.facts if facts else null(), turns.c.wire if wire else null()).where(
+    with_facts = case((turns.c.facts.is_(None), turns.c.wire))
+    query = select(turns.c.turn, turns.c.facts if facts else null(), turns.c.wire if wire else with_facts).where(
         turns.c.session_id == session_id
     )
     parts = (
@@ -189,7 +191,7 @@ def load_wires(connection: Connection, session_id: str, numbers: Sequence[int]) 
 
 def unpack_facts(frames: Frames, numbers: Sequence[int]) -> dict[int, Facts]:
     """Raises CorruptContent, also where the content is not there."""
-    return {number: codec.unpack(frames.get(number, (None, None))[0], Facts) for number in numbers}
+    return {number: codec.unpack_facts(*frames.get(number, (None, None))) for number in numbers}
 
 
 def load_messages(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Messages]:

@@ -254,7 +254,8 @@ turns = Table(
     Column("wire", Content),
     PrimaryKeyConstraint("session_id", "turn", "choice_index"),
 )
-"""A committed turn's content, null once erased: training facts, and what went over the wire."""
+"""A committed turn's content, null once erased: training facts, and what went over the wire. A small turn's facts are
+in `wire`, and `facts` is null."""
 
 blobs = Table(
     "blobs",

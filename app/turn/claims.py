@@ -260,7 +260,7 @@ class Claims:
         session_id, stages, result = turn.session_id, turn.stages, reply.result
         chunks: Sequence[StoredChunk] = stored_chunks(result) if reply.payloads else ()
         stages.reply_bytes = len(turn.answer.reply.body)
-        stages.stored_bytes = len(result.facts) + len(result.wire) + size_of(chunks)
+        stages.stored_bytes = len(result.facts or b"") + len(result.wire) + size_of(chunks)
         try:
             if chunks:
                 chunks = await self._stage(turn, chunks)
@@ -285,7 +285,7 @@ class Claims:
         """Other turns may have been committed since the claim: the events are decided for the state that they are
         written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
         session_id = turn.session_id
-        entry = require_open(await self._cache.get(session_id), session_id)
+        entry = await self._cache.open(session_id)
         if entry.session.history != "tree":
             return await self._commit_to(turn, reply, chunks, entry, is_alone)
         # This process's commits would make each other stale.
@@ -397,7 +397,6 @@ class Claims:
             spelled = turn.history.spelled() if isinstance(turn.history, Incoming) else None
             text = None if reply.text is None else reply.text()
         self._cache.remember(turn.session_id, turn.opened.turn, messages, tokens, layout, spelled, text)
-        self._cache.snapshot_if_due(turn.fence - 1, turn.session_id)
 
     # release
 

@@ -20,7 +20,6 @@ from app.turn.in_flight import Request
 from app.upstream.body import Body
 from app.upstream.dialects import FIRST_ROW_NAMES, from_row
 from workers import codec, join
-from workers.codec import Facts
 from workers.join import Piece, Shape
 from workers.join_text import Stop
 from workers.parse import Rejected, Span
@@ -141,7 +140,7 @@ class Continuation:
         rows = {str(payload.kind): (payload.sent, payload.stop) for payload in reply.payloads}
         self._generations.append(part)
         self._pieces.append(Piece(part.answer.reply.body.joined(), result.output_tokens, spans, rows))
-        output = codec.unpack(result.facts, Facts).output_ids
+        output = codec.unpack_facts(result.facts, result.wire).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
     def next_call(self) -> EngineCall:

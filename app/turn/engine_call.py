@@ -44,13 +44,11 @@ from app.upstream.generate import GENERATE, Fields, generate_body
 from app.upstream.streams import STREAM, Push, ReplyStream
 from app.upstream.token_in import IdsField
 from workers import codec
-from workers.codec import Facts
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
 
 if TYPE_CHECKING:
     from app.services import Services
-    from app.turn.points import Generate
 
 IdsOrigin = Literal["built", "client", "continued"]
 """Where a chat's ids come from, which decides what becomes of them at an engine that takes none.
@@ -137,13 +135,6 @@ class EngineCalls:
         self._chat = {name: msgspec.Raw(raw) for name, raw in complete({}, self._dialect, self._replay).items()}
         self._takes_rid = takes_rid(self._dialect)
 
-    def generating(self) -> Generate:
-        """What generates a prepared turn: `generate` with what features have put around it."""
-        generate: Generate = self.generate
-        for around in self._points.around_engine:
-            generate = partial(around, generate)
-        return generate
-
     # what is sent
 
     async def prepare(self, turn: InFlightTurn) -> None:
@@ -160,7 +151,7 @@ class EngineCalls:
         turn.call = call
         if plan.base_messages and call.shape == "chat":
             stored = await services.cache.messages(turn.entry, plan.parent)
-            history = await self._sendable(turn, stored) if turn.entry.index.odd_calls else (stored,)
+            history = await self._sendable(turn, stored) if turn.entry.index.has_odd_calls else (stored,)
             call.messages = (*history, *call.messages)
         if request.ids is not None or turn.template is not None:
             await self._add_prompt(turn)
@@ -455,7 +446,7 @@ class EngineCalls:
         if parent is None or not (session.config.on_drift == "reject" or (prompt is not None and prompt.extends)):
             return
         at = await self._services.token_in.first_difference(
-            turn, parent, lambda: memoryview(codec.unpack(result.facts, Facts).suffix_ids).cast("i")
+            turn, parent, lambda: memoryview(codec.unpack_facts(result.facts, result.wire).suffix_ids).cast("i")
         )
         raise TokenPrefixMismatch(
             f"the prompt's {result.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
@@ -536,6 +527,10 @@ def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
     Raises InvalidRequest if the request names another adapter than the session's.
     """
     own = session.config.adapter or None
+    model = bytes(request.params.get("model", b""))
+    is_plain = not model or (model[:1] == b'"' and b"\\" not in model)
+    if own is None and is_plain and not fleet.adapters and "lora_path" not in request.params:
+        return None
     path = value_of(request.params.get("lora_path"), "lora_path")
     named = _adapter_in_model(value_of(request.params.get("model"), "model"), fleet)
     if own is None:

@@ -12,9 +12,10 @@ import msgspec
 
 from app.domain.completion import IncomingPrompt
 from app.domain.events import GivenIds, History, TurnOpened
-from app.domain.history import Incoming, Plan
+from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import AppError, ClientGone, SessionClosed
 from app.fleet.engines import Answer, EngineOrder

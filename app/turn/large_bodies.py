@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def large_bytes(body: bytes, continued: ContinuedBody | None = None) -> int:
     """The body's size if the loop must not parse it itself, else 0. `continued`: what is known of it."""
-    if continued is not None and not continued.is_translated_anew:
+    if len(body) <= INLINE_VALUES or (continued is not None and not continued.is_translated_anew):
         return 0
     return len(body) if _is_large(body) else 0
 

@@ -26,7 +26,6 @@ from app.turn.stages import TurnStage
 from app.turn.staging import StagedTurn
 from app.upstream.streams import STREAM
 from workers import codec
-from workers.codec import Facts
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -254,7 +253,7 @@ class Resume:
 
     async def _reported_ids(self, turn: InFlightTurn, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""
-        suffix = id_text(codec.unpack(reply.result.facts, Facts).suffix_ids)
+        suffix = id_text(codec.unpack_facts(reply.result.facts, reply.result.wire).suffix_ids)
         parent = decide.token_parent(turn.session, turn.plan)
         if parent is None or not reply.result.base:
             return suffix

@@ -30,6 +30,7 @@ from app.domain.proofs import HeldProofs
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rids import rid_of
+from app.domain.rules import RULES
 from app.domain.session import Session
 from app.domain.split import ITEMS
 from app.domain.turns import Turn
@@ -44,6 +45,7 @@ from app.turn.client_reply import shown, shown_kinds
 from app.turn.engine_call import adapter_of
 from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply
 from app.turn.large_bodies import large_bytes, large_history
+from app.turn.points import Generate
 from app.turn.stages import TurnStage
 from app.upstream.dialects import asked_for
 
@@ -58,11 +60,16 @@ class Turns:
         self._services = services
         self._points = services.points
         self._calls = services.engine_calls
-        self._generate = services.engine_calls.generating()
+        self._generate: Generate = services.engine_calls.generate
         self._in_flight: dict[str, list[InFlightTurn]] = {}
         self.in_flight = 0
         self._aborting: set[asyncio.Task[None]] = set()
         self.large_bodies = services.large_bodies
+
+    def open(self) -> None:
+        """Put around the plain generation what features have added by now."""
+        for around in self._points.around_engine:
+            self._generate = partial(around, self._generate)
 
     async def take(
         self, turn: InFlightTurn, protocol: WireProtocol, body: bytes, continued: ContinuedBody | None = None
@@ -101,7 +108,7 @@ class Turns:
         await self._parse(turn, entry, protocol, body, continued)
         while True:
             # Where does the request join the session, and does it repeat a turn, in flight or committed?
-            if entry.index.odd_calls.unread or entry.session.undone:
+            if entry.index.has_odd_calls or entry.session.undone:
                 await services.cache.read_odd_calls(entry)
             if turn.large:
                 await self.large_bodies.run(turn.large, partial(self._read, turn, entry))
@@ -297,7 +304,7 @@ class Turns:
             shown([body], request.params, mode),
             turn=number,
             replayed=True,
-            rolled_back=session.superseded_by(number),
+            rolled_back=RULES[session.history].rolled_back(session, number),
             left_out=session.turn(number).left_out,
             given_ids=session.turn(number).given_ids,
         )

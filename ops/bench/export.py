@@ -136,7 +136,7 @@ async def made_turns(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int
         await database.close()
     rng = np.random.default_rng(1)
     return [
-        StoredTurn.of(_with_logprobs(codec.unpack(facts, Facts), rng), codec.unpack(wire, Wire))
+        StoredTurn.of(_with_logprobs(codec.unpack_facts(facts, wire), rng), codec.unpack(wire, Wire))
         for facts, wire in frames
     ]
 

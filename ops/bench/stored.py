@@ -51,7 +51,7 @@ class StoredTurn(msgspec.Struct, frozen=True):
     JSON. `hashes` are the canonical hashes of all these messages.
     """
 
-    facts: bytes
+    facts: bytes | None
     wire: bytes
     messages: Sequence[bytes]
     message: bytes
@@ -64,7 +64,7 @@ class StoredTurn(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, facts: Facts, wire: Wire, finish_reason: str = "stop") -> StoredTurn:
-        packed = codec.pack(facts), codec.pack(wire)
+        packed = codec.pack_turn(msgspec.structs.replace(wire, facts=facts))
         return cls(
             *packed,
             messages=wire.messages,

@@ -47,7 +47,7 @@ from app.store.schema import (
 )
 from ops.verify.report import Report
 from workers import codec, payloads
-from workers.codec import TOKEN_BYTES, CorruptContent, Facts, Wire
+from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import token_text
 
 _CHUNK = (
@@ -292,12 +292,12 @@ class SessionCheck:
                     self._found(f"turn {turn.turn}: {error}")
 
     def _turn(self, turn: TurnCommitted, facts: bytes | None, wire: bytes | None, chains: _Chains) -> None:
-        if facts is None or wire is None:
+        if wire is None:
             raise CorruptContent("the content is not there")
         if codec.content_hash(facts, wire) != turn.content_hash:
             raise CorruptContent("the content's hash is not the log's")
         self._wire(turn, codec.unpack(wire, Wire))
-        tokens = codec.unpack(facts, Facts)
+        tokens = codec.unpack_facts(facts, wire)
         sizes = {
             "suffix_ids": (len(tokens.suffix_ids), turn.suffix_tokens * TOKEN_BYTES),
             "output_ids": (len(tokens.output_ids), turn.output_tokens * TOKEN_BYTES),

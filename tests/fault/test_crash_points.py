@@ -380,7 +380,9 @@ def stored_frames(url: str, talk: Talk) -> list[bytes]:
         return []
     with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite+aiosqlite:///"))) as connection:
         columns = (("facts", "turns"), ("wire", "turns"), ("data", "chunks"))
-        query = " UNION ".join(f"SELECT {name} FROM {table} WHERE session_id = :sid" for name, table in columns)
+        query = " UNION ".join(
+            f"SELECT {name} FROM {table} WHERE session_id = :sid AND {name} IS NOT NULL" for name, table in columns
+        )
         rows = connection.execute(query, {"sid": talk.id}).fetchall()
     frames = [frame[:64] for (frame,) in rows]
     assert len(frames) > 3

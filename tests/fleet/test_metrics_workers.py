@@ -12,9 +12,9 @@ import httpx
 import pytest
 from helpers.kept_server import KeptServer
 from integration.stand import until, user
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
+from app import metric_files
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
@@ -75,13 +75,8 @@ def scrape(server: ServerProcess) -> dict[str, float]:
 
 def counted_by(folder: Path, pid: int) -> float:
     """Turns that one process has committed, as its own file has it."""
-    path = folder / f"counter_{pid}.db"
-    if not path.exists():
-        return 0
-    found = MultiProcessCollector.merge([str(path)])
-    return sum(
-        sample.value for metric in found for sample in metric.samples if sample.labels.get("outcome") == "committed"
-    )
+    ((_, numbers),) = metric_files.read(folder, f"{pid}-*")
+    return numbers["turnlog_turns_total", "committed"][0]
 
 
 def test_each_process_tells_of_all_also_of_one_that_was_killed(server: ServerProcess, tmp_path: Path) -> None:
@@ -102,5 +97,4 @@ def test_each_process_tells_of_all_also_of_one_that_was_killed(server: ServerPro
     for found in [scrape(server) for _ in range(SCRAPES)]:
         assert found["turnlog_turns_totalcommitted"] == turns + 1, "a killed process's turns count on"
         assert found["turnlog_processes"] == WORKERS, "a killed process is not alive"
-    assert "gauge_livesum" in " ".join(path.name for path in folder.iterdir())
-    assert not list(folder.glob(f"gauge_live*_{pids(server)[0]}.db"))
+    assert sorted(is_alive for is_alive, _ in metric_files.read(folder)) == [False, *[True] * WORKERS]

@@ -61,12 +61,15 @@ class Glm:
         added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
         self.ids = {token["content"]: token["id"] for token in added}
 
-    def change_facts(self, talk: Talk, turn: int, edit: Callable[[bytes], bytes]) -> None:
+    def change_facts(self, talk: Talk, turn: int, edit: Callable[[Facts], bytes]) -> None:
         """Another content of a turn on disk, and nothing of it in memory: another session takes its place there."""
         url, where = self.stand.url, "WHERE session_id = :id AND turn = :turn"
-        facts = looking.value(url, f"SELECT facts FROM turns {where}", id=talk.id, turn=turn)
+        frames = [
+            looking.value(url, f"SELECT {column} FROM turns {where}", id=talk.id, turn=turn)
+            for column in ("facts", "wire")
+        ]
         statement = f"UPDATE turns SET facts = :facts {where}"
-        assert looking.change(url, statement, facts=edit(facts), id=talk.id, turn=turn) == 1
+        assert looking.change(url, statement, facts=edit(codec.unpack_facts(*frames)), id=talk.id, turn=turn) == 1
         self.stand.talk().say("Something else")
 
 
@@ -117,11 +120,10 @@ def test_an_engine_that_made_a_prompt_of_its_own_is_found_out(glm: Glm, fields: 
     assert [event["suffix_tokens"] for event in talk.committed()] == [len(sent), 1]
 
 
-def other_token(facts: bytes) -> bytes:
-    found = codec.unpack(facts, Facts)
-    ids = array("i", found.suffix_ids)
+def other_token(facts: Facts) -> bytes:
+    ids = array("i", facts.suffix_ids)
     ids[1] += 1
-    return codec.pack(Facts(ids.tobytes(), found.output_ids, found.logprobs))
+    return codec.pack(Facts(ids.tobytes(), facts.output_ids, facts.logprobs))
 
 
 NEXT: list[tuple[Message, int]] = [(user("On"), 0), ({"role": "tool", "content": "4", "tool_call_id": "c"}, 1)]

@@ -25,9 +25,11 @@ from workers.codec import (
     compress,
     decompress,
     pack,
+    pack_turn,
     paste,
     prompt_ids_separator,
     unpack,
+    unpack_facts,
     unpack_messages,
 )
 
@@ -55,6 +57,21 @@ LARGE = msgspec.structs.replace(WIRE, reply=b'{"text":"' + bytes(range(32, 34)) 
 
 RANDOM_JSON = b'"' + random.Random(1).randbytes(200).hex().encode() + b'"'
 """Text that zstd stores nearly as it is: a flipped bit in it unpacks."""
+
+
+@pytest.mark.parametrize("wire", [WIRE, LARGE])
+def test_a_small_turn_has_one_frame(wire: Wire) -> None:
+    facts, frame = pack_turn(msgspec.structs.replace(wire, facts=FACTS))
+    assert (facts is None) == (wire is WIRE)
+    assert unpack_facts(facts, frame) == FACTS
+    assert msgspec.structs.replace(unpack(frame, Wire), facts=None) == wire
+    assert unpack_messages(frame) == Messages(wire.messages, wire.message)
+
+
+@pytest.mark.parametrize("frame", [None, b"", b"x", pack(WIRE), pack(LARGE), pack(FACTS)])
+def test_tokens_that_are_not_where_they_belong(frame: bytes | None) -> None:
+    with pytest.raises(CorruptContent):
+        unpack_facts(None, frame)
 
 
 @pytest.mark.parametrize("wire", [WIRE, LARGE])

@@ -202,7 +202,7 @@ def done(
         base_messages=before,
         new_messages=len(said) - 1,
         message_hashes=said,
-        client_hash=incoming(prompt).spelling(0),
+        client_hash=incoming(prompt).client_hash,
         tokens_hash=hashlib.sha256(sequence).hexdigest(),
         tokens_text_bytes=len(sequence),
     )
@@ -236,7 +236,7 @@ def test_ids_continue_the_leaf_though_an_earlier_turn_had_more_of_them(new: int)
 def test_text_that_spells_ids_is_not_those_ids() -> None:
     session = session_of(done(1, 0, [1, 2, 3, 8], prompt=[1, 2, 3]))
     for text in ("1,2,3,", "1,2,3", "ids:1,2,3"):
-        assert incoming(text).spelling(0) != incoming([1, 2, 3]).spelling(0)
+        assert incoming(text).client_hash != incoming([1, 2, 3]).client_hash
         with pytest.raises(HistoryMismatch):
             incoming(text).join(session, TreeIndex(), None)
     assert incoming([1, 2, 3]).join(session, TreeIndex(), None) == Plan(0, 0, (1,))

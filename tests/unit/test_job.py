@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers import codec, job, payloads
-from workers.codec import Facts, Wire
+from workers.codec import Wire
 from workers.job import WINDOW, Job, WorkerResult
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import Want
@@ -51,7 +51,7 @@ def wire_of(done: WorkerResult) -> Wire:
 
 def pasted(done: WorkerResult, kinds: tuple[str, ...] = REPLAY) -> bytes:
     """The reply as it would be given again."""
-    wire, facts = wire_of(done), codec.unpack(done.facts, Facts)
+    wire, facts = wire_of(done), codec.unpack_facts(done.facts, done.wire)
     values: dict[str, bytes] = {}
     for cut in wire.cuts:
         [payload] = (payload for payload in done.payloads if payload.kind == cut.kind)

@@ -73,7 +73,7 @@ def parsed_whole(body: bytes, shape: str, known: KnownTokens | None = None, sent
 def require_same(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> Wire:
     """The same result as of the whole body, which can be given again. Returns what is stored."""
     done, whole = judged(body, shape, known, sent), parsed_whole(body, shape, known, sent)
-    facts, wire = codec.unpack(done.facts, Facts), codec.unpack(done.wire, Wire)
+    facts, wire = codec.unpack_facts(done.facts, done.wire), codec.unpack(done.wire, Wire)
     assert facts == Facts(whole.suffix_ids, whole.output_ids, whole.logprobs)
     assert (done.base, done.sequence, done.message) == (whole.base, whole.sequence, whole.message)
     assert (done.finish_reason, done.miscounted) == (whole.finish_reason, whole.miscounted)
@@ -112,7 +112,7 @@ def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None
         assert result == job.work(asked, memoryview(body))
         assert made is not None
         text = made()
-        output = array("i", codec.unpack(result.facts, Facts).output_ids)
+        output = array("i", codec.unpack_facts(result.facts, result.wire).output_ids)
         tokens = [*ids, *output]
         assert text.known == known_as(tokens) == result.sequence
         assert text.begins(b" " + token_text(tokens), 1)

@@ -1,23 +1,25 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from app import metric_files
+from app.metric_files import MetricValues
 from ops.server import ROOT
 
-TOKEN_SESSION = """
+SERIES = [("turns", "good", 1), ("turns", "bad", 1), ("seconds", "", 3)]
+
+COUNTS = """
 import sys
 from pathlib import Path
-from app.metric_files import ProcessLock
-presence = ProcessLock(Path(sys.argv[1]))
+from app.metric_files import MetricValues
+mine = MetricValues(Path(sys.argv[1]), [("turns", "good", 1), ("gone", "", 2)])
+mine.values[0] += 5
 print("here", flush=True)
 sys.stdin.read()
 """
@@ -25,8 +27,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that is present in the folder."""
-    command = [sys.executable, "-c", TOKEN_SESSION, str(tmp_path)]
+    """A process of another version that has counted in the folder."""
+    command = [sys.executable, "-c", COUNTS, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
@@ -34,21 +36,43 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    locked: list[bool] = []
+def alive(folder: Path) -> list[bool]:
+    return [is_alive for is_alive, _ in metric_files.read(folder)]
 
-    def lock(file: IO[str], how: int) -> None:
-        if not how & fcntl.LOCK_NB:
-            assert list(metric_files.dead(tmp_path)) == []
-            locked.append(True)
-        flock(file, how)
+
+def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def lock(file: object, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            seen.extend(alive(tmp_path))
+            flock(file, how)
+            seen.extend(alive(tmp_path))
+        else:
+            flock(file, how)
 
     flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lock)
-    presence = metric_files.ProcessLock(tmp_path)
-    assert list(metric_files.dead(tmp_path)) == []
-    presence.close()
-    assert (locked, list(metric_files.dead(tmp_path))) == ([True], [os.getpid()])
+    mine = MetricValues(tmp_path, SERIES)
+    assert (seen, alive(tmp_path)) == ([], [True])
+    mine.close()
+    assert alive(tmp_path) == [False]
+
+
+def test_what_is_counted_is_read_at_once_by_name_and_label(tmp_path: Path) -> None:
+    mine = MetricValues(tmp_path, SERIES)
+    mine.values[1] += 2
+    mine.values[4] = 0.25
+    ((_, numbers),) = metric_files.read(tmp_path)
+    assert numbers == {("turns", "good"): [0], ("turns", "bad"): [2], ("seconds", ""): [0, 0, 0.25]}
+    mine.close()
+
+
+def test_a_process_that_shares_none_counts_in_its_memory() -> None:
+    mine = MetricValues(None, SERIES)
+    mine.values[2] += 1
+    assert mine.values.tolist() == [0, 0, 1, 0, 0]
+    mine.close()
 
 
 def test_a_folder_that_was_chosen_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,9 +81,12 @@ def test_a_folder_that_was_chosen_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (tmp_path / "chosen").is_dir()
 
 
-def test_a_process_is_dead_once_the_kernel_has_freed_its_lock(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    assert list(metric_files.dead(tmp_path)) == []
+def test_a_killed_process_is_dead_and_its_counts_are_kept(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    mine = MetricValues(tmp_path, SERIES)
+    assert alive(tmp_path) == [True, True]
     holder.kill()
     holder.wait()
-    assert list(metric_files.dead(tmp_path)) == [holder.pid]
-    assert list(metric_files.dead(tmp_path)) == [], "it is told once"
+    assert sorted(alive(tmp_path)) == [False, True]
+    (dead,) = (numbers for is_alive, numbers in metric_files.read(tmp_path) if not is_alive)
+    assert dead == {("turns", "good"): [5], ("gone", ""): [0, 0]}
+    mine.close()

@@ -4,13 +4,14 @@ import re
 import time
 
 import pytest
-from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import errors
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
-from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics
+from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics, Sample, render
+from app.metrics import Metric as Rendered
 from app.store.writer import EventCounters
 from app.turn.stages import OUTCOMES, RecentTurnStats, Stages, TurnStage
 
@@ -23,14 +24,14 @@ def metrics() -> Metrics:
 
 
 def families(metrics: Metrics) -> dict[str, Metric]:
-    text = generate_latest(metrics.collected()).decode()
+    text = render(metrics.collected()).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    found = metrics.registry.get_sample_value(name, labels)
-    assert found is not None, name
-    return found
+    samples = [sample for family in families(metrics).values() for sample in family.samples]
+    (sample,) = (sample for sample in samples if (sample.name, sample.labels) == (name, labels))
+    return sample.value
 
 
 def turn(**seconds: float) -> tuple[list[float], Stages]:
@@ -48,6 +49,32 @@ def test_a_committed_turn_is_observed_in_each_stage_and_without_gate_and_engine(
     assert value(metrics, "turnlog_turn_overhead_seconds_sum") == pytest.approx(0.005)
     assert value(metrics, "turnlog_turn_bytes_total", kind="reply") == 200
     assert metrics.recent.summary().overhead_p50_ms == pytest.approx(5, rel=0.05)
+
+
+def test_a_bucket_counts_what_is_at_most_its_bound(metrics: Metrics) -> None:
+    for engine in (0.0, 0.005, 0.0051, 4000):
+        metrics.turn_ended("committed", *turn(engine=engine))
+
+    def within(bound: str) -> float:
+        return value(metrics, "turnlog_turn_stage_seconds_bucket", stage="engine", le=bound)
+
+    assert [within(bound) for bound in ("5e-05", "0.005", "0.01", "3600.0", "+Inf")] == [1, 2, 3, 3, 4]
+    metrics.committed(0.003)
+    assert value(metrics, "turnlog_store_commit_seconds_bucket", le="0.0025") == 0
+    assert value(metrics, "turnlog_store_commit_seconds_bucket", le="0.005") == 1
+    assert value(metrics, "turnlog_store_commit_seconds_sum") == 0.003
+
+
+def test_both_formats_say_the_same_and_a_label_may_hold_anything(metrics: Metrics) -> None:
+    metrics.turn_ended("committed", *turn(engine=5))
+    name = 'http://a/"b"\\n\n'
+    shown = [*metrics.collected(), Rendered("up", "gauge", "Is it up?", [Sample("up", {"engine": name}, 1)])]
+    plain = list(text_string_to_metric_families(render(shown).decode()))
+    other = list(openmetrics(render(shown, openmetrics=True).decode()))
+    assert [(family.name, family.type, family.samples) for family in plain] == [
+        (family.name, family.type, family.samples) for family in other
+    ]
+    assert plain[-1].samples[0].labels == {"engine": name}
 
 
 def test_a_turn_that_failed_or_was_there_already_is_counted_and_nothing_else(metrics: Metrics) -> None:

@@ -16,12 +16,13 @@ from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.session import Session
 from app.errors import AppError
+from app.features.checkpoints import operations as checkpoints
+from app.features.checkpoints.checkpoints import Checkpoints
 from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.checkpoints import Checkpoints
-from app.store import checkpoints, groups, log_turns, rollouts
+from app.store import groups, log_turns, rollouts
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx

@@ -216,9 +216,7 @@ class ForkSource(msgspec.Struct, frozen=True):
 
 def read_source(connection: Connection, session_id: str) -> ForkSource:
     """Read the log without content."""
-    whole = select(turns.c.turn).where(
-        turns.c.session_id == session_id, turns.c.facts.is_not(None), turns.c.wire.is_not(None)
-    )
+    whole = select(turns.c.turn).where(turns.c.session_id == session_id, turns.c.wire.is_not(None))
     kept = select(blobs.c.number).where(blobs.c.session_id == session_id, blobs.c.data.is_not(None))
     live = select(chunks.c.fence, chunks.c.number).where(
         chunks.c.session_id == session_id, chunks.c.tombstoned_by.is_(None)

@@ -21,7 +21,7 @@ from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Frames
 from workers import codec
-from workers.codec import CorruptContent, Facts
+from workers.codec import CorruptContent
 
 MAX_TURNS = 2_000
 """Turns of one rollout that are listed; the first ones."""
@@ -215,7 +215,7 @@ def _steps(turns: Sequence[Turn], frames: Frames) -> list[Step]:
 def _step(turn: Turn, facts_frame: bytes | None, wire_frame: bytes | None) -> Step:
     error, logprobs = None, np.empty(0)
     try:
-        logprobs = np.frombuffer(codec.unpack(facts_frame, Facts).logprobs, "<f8")
+        logprobs = np.frombuffer(codec.unpack_facts(facts_frame, wire_frame).logprobs, "<f8")
     except CorruptContent as fault:
         error = str(fault)
     return Step(

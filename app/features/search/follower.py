@@ -97,17 +97,17 @@ class Follower:
                 while (fence := await self._index.take_lease()) is not None:
                     await self._step(fence)
                     await asyncio.sleep(IDLE_S)
-                self._metrics.search_behind.set(0)
+                self._metrics.set("turnlog_search_behind_events", 0)
             except (PositionGone, InvalidRequest) as error:
                 log.warning("the search index is made anew: %s", error)
                 is_outdated = True
                 continue
             except AppError as error:
                 log.warning("the search index waits: %s", error)
-                self._metrics.search_failures.inc()
+                self._metrics.add("turnlog_search_failures_total")
             except Exception:
                 log.exception("an unexpected fault while the search index was filled")
-                self._metrics.search_failures.inc()
+                self._metrics.add("turnlog_search_failures_total")
             await asyncio.sleep(RETRY_S)
 
     async def _step(self, fence: int) -> None:
@@ -115,7 +115,7 @@ class Follower:
         position = await self._index.position()
         known = LogPosition("", START) if position is None else decode_position(position, "the search index")
         end = (await self._log_end.now()).synced
-        self._metrics.search_behind.set(max(0, end.position - known.place.position))
+        self._metrics.set("turnlog_search_behind_events", max(0, end.position - known.place.position))
         if position is not None and known.place >= end:
             return
         async with contextlib.aclosing(await self._events.start(EventQuery(after=position))) as chunks:
