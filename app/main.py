@@ -18,7 +18,6 @@ from app.api import (
     counting,
     events,
     exports,
-    groups,
     images,
     models,
     notes,
@@ -44,7 +43,7 @@ from app.api.security_headers import hardened
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
 from app.errors import StartupError
-from app.features import archive, checkpoints, forks, page, search
+from app.features import archive, checkpoints, forks, groups, page, search
 from app.protocols.registry import protocol_at
 from app.services import running
 from app.settings import Settings, load_settings
@@ -56,6 +55,7 @@ FEATURES = (
     archive,
     checkpoints,
     forks,
+    groups,
     page,
     search,
 )
@@ -158,7 +158,6 @@ def create_app(settings: Settings) -> Turnlog:
         service.router,
         exports.router,
         metrics_route.router,
-        groups.router,
         fleet_routes.router,
         skyrl.router,
         engine_routes.router,

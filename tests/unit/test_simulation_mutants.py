@@ -22,7 +22,7 @@ from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.store import groups, log_turns, rollouts
+from app.store import log_turns, rollouts
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
@@ -168,7 +168,7 @@ def what_an_open_turn_continues_is_dropped(patch: Patch) -> None:
 
 def a_close_leaves_the_turn_open(patch: Patch) -> None:
     def apply(self: Close, tx: Tx) -> Any:
-        row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.close_head, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
