@@ -23,7 +23,6 @@ from app.domain.proofs import Proofs
 from app.errors import AppError, SessionNotFound, StartupError
 from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter, ExportMetrics, load_picker
-from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.session_samples import SessionSamples
 from app.extras import install
@@ -40,7 +39,6 @@ from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
-from app.sessions.groups import GroupList, settle_groups
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
@@ -228,11 +226,9 @@ class Services:
             objects=self.objects,
         )
         self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
-        self.restored.append(partial(settle_groups, database, self.writer))
         self.log_end = LogEnd(database)
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, clock)
-        self.group_list = GroupList(database)
         self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
         """Ask where a session is that does not exist here."""
 
@@ -242,7 +238,6 @@ class Services:
         self.exporter = Exporter(
             database, release, exported=self.exported, picker=self.picker, helpers=_helpers(settings)
         )
-        self.feed = Feed(database, self.writer, self.exporter)
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
 
         # requests, metrics and the page

@@ -11,7 +11,7 @@ from sqlalchemy import insert
 from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
-from app.features import checkpoints
+from app.features import checkpoints, groups
 from app.metrics import Metrics
 from app.services import Services
 from app.sessions.lifecycle import Clock
@@ -64,6 +64,7 @@ def made(
         poll_s=poll_s,
     )
     services.features["checkpoints"] = checkpoints.add_to(services)
+    services.features["groups"] = groups.add_to(services)
     return services
 
 
