@@ -23,7 +23,6 @@ from app.domain.proofs import Proofs
 from app.errors import AppError, SessionNotFound, StartupError
 from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter, ExportMetrics, load_picker
-from app.export.feed import Feed
 from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.session_samples import SessionSamples
 from app.extras import install
@@ -38,15 +37,12 @@ from app.fleet.versions import WeightVersions
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
-from app.sessions.checkpoints import Checkpoints
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
-from app.sessions.groups import GroupList
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
-from app.sessions.restores import Restores
 from app.sessions.session_list import SessionList
 from app.sessions.session_view import SessionViews
 from app.settings import Settings
@@ -116,10 +112,15 @@ class Services:
         self.connection_limit = connection_limit
         self.clock = clock
         self.prompts = prompts
-        self.features: dict[str, Any] = {}
-        """What the features that are on have made, by their names."""
-        self.waits: list[Callable[[], None]] = []
-        """End the waits of features' open requests when the server stops."""
+
+        # What features add, before the start. Nobody adds, nothing is called.
+        self.features: dict[str, Any] = {}  # what each has made, by its name
+        self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
+        self.starts: list[Callable[[], None]] = []  # `start`
+        self.registered_calls: list[Callable[[], None]] = []  # `registered`
+        self.waits: list[Callable[[], None]] = []  # `end_waits`
+        self.ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the rest, in this order
+        self.restored: list[Callable[[], Awaitable[object]]] = []  # after the store was taken back to a checkpoint
         self.instance_id = uuid.uuid4().hex
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         incarnation, api_key = registration.incarnation, settings.upstream_api_key
@@ -132,7 +133,8 @@ class Services:
         lease_s = math.inf if database.is_sqlite else settings.lease_s
         beat_s = settings.lease_s / BEATS_PER_LEASE
         self.recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
-        lease, lease_left = self.recovery.lease_to_judge_by, lease_left or self.recovery.lease_left
+        lease = self.recovery.lease_to_judge_by
+        self.lease_left = lease_left or self.recovery.lease_left
         self.objects: Objects | None = None
         if database.bucket is not None:
             keep_s = settings.payloads_keep_s
@@ -185,7 +187,7 @@ class Services:
             clock=clock,
             incarnation=incarnation,
             lease_s=lease,
-            lease_left=lease_left,
+            lease_left=self.lease_left,
         )
         self.controls = SessionControls(
             database=database,
@@ -224,28 +226,9 @@ class Services:
             objects=self.objects,
         )
         self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
-        restores = Restores(
-            database=database,
-            writer=self.writer,
-            cache=self.cache,
-            followers=self.followers,
-            sessions=self.sessions,
-            clock=clock,
-        )
-        self.checkpoints = Checkpoints(
-            database=database,
-            writer=self.writer,
-            fleet=self.fleet,
-            gates=self.gates,
-            restores=restores,
-            incarnation=incarnation,
-            lease_left=lease_left,
-            on_delete=self.janitor.look_again,
-        )
         self.log_end = LogEnd(database)
         self.all_events = AllEvents(database, self.log_end)
         self.session_list = SessionList(database, self.turns.held, self.engines, clock)
-        self.group_list = GroupList(database)
         self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
         """Ask where a session is that does not exist here."""
 
@@ -255,7 +238,6 @@ class Services:
         self.exporter = Exporter(
             database, release, exported=self.exported, picker=self.picker, helpers=_helpers(settings)
         )
-        self.feed = Feed(database, self.writer, self.exporter)
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
 
         # requests, metrics and the page
@@ -268,12 +250,16 @@ class Services:
         """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""
         self.writer.start()
         await self.fleet.start()
+        for ready in self.opens:
+            await ready()
 
     def start(self) -> None:
         """Start the background tasks."""
         self.engine_pool.start()
         self.janitor.start()
         self.pauses.start()
+        for begin in self.starts:
+            begin()
 
     def registered(self) -> None:
         """The process is registered in the store, so it may take over from dead ones."""
@@ -282,7 +268,8 @@ class Services:
         if self.objects is not None:
             self.objects.start()
         self.controls.start()
-        self.checkpoints.start()
+        for begin in self.registered_calls:
+            begin()
 
     async def explained(self, error: AppError) -> AppError:
         """The error to answer, where another says more. Raises AppError."""
@@ -305,12 +292,12 @@ class Services:
         """
         ends = [
             self.registration.stop,
+            *self.ends,
             self.lag.stop,
             self.log_end.stop,
             self.counted.stop,
             *(() if self.objects is None else (self.objects.stop,)),
             self.janitor.stop,
-            self.checkpoints.stop,
             lambda: self.turns.drain(DRAIN_S),
             self.controls.stop,
             lambda: self.pool.stop(0),
@@ -379,13 +366,13 @@ async def running(
             prompts=prompts,
             clock=time.time,  # as it is now: a test's clock may have taken its place
         )
+        for name, feature in features.items():
+            services.features[name] = feature.add_to(services)
         stack.push_async_callback(services.stop)
         try:
             await services.open()
         except AppError as error:
             raise StartupError(f"the fleet's log cannot be read: {error}") from error
-        for name, feature in features.items():
-            services.features[name] = await stack.enter_async_context(feature.running(services))
         services.lag.start()
         services.start()
         registration.start(services.registered)

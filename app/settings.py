@@ -94,7 +94,7 @@ BUCKETS = ("s3", "gs", "az", "file")
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
-Feature = Literal["archive", "forks", "page", "search"]
+Feature = Literal["archive", "checkpoints", "forks", "groups", "page", "search"]
 """The folders of `app.features`."""
 
 FEATURES: tuple[Feature, ...] = get_args(Feature)

@@ -1,4 +1,4 @@
-"""Lists of sessions and of groups, and a session's state after any of its events."""
+"""Lists of sessions, and a session's state after any of its events."""
 
 from __future__ import annotations
 
@@ -45,22 +45,6 @@ async def list_sessions(request: Request, query: Annotated[SessionListQuery, Que
     wanted = SessionQuery(**filters, q=query.prefix)
     page = await services(request).session_list.page(wanted, query.cursor, query.limit, counted=query.count)
     return Response(msgspec.json.encode(page), media_type=JSON)
-
-
-@router.get("/groups")
-@describe(
-    "List groups, ordered by id",
-    "page",
-    json_reply(wire.GroupPage, "One page of groups."),
-    errors=(InvalidRequest, *READ),
-)
-async def list_groups(
-    request: Request,
-    limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
-    cursor: PageCursor = None,
-) -> Response:
-    """Groups with their progress, the statistics of their rewards and their place in the training feed, by id."""
-    return Response(msgspec.json.encode(await services(request).group_list.page(cursor, limit)), media_type=JSON)
 
 
 @router.get("/sessions/{session_id}/state")

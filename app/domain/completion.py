@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain import split
-from app.domain.history import Plan, diverging
 from app.domain.history import digest as _digest
 from app.domain.request import CompletionRequest
+from app.domain.rules import Plan, diverging
 from app.domain.session import Session
 from app.domain.tree import TreeIndex
 from app.domain.turns import Turn

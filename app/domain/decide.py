@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import msgspec
 
@@ -27,8 +26,9 @@ from app.domain.events import (
     TurnOpened,
 )
 from app.domain.fold import fold
-from app.domain.history import Incoming, Plan
+from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
+from app.domain.rules import RULES, Plan
 from app.domain.session import Session
 from app.domain.tree import Branch, NewTurn, TreeIndex, branch_of
 from app.domain.turns import Turn
@@ -106,15 +106,13 @@ def commit_turn(
     again.
     """
     result, hashes = reply.result, incoming.new_hashes(plan.base_messages)
-    cause: Literal["drift", "divergence"] | None = None
     if plan.base_messages and result.base and plan.parent not in index.by_parent:
-        # The first child that continues its parent's tokens continues its branch and its segment.
-        parent = session.turns[plan.parent]
-        branch, segment = Branch(parent.branch), parent.branch if session.history == "tree" else parent.segment
+        # The first child that continues its parent's tokens continues its branch.
+        branch = Branch(session.turns[plan.parent].branch)
     else:
         new = NewTurn(plan.parent if plan.base_messages else 0, hashes, incoming.whole_hash, opened.agent_id)
         branch = branch_of(session, index, new)
-        segment, cause = _segment(session, plan, result.base, branch)
+    segment, cause = RULES[session.history].segment(session, plan, result.base, branch)
     committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
@@ -176,23 +174,6 @@ def commit_turn(
         tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
         events += [] if tombstoned is None else [tombstoned]
     return events
-
-
-def _segment(
-    session: Session, plan: Plan, base: int, branch: Branch
-) -> tuple[int, Literal["drift", "divergence"] | None]:
-    """The turn's segment, and the cause if a segment begins here. In a tree it is the branch.
-
-    In a linear session segments are numbered along the live path, so a discarded one leaves no gap.
-    """
-    if session.is_tree:
-        return branch.number, "drift" if branch.cause == "drift" else None
-    if plan.parent == 0:
-        return 0, None
-    parent = session.turns[plan.parent]
-    if base:
-        return parent.segment, None
-    return parent.segment + 1, "drift" if plan.base_messages else "divergence"
 
 
 def _numbered(session: Session, events: list[Event]) -> Iterator[Recorded]:

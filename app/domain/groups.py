@@ -24,79 +24,13 @@ class Root(msgspec.Struct, frozen=True):
     group_id: str | None
 
 
-class Attempt(msgspec.Struct, frozen=True):
-    """A rollout of a group, by its root. `reward` is null for one that was erased unrewarded.
-
-    `finished`: it is closed and rewarded, with all sessions of its agents and children.
-    """
-
-    session_id: str
-    attempt: int | None
-    reward: float | None
-    status: str
-    finished: bool
-
-
-class Statistics(msgspec.Struct, frozen=True):
-    """Statistics of a group's rewards; `std` is the population's, because these are all of them."""
-
-    count: int
-    mean: float
-    std: float
-    min: float
-    max: float
-    zero_variance: bool
-
-
-class GroupOutcome(msgspec.Struct, frozen=True):
-    """What has become of a group's rollouts, of which erased ones do not count; no statistics without a reward."""
-
-    rollouts: int
-    closed: int
-    statistics: Statistics | None
-    complete: bool
-
-
-class _Spread(msgspec.Struct, frozen=True):
+class Spread(msgspec.Struct, frozen=True):
     """Rewards and their deviations from the mean, in units of 2 ** `exponent`; `length` is that of the deviations."""
 
     exponent: int
     mean: float
     deviations: Sequence[float]
     length: float
-
-
-def is_complete(rollouts: int, unfinished: int) -> bool:
-    """Has a group a rollout, and is each of them closed and rewarded? Erased ones do not count."""
-    return rollouts > 0 and unfinished == 0
-
-
-def outcome(attempts: Iterable[Attempt]) -> GroupOutcome:
-    counted = [one for one in attempts if one.status not in ("erased", "undone")]
-    rewards = [one.reward for one in counted if one.reward is not None]
-    return GroupOutcome(
-        rollouts=len(counted),
-        closed=sum(one.status == "closed" for one in counted),
-        statistics=statistics(rewards) if rewards else None,
-        complete=is_complete(len(counted), sum(not one.finished for one in counted)),
-    )
-
-
-def statistics(rewards: Sequence[float]) -> Statistics:
-    """Statistics of at least one finite reward. Raises ValueError for none."""
-    if not rewards:
-        raise ValueError("no rewards have no statistics")
-    lowest, highest = min(rewards), max(rewards)
-    spread = _spread(rewards)
-    std = min(spread.length / math.sqrt(len(rewards)), max(abs(deviation) for deviation in spread.deviations))
-    return Statistics(
-        count=len(rewards),
-        mean=min(max(math.ldexp(spread.mean, spread.exponent), lowest), highest),
-        std=0.0 if lowest == highest else math.ldexp(std, spread.exponent),
-        min=lowest,
-        max=highest,
-        zero_variance=lowest == highest,
-    )
 
 
 def grpo(rewards: Mapping[str, float]) -> dict[str, float]:
@@ -109,18 +43,18 @@ def grpo(rewards: Mapping[str, float]) -> dict[str, float]:
     """
     if len(rewards) < 2 or min(rewards.values()) == max(rewards.values()):
         return dict.fromkeys(rewards, 0.0)
-    spread = _spread(list(rewards.values()))
+    spread = spread_of(list(rewards.values()))
     scale = spread.length / math.sqrt(len(rewards) - 1) + math.ldexp(EPSILON, -spread.exponent)
     return {name: deviation / scale for name, deviation in zip(rewards, spread.deviations, strict=True)}
 
 
-def _spread(rewards: Sequence[float]) -> _Spread:
+def spread_of(rewards: Sequence[float]) -> Spread:
     """Scaled by a power of two, which is exact, so that neither sum nor square leaves the range of a double."""
     exponent = max(math.frexp(max(abs(reward) for reward in rewards))[1], 0)
     scaled = [math.ldexp(reward, -exponent) for reward in rewards]
     mean = min(max(math.fsum(scaled) / len(scaled), min(scaled)), max(scaled))
     deviations = [reward - mean for reward in scaled]
-    return _Spread(exponent, mean, deviations, math.hypot(*deviations))
+    return Spread(exponent, mean, deviations, math.hypot(*deviations))
 
 
 def largest_version(turn: TurnCommitted) -> int | None:

@@ -21,11 +21,12 @@ from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
 from app.domain.reasoning import without_reasoning
 from app.domain.returned import ReturnedCalls, StoredReplies
+from app.domain.rules import RULES, Plan
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
 from app.domain.tree import NOTHING, TreeIndex, running_hash
 from app.domain.turns import Turn
-from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
+from app.errors import InvalidRequest
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import Hasher
 
@@ -193,7 +194,7 @@ class Incoming:
         self._messages: dict[int, Message] = {}
         self._hashes: dict[int, str] = {}
         self._stored: dict[int, str] = {}
-        self._left_out: dict[int, Turn] = {}
+        self.left_out: dict[int, Turn] = {}
         self._index: TreeIndex | None = None
         self._session: Session | None = None
         self._spelled = 0
@@ -285,7 +286,7 @@ class Incoming:
 
     def spelled(self) -> Hasher | None:
         """The hash state of all messages' bytes (`spelling`); None if the client left one out."""
-        if self._left_out:
+        if self.left_out:
             return None
         if self._spelled != len(self.raws):
             del self._spellings[len(self.raws)]
@@ -306,24 +307,22 @@ class Incoming:
             self._respell(self._returned, place)
         return [self._respelled.get(place) or bytes(raw) for place, raw in enumerate(raws, plan.base_messages)]
 
+    def continues(self, turn: Turn) -> bool:
+        """Does the request begin with the messages of `turn`'s request, byte for byte, and then with its reply?"""
+        place = turn.message_count - 1
+        if turn is self._repeated and not self.left_out:
+            return (self._stored.get(place) or self._hashes.get(place)) == turn.message_hashes[-1]
+        return len(self.raws) > place and self.repeats(turn) and self.canonical(place) == turn.message_hashes[-1]
+
+    def read_as_sent(self, index: TreeIndex) -> None:
+        """Without the replies that were put back."""
+        self.left_out = {}
+        self._read_as(self._sent)
+        self._compare(index)
+
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
-        """Where the request joins the session. Raises as `match` in a linear session."""
-        if session.history != "tree":
-            leaf = session.turns.newest
-            if leaf is not None and leaf is self._repeated and not self._left_out:
-                # It begins with the newest request's bytes: only that one's reply is compared.
-                place = leaf.message_count - 1
-                if (self._stored.get(place) or self._hashes.get(place)) == leaf.message_hashes[-1]:
-                    return Plan(leaf.number, leaf.message_count)
-            plan = match(session, self)
-            if self._left_out and plan.base_messages <= min(self._left_out):
-                # The request begins a segment: its history is what the client sent.
-                self._left_out = {}
-                self._read_as(self._sent)
-                self._compare(index)
-            return plan
-        parent = self._deepest(session, index, agent_id)
-        return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
+        """Where the request joins the session. Raises as `Linear.join`."""
+        return RULES[session.history].join(self, session, index, agent_id)
 
     def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
         """The turn that is undone and whose whole history begins the request; None if that of one that is not is as
@@ -333,31 +332,17 @@ class Incoming:
             # How messages are read depends on the turns that are undone, too.
             whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
             whole.check(index)
-        for history in whole._histories(index):
+        for history in whole.histories(index):
             found = list(index.ending_with(history))
             if found:
                 return None if any(number in session.turns for number in found) else found[0]
         return None
 
-    def _deepest(self, session: Session, index: TreeIndex, agent_id: str | None) -> Turn | None:
-        """The deepest turn whose whole history begins the request, as `index` has it now.
+    def names(self, turn: Turn) -> bool:
+        """Does the request prove to hold the turn, or leave out its reply?"""
+        return turn.number in self._proven or turn in self.left_out.values()
 
-        Of several, one that the request proves to hold is preferred, then one of the same agent, then one whose request
-        the client spelled as this one, then the newest.
-        """
-        for history in self._histories(index):
-            found = [session.turn(number) for number in index.ending_with(history) if number in session.turns]
-            if len(found) == 1:
-                return found[0]
-            if found:
-                return max(found, key=lambda turn: self._preference(turn, agent_id))
-        return None
-
-    def _preference(self, turn: Turn, agent_id: str | None) -> tuple[bool, bool, bool, int]:
-        is_named = turn.number in self._proven or turn in self._left_out.values()
-        return is_named, turn.agent_id == agent_id, self.repeats(turn), turn.seq
-
-    def _histories(self, index: TreeIndex) -> Iterator[str]:
+    def histories(self, index: TreeIndex) -> Iterator[str]:
         """The running hashes of the request's beginnings, the longest first."""
         for count in range(len(self), self._start, -1):
             yield self._running[count]
@@ -420,7 +405,7 @@ class Incoming:
             self._compare(index)
 
     def _compare(self, index: TreeIndex) -> None:
-        prefix, counts, count = None if self._left_out else self._prefix, index.counts, len(self.raws)
+        prefix, counts, count = None if self.left_out else self._prefix, index.counts, len(self.raws)
         repeated: Turn | None = None
         if prefix is not None:
             repeated = self._known_turn(index, prefix)
@@ -441,7 +426,7 @@ class Incoming:
         for place in range(start, count):
             if is_tolerant and place not in self._messages and (plain := plain_message(self.raws[place])) is not None:
                 self._messages[place], self._hashes[place] = plain
-            turn = self._left_out.get(place)
+            turn = self.left_out.get(place)
             if turn is None and self._returned is not None:
                 turn = self._recognised(self._returned, at, place)
             stored = own = self._hashes.get(place) or self.own_hash(place)
@@ -466,7 +451,7 @@ class Incoming:
 
     def _put_back(self, place: int, turn: Turn) -> None:
         """Put an empty message where the client left out the reply of `turn`."""
-        self._left_out[place] = turn
+        self.left_out[place] = turn
         self._read_as([*self.raws[:place], LEFT_OUT, *self.raws[place:]])
 
     def _read_as(self, raws: Sequence[msgspec.Raw]) -> None:
@@ -596,95 +581,3 @@ def plain_message(raw: msgspec.Raw | bytes) -> tuple[Message, str] | None:
     ):
         return None
     return message, hashlib.sha256(_ENCODE((role, content.strip(), (), None))).hexdigest()[:32]
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """Where a request joins: after live turn `parent` (0: at the beginning).
-
-    Its first `base_messages` messages are stored ones; the `discarded` turns end if it commits.
-    """
-
-    parent: int
-    base_messages: int
-    discarded: tuple[int, ...] = ()
-
-
-def match(session: Session, incoming: Incoming) -> Plan:
-    """Find where the request joins the session.
-
-    It supersedes turns only if it repeats the input of one of them, or follows a reply that this session sampled.
-    Raises RollbackTooDeep if it goes back beyond the session's window, and HistoryMismatch if it shares nothing sampled
-    with the history, or has an assistant message where another one is stored.
-    """
-    leaf = session.leaf
-    if leaf is None:
-        return Plan(0, 0)
-    if leaf.shape != "chat":
-        return diverging(session, HistoryMismatch("the session's last turn is a completion, not a chat"))
-    if (
-        len(incoming) >= leaf.message_count
-        and incoming.repeats(leaf)
-        and incoming.canonical(leaf.message_count - 1) == leaf.message_hashes[-1]
-    ):
-        return Plan(leaf.number, leaf.message_count)
-    history = session.message_chain(leaf.number)
-    equal = _equal_messages(history, incoming, session.config.rollback_window)
-    if equal >= leaf.message_count:
-        return Plan(leaf.number, leaf.message_count)
-    kept = [turn for turn in history if turn.message_count <= equal]
-    superseded = history[len(kept) :]
-    error = _refusal(session, incoming, equal, superseded, follows_sampled=bool(kept))
-    if error is None:
-        numbers = tuple(turn.number for turn in superseded)
-        return Plan(superseded[0].parent, kept[-1].message_count if kept else 0, numbers)
-    return diverging(session, error)
-
-
-def diverging(session: Session, error: HistoryMismatch | RollbackTooDeep) -> Plan:
-    """Where a request joins that diverges from the stored history: it begins a segment, if the session allows that."""
-    if session.config.on_divergence == "segment" and session.leaf is not None:
-        return Plan(session.leaf.number, 0)
-    raise error
-
-
-def _equal_messages(history: Sequence[Turn], incoming: Incoming, window: int) -> int:
-    """How many of the request's first messages are the stored ones.
-
-    A retry begins with the exact bytes of a recent turn's request; those messages are not compared again.
-    """
-    stored = [message_hash for turn in history for message_hash in turn.message_hashes]
-    # From the oldest turn on, so that each byte of the request is hashed once.
-    repeated = [turn.message_count - 1 for turn in history[-window - 1 :] if incoming.repeats(turn)]
-    index = repeated[-1] if repeated else 0
-    while index < min(len(stored), len(incoming)) and incoming.canonical(index) == stored[index]:
-        index += 1
-    return index
-
-
-def _refusal(
-    session: Session, incoming: Incoming, equal: int, superseded: Sequence[Turn], *, follows_sampled: bool
-) -> HistoryMismatch | RollbackTooDeep | None:
-    """Why the request may not supersede these turns, the newest of the history; None if it may.
-
-    Its first `equal` messages are stored ones; `follows_sampled`: one of them is a reply of the session.
-    """
-    roles = [incoming.message(index)["role"] for index in range(equal, len(incoming))]
-    if "assistant" in roles:
-        return HistoryMismatch(
-            f"messages[{equal}] is not the stored message at that place (matcher {session.config.matcher}), and "
-            f"an assistant message follows that this session never produced there; "
-            f"{equal} of {len(incoming)} messages match"
-        )
-    repeats_input = equal == len(incoming) == superseded[0].message_count - 1
-    if not (follows_sampled or repeats_input):
-        return HistoryMismatch(
-            f"the request begins another conversation: {equal} of {len(incoming)} messages match (matcher "
-            f"{session.config.matcher}), none of them sampled in this session, and it repeats no turn's input"
-        )
-    window = session.config.rollback_window
-    if len(superseded) > window:
-        return RollbackTooDeep(
-            f"the request goes back {len(superseded)} turns, to message {equal}; "
-            f"the session's rollback window is {window}"
-        )
-    return None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.events import BlobsTombstoned, ChunkKey, ChunkRef, ReplayKind, TombstoneReason
+from app.domain.rules import RULES
 from app.domain.session import Payload, Session
 from app.domain.tree import TreeIndex
 
@@ -70,7 +71,8 @@ def tombstones(
         uses = ChunkUses(payloads for payloads in session.every_payload.values() if payloads is not own)
     uses.add(own)
     pinned, every = _pinned(session, pinned_upto), session.every_payload
-    dropped = _behind_window(session, _superseded(session, index), index if session.is_tree else None, pinned)
+    gone = RULES[session.history].just_superseded(session, index)
+    dropped = _behind_window(session, gone, index if session.history == "tree" else None, pinned)
     dropped += [turn for turn in session.undone_payloads if turn not in pinned]
     freed = [key for turn in dropped for key in uses.remove(every[turn])]
     over = _over_budget(session, set(dropped), uses, max_bytes, pinned)
@@ -97,24 +99,6 @@ def tombstone_all(session: Session) -> BlobsTombstoned | None:
 
 def _event(turns: Sequence[int], freed: Iterable[ChunkKey], reason: TombstoneReason) -> BlobsTombstoned | None:
     return BlobsTombstoned(tuple(sorted(turns)), tuple(sorted(freed)), reason) if turns else None
-
-
-def _superseded(session: Session, index: TreeIndex) -> Collection[int]:
-    """The turns with payloads that the newest turn has superseded: in a tree by being its sibling's first child."""
-    newest = session.leaf
-    if newest is None or not session.payloads:
-        return ()
-    if not session.is_tree:
-        live, at, oldest = set[int](), newest.number, min(session.payloads)
-        while at >= oldest and at:
-            live.add(at)
-            at = session.turn(at).parent
-        return session.payloads.keys() - live
-    if not newest.history_parent:
-        return ()
-    parent = session.turn(newest.history_parent)
-    siblings = index.siblings(parent.history_parent)
-    return {turn.number for turn in siblings if parent.supersedes(turn) and not index.has_children(turn.number)}
 
 
 def _behind_window(

@@ -164,16 +164,6 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         """Turn `number`'s payload of a kind; None where there was none or it has been tombstoned."""
         return next((payload for payload in self.payloads.get(number, ()) if payload.kind == kind), None)
 
-    def superseded_by(self, number: int) -> int:
-        """How many live turns the commit of turn `number` rolled back: those from its parent to the previous leaf."""
-        if self.is_tree:
-            return 0
-        parent, count = self.turn(number).parent, 0
-        before = next((turn for turn in reversed(self.turns) if turn.number < number), None)
-        while before is not None and before.number > parent:
-            before, count = self.turns.get(before.parent), count + 1
-        return count
-
     def line(self, number: int) -> list[int]:
         """The turns from the root to turn `number`."""
         return [turn.number for turn in self._chain(number, lambda turn: turn.parent > 0)]

@@ -269,29 +269,6 @@ def _carried(session: Session, index: TreeIndex, turn: NewTurn) -> int | None:
     return None
 
 
-def superseded(session: Session) -> set[int]:
-    """The turns that no row is made of, unless all branches are asked for.
-
-    In a linear session these are the turns off the live path. In a tree, a childless turn is superseded by a sibling
-    with the same request and agent that was opened after it had committed, and has a child.
-    """
-    if not session.is_tree:
-        live = set(session.path)
-        return {turn.number for turn in session.turns if turn.number not in live}
-    parents = {turn.history_parent for turn in session.turns}
-    continued: dict[tuple[int, str, str | None], Turn] = {}
-    for turn in session.turns:
-        if turn.number in parents:
-            key = turn.history_parent, turn.body_hash, turn.agent_id
-            continued[key] = max(continued.get(key, turn), turn, key=lambda one: one.opened_seq)
-    childless = (turn for turn in session.turns if turn.number not in parents)
-    return {
-        turn.number
-        for turn in childless
-        if (newer := continued.get((turn.history_parent, turn.body_hash, turn.agent_id))) and newer.supersedes(turn)
-    }
-
-
 def leaves(turns: Turns | Sequence[Turn]) -> list[Turn]:
     """The turns whose tokens none of the given turns continues, by branch: each ends a row."""
     given = list(turns)

@@ -22,9 +22,9 @@ from pydantic_core import PydanticCustomError
 from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.patterns import MAX_INTEGER, NO_NUL
+from app.domain.rules import superseded
 from app.domain.samples import Truncate
 from app.domain.session import Session
-from app.domain.tree import superseded
 from app.errors import InvalidRequest
 
 if TYPE_CHECKING:

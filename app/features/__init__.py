@@ -3,9 +3,9 @@
 The package of a feature has functions that the composition calls:
 
     routers()            its routes
-    running(services)    a context: what it makes and runs between start and stop, and what it adds to the kernel's
-                         points; the value is `services.features[name]`
-    absent(services)     where it is off: what it leaves undone otherwise (optional)
+    add_to(services)     makes what it needs, and adds to the lists of `Services` what is to be called at the start, at
+                         the stop and at the kernel's points; the value is `services.features[name]`
+    absent(services)     called where it is off, after the start (optional)
 
 Its docstring says what it adds, and where it touches a turn.
 """

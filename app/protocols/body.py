@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, Self, TypeVar, cast, get_args
+from typing import Protocol, Self, TypeVar
 
 import msgspec
 
@@ -147,9 +147,9 @@ def flag(raw: msgspec.Raw | None, name: str) -> bool:
 
 def stream_mode(fields: Mapping[str, msgspec.Raw]) -> StreamMode | None:
     """Raises InvalidRequest."""
-    value = value_of(fields.get("stream_mode"), "stream_mode")
-    if value is None or value in get_args(StreamMode):
-        return cast(StreamMode | None, value)
+    match value_of(fields.get("stream_mode"), "stream_mode"):
+        case None | "whole" | "live" as mode:
+            return mode
     raise InvalidRequest("stream_mode must be whole or live")
 
 

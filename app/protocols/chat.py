@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -13,7 +13,7 @@ from app.domain.calls import given_prefix, with_ids
 from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
 from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
-from app.domain.request import ChatRequest, join_object, value_of
+from app.domain.request import ChatRequest, CompletionRequest, join_object, value_of
 from app.errors import Unsupported
 from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
 from app.protocols.body import (
@@ -349,7 +349,7 @@ class Chat:
     schema: Mapping[str, Any] = REQUEST
     example: Mapping[str, Any] = EXAMPLE
 
-    parse = staticmethod(parse_chat)
+    parse: ClassVar[Callable[..., ChatRequest | CompletionRequest]] = staticmethod(parse_chat)
 
     def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
         return request

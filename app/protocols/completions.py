@@ -96,3 +96,5 @@ class Completions(Chat):
     has_layouts = False
     schema = REQUEST
     example = EXAMPLE
+
+    parse = staticmethod(parse_completion)

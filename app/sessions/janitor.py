@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -18,7 +18,6 @@ import msgspec
 from app.domain.fleet import fold
 from app.errors import AppError, SessionUnreadable, StoreDamaged
 from app.sessions.erasure import Erasure
-from app.sessions.groups import settle_groups
 from app.sessions.lifecycle import Sessions
 from app.settings import Settings
 from app.store import group_reads, reads
@@ -68,7 +67,7 @@ class Janitor:
     """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch.
 
     It pauses `rest_s` seconds after each session. `done` counts since the start; `ended_round_at` is when the last
-    complete round ended.
+    complete round ended. `rounds` is what features do in each round.
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class Janitor:
         rest_s: float = REST_S,
     ) -> None:
         self.done = Done()
+        self.rounds: list[Callable[[], Awaitable[object]]] = []
         self.ended_round_at: float | None = None
         self._rest_s = rest_s
         self._database = database
@@ -138,8 +138,8 @@ class Janitor:
             size = await self._database.read(reads.database_bytes)
             self._sessions.is_full = size > self._settings.max_db_bytes
         await self._close_idle()
-        # Notes of changed groups must not pile up, even if nobody reads groups.
-        await settle_groups(self._database, self._writer)
+        for follow in self.rounds:
+            await follow()
         await self._free_replay()
         await self._erase_old()
         await self._database.give_back()

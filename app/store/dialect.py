@@ -235,8 +235,9 @@ class Tx(Protocol):
         """Tell the transaction which sessions' rows it has locked already."""
         ...
 
-    def positions(self, count: int) -> Iterator[int] | None:
-        """Positions for `count` new events, or None if the database assigns them."""
+    @property
+    def positions(self) -> Iterator[int] | None:
+        """The positions of the next events, or None if the database assigns them."""
         ...
 
 
@@ -258,6 +259,7 @@ class AlchemyTx:
     """Uses SQLAlchemy's own execution, for infrequent operations; the database assigns positions."""
 
     is_remote = False
+    positions = None
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -288,36 +290,34 @@ class AlchemyTx:
     def has_locked(self, session_ids: Collection[str]) -> None:
         return
 
-    def positions(self, count: int) -> Iterator[int] | None:
-        return None
-
 
 class SqliteTx:
     """Uses the driver's connection directly, with statements compiled once.
 
     `next_position` is the position of the next event. A rolled-back transaction leaves a gap, never a repetition.
+    `cursor` is for statements that are text.
     """
 
     is_remote = False
 
     def __init__(self, connection: sqlite3.Connection, next_position: int) -> None:
-        self._cursor = connection.cursor()
-        self._positions = itertools.count(next_position)
+        self.cursor = connection.cursor()
+        self.positions = itertools.count(next_position)
         self._bind = Compiler(sqlite.dialect(paramstyle="qmark")).bind
 
     def one(self, statement: Executable, parameters: Parameters) -> Row | None:
         sql, values = self._bind(statement, parameters)
-        row: Row | None = self._cursor.execute(sql, values).fetchone()
-        self._cursor.fetchall()
+        row: Row | None = self.cursor.execute(sql, values).fetchone()
+        self.cursor.fetchall()
         return row
 
     def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         sql, values = self._bind(statement, parameters)
-        return self._cursor.execute(sql, values).fetchall()
+        return self.cursor.execute(sql, values).fetchall()
 
     def run(self, statement: Executable, parameters: Parameters) -> int:
         sql, values = self._bind(statement, parameters)
-        return self._cursor.execute(sql, values).rowcount
+        return self.cursor.execute(sql, values).rowcount
 
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
         for one in parameters:
@@ -332,18 +332,15 @@ class SqliteTx:
         columns = tuple(rows[0])
         sql, values = self._bind(statement, rows[0], columns)
         if len(rows) == 1:
-            self._cursor.execute(sql, values)
+            self.cursor.execute(sql, values)
         else:
-            self._cursor.executemany(sql, [self._bind(statement, row, columns)[1] for row in rows])
+            self.cursor.executemany(sql, [self._bind(statement, row, columns)[1] for row in rows])
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         return
 
     def has_locked(self, session_ids: Collection[str]) -> None:
         return
-
-    def positions(self, count: int) -> Iterator[int] | None:
-        return itertools.islice(self._positions, count)
 
 
 class Compiler:

@@ -1,186 +1,15 @@
-"""What the training feed, the page and the janitor read of groups: plain functions over a Core connection."""
+"""Weight versions over all sessions, and the sessions whose group the training feed's consumer has acknowledged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import msgspec
-from sqlalchemy import Connection, and_, case, func, or_, select, tuple_
+from sqlalchemy import Connection, func, select, tuple_
 
-from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
-from app.domain.groups import Attempt
-from app.store import pins, reads, rollouts
-from app.store.damaged import attempt_or, of_readable, split
-from app.store.dialect import now
-from app.store.rollouts import group, in_groups, is_finished, is_root
-from app.store.schema import events, group_changes, groups, sessions
-
-is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
-"""No consumer holds the group. The last one may still acknowledge it until another gets it."""
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A complete group that may be leased; `oldest_version` is valid if `measured`."""
-
-    group_id: str
-    completed_at: float
-    sessions: int
-    measured: bool
-    oldest_version: int | None
-
-    @property
-    def place(self) -> tuple[float, str]:
-        return self.completed_at, self.group_id
-
-
-def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
-    """Groups behind `after`, None: from the first, in the database's own order: an index has it."""
-    query = (
-        select(sessions.c.group_id)
-        .where(sessions.c.group_id.is_not(None) if after is None else sessions.c.group_id > after)
-        .distinct()
-        .order_by(sessions.c.group_id)
-        .limit(limit)
-    )
-    return [found for found in connection.execute(query).scalars() if found is not None]
-
-
-class FeedLease(msgspec.Struct, frozen=True):
-    """What the training feed knows of a group; `is_leased` as of now."""
-
-    is_leased: bool
-    is_acknowledged: bool
-
-
-def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, FeedLease]:
-    """Of the groups that the feed has handed out."""
-    found: dict[str, FeedLease] = {}
-    for at in range(0, len(group_ids), reads.SPAN):
-        query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
-        for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + reads.SPAN]))):
-            found[row[0]] = FeedLease(bool(row[1]), bool(row[2]))
-    return found
-
-
-def has_notes(connection: Connection) -> bool:
-    """Are there notes to settle?"""
-    return connection.execute(select(group_changes.c.id).limit(1)).first() is not None
-
-
-def noted(connection: Connection) -> list[str]:
-    """The groups that have notes."""
-    return list(connection.execute(select(group_changes.c.group_id).distinct()).scalars())
-
-
-def candidates(
-    connection: Connection,
-    *,
-    held_by: str | None,
-    attempts: int,
-    oldest: int | None,
-    after: tuple[float, str],
-    limit: int,
-) -> list[Candidate]:
-    """Complete, unacknowledged groups after `after`, oldest completion first.
-
-    `held_by`: those that this consumer got last, even after its lease; None: those that are free. Only groups of at
-    least `attempts` sessions (erased ones count, since they will not come again). Measured groups with a version below
-    `oldest` are left out.
-    """
-    query = (
-        select(*(groups.c[name] for name in Candidate.__struct_fields__))
-        .where(
-            groups.c.acked_at.is_(None),
-            groups.c.completed_at.is_not(None),
-            tuple_(groups.c.completed_at, groups.c.group_id) > after,
-            groups.c.sessions + groups.c.erased >= attempts,
-            is_free if held_by is None else groups.c.consumer == held_by,
-        )
-        .order_by(groups.c.completed_at, groups.c.group_id)
-        .limit(limit)
-    )
-    if oldest is not None:
-        young = or_(~groups.c.measured, groups.c.oldest_version.is_(None), groups.c.oldest_version >= oldest)
-        query = query.where(young)
-    return [Candidate(*row) for row in connection.execute(query)]
-
-
-def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Attempt]]:
-    """The rollouts of each group in the order of their attempts, those without a number last."""
-    found: dict[str, list[Attempt]] = {group_id: [] for group_id in group_ids}
-    for at in range(0, len(group_ids), reads.SPAN):
-        query = select(
-            sessions.c.group_id,
-            sessions.c.session_id,
-            sessions.c.attempt,
-            sessions.c.reward,
-            sessions.c.status,
-            case((is_finished, True), else_=False),
-        ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), sessions.c.status != "undone", is_root())
-        for row in connection.execute(query):
-            found[row[0]].append(Attempt(*row[1:]))
-    return {group_id: in_order(of_group) for group_id, of_group in found.items()}
-
-
-def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
-    return sorted(attempts, key=lambda one: (one.attempt is None, one.attempt or 0, one.session_id))
-
-
-def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
-    """The closed and erased sessions of each root's agents and children."""
-    found: dict[str, list[str]] = {}
-    for at in range(0, len(root_ids), reads.SPAN):
-        for session_id, root_id in rollouts.members(
-            connection, root_ids[at : at + reads.SPAN], status=("closed", "erased")
-        ):
-            found.setdefault(root_id, []).append(session_id)
-    return found
-
-
-TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
-"""Event rows by group and session."""
-
-_AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, SessionRestored.__name__)
-"""Types of the events that say which turns are live, which of them are copies, and their weight versions."""
-
-
-def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
-    """The events of some groups' closed sessions that say which turns are live and their weight versions.
-
-    Sessions of agents and children are included.
-    """
-    counted_in = group()
-    of_session = and_(events.c.session_id == sessions.c.session_id, events.c.type.in_(_AGING))
-    query = (
-        select(counted_in, sessions.c.session_id, *(events.c[name] for name in reads.EventRow._fields))
-        .select_from(sessions.outerjoin(events, of_session))
-        .where(in_groups(group_ids), sessions.c.status == "closed")
-        .order_by(sessions.c.session_id, events.c.seq)
-    )
-    found: TurnEvents = {group_id: {} for group_id in group_ids}
-    for row in connection.execute(query):
-        log = found[row[0]].setdefault(row[1], [])
-        if row[2] is not None:
-            log.append(reads.EventRow(*row[2:]))
-    return found
-
-
-def turn_events_of_each(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
-    """As `turn_events`, less the sessions of which an event is on a damaged page."""
-    events_of: TurnEvents = {}
-    for group_id in group_ids:
-        query = select(sessions.c.session_id).where(in_groups([group_id]), sessions.c.status == "closed")
-        ids = attempt_or(connection, lambda again: again.execute(query).scalars().all(), [])  # noqa: B023
-        events_of[group_id], _ = split(connection, ids, turn_events_of)
-    return events_of
-
-
-def turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[reads.EventRow]]:
-    """The same events of some sessions."""
-    return {
-        session_id: [row for row in reads.event_rows(connection, session_id) if row.type in _AGING]
-        for session_id in session_ids
-    }
+from app.store import pins, reads
+from app.store.damaged import of_readable
+from app.store.rollouts import in_groups
+from app.store.schema import groups, sessions
 
 
 def newest_version(connection: Connection) -> int | None:
@@ -198,32 +27,6 @@ def newest_version_of_each(connection: Connection) -> int | None:
 
     versions = (version for version in of_readable(connection, read) if version is not None)
     return max(versions, default=None)
-
-
-class Waiting(msgspec.Struct, frozen=True):
-    """A group that has not been acknowledged."""
-
-    group_id: str
-    sessions: int
-    erased: int
-    unfinished: int
-    completed_at: float | None
-    measured: bool
-    oldest_version: int | None
-    consumer: str | None
-    is_leased: bool
-
-
-def waiting(connection: Connection, after: str, limit: int) -> list[Waiting]:
-    """Groups that have not been acknowledged, with ids after `after`."""
-    columns = [*(groups.c[name] for name in Waiting.__struct_fields__[:-1]), case((is_free, False), else_=True)]
-    query = (
-        select(*columns)
-        .where(groups.c.acked_at.is_(None), groups.c.group_id > after)
-        .order_by(groups.c.group_id)
-        .limit(limit)
-    )
-    return [Waiting(*row) for row in connection.execute(query)]
 
 
 def acknowledged(connection: Connection, after: tuple[float, str], limit: int) -> list[tuple[float, str]]:

@@ -97,7 +97,6 @@ def append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event])
 
 def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) -> list[Appended]:
     """As `append` for each (session_id, first, at, new), in one statement."""
-    positions = tx.positions(sum(len(new) for *_, new in logs))
     rows: list[dict[str, Any]] = []
     for session_id, first, at, new in logs:
         for seq, event in enumerate(new, first):
@@ -112,8 +111,8 @@ def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) 
                 "of_session": session_id,
                 "last_seq": seq - 1,
             }
-            if positions is not None:
-                row["position"] = next(positions)
+            if tx.positions is not None:
+                row["position"] = next(tx.positions)
             rows.append(row)
     tx.insert(sql.insert_event, rows)
     return [

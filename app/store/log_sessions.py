@@ -18,7 +18,7 @@ from app.domain.events import (
     SessionErased,
     SessionNoted,
 )
-from app.store import groups, pins, rollouts, staged_tokens
+from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
@@ -134,7 +134,7 @@ class AssignReward(BaseOperation, frozen=True):
     event: RewardAssigned
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         _, group_id, root_id = row
@@ -161,7 +161,7 @@ class Note(BaseOperation, frozen=True):
         return 512 + len(self.event.note or "") + sum(map(len, self.event.tags or ()))
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         note, tags = self.event.note, self.event.tags
@@ -191,7 +191,7 @@ class ShareReward(BaseOperation, frozen=True):
         own_reward = rollouts.last_reward(tx, self.session_id, of_root=True)
         if root_reward is None or (own_reward is not None and _value(root_reward) == _value(own_reward)):
             return Appended(())
-        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         version, group_id, _ = row
@@ -211,7 +211,7 @@ class JoinRollout(BaseOperation, frozen=True):
     at: float
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         version, _, root_id = row
@@ -234,7 +234,7 @@ class Close(BaseOperation, frozen=True):
     engine_session: str | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.close_head, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
@@ -260,7 +260,7 @@ class CloseIdle(BaseOperation, frozen=True):
     engine_session: str | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(groups.close_idle_head, {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since})
+        row = tx.one(sql.close_idle_head, {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since})
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
@@ -338,7 +338,7 @@ class Erase(BaseOperation, frozen=True):
         tx.lock(sql.lock_head, {"sid": self.session_id})
         if self.unless_pinned and pins.pinned_upto(tx, self.session_id):
             return refused(tx, self.session_id)
-        row = tx.one(groups.erase_head, {"sid": self.session_id})
+        row = tx.one(sql.erase_head, {"sid": self.session_id})
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)

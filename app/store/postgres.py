@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -105,6 +105,7 @@ class PostgresTx:
     """A transaction on the driver's own connection, called from a greenlet as if it were synchronous."""
 
     is_remote = True
+    positions = None
 
     def __init__(self, connection: AdaptedConnection, compiler: Compiler) -> None:
         self._connection = connection
@@ -120,6 +121,11 @@ class PostgresTx:
     def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         text, values = self._bind(statement, parameters)
         return [tuple(row) for row in self._call(lambda raw: raw.fetch(text, *values, timeout=STATEMENT_S))]
+
+    def rows(self, text: str, values: Iterable[Sequence[Any]]) -> Sequence[Row]:
+        """The rows of a statement that is text."""
+        rows: Sequence[Row] = self._call(lambda raw: raw.fetch(text, *values, timeout=STATEMENT_S))
+        return rows
 
     def run(self, statement: Executable, parameters: Parameters) -> int:
         text, values = self._bind(statement, parameters)
@@ -154,9 +160,6 @@ class PostgresTx:
 
     def has_locked(self, session_ids: Collection[str]) -> None:
         self._locked = frozenset(session_ids)
-
-    def positions(self, count: int) -> Iterator[int] | None:
-        return None
 
     def begin(self, durable: bool) -> None:
         self._call(lambda raw: raw.execute(SYNCED if durable else NOT_SYNCED, timeout=STATEMENT_S))

@@ -7,10 +7,11 @@ that was frozen) must find it invalid.
 
 from __future__ import annotations
 
+import secrets
+
 from sqlalchemy import Connection, delete, func, insert, select, text, update
 
 from app.store import reads
-from app.store.checkpoints import next_epoch
 from app.store.dialect import next_tx, now
 from app.store.incarnations import host_name
 from app.store.schema import events, incarnations, sessions, snapshots, store_meta
@@ -20,6 +21,11 @@ INCARNATIONS_APART = 1_000_000
 
 SESSIONS_AT_ONCE = 100
 """Sessions whose events are rewritten in one transaction."""
+
+
+def next_epoch(epoch: str) -> str:
+    """The next number, and a random part that no other store with the same past has."""
+    return f"{int(epoch.partition('-')[0]) + 1}-{secrets.token_hex(4)}"
 
 
 def raise_epoch(connection: Connection) -> str:

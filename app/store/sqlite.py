@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,15 +120,15 @@ class SqliteWriter:
         Raises StoreLocked if another program still holds the lock at `until` (the loop's time; by default after
         LOCKED_S), sqlite3.Error, OSError, StoreLost. Nothing is written then.
         """
-        if runs_inline and not self._thread_jobs and (not durable or self._is_disk_quick):
-            try:
-                result = self._transact(function, durable)
-            except StoreLocked:
-                result = await self._retry_while_locked(lambda: self._transact(function, durable), until)
-            if not durable:
-                return result
-        else:
-            result = await self._retry_while_locked(lambda: self._transact(function, durable), until)
+        # A durable one runs on the event loop if each of the last took less time than waking a thread.
+        here = runs_inline and not self._thread_jobs and (not durable or max(self._sync_times_s) < QUICK_S)
+        transact = partial(self._transact, function, durable)
+        try:
+            result = transact() if here else await self._run_in_thread(transact)
+        except StoreLocked:
+            result = await self._retry_while_locked(transact, until)
+        if here and not durable:
+            return result
         self._content_bytes += size
         rows = self.connection.total_changes - self._checkpointed_at
         if self._content_bytes + rows * ROW_BYTES > CHECKPOINT_BYTES:
@@ -135,21 +136,16 @@ class SqliteWriter:
             self._checkpointing = asyncio.ensure_future(self._checkpoint_in_background())
         return result
 
-    @property
-    def _is_disk_quick(self) -> bool:
-        """Did each of the last commits take less time than waking a thread?"""
-        return max(self._sync_times_s) < QUICK_S
-
     async def _retry_while_locked(self, transact: Callable[[], T], until: float | None) -> T:
         clock = asyncio.get_running_loop().time
         until = clock() + LOCKED_S if until is None else until
         while True:
+            await asyncio.sleep(BUSY_POLL_S)
             try:
                 return await self._run_in_thread(transact)
             except StoreLocked:
                 if clock() >= until:
                     raise
-            await asyncio.sleep(BUSY_POLL_S)
 
     async def _checkpoint_in_background(self) -> None:
         try:
@@ -256,9 +252,17 @@ class SqliteWriter:
         if durable != self._durable:
             connection.execute("PRAGMA synchronous = FULL" if durable else "PRAGMA synchronous = NORMAL")
             self._durable = durable
-        self._begin()
         try:
-            self._require_own()
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if is_busy(error):
+                raise StoreLocked(f"the database answered {error.sqlite_errorname}: its lock is held") from error
+            raise
+        try:
+            # Writes to a file that was deleted or replaced would be lost with this process.
+            reason = self._lock.lost()
+            if reason is not None:
+                raise StoreLost(reason)
             result = function(self._tx)
             began = time.perf_counter()
             connection.execute("COMMIT")
@@ -271,21 +275,6 @@ class SqliteWriter:
             self._sync_times_s.append(took_s)
             self._committed(took_s)
         return result
-
-    def _require_own(self) -> None:
-        """Writes to a file that was deleted or replaced would be lost with this process. Raises StoreLost, OSError."""
-        reason = self._lock.lost()
-        if reason is not None:
-            raise StoreLost(reason)
-
-    def _begin(self) -> None:
-        """Raises StoreLocked."""
-        try:
-            self.connection.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError as error:
-            if is_busy(error):
-                raise StoreLocked(f"the database answered {error.sqlite_errorname}: its lock is held") from error
-            raise
 
     def _move_log(self) -> None:
         self._checkpoint("PASSIVE")

@@ -188,7 +188,7 @@ touch = (
     update(sessions)
     .where(of_session(sessions), has_rows)
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
-    .returning(sessions.c.version)
+    .returning(sessions.c.version, sessions.c.group_id, sessions.c.root_id)
 )
 _given = {name: bindparam(f"new_{name}", type_=Text) for name in ("note", "tags")}
 set_note = update(sessions).where(of_session(sessions)).values(note=_given["note"])
@@ -198,6 +198,7 @@ close_head = (
     update(sessions)
     .where(of_session(sessions), sessions.c.status == "open")
     .values(status="closed", closed_at=bindparam("at"))
+    .returning(sessions.c.group_id, sessions.c.root_id)
 )
 
 
@@ -215,6 +216,7 @@ erase_head = (
     update(sessions)
     .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)))
     .values(status="erased", note=None, tags=None)
+    .returning(sessions.c.group_id, sessions.c.root_id)
 )
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.
 holder_is_dead = or_(

@@ -5,9 +5,10 @@
                                                        ├─▶ deferred: retried in a later batch, for HELD_S
                                                        └─▶ file is locked: retried, for LOCKED_S from `submit`
 
-An outcome is returned only after the transaction has ended. If one operation fails a batch, the batch is repeated one
-by one, so that the others succeed. PostgreSQL takes several batches at a time (lanes): while one waits for the disk or
-a standby, the next is filled.
+What has been submitted when the loop comes round is one batch; what comes while it is being written is the next. An
+outcome is returned only after the transaction has ended. If one operation fails a batch, the batch is repeated one by
+one, so that the others succeed. PostgreSQL takes several batches at a time (lanes): while one waits for the disk or a
+standby, the next is filled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from functools import partial
@@ -22,11 +24,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandoned, name_of
+from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandoned
 from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
 from app.store import reads
 from app.store.batch import Deferred, apply_all
-from app.store.dialect import Tx, WriteConflict
+from app.store.dialect import WriteConflict
 from app.store.log import Appended, Operation
 from app.store.log_turns import AbandonDead
 from app.store.ports import LOCKED_S, Database
@@ -82,7 +84,7 @@ class EventCounters(msgspec.Struct):
     def add(self, appended: Iterable[Recorded]) -> None:
         for recorded in appended:
             event = recorded.event
-            self.events[name_of(event)] += 1
+            self.events[type(event).__name__] += 1
             if isinstance(event, TurnAbandoned):
                 self.abandoned[event.reason] += 1
             elif isinstance(event, RolledBack):
@@ -106,6 +108,9 @@ class WriterCounters(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, eq=False):
+    """An operation that waits. `until`: how long it waits for SQLite's lock, and `held_until`: for its session's row,
+    by the loop's time."""
+
     operation: Operation[Any]
     outcome: asyncio.Future[Any]
     size: int
@@ -114,38 +119,40 @@ class _Entry(msgspec.Struct, eq=False):
 
 
 class Writer:
-    """Runs as one task per lane from `start` to `stop`."""
+    """Runs from `start` to `stop`: each batch is a task."""
 
     def __init__(self, database: Database) -> None:
         self.counters = WriterCounters()
         self.tally = EventCounters()
         self._database = database
         self._queue: deque[_Entry] = deque()
+        # Operations without a session may wait for rows: each runs alone, with several lanes in one of its own.
         self._sessionless: deque[_Entry] = deque()
         self._bytes = 0
-        self._ready = asyncio.Event()
         self._room = asyncio.Condition()
-        self._stopping = False
-        self._is_writing = False
         self._waiting_for_room = 0
-        self._lanes: list[asyncio.Task[None]] = []
-        self._deferred = 0
+        self._stopping = False
+        self._is_scheduled = True  # Nothing begins before `start`.
+        self._gathering: asyncio.TimerHandle | None = None
         self._open = 0
+        self._is_sessionless_open = False
+        self._deferred = 0
         self._one_ended = asyncio.Event()
-        self._gathering = asyncio.Lock()
+        self._batches: set[asyncio.Task[None]] = set()
+        self._lanes = 0
+        self._loop: asyncio.AbstractEventLoop
 
     def start(self) -> None:
-        lanes = self._database.lanes
-        # Operations without a session may wait for rows; with several lanes they have one of their own.
-        lane_queues = [self._sessionless], *([self._queue] for _ in range(lanes))
-        runs = [self._run(*queues) for queues in (lane_queues if lanes > 1 else ([self._sessionless, self._queue],))]
-        self._lanes = [asyncio.create_task(run, name=f"turnlog-writer-{number}") for number, run in enumerate(runs)]
+        self._loop = asyncio.get_running_loop()
+        self._lanes = self._database.lanes
+        self._loop.call_soon(self._begin)
 
     async def stop(self) -> None:
         """Commit what is queued and end; later operations are refused."""
         self._stopping = True
-        self._ready.set()
-        await asyncio.gather(*self._lanes)
+        while self._open or self._is_sessionless_open or self._deferred or self._queue or self._sessionless:
+            self._one_ended.clear()
+            await self._one_ended.wait()
 
     async def submit(self, operation: Operation[Result]) -> Result:
         """Queue `operation` and wait for its outcome.
@@ -154,148 +161,174 @@ class Writer:
         unknown whether the operation was written; the log tells. Raises SessionUnreadable if the session needs a
         damaged page: nothing was written then.
         """
+        if not self._stopping and (len(self._queue) >= MAX_QUEUE or self._bytes >= MAX_QUEUE_BYTES):
+            await self._wait_for_room()
         if self._stopping:
             raise StoreUnavailable("the server is stopping")
-        loop = asyncio.get_running_loop()
-        until = loop.time() + LOCKED_S
-        if self._is_full():
-            await self._wait_for_room()
-            if self._stopping:
-                raise StoreUnavailable("the server is stopping")
-        entry = _Entry(operation, loop.create_future(), operation.size, until)
-        if operation.is_alone and self._is_idle:
-            await self._write_directly(entry)
+        loop, size = asyncio.get_running_loop(), operation.size
+        entry = _Entry(operation, loop.create_future(), size, loop.time() + LOCKED_S)
+        if (
+            operation.is_alone
+            and self._lanes == 1
+            and not (self._open or self._is_sessionless_open or self._queue or self._sessionless or self._deferred)
+        ):
+            # In the caller's task: for a single client, waking another one is a good part of the latency.
+            self._open += 1
+            await self._write_batch(self._queue, [entry])
         else:
-            self._queue_of(entry).append(entry)
-            self._bytes += entry.size
-            self._ready.set()
+            (self._queue if operation.session_id else self._sessionless).append(entry)
+            self._bytes += size
+            if not self._is_scheduled:
+                self._is_scheduled = True
+                loop.call_soon(self._begin)
         outcome: Result = await entry.outcome
         return outcome
-
-    @property
-    def _is_idle(self) -> bool:
-        """Is nothing being written and nothing waiting? Several lanes are never idle."""
-        return len(self._lanes) == 1 and not (self._is_writing or self._queue or self._sessionless or self._deferred)
-
-    async def _write_directly(self, entry: _Entry) -> None:
-        """Write in the caller's task: for a single client, waking another task is a good part of the latency."""
-        self._is_writing = True
-        try:
-            await self._write([entry])
-        finally:
-            self._is_writing = False
-            self._ready.set()
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Operations that wait for a transaction, and their bytes."""
         return len(self._queue) + len(self._sessionless) + self._deferred, self._bytes
 
-    def _queue_of(self, entry: _Entry) -> deque[_Entry]:
-        return self._queue if entry.operation.session_id else self._sessionless
-
-    def _is_full(self) -> bool:
-        return len(self._queue) >= MAX_QUEUE or self._bytes >= MAX_QUEUE_BYTES
-
     async def _wait_for_room(self) -> None:
         self._waiting_for_room += 1
         try:
             async with asyncio.timeout(WAIT_S), self._room:
-                await self._room.wait_for(lambda: not self._is_full())
+                await self._room.wait_for(self._has_room)
         except TimeoutError:
             raise Overloaded(f"{len(self._queue)} writes are waiting") from None
         finally:
             self._waiting_for_room -= 1
 
-    async def _run(self, *queues: deque[_Entry]) -> None:
-        while True:
-            queue = None if self._is_writing else next((queue for queue in queues if queue), None)
-            if queue is None:
-                if self._stopping and not self._deferred and not self._is_writing:
-                    self._ready.set()
-                    return
-                self._ready.clear()
-                await self._ready.wait()
-                continue
-            if queue is self._queue and self._open:
-                await self._gather()
-            batch = self._take(queue)
-            if not batch:
-                continue
-            self._open += queue is self._queue
-            try:
-                await self._write(batch)
-            finally:
-                self._open -= queue is self._queue
-                self._one_ended.set()
-            if self._waiting_for_room and not self._is_full():
-                async with self._room:
-                    self._room.notify_all()
+    def _has_room(self) -> bool:
+        return len(self._queue) < MAX_QUEUE and self._bytes < MAX_QUEUE_BYTES
 
-    async def _gather(self) -> None:
-        """Wait until an open transaction has ended, at most GATHER_S. One lane at a time does: it takes all."""
-        async with self._gathering:
-            if self._queue and self._open:
-                self._one_ended.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GATHER_S):
-                        await self._one_ended.wait()
+    def _begin(self) -> None:
+        """Begin what may begin. With a transaction open, a further one first gathers operations for GATHER_S."""
+        self._is_scheduled = False
+        is_single = self._lanes == 1
+        if self._sessionless and not self._is_sessionless_open and not (is_single and self._open):
+            self._begin_batch(self._sessionless, 1)
+        if not self._queue or (is_single and self._is_sessionless_open):
+            return
+        if not self._open:
+            self._begin_batch(self._queue, MAX_BATCH)
+        elif self._open < self._lanes and self._gathering is None:
+            self._gathering = self._loop.call_later(GATHER_S, self._begin_next)
 
-    def _take(self, queue: deque[_Entry]) -> list[_Entry]:
+    def _begin_next(self) -> None:
+        """A transaction has ended, or GATHER_S has passed: what has gathered is a batch."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+        if self._queue and 0 < self._open < self._lanes:
+            self._begin_batch(self._queue, MAX_BATCH)
+        else:
+            self._begin()
+
+    def _begin_batch(self, queue: deque[_Entry], most: int) -> None:
         batch: list[_Entry] = []
         size = 0
-        most = MAX_BATCH if queue is self._queue else 1
         while queue and len(batch) < most and size < MAX_BATCH_BYTES:
             entry = queue.popleft()
             size += entry.size
             batch.append(entry)
         self._bytes -= size
-        return batch
+        if queue is self._queue:
+            self._open += 1
+        else:
+            self._is_sessionless_open = True
+        task = self._loop.create_task(self._write_batch(queue, batch), name="turnlog-writer")
+        self._batches.add(task)
+        task.add_done_callback(self._batches.discard)
+
+    async def _write_batch(self, queue: deque[_Entry], batch: list[_Entry]) -> None:
+        try:
+            await self._write(batch)
+        finally:
+            if queue is self._queue:
+                self._open -= 1
+            else:
+                self._is_sessionless_open = False
+            self._one_ended.set()
+            if self._queue or self._sessionless:
+                # Not before those that have their outcomes have gone on: what they submit belongs to this batch.
+                self._loop.call_soon(self._begin_next)
+            if self._waiting_for_room and self._has_room():
+                async with self._room:
+                    self._room.notify_all()
 
     async def _write(self, batch: list[_Entry]) -> None:
-        operations = [entry.operation for entry in batch]
-        try:
-            outcomes = await self._commit(
-                operations, sum(entry.size for entry in batch), min(entry.until for entry in batch)
-            )
-        except StoreLocked as error:
-            self._give_up(batch, error)
-        except StoreDamaged as error:
-            await self._isolate_damage(batch, error)
-        except AppError as error:
-            for entry in batch:
-                _fail(entry, error)
-        except Exception as error:  # noqa: BLE001 - the outermost edge of the writer: it must outlive any fault
-            if len(batch) == 1:
-                conflict = isinstance(error, WriteConflict)
-                _fail(batch[0], StoreUnavailable("other writers kept this one from its turn") if conflict else error)
-                return
-            for entry in batch:
-                await self._write([entry])
-        else:
-            for entry, outcome in zip(batch, outcomes, strict=True):
-                if isinstance(outcome, Deferred):
-                    self._defer(entry)
-                else:
-                    self._count(entry.operation, outcome)
-                    if not entry.outcome.done():
-                        entry.outcome.set_result(outcome)
+        """Write the batch in one transaction, and give each operation its outcome."""
+        operations: list[Operation[Any]] = []
+        size, until, durable, runs_inline = 0, math.inf, False, len(batch) <= MAX_INLINE
+        for entry in batch:
+            operation = entry.operation
+            operations.append(operation)
+            size += entry.size
+            until = min(until, entry.until)
+            durable = durable or operation.durable
+            runs_inline = runs_inline and (operation.runs_inline or operation.is_alone)
+        run = partial(apply_all, operations=operations)
+        tries = 1
+        while True:
+            try:
+                outcomes = await self._database.write(
+                    run, durable=durable, runs_inline=runs_inline, size=size, until=until
+                )
+            except WriteConflict as error:
+                log.info("a batch of %d met another process's and is tried again: %s", len(batch), error)
+                if tries < CONFLICT_TRIES:
+                    tries += 1
+                    continue
+                await self._write_each(batch, StoreUnavailable("other writers kept this one from its turn"))
+            except StoreLocked as error:
+                self._give_up(batch, error)
+            except StoreDamaged as error:
+                await self._isolate_damage(batch, error)
+            except AppError as error:
+                for entry in batch:
+                    _fail(entry, error)
+            except Exception as error:  # noqa: BLE001 - the outermost edge of the writer: it must outlive any fault
+                await self._write_each(batch, error)
+            else:
+                break
+            return
+        self.counters.operations += len(batch)
+        self.counters.transactions += 1
+        self.counters.durable_transactions += durable
+        for entry, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Deferred):
+                self._defer(entry)
+                continue
+            if isinstance(outcome, Appended):
+                self.tally.add(outcome.events)
+            elif isinstance(entry.operation, AbandonDead):
+                self.tally.abandoned_dead(outcome[1])
+            if not entry.outcome.done():
+                entry.outcome.set_result(outcome)
+
+    async def _write_each(self, batch: list[_Entry], error: BaseException) -> None:
+        """Write a batch that failed one by one, so that the fault stays with its owner."""
+        if len(batch) == 1:
+            _fail(batch[0], error)
+            return
+        for entry in batch:
+            await self._write([entry])
 
     def _give_up(self, batch: list[_Entry], error: StoreLocked) -> None:
         """Fail the operations whose time is up; the others are next again."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         for entry in reversed(batch):
             if entry.until <= now:
                 _fail(entry, error)
             else:
-                self._queue_of(entry).appendleft(entry)
+                (self._queue if entry.operation.session_id else self._sessionless).appendleft(entry)
                 self._bytes += entry.size
 
     async def _isolate_damage(self, batch: list[_Entry], error: StoreDamaged) -> None:
         """A damaged page fails only the sessions that need it, not the others of the batch."""
         if len(batch) > 1:
-            for entry in batch:
-                await self._write([entry])
+            await self._write_each(batch, error)
             return
         session_id = batch[0].operation.session_id
         try:
@@ -307,49 +340,22 @@ class Writer:
         else:
             _fail(batch[0], error)
 
-    def _count(self, operation: Operation[Any], outcome: Any) -> None:
-        if isinstance(outcome, Appended):
-            self.tally.add(outcome.events)
-        elif isinstance(operation, AbandonDead):
-            self.tally.abandoned_dead(outcome[1])
-
     def _defer(self, entry: _Entry) -> None:
         """Queue it again a little later: no transaction or lane waits for a row that another process has locked."""
-        loop = asyncio.get_running_loop()
-        entry.held_until = entry.held_until or loop.time() + HELD_S
-        if loop.time() >= entry.held_until:
+        now = self._loop.time()
+        entry.held_until = entry.held_until or now + HELD_S
+        if now >= entry.held_until:
             message = f"session {entry.operation.session_id}: somebody else holds its row in the database"
             _fail(entry, StoreUnavailable(message))
             return
         self._deferred += 1
-        loop.call_later(HELD_PAUSE_S, self._requeue, entry)
+        self._loop.call_later(HELD_PAUSE_S, self._requeue, entry)
 
     def _requeue(self, entry: _Entry) -> None:
         self._deferred -= 1
         self._queue.append(entry)
         self._bytes += entry.size
-        self._ready.set()
-
-    async def _commit(self, operations: list[Operation[Any]], size: int, until: float) -> list[Any]:
-        def run(tx: Tx) -> list[Any]:
-            return apply_all(tx, operations)
-
-        durable = any(operation.durable for operation in operations)
-        runs_inline = len(operations) <= MAX_INLINE and all(one.runs_inline or one.is_alone for one in operations)
-        for tried in range(1, CONFLICT_TRIES + 1):
-            try:
-                outcomes = await self._database.write(
-                    run, durable=durable, runs_inline=runs_inline, size=size, until=until
-                )
-                break
-            except WriteConflict as error:
-                log.info("a batch of %d met another process's and is tried again: %s", len(operations), error)
-                if tried == CONFLICT_TRIES:
-                    raise
-        self.counters.operations += len(operations)
-        self.counters.transactions += 1
-        self.counters.durable_transactions += durable
-        return outcomes
+        self._begin()
 
 
 def _fail(entry: _Entry, error: BaseException) -> None:

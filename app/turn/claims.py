@@ -12,8 +12,8 @@ from app import crash_points
 from app.domain import decide
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.fold import fold
-from app.domain.history import Plan
 from app.domain.rids import rid_of
+from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import (
     AppError,

@@ -9,8 +9,9 @@ import msgspec
 
 from app.domain.completion import IncomingPrompt
 from app.domain.events import History, TurnOpened
-from app.domain.history import Incoming, Plan
+from app.domain.history import Incoming
 from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.rules import Plan
 from app.domain.session import Session
 from app.fleet.gates import GatePass
 from app.sessions.cache import CacheEntry

@@ -29,6 +29,7 @@ from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rids import rid_of
+from app.domain.rules import RULES
 from app.domain.session import Session
 from app.domain.split import ITEMS
 from app.domain.turns import Turn
@@ -278,7 +279,7 @@ class Turns:
             shown([body], request.params, mode),
             turn=number,
             replayed=True,
-            rolled_back=session.superseded_by(number),
+            rolled_back=RULES[session.history].rolled_back(session, number),
             left_out=session.turn(number).left_out,
             given_ids=session.turn(number).given_ids,
         )

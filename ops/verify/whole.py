@@ -12,9 +12,10 @@ from sqlalchemy import Connection, case, func, or_, select, tuple_, union
 from app.domain.events import UnknownEvent
 from app.domain.groups import oldest_version
 from app.domain.restore import in_effect
-from app.store import group_reads, restored
+from app.features.groups import reads as group_reads
+from app.features.groups.reads import TurnEvents
+from app.store import restored
 from app.store.engine import Database
-from app.store.group_reads import TurnEvents
 from app.store.reads import decode_events
 from app.store.rollouts import is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions

@@ -10,12 +10,12 @@ from helpers.store import Meanwhile, Store
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound, StoreUnavailable
+from app.features.checkpoints.operations import Delete, DropRows, Make, RestoreSession
+from app.features.checkpoints.restores import HEAD, Restores
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
-from app.sessions.restores import HEAD, Restores
-from app.store.checkpoints import Delete, DropRows, Make, RestoreSession
 from app.store.log_sessions import Create, Erase
 from app.store.writer import Writer
 
@@ -47,6 +47,7 @@ def restores(store: Store, writer: Writer) -> Restores:
         followers=Followers(),
         sessions=sessions_of(store, store.writer),
         clock=time.time,
+        then=(),
     )
 
 

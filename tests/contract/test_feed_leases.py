@@ -14,7 +14,7 @@ from helpers.store import Store, two_stores
 
 from app.domain.events import VersionSpan
 from app.export.exporter import Exporter
-from app.export.feed import Feed, FeedQuery
+from app.features.groups.feed import Feed, FeedQuery
 
 pytestmark = pytest.mark.anyio
 

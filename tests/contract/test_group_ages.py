@@ -7,7 +7,7 @@ import pytest
 from helpers.groups import Groups
 from helpers.store import Store
 
-from app.store.groups import Measure
+from app.features.groups.operations import Measure
 
 pytestmark = pytest.mark.anyio
 

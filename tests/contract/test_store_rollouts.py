@@ -12,8 +12,9 @@ from helpers.store import Store, reward
 from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed
-from app.store import group_reads, reads, rollouts
+from app.features.groups import reads as group_reads
 from app.store import projections as heads
+from app.store import reads, rollouts
 from app.store.dialect import AlchemyTx
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Circular, Close, CloseIdle, Create, ShareReward

@@ -6,11 +6,11 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from app.sessions.groups import settle_groups
-from app.store import group_reads
+from app.features.groups import reads as group_reads
+from app.features.groups.groups import settle_groups
+from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased
+from app.features.groups.reads import Candidate
 from app.store.dialect import now
-from app.store.group_reads import Candidate
-from app.store.groups import Acknowledge, Acknowledged, Lease, Leased
 from app.store.log import Appended
 from app.store.log_sessions import Create
 from app.store.schema import groups

@@ -18,12 +18,12 @@ from app.domain.events import BlobRef
 from app.domain.samples import Sample
 from app.export import formats
 from app.export.exporter import Exporter
-from app.export.feed import Feed, FeedQuery
 from app.export.formats import CONTAINERS, DEFAULT, DOCUMENTS, SHAPES
 from app.export.query import ExportQuery
 from app.export.row import Fields, Source
 from app.export.rows import SessionRows
 from app.export.shapes import identity
+from app.features.groups.feed import Feed, FeedQuery
 from app.store.engine import Database
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create

@@ -7,8 +7,8 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,12 +171,10 @@ def test_all_wrong_settings_are_told_at_once() -> None:
 def test_a_feature_that_cannot_start_ends_the_start(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn takes an exception for an application without a lifespan, and would serve it."""
 
-    @asynccontextmanager
-    async def failing(services: Services) -> AsyncIterator[None]:
+    def failing(services: Services) -> None:
         raise OSError("no room for a task")
-        yield
 
-    monkeypatch.setattr(archive, "running", failing)
+    monkeypatch.setattr(archive, "add_to", failing)
     messages: list[Message] = []
 
     async def receive() -> Message:

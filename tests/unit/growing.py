@@ -24,7 +24,8 @@ from app.domain.events import (
     TurnRejected,
 )
 from app.domain.fold import fold
-from app.domain.history import Incoming, Plan, canonical_hash
+from app.domain.history import Incoming, canonical_hash
+from app.domain.rules import Plan
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
 from app.domain.tree import TreeIndex

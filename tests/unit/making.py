@@ -26,8 +26,9 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.fold import fold
-from app.domain.history import Incoming, Plan
+from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
+from app.domain.rules import Plan
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
 from app.domain.tree import TreeIndex

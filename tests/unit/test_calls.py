@@ -10,7 +10,7 @@ import pytest
 from making import Book, user
 
 from app.domain.calls import given_ids, is_object, lenient_object, sampled_calls, sendable
-from app.domain.history import Plan
+from app.domain.rules import Plan
 
 PROOF = "3_" + "ab" * 12
 HISTORY = [msgspec.Raw(b'{"role":"assistant","tool_calls":[{"id":"call_0"}]}')]

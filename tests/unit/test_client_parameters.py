@@ -15,13 +15,13 @@ from app.api.session_lists import SessionListQuery
 from app.api.sessions import CreateSession
 from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
-from app.domain.groups import Attempt, Statistics
-from app.export.feed import FeedQuery
 from app.export.formats import SHAPES
 from app.export.shapes.turnlog import COLUMNS
+from app.features.groups.feed import FeedQuery
+from app.features.groups.operations import Acknowledged
+from app.features.groups.rules import Attempt, Statistics
 from app.features.search.routes import SearchQuery
 from app.sessions.session_list import Sort, Status
-from app.store.groups import Acknowledged
 from ops import unasync
 from turnlog import client, events, parameters, replies, rows
 from turnlog.client.checked import checked, metadata_filter

@@ -9,7 +9,7 @@ from making import SESSION, Book, assistant, user
 
 from app.domain.decide import assign_reward, open_turn, token_parent
 from app.domain.events import RewardAssigned, RolledBack, SessionClosed, SessionErased, TurnCommitted
-from app.domain.history import Plan
+from app.domain.rules import Plan
 from app.errors import InvalidRequest, SessionNotFound
 from app.errors import SessionClosed as Closed
 from app.sessions.cache import CacheEntry, require_open

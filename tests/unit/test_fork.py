@@ -24,9 +24,10 @@ from app.domain.events import (
 )
 from app.domain.fold import fold
 from app.domain.groups import oldest_version
-from app.domain.history import match
+from app.domain.rules import Plan
 from app.domain.samples import TurnTokens, samples
 from app.domain.session import Session
+from app.domain.tree import TreeIndex
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
 from app.features.forks.rules import Forked, config_of_fork, fork
@@ -162,8 +163,8 @@ def talked(count: int, window: int = 1) -> Book:
 def test_a_forks_next_turn_continues_its_parents_messages_and_tokens() -> None:
     book = talked(3)
     _, session = forked(book, 2)
-    found = match(session, book.incoming([*book.made[2].history, user("else")]))
-    assert (found.parent, found.base_messages, found.discarded) == (2, 4, ())
+    request = book.incoming([*book.made[2].history, user("else")])
+    assert request.join(session, TreeIndex(session.turns), None) == Plan(2, 4)
     assert session.turn(2).tokens_hash == book.session.turn(2).tokens_hash
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from making import Book, assistant, user
 
 from app.domain.events import Matcher
-from app.domain.history import Plan
+from app.domain.rules import Plan
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
 
 A, B, C, D = user("a"), user("b"), user("c"), user("d")

@@ -21,8 +21,9 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.fold import fold
-from app.domain.restore import in_effect, restoring
+from app.domain.restore import in_effect
 from app.domain.session import Session
+from app.features.checkpoints.rules import restoring
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["turn", "drop", "reward", "note", "restore"]), st.integers(0, 99)), max_size=25

@@ -13,8 +13,9 @@ from making import SESSION, Book, assistant, user
 
 from app.domain.events import History, Matcher
 from app.domain.fold import fold
-from app.domain.history import Plan, canonical_hash
+from app.domain.history import canonical_hash
 from app.domain.reasoning import REASONING_TAGS, without_reasoning
+from app.domain.rules import Plan
 from app.domain.tree import EMPTY_REPLY, TreeIndex
 from app.errors import HistoryMismatch
 

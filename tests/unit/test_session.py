@@ -27,6 +27,7 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.fold import RECENT_BLOBS, apply, fold
+from app.domain.rules import RULES
 from app.domain.session import AssignedReward, OpenTurn, decode_session, encode_session
 
 
@@ -210,6 +211,6 @@ def test_what_every_log_keeps(steps: list[str]) -> None:
     rolled = {
         two.seq: len(one.event.discarded) for one, two in pairwise(book.events) if isinstance(one.event, RolledBack)
     }
-    assert [session.superseded_by(turn.number) for turn in session.turns] == [
+    assert [RULES[session.history].rolled_back(session, turn.number) for turn in session.turns] == [
         rolled.get(turn.seq, 0) for turn in session.turns
     ]

@@ -16,12 +16,13 @@ from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.session import Session
 from app.errors import AppError
+from app.features.checkpoints import operations as checkpoints
+from app.features.checkpoints.checkpoints import Checkpoints
 from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.checkpoints import Checkpoints
-from app.store import checkpoints, groups, log_turns, rollouts
+from app.store import log_turns, rollouts, writer
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
@@ -44,15 +45,14 @@ pytestmark = pytest.mark.long
 Patch = pytest.MonkeyPatch
 
 
-def _forges(patch: Patch, changed: Callable[[Tx, Any], Any]) -> None:
-    """Commits and releases are applied as `changed` makes them."""
-    commits, release = Commit.apply_set, Release.apply
+def _forges(patch: Patch, kinds: Any, changed: Callable[[Tx, Any], Any]) -> None:
+    """Operations of these kinds are applied as `changed` makes them."""
+    plain = writer.apply_all
 
-    def apply_set(cls: type[Commit], tx: Tx, operations: Sequence[Commit]) -> list[Any]:
-        return commits(tx, [changed(tx, commit) for commit in operations])
+    def apply_all(tx: Tx, operations: Sequence[Any]) -> list[Any]:
+        return plain(tx, [changed(tx, one) if isinstance(one, kinds) else one for one in operations])
 
-    patch.setattr(Commit, "apply_set", classmethod(apply_set))
-    patch.setattr(Release, "apply", lambda self, tx: release(changed(tx, self), tx))
+    patch.setattr(writer, "apply_all", apply_all)
 
 
 def _held_by_somebody(tx: Tx, operation: Commit | Release) -> Commit | Release | None:
@@ -64,8 +64,7 @@ def _held_by_somebody(tx: Tx, operation: Commit | Release) -> Commit | Release |
 
 def the_fence_is_not_looked_at(patch: Patch) -> None:
     """A commit or a release ends whatever turn is open, or none."""
-
-    _forges(patch, lambda tx, operation: _held_by_somebody(tx, operation) or operation)
+    _forges(patch, Commit | Release, lambda tx, operation: _held_by_somebody(tx, operation) or operation)
 
 
 def the_claim_goes_before_the_commit(patch: Patch) -> None:
@@ -77,11 +76,11 @@ def the_claim_goes_before_the_commit(patch: Patch) -> None:
         await plain(self, context, claimed, *rest)
 
     patch.setattr(Commits, "commit", commit)
-    _forges(patch, _claimed_again)
+    _forges(patch, Commit, _claimed_again)
 
 
-def _claimed_again(tx: Tx, operation: Commit | Release) -> Commit | Release:
-    if isinstance(operation, Commit) and tx.one(sql.holds_open_turn, operation.held) is None:
+def _claimed_again(tx: Tx, operation: Commit) -> Commit:
+    if tx.one(sql.holds_open_turn, operation.held) is None:
         row = {
             "session_id": operation.session_id,
             "fence": operation.fence,
@@ -98,12 +97,7 @@ def _claimed_again(tx: Tx, operation: Commit | Release) -> Commit | Release:
 
 def the_cached_version_is_trusted(patch: Patch) -> None:
     """A claim takes the session at whatever version it is."""
-    plain = Claim.apply_set
-
-    def apply_set(cls: type[Claim], tx: Tx, operations: Sequence[Claim]) -> list[Any]:
-        return plain(tx, [msgspec.structs.replace(claim, known=_newest(tx, claim)) for claim in operations])
-
-    patch.setattr(Claim, "apply_set", classmethod(apply_set))
+    _forges(patch, Claim, lambda tx, claim: msgspec.structs.replace(claim, known=_newest(tx, claim)))
 
 
 def _newest(tx: Tx, operation: Claim | Commit) -> Known:
@@ -142,7 +136,7 @@ def any_retry_joins(patch: Patch) -> None:
 
 def a_commit_is_not_decided_again(patch: Patch) -> None:
     """The events of a tree's turn are those for the state that its process knew."""
-    _forges(patch, lambda tx, o: msgspec.structs.replace(o, known=_newest(tx, o)) if isinstance(o, Commit) else o)
+    _forges(patch, Commit, lambda tx, commit: msgspec.structs.replace(commit, known=_newest(tx, commit)))
 
 
 def claims_of_nobody_stay(patch: Patch) -> None:
@@ -160,7 +154,7 @@ def what_an_open_turn_continues_is_dropped(patch: Patch) -> None:
 
 def a_close_leaves_the_turn_open(patch: Patch) -> None:
     def apply(self: Close, tx: Tx) -> Any:
-        row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.close_head, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)

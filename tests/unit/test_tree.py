@@ -11,8 +11,7 @@ from making import Book, assistant, user
 from app.domain.branches import Branches, Loss, branch_rows
 from app.domain.events import TurnCommitted
 from app.domain.fold import fold
-from app.domain.history import Plan
-from app.domain.tree import superseded
+from app.domain.rules import Plan, superseded
 from app.domain.turns import Turns
 
 A, B, C, D = user("a"), user("b"), user("c"), user("d")

@@ -11,10 +11,8 @@ this touches the rest:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,8 +28,7 @@ def routers() -> list[APIRouter]:
     return [router]
 
 
-@contextlib.asynccontextmanager
-async def running(app: Services) -> AsyncIterator[Archive]:
+def add_to(app: Services) -> Archive:
     from app.features.archive.archive import Archive
 
     archive = Archive(
@@ -47,8 +44,6 @@ async def running(app: Services) -> AsyncIterator[Archive]:
     )
     app.explain.append(archive.where_is)
     app.erasure.elsewhere.append(archive.erase)
-    archive.start()
-    try:
-        yield archive
-    finally:
-        await archive.stop()
+    app.starts.append(archive.start)
+    app.ends.append(archive.stop)
+    return archive

@@ -457,8 +457,8 @@ class Import(Fenced, frozen=True):
                 for session in self.rollout.sessions
                 for row in session.rows[table.name]
             ]
-            if table is events and (positions := tx.positions(len(rows))) is not None:
-                rows = [{**row, "position": next(positions)} for row in rows]
+            if table is events and tx.positions is not None:
+                rows = [{**row, "position": next(tx.positions)} for row in rows]
             if rows:
                 tx.insert(insert(table), rows)
         feed = self.rollout.sessions[0].feed

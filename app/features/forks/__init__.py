@@ -7,8 +7,6 @@ turns (`events.ForkRef`), which the kernel folds. Nothing of it touches a turn.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,8 +22,7 @@ def routers() -> list[APIRouter]:
     return [router]
 
 
-@contextlib.asynccontextmanager
-async def running(services: Services) -> AsyncIterator[Forks]:
+def add_to(services: Services) -> Forks:
     from app.features.forks.forks import Forks
 
-    yield Forks(services.database, services.writer, services.sessions, services.clock, services.objects)
+    return Forks(services.database, services.writer, services.sessions, services.clock, services.objects)

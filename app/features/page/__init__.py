@@ -5,14 +5,11 @@ It reads the log, the heads and what the process has in memory. Nothing of it to
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from app.features.page.checkpoint_view import CheckpointViews
     from app.features.page.conversation import Conversations
     from app.features.page.metadata_columns import MetadataColumns
     from app.features.page.overview import Overviews
@@ -33,7 +30,6 @@ class Page(NamedTuple):
     tokens: TokenViews
     rollouts: Rollouts
     previews: Previews
-    checkpoints: CheckpointViews
 
 
 def routers() -> list[APIRouter]:
@@ -42,9 +38,7 @@ def routers() -> list[APIRouter]:
     return [routes.router, live.router, files.page_routes()]
 
 
-@contextlib.asynccontextmanager
-async def running(services: Services) -> AsyncIterator[Page]:
-    from app.features.page.checkpoint_view import CheckpointViews
+def add_to(services: Services) -> Page:
     from app.features.page.conversation import Conversations
     from app.features.page.metadata_columns import MetadataColumns
     from app.features.page.overview import Overviews
@@ -56,7 +50,7 @@ async def running(services: Services) -> AsyncIterator[Page]:
     database, sessions = services.database, services.session_list
     watch = Watch(database, sessions, services.log_end)
     services.waits.append(watch.stop)
-    yield Page(
+    return Page(
         listed=MetadataColumns(database, sessions),
         overviews=Overviews(
             database,
@@ -71,5 +65,4 @@ async def running(services: Services) -> AsyncIterator[Page]:
         tokens=TokenViews(database, services.prompts),
         rollouts=Rollouts(database),
         previews=Previews(database, services.release),
-        checkpoints=CheckpointViews(database),
     )

@@ -13,10 +13,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api.describe import EVENTS, READ, Reply, describe
+from app.api.page_views import HEADERS
 from app.api.parameters import PageCursor
 from app.api.state import services
 from app.errors import StoreUnavailable
-from app.features.page.routes import HEADERS, overview_of, page_of
+from app.features.page.routes import overview_of, page_of
 from app.features.page.watch import Listener
 from app.sessions.log_end import POLL_S, LogPosition
 

@@ -9,14 +9,12 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
-from app.api.checkpoints import Name as CheckpointName
-from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
+from app.api.page_views import MAX_PAGE, for_the_page, page_reply
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
-from app.errors import InvalidRequest, NotFound
 from app.features.page.rollout_view import MAX_STEPS
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view
@@ -27,18 +25,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(prefix="/ui/api", tags=["Page"])
 
-MAX_PAGE = 500
 MAX_TOKENS = 10_000
-HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-
-for_the_page = describe(
-    "For the page",
-    "page",
-    Reply("The view's data.", {JSON: ANYTHING}),
-    errors=(InvalidRequest, NotFound, *SESSION, *READ),
-)
-"""The description of routes under `/ui/api/`, which belong to the page and may change with it."""
-
 
 Columns = Annotated[
     str | None,
@@ -58,23 +45,18 @@ class SessionListParameters(SessionQuery):
     columns: Columns = None
 
 
-def reply(found: object) -> Response:
-    """Encode with msgspec: FastAPI would first convert a whole session into Python objects."""
-    return Response(msgspec.json.encode(found), media_type="application/json", headers=HEADERS)
-
-
 @router.get("/me")
 @for_the_page
 async def me(request: Request) -> Response:
     """How the page must sign in: `auth` is `token` or `none`. A request without the needed token gets 401."""
     auth = "token" if services(request).tokens.are_needed else "none"
-    return reply({"signed_in": True, "auth": auth, "release": request.app.version, "now": time.time()})
+    return page_reply({"signed_in": True, "auth": auth, "release": request.app.version, "now": time.time()})
 
 
 @router.get("/overview")
 @for_the_page
 async def overview(request: Request) -> Response:
-    return reply(await overview_of(services(request)))
+    return page_reply(await overview_of(services(request)))
 
 
 def page_of(request: Request) -> Page:
@@ -93,7 +75,7 @@ async def overview_of(app: Services) -> dict[str, Any]:
 async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> Response:
     """Sessions by any filter, in any order; `sort=claimed_since` lists only those with a turn in flight."""
     listed = page_of(request).listed
-    return reply(await listed.page(query, query.cursor, query.limit, query.columns))
+    return page_reply(await listed.page(query, query.cursor, query.limit, query.columns))
 
 
 Seq = Annotated[
@@ -110,9 +92,11 @@ BranchNumber = Annotated[
 @for_the_page
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
     """A session in any state, after event `seq`, and the checkpoints that have it now."""
-    page = page_of(request)
-    view = await services(request).views.at(session_id, seq)
-    return reply({**msgspec.structs.asdict(view), "checkpoints": await page.checkpoints.of_session(session_id)})
+    app = services(request)
+    view = await app.views.at(session_id, seq)
+    has_checkpoints = "checkpoints" in app.features
+    pins = await app.features["checkpoints"].of_session(session_id) if has_checkpoints else []
+    return page_reply({**msgspec.structs.asdict(view), "checkpoints": pins})
 
 
 @router.get("/sessions/{session_id}/conversation")
@@ -125,7 +109,7 @@ async def conversation(
     branch: BranchNumber = None,
 ) -> Response:
     """The messages up to a turn, live or discarded, or up to a branch's newest."""
-    return reply(await page_of(request).conversations.at(session_id, seq, turn, branch))
+    return page_reply(await page_of(request).conversations.at(session_id, seq, turn, branch))
 
 
 @router.get("/sessions/{session_id}/tokens")
@@ -139,7 +123,7 @@ async def tokens(
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
 ) -> Response:
     """A branch's tokens, as in an export."""
-    return reply(await page_of(request).tokens.at(session_id, seq, branch, start, limit))
+    return page_reply(await page_of(request).tokens.at(session_id, seq, branch, start, limit))
 
 
 @router.get("/sessions/{session_id}/rollout")
@@ -154,19 +138,7 @@ async def rollout(
     limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
 ) -> Response:
     """A branch of a session as a rollout: all turns in short, and some with their messages and probabilities."""
-    return reply(await page_of(request).rollouts.at(session_id, branch, start, limit))
-
-
-@router.get("/checkpoints/{name}")
-@for_the_page
-async def checkpoint(
-    request: Request,
-    name: CheckpointName,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
-    cursor: PageCursor = None,
-) -> Response:
-    """A checkpoint and its sessions, by id: the event that each had then, and what it is now."""
-    return reply(await page_of(request).checkpoints.page(name, cursor, limit))
+    return page_reply(await page_of(request).rollouts.at(session_id, branch, start, limit))
 
 
 @router.get("/exports")
@@ -174,11 +146,11 @@ async def checkpoint(
 async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> Response:
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     require_known(request, ExportParameters)
-    return reply(await page_of(request).previews.of(query, query.cursor))
+    return page_reply(await page_of(request).previews.of(query, query.cursor))
 
 
 @router.get("/versions")
 @for_the_page
 async def versions(request: Request) -> Response:
     """The newest weight versions with their sessions, turns and rewards."""
-    return reply(await services(request).database.read(heads_view.versions))
+    return page_reply(await services(request).database.read(heads_view.versions))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,21 +43,22 @@ async def absent(services: Services) -> None:
         log.warning("a search index that nobody keeps up cannot be removed: %s", error)
 
 
-@contextlib.asynccontextmanager
-async def running(app: Services) -> AsyncIterator[Search]:
+def add_to(app: Services) -> Search:
     from app.features.search.follower import Follower
     from app.features.search.routes import Search
 
     index = _index(app)
     follower = Follower(app.database, app.log_end, app.all_events, index, app.metrics)
     app.erasure.forget.append(index.forget)
-    with contextlib.suppress(AppError):  # the follower tries again
-        await index.open()
-    follower.start()
-    try:
-        yield Search(app, index)
-    finally:
-        await follower.stop()
+
+    async def open_index() -> None:
+        with contextlib.suppress(AppError):  # the follower tries again
+            await index.open()
+
+    app.opens.append(open_index)
+    app.starts.append(follower.start)
+    app.ends.append(follower.stop)
+    return Search(app, index)
 
 
 def _index(app: Services) -> Index:

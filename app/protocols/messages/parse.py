@@ -104,7 +104,7 @@ def engine_fields(params: Params, *, has_limit: bool) -> Params:
     `has_limit`: `max_tokens` is required. Raises InvalidRequest, which names the field, and Unsupported.
     """
     for name, error in _UNSUPPORTED.items():
-        if is_given(params.get(name)) and bytes(params[name]).strip() not in (b"[]", b'""'):
+        if name in params and is_given(params[name]) and bytes(params[name]).strip() not in (b"[]", b'""'):
             raise error(f"{name} cannot be carried to an engine")
     _require_numbers(params, has_limit)
     own = {"stop_sequences", "thinking", "output_config", "output_format", *_UNSUPPORTED, *_NOT_CARRIED}
@@ -129,7 +129,7 @@ def _require_numbers(params: Params, has_limit: bool) -> None:
     if limit is not None and (type(limit) is not int or limit < 1):
         raise InvalidRequest("max_tokens must be an integer, at least 1")
     for name in ("temperature", "top_p"):
-        value = value_of(params.get(name), name)
+        value = value_of(params[name], name) if name in params else None
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise InvalidRequest(f"{name} must be a number, at least 0")
     top_k = value_of(params.get("top_k"), "top_k")
@@ -267,10 +267,11 @@ def parse_count(body: bytes, has_few_values: bool = False) -> ChatRequest:
 def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *, generates: bool) -> ChatRequest:
     fields, many_values = fields_of(body, has_few_values, continued)
     raws, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
-    ids = token_ids(fields.pop("input_ids", None), "input_ids")
-    stream = flag(fields.pop("stream", None), "stream")
-    mode = stream_mode(fields)
-    require_one(fields.pop("n", None))
+    ids = token_ids(fields.pop("input_ids"), "input_ids") if "input_ids" in fields else None
+    stream = "stream" in fields and flag(fields.pop("stream"), "stream")
+    mode = stream_mode(fields) if "stream_mode" in fields else None
+    if "n" in fields:
+        require_one(fields.pop("n"))
     params = engine_params(fields, many_values)
     echo = Echo(model_of(params), stops_of(params))
     system, tools, choice = (params.pop(name, None) for name in ("system", "tools", "tool_choice"))
@@ -289,7 +290,7 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
         params,
         stream,
         ids,
-        control.remove_control(params),
+        control.remove_control(params) if control.EXTENSIONS in params else None,
         "messages",
         msgspec.json.encode(echo),
         found.proofs,

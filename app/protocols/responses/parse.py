@@ -90,7 +90,8 @@ class Parameters:
 
     def take(self, field: str) -> Any:
         """The field's value, decoded; None if it is absent."""
-        return value_of(self.given.pop(field, None), field)
+        raw = self.given.pop(field, None)
+        return None if raw is None else value_of(raw, field)
 
     def send(self, field: str, value: Any) -> None:
         self.params[field] = msgspec.Raw(msgspec.json.encode(value))
@@ -98,7 +99,7 @@ class Parameters:
     def read(self) -> None:
         """Raises InvalidRequest, and Unsupported for what cannot be carried to an engine."""
         for field in _REFUSED:
-            if self.take(field) not in (None, []):
+            if field in self.given and self.take(field) not in (None, []):
                 raise unsupported(field)
         for field in NOT_CARRIED:
             self.given.pop(field, None)
@@ -113,8 +114,7 @@ class Parameters:
             ("parallel_tool_calls", "parallel_tool_calls", flag_or_none),
         ):
             raw = self.given.get(field)
-            value = check(self.take(field), field)
-            self.shown[field] = value
+            value = self.shown[field] = None if raw is None else check(self.take(field), field)
             if value is not None and raw is not None:
                 self.params[sent] = raw
         self.shown["parallel_tool_calls"] = self.shown["parallel_tool_calls"] is not False
@@ -186,7 +186,7 @@ class Parameters:
     def _repeated(self) -> None:
         """Fields that mean nothing to an engine and that the response repeats."""
         for field in ("user", "safety_identifier", "prompt_cache_key"):
-            if (value := text_or_none(self.take(field), field)) is not None:
+            if field in self.given and (value := text_or_none(self.take(field), field)) is not None:
                 self.shown[field] = value
         metadata = self.take("metadata")
         self.shown["metadata"] = {} if metadata is None else _metadata(fields(metadata, "metadata"))
@@ -307,10 +307,11 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
     given, many_values = fields_of(body, has_few_values, continued)
     if "messages" in given:
         raise InvalidRequest("messages is not a field of this protocol; input is")
-    stream = flag(given.pop("stream", None), "stream")
-    mode = stream_mode(given)
-    require_one(given.pop("n", None))
-    prompt_ids = token_ids(given.pop("input_ids", None), "input_ids")
+    stream = "stream" in given and flag(given.pop("stream"), "stream")
+    mode = stream_mode(given) if "stream_mode" in given else None
+    if "n" in given:
+        require_one(given.pop("n"))
+    prompt_ids = token_ids(given.pop("input_ids"), "input_ids") if "input_ids" in given else None
     raw_input = given.pop("input", None)
     given = engine_params(given, many_values)
     text_or_none(value_of(given.get("model"), "model"), "model")
@@ -344,7 +345,7 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
         params,
         stream,
         prompt_ids,
-        control.remove_control(params),
+        control.remove_control(params) if control.EXTENSIONS in params else None,
         "responses",
         _echo(Echo(shown, tools.named, parameters.encrypted)),
         tuple(filter(None, (previous, *conversation.proofs[-MAX_PROOFS:]))),

@@ -13,7 +13,8 @@ from app.domain import fleet
 from app.domain.fold import fold
 from app.domain.session import Session
 from app.errors import AppError
-from app.store import checkpoints as store
+from app.features.checkpoints import operations as store
+from app.features.checkpoints.checkpoints import Checkpoints
 from app.store import fleet as fleet_store
 from app.store import pins, reads
 from app.store.schema import checkpoint_sessions
@@ -85,14 +86,14 @@ class CheckpointDrill:
 
     async def _make(self, drain_s: float | None) -> None:
         while not any(one.name == NAME for one in self._made()):
-            await self._trainer.order(NAME, lambda process: process.service.checkpoints.make(NAME, drain_s=drain_s))
+            await self._trainer.order(NAME, lambda process: _of(process).make(NAME, drain_s=drain_s))
             await asyncio.sleep(AGAIN_S)
         await self._freed()
 
     async def _restore(self, name: str) -> None:
         before = len(self._made())
         while len(self._made()) == before:
-            await self._trainer.order(f"restore {name}", lambda process: process.service.checkpoints.restore(name))
+            await self._trainer.order(f"restore {name}", lambda process: _of(process).restore(name))
             await asyncio.sleep(AGAIN_S)
         await self._freed()
         self._world.history.restored()
@@ -158,3 +159,8 @@ def _rows(connection: Connection, name: str) -> list[tuple[str, int]]:
     columns = checkpoint_sessions.c.session_id, checkpoint_sessions.c.seq
     query = select(*columns).where(checkpoint_sessions.c.checkpoint_id == found.id)
     return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def _of(process: Process) -> Checkpoints:
+    checkpoints: Checkpoints = process.service.features["checkpoints"]
+    return checkpoints

@@ -11,6 +11,7 @@ from sqlalchemy import insert
 from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
+from app.features import checkpoints, groups
 from app.metrics import Metrics
 from app.services import Services
 from app.sessions.lifecycle import Clock
@@ -48,7 +49,7 @@ def made(
 ) -> Services:
     """The services of the process that is registered as incarnation `number`."""
     store = cast(Database, database)  # routes that need more of it are not asked here
-    return Services(
+    services = Services(
         settings,
         release="simulated",
         database=store,
@@ -62,6 +63,9 @@ def made(
         lease_left=lease_left,
         poll_s=poll_s,
     )
+    services.features["checkpoints"] = checkpoints.add_to(services)
+    services.features["groups"] = groups.add_to(services)
+    return services
 
 
 async def start(made: Services) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from sqlalchemy import Connection, create_engine, insert
@@ -32,13 +32,9 @@ class MemoryTx(SqliteTx):
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         super().__init__(connection, 1)
-        self._next = itertools.count(1)
 
     def restart(self) -> None:
-        self._next = itertools.count(1)
-
-    def positions(self, count: int) -> Iterator[int]:
-        return itertools.islice(self._next, count)
+        self.positions = itertools.count(1)
 
 
 class MemoryStore:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from sqlalchemy import Connection
 
 from app.domain.branches import Branches
+from app.domain.rules import superseded
 from app.domain.session import Session
-from app.domain.tree import superseded
 from app.domain.turns import Turn
 from app.export.rows import SessionRows, known
 from app.store import bulk, reads

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,10 @@ import msgspec
 from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.fold import fold
-from app.domain.restore import restoring
 from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
-from app.sessions.cache import SessionCache
-from app.sessions.event_log import Followers
-from app.sessions.groups import settle_groups
-from app.sessions.lifecycle import Sessions
-from app.store import checkpoints as store
-from app.store import projections, reads
-from app.store.checkpoints import (
+from app.features.checkpoints import operations as store
+from app.features.checkpoints.operations import (
     Changed,
     Checkpoint,
     FinishRestore,
@@ -41,6 +35,11 @@ from app.store.checkpoints import (
     RestoreSession,
     Restoring,
 )
+from app.features.checkpoints.rules import restoring
+from app.sessions.cache import SessionCache
+from app.sessions.event_log import Followers
+from app.sessions.lifecycle import Sessions
+from app.store import projections, reads
 from app.store.log import Appended
 from app.store.ports import Database, Writer
 from app.store.projections import FoldedLog
@@ -72,7 +71,7 @@ class _Tally(msgspec.Struct):
 
 
 class Restores:
-    """`clock` gives seconds since the epoch."""
+    """`clock` gives seconds since the epoch. After the sessions were taken back each of `then` is called."""
 
     def __init__(
         self,
@@ -83,6 +82,7 @@ class Restores:
         followers: Followers,
         sessions: Sessions,
         clock: Callable[[], float],
+        then: Sequence[Callable[[], Awaitable[object]]],
     ) -> None:
         self._database = database
         self._writer = writer
@@ -90,6 +90,7 @@ class Restores:
         self._followers = followers
         self._sessions = sessions
         self._clock = clock
+        self._then = then
 
     async def run(self, name: str, before: str) -> RestoredStore:
         """Take the store back to checkpoint `name`, or finish that.
@@ -105,7 +106,8 @@ class Restores:
         epoch = await self._writer.submit(FinishRestore(kept.id))
         reach("after_restore_finished")
         await self._sessions.finish_rewarding()
-        await settle_groups(self._database, self._writer)
+        for follow in self._then:
+            await follow()
         erased = await self._database.read(lambda connection: store.erased(connection, target.id))
         log.info("the store was taken back to checkpoint %s: %d sessions changed", name, tally.sessions)
         return RestoredStore(
@@ -165,7 +167,8 @@ class Restores:
             tally.undone += operation.head["status"] == "undone"
 
     async def _restore_groups(self, target: Checkpoint) -> None:
-        await settle_groups(self._database, self._writer)
+        for follow in self._then:
+            await follow()
         after: str | None = ""
         while after is not None:
             after = await self._writer.submit(RestoreGroups(target.id, after, GROUPS_AT_ONCE))

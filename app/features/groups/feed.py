@@ -30,12 +30,8 @@ from pydantic import Field
 
 from app.domain.groups import (
     UNKNOWN_STALENESS,
-    Attempt,
-    Statistics,
     oldest_version,
-    outcome,
     staleness,
-    statistics,
     too_stale,
 )
 from app.domain.patterns import ID
@@ -46,12 +42,14 @@ from app.export.exporter import Exporter
 from app.export.faults import instead, told
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
-from app.sessions.groups import settle_groups
-from app.store import group_reads
+from app.features.groups import reads as group_reads
+from app.features.groups.groups import settle_groups
+from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased, Measure
+from app.features.groups.reads import Candidate, TurnEvents, Waiting
+from app.features.groups.rules import Attempt, Statistics, outcome, statistics
 from app.store.broken import Unreadable
 from app.store.damaged import split
-from app.store.group_reads import Candidate, TurnEvents, Waiting
-from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
+from app.store.group_reads import newest_version, newest_version_of_each
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
 from turnlog import replies as wire
@@ -125,9 +123,7 @@ class Feed:
             await settle_groups(self._database, self._writer)
             current = query.weight_version
             if current is None:
-                current = await self._database.read(
-                    group_reads.newest_version, or_else=group_reads.newest_version_of_each
-                )
+                current = await self._database.read(newest_version, or_else=newest_version_of_each)
             given = await self._lease(query, current)
         return self._lines(query, current, given)
 

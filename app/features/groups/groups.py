@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from app.domain import cursors, groups
-from app.domain.groups import Attempt
+from app.domain import cursors
 from app.errors import StoreDamaged
-from app.store import group_reads
-from app.store.group_reads import FeedLease
-from app.store.groups import Settle, SettleGroup
+from app.features.groups import reads, rules
+from app.features.groups.operations import Settle, SettleGroup
+from app.features.groups.reads import FeedLease
+from app.features.groups.rules import Attempt
 from app.store.ports import Database, Writer
 from app.store.reads import Connection
 from turnlog.replies import GroupPage, ListedGroup
@@ -28,9 +28,9 @@ class GroupList:
         after = None if cursor is None else cursors.decode_text(cursor, "this list")
 
         def read(connection: Connection) -> GroupPage:
-            ids = group_reads.ids(connection, after, limit + 1)
-            attempts = group_reads.attempts(connection, ids[:limit])
-            leases = group_reads.leases(connection, ids[:limit])
+            ids = reads.ids(connection, after, limit + 1)
+            attempts = reads.attempts(connection, ids[:limit])
+            leases = reads.leases(connection, ids[:limit])
             return GroupPage(
                 groups=[_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in ids[:limit]],
                 next_cursor=cursors.encode_text(ids[limit - 1]) if len(ids) > limit else None,
@@ -40,7 +40,7 @@ class GroupList:
 
 
 def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
-    outcome = groups.outcome(attempts)
+    outcome = rules.outcome(attempts)
     rewards = outcome.statistics
     return ListedGroup(
         group_id=group_id,
@@ -85,7 +85,7 @@ NOTES_AT_ONCE = 100
 
 async def settle_groups(database: Database, writer: Writer) -> None:
     """Update all groups whose sessions have changed."""
-    more = await database.read(group_reads.has_notes)
+    more = await database.read(reads.has_notes)
     while more:
         try:
             more = await writer.submit(Settle(NOTES_AT_ONCE))
@@ -96,7 +96,7 @@ async def settle_groups(database: Database, writer: Writer) -> None:
 
 async def _settle_each(database: Database, writer: Writer) -> None:
     """Update each group in a transaction of its own. A group with a session on a damaged page stays as it was."""
-    for group_id in await database.read(group_reads.noted):
+    for group_id in await database.read(reads.noted):
         try:
             await writer.submit(SettleGroup(group_id))
         except StoreDamaged as error:

@@ -11,7 +11,6 @@ The statement that copies the heads sees the store at one moment. Groups change 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -38,6 +37,7 @@ from app.store import statements as sql
 from app.store.dialect import Tx, now
 from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head
 from app.store.reads import epoch_of_log
+from app.store.restored import next_epoch
 from app.store.schema import (
     checkpoint_groups,
     checkpoint_sessions,
@@ -403,11 +403,6 @@ class FinishRestore(StoreOperation, frozen=True):
                 tx.insert(_add_meta, [{"key": "log_epoch", "value": value}])
         reach("in_restore_finished")
         return epoch
-
-
-def next_epoch(epoch: str) -> str:
-    """The next number, and a random part that no other store with the same past has."""
-    return f"{int(epoch.partition('-')[0]) + 1}-{secrets.token_hex(4)}"
 
 
 class InCheckpoint(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Routes of the training feed: lease complete groups, and acknowledge them."""
+"""Routes of groups and of the training feed: list them, lease complete ones, and acknowledge them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from app.api.bodies import body_of
-from app.api.describe import BODY, NDJSON, READ, WRITE, Reply, describe, json_reply
-from app.api.parameters import require_known
+from app.api.describe import BODY, JSON, NDJSON, READ, WRITE, Reply, describe, json_reply
+from app.api.parameters import LIMIT, PageCursor, require_known
 from app.api.path_names import ANY
 from app.api.state import services, start_stream
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, NotFound
-from app.export.feed import FeedQuery
+from app.features.groups import Groups
+from app.features.groups.feed import FeedQuery
 from turnlog import replies as wire
 from turnlog.rows import Acknowledged, LeasedGroup
 
@@ -43,8 +44,25 @@ class Acknowledgement(BaseModel):
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
     require_known(request, FeedQuery)
-    found, _ = await start_stream(await services(request).feed.hand_out(query))
+    found, _ = await start_stream(await _groups(request).feed.hand_out(query))
     return StreamingResponse(found, media_type=NDJSON)
+
+
+@router.get("/groups")
+@describe(
+    "List groups, ordered by id",
+    "page",
+    json_reply(wire.GroupPage, "One page of groups."),
+    errors=(InvalidRequest, *READ),
+)
+async def list_groups(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
+    cursor: PageCursor = None,
+) -> Response:
+    """Groups with their progress, the statistics of their rewards and their place in the training feed, by id."""
+    page = await _groups(request).listed.page(cursor, limit)
+    return Response(msgspec.json.encode(page), media_type=JSON)
 
 
 @router.get(f"/groups/{{group_id:{ANY}}}")
@@ -58,7 +76,7 @@ async def get_group(
     request: Request, group_id: Annotated[str, Path(pattern=NO_NUL, description="A group's id.")]
 ) -> Mapping[str, Any]:
     """A group's sessions, and the statistics of their rewards."""
-    return await services(request).feed.group(group_id)
+    return await _groups(request).feed.group(group_id)
 
 
 @router.post("/export/groups/ack")
@@ -73,6 +91,11 @@ async def get_group(
 async def acknowledge(request: Request) -> dict[str, Any]:
     """Mark groups as consumed, permanently. Returns the result for each group."""
     body = await body_of(request, Acknowledgement)
-    outcome = await services(request).feed.acknowledge(body.consumer, body.groups)
+    outcome = await _groups(request).feed.acknowledge(body.consumer, body.groups)
     found: dict[str, Any] = msgspec.to_builtins(outcome)
     return found
+
+
+def _groups(request: Request) -> Groups:
+    groups: Groups = services(request).features["groups"]
+    return groups

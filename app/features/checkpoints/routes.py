@@ -14,7 +14,7 @@ from app.api.describe import BODY, NOTHING, READ, WRITE, describe, json_reply
 from app.api.state import services
 from app.domain.patterns import ID
 from app.errors import CheckpointBusy, CheckpointExists, InvalidRequest, NotFound
-from app.sessions.checkpoints import BEFORE
+from app.features.checkpoints.checkpoints import BEFORE, Checkpoints
 from turnlog import replies as wire
 
 router = APIRouter(tags=["Checkpoints"])
@@ -58,7 +58,7 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
     if not body.name.strip("."):
         raise InvalidRequest("name must not be only dots")  # a client may take it for a relative path
     drain_s = body.drain_s if body.cut == "drain" else None
-    return fields(await services(request).checkpoints.make(body.name, drain_s=drain_s))
+    return fields(await _checkpoints(request).make(body.name, drain_s=drain_s))
 
 
 @router.get("/checkpoints")
@@ -69,7 +69,7 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
     errors=READ,
 )
 async def list_checkpoints(request: Request) -> dict[str, Any]:
-    return {"checkpoints": [fields(one) for one in await services(request).checkpoints.every()]}
+    return {"checkpoints": [fields(one) for one in await _checkpoints(request).every()]}
 
 
 @router.post("/checkpoints/{name}/restore")
@@ -86,15 +86,20 @@ async def restore_checkpoint(request: Request, name: Name) -> Mapping[str, Any]:
     end. What the store was is a checkpoint too, named in the reply. The restore goes on if the client does not wait,
     and after a crash.
     """
-    return await services(request).checkpoints.restore(name)
+    return await _checkpoints(request).restore(name)
 
 
 @router.delete("/checkpoints/{name}", status_code=204)
 @describe("Delete a checkpoint", "admin", NOTHING, errors=(NotFound, CheckpointBusy, *WRITE))
 async def delete_checkpoint(request: Request, name: Name) -> Response:
     """Delete the checkpoint; sessions stay as they are. What only it kept is freed as usual from now on."""
-    await services(request).checkpoints.delete(name)
+    await _checkpoints(request).delete(name)
     return Response(status_code=204)
+
+
+def _checkpoints(request: Request) -> Checkpoints:
+    checkpoints: Checkpoints = services(request).features["checkpoints"]
+    return checkpoints
 
 
 def fields(made: Any) -> dict[str, Any]:

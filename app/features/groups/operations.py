@@ -17,23 +17,14 @@ from typing import ClassVar
 import msgspec
 from sqlalchemy import Boolean, and_, bindparam, case, delete, func, insert, or_, select, update
 
-from app.domain.groups import is_complete
+from app.features.groups.reads import Candidate, is_free
+from app.features.groups.rules import is_complete
 from app.store import pins
-from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.dialect import now as database_now
-from app.store.group_reads import Candidate, is_free
 from app.store.log import StoreOperation
 from app.store.rollouts import is_finished, is_root
 from app.store.schema import group_changes, groups, sessions
-
-# Statements for operations on sessions.
-
-close_head = sql.close_head.returning(sessions.c.group_id, sessions.c.root_id)
-close_idle_head = sql.close_idle_head.returning(sessions.c.group_id, sessions.c.root_id)
-erase_head = sql.erase_head.returning(sessions.c.group_id, sessions.c.root_id)
-touch = sql.touch.returning(sessions.c.group_id, sessions.c.root_id)
-
 
 # Settling.
 

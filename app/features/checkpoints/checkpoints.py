@@ -2,7 +2,7 @@
 
     make            one transaction
     make, drained   turns without a claim are held, those in flight end, then as above
-    restore         all turns are held; `app.sessions.restores` does the rest
+    restore         all turns are held; `app.features.checkpoints.restores` does the rest
 
 The order to hold turns is an event in the fleet's log, so every process obeys it, and it outlives the process that gave
 it. A process that finds that one dead frees the turns that drained, and finishes the restore.
@@ -12,20 +12,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from app.crash_points import reach
 from app.domain.fleet import Fleet, FleetEvent, TurnsFreed, TurnsHeld
 from app.errors import AppError, CheckpointBusy, CheckpointExists, NotFound
+from app.features.checkpoints import operations as store
+from app.features.checkpoints.operations import (
+    Checkpoint,
+    Cut,
+    Delete,
+    DropRows,
+    InCheckpoint,
+    Make,
+    Missing,
+    NameTaken,
+    Restoring,
+)
+from app.features.checkpoints.restores import Restores
 from app.fleet.gates import Gates
 from app.fleet.state import FleetState
-from app.sessions.restores import Restores
-from app.store import checkpoints as store
 from app.store import fleet as fleet_store
 from app.store import reads
-from app.store.checkpoints import Checkpoint, Cut, Delete, DropRows, Make, Missing, NameTaken, Restoring
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from turnlog.replies import RestoredStore
@@ -130,6 +140,10 @@ class Checkpoints:
     async def every(self) -> list[Checkpoint]:
         """The oldest first. Raises StoreUnavailable."""
         return await self._database.read(store.every)
+
+    async def of_session(self, session_id: str) -> Sequence[InCheckpoint]:
+        """The checkpoints that have the session, the oldest first. Raises StoreUnavailable."""
+        return await self._database.read(lambda connection: store.of_session(connection, session_id))
 
     async def delete(self, name: str) -> None:
         """Raises NotFound, CheckpointBusy, StoreUnavailable, StoreFull."""

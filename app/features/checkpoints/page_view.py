@@ -1,0 +1,49 @@
+"""The page's view of a checkpoint: its sessions, then and now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+
+from app.api.page_views import MAX_PAGE, for_the_page, page_reply
+from app.api.parameters import LIMIT, PageCursor
+from app.api.state import services
+from app.errors import NotFound
+from app.features.checkpoints import operations
+from app.features.checkpoints.operations import SessionThen
+from app.features.checkpoints.routes import Name, fields
+
+router = APIRouter(prefix="/ui/api", tags=["Page"])
+
+
+class CheckpointView(msgspec.Struct, frozen=True):
+    """A checkpoint, as `GET /checkpoints` has it but without `erased`, and the next of its sessions by id. `cursor`
+    continues; null: these were the last."""
+
+    checkpoint: dict[str, Any]
+    sessions: Sequence[SessionThen]
+    cursor: str | None
+
+
+@router.get("/checkpoints/{name}")
+@for_the_page
+async def checkpoint(
+    request: Request,
+    name: Name,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
+    cursor: PageCursor = None,
+) -> Response:
+    """A checkpoint and its sessions, by id: the event that each had then, and what it is now."""
+    read = services(request).database.read
+    content = await read(lambda c: operations.content(c, name, cursor or "", limit + 1))
+    if content is None:
+        raise NotFound(f"there is no checkpoint {name}")
+    checkpoint, sessions = content
+    shown = fields(checkpoint)
+    del shown["erased"]  # GET /checkpoints counts it, which reads every row
+    more = len(sessions) > limit
+    after = sessions[limit - 1].session_id if more else None
+    return page_reply(CheckpointView(shown, sessions[:limit], after))

@@ -1,0 +1,44 @@
+"""Groups of rollouts and the training feed: complete groups are leased to consumers and acknowledged.
+
+    routes              `/groups`, `/groups/{id}`, `/export/groups`, `/export/groups/ack`
+    notes               the kernel's writes note the group of a session that has changed (`rollouts.note`)
+    the janitor         settles the notes in each of its rounds (`Janitor.rounds`)
+    after a restore     settles what it has noted (`Services.restored`)
+
+The table `groups` is written here, and by a restore (`features.checkpoints`). Nothing of it touches a turn. Without
+this feature the notes wait in `group_changes`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from app.features.groups.feed import Feed
+    from app.features.groups.groups import GroupList
+    from app.services import Services
+
+
+class Groups(NamedTuple):
+    listed: GroupList
+    feed: Feed
+
+
+def routers() -> list[APIRouter]:
+    from app.features.groups.routes import router
+
+    return [router]
+
+
+def add_to(services: Services) -> Groups:
+    from app.features.groups.feed import Feed
+    from app.features.groups.groups import GroupList, settle_groups
+
+    database, writer = services.database, services.writer
+    settle = partial(settle_groups, database, writer)
+    services.janitor.rounds.append(settle)
+    services.restored.append(settle)
+    return Groups(GroupList(database), Feed(database, writer, services.exporter))

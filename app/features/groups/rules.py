@@ -1,0 +1,76 @@
+"""When a group is complete, and the statistics of its rewards. Computed from the log, and never stored in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from app.domain.groups import spread_of
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """A rollout of a group, by its root. `reward` is null for one that was erased unrewarded.
+
+    `finished`: it is closed and rewarded, with all sessions of its agents and children.
+    """
+
+    session_id: str
+    attempt: int | None
+    reward: float | None
+    status: str
+    finished: bool
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """Statistics of a group's rewards; `std` is the population's, because these are all of them."""
+
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    zero_variance: bool
+
+
+class GroupOutcome(msgspec.Struct, frozen=True):
+    """What has become of a group's rollouts, of which erased ones do not count; no statistics without a reward."""
+
+    rollouts: int
+    closed: int
+    statistics: Statistics | None
+    complete: bool
+
+
+def is_complete(rollouts: int, unfinished: int) -> bool:
+    """Has a group a rollout, and is each of them closed and rewarded? Erased ones do not count."""
+    return rollouts > 0 and unfinished == 0
+
+
+def outcome(attempts: Iterable[Attempt]) -> GroupOutcome:
+    counted = [one for one in attempts if one.status not in ("erased", "undone")]
+    rewards = [one.reward for one in counted if one.reward is not None]
+    return GroupOutcome(
+        rollouts=len(counted),
+        closed=sum(one.status == "closed" for one in counted),
+        statistics=statistics(rewards) if rewards else None,
+        complete=is_complete(len(counted), sum(not one.finished for one in counted)),
+    )
+
+
+def statistics(rewards: Sequence[float]) -> Statistics:
+    """Statistics of at least one finite reward. Raises ValueError for none."""
+    if not rewards:
+        raise ValueError("no rewards have no statistics")
+    lowest, highest = min(rewards), max(rewards)
+    spread = spread_of(rewards)
+    std = min(spread.length / math.sqrt(len(rewards)), max(abs(deviation) for deviation in spread.deviations))
+    return Statistics(
+        count=len(rewards),
+        mean=min(max(math.ldexp(spread.mean, spread.exponent), lowest), highest),
+        std=0.0 if lowest == highest else math.ldexp(std, spread.exponent),
+        min=lowest,
+        max=highest,
+        zero_variance=lowest == highest,
+    )
