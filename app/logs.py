@@ -30,8 +30,13 @@ CODE_ERRORS = (TypeError, AttributeError, NameError, ImportError, OSError)
 """Exceptions whose messages are shown: those of our modules, and those about code and files instead of values."""
 
 
+MAX_SESSION_ID = 128
+"""Characters of a session's id that are shown; one in a path may be longer, and is then no session's."""
+
+
 class LogContext:
-    """Request and session of the log lines. Tasks that outlive the request inherit it; `has_ended` turns it off."""
+    """Request and session of the log lines, looked up when a line is written. Tasks that outlive the request inherit
+    it; `has_ended` turns it off."""
 
     __slots__ = ("has_ended", "request_id", "session_id")
 
@@ -48,13 +53,6 @@ def request_id() -> str | None:
     """The current request's id."""
     about = CURRENT.get()
     return None if about is None else about.request_id
-
-
-def set_log_session(session_id: str) -> None:
-    """Set the session of the current request's log lines."""
-    about = CURRENT.get()
-    if about is not None:
-        about.session_id = session_id
 
 
 def configure(form: Format, level: Level) -> None:
@@ -136,7 +134,7 @@ def _line(record: logging.LogRecord) -> dict[str, Any]:
     if about is not None and not about.has_ended:
         line["request_id"] = about.request_id
         if about.session_id is not None:
-            line["session_id"] = about.session_id
+            line["session_id"] = about.session_id[:MAX_SESSION_ID]
     for name in FIELDS:
         if name in record.__dict__:
             line.setdefault(name, record.__dict__[name])

@@ -32,20 +32,20 @@ from app.api import (
 from app.api import engines as engine_routes
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
-from app.api.auth import Guard, route_path, with_single_slashes
+from app.api.auth import Guard, with_single_slashes
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
 from app.api.error_handlers import handle_faults
-from app.api.ng_rollout import without_prefix
+from app.api.head import Head, request_ids
+from app.api.ng_rollout import PREFIX, without_prefix
 from app.api.replies import error_parts, send_reply
-from app.api.request_ids import RequestIds
-from app.api.security_headers import hardened
 from app.api.tokens import Tokens
-from app.api.turns import serve_turn
+from app.api.turns import TurnRequest
 from app.errors import StartupError
 from app.features import archive, checkpoints, forks, groups, page, search
-from app.protocols.registry import protocol_at
-from app.services import running
+from app.logs import CURRENT
+from app.protocols.registry import ROUTES, protocol_at
+from app.services import Services, running
 from app.settings import Settings, load_settings
 from app.stopping import on_stop_signal
 
@@ -75,32 +75,44 @@ class Turnlog(FastAPI):
     def __init__(self, settings: Settings, release: str) -> None:
         super().__init__(title="Turnlog", version=release, docs_url=None, redoc_url=None, openapi_url=None)
         self._settings = settings
-        self._requests = RequestIds(self._serve)
+        self._ids = request_ids()
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
         self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
+        self._services: Services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._other(scope, receive, send)
+            return
+        if "//" in scope["path"]:
+            scope = with_single_slashes(scope)
+        if PREFIX in scope["path"]:
+            scope = without_prefix(scope)
+        head = Head(scope, self._ids)
+        # The log looks here when it writes a line, also in the tasks that the request starts.
+        CURRENT.set(head)
+        try:
+            refusal = self._guard.refusal(head)
+            if refusal is not None:
+                self._services.metrics.request_failed(refusal.code)
+                parts = error_parts(refusal, protocol_at(head.path), head.request_id)
+                await send_reply(head.hardening(send), *parts)
+            elif head.method == "POST" and (protocol := ROUTES.get(head.route)) is not None:
+                await TurnRequest(self._services, protocol, head, receive, send).run()
+            else:
+                scope["app"] = self
+                await super().__call__(scope, receive, head.hardening(send))
+        finally:
+            head.has_ended = True
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             self._connection_limit.open()
             bound_connections(receive, self._connection_limit, self._settings.max_request_bytes)
             await self._live(receive, send)
-        elif scope["type"] == "http":
-            if "//" in scope["path"]:
-                scope = with_single_slashes(scope)
-            await self._requests(without_prefix(scope), receive, send)
         else:
             await super().__call__(scope, receive, send)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._guard.refusal(scope)
-        if refusal is not None:
-            self.state.services.metrics.request_failed(refusal.code)
-            await send_reply(hardened(send), *error_parts(refusal, protocol_at(route_path(scope))))
-            return
-        scope["app"] = self
-        if not await serve_turn(self.state.services, scope, receive, send):
-            await super().__call__(scope, receive, hardened(send))
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Run the ASGI lifespan from start-up to shutdown."""
@@ -109,7 +121,7 @@ class Turnlog(FastAPI):
             try:
                 limit, features = self._connection_limit, chosen(self._settings)
                 started = running(self._settings, self.version, self._tokens, limit, features)
-                self.state.services = await stack.enter_async_context(started)
+                self._services = self.state.services = await stack.enter_async_context(started)
                 for feature in FEATURES:
                     if feature not in features.values() and hasattr(feature, "absent"):
                         await feature.absent(self.state.services)

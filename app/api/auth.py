@@ -9,8 +9,7 @@
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
 
-It uses the same path that the routers match, so a new route is protected by default. It costs a few microseconds of
-the half a millisecond of a turn.
+It uses the same path that the routers match, so a new route is protected by default.
 """
 
 from __future__ import annotations
@@ -23,10 +22,19 @@ from functools import lru_cache
 
 from starlette.types import Scope
 
-from app.api.limits import PEER, head_error
+from app.api.head import Head
+from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES, PEER
 from app.api.tokens import Tokens
 from app.domain.patterns import ID
-from app.errors import AppError, Forbidden, SessionNotFound, Unauthorized
+from app.errors import (
+    AppError,
+    Forbidden,
+    HeadersTooLarge,
+    InvalidRequest,
+    SessionNotFound,
+    TargetTooLong,
+    Unauthorized,
+)
 from app.fleet.engines import COUNT_TOKENS, MODELS
 from app.protocols.registry import ROUTES
 from app.settings import Network
@@ -43,7 +51,7 @@ _PAGE = frozenset({"/ui", "/ui/", "/docs"})
 _STATIC = "/ui/static/"
 _SESSIONS = "/sessions/"
 _BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")
-_FORK = "fork"
+_FORK = "/fork"
 _STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
 """A response by its id; the route checks that it is the token's session's."""
 
@@ -57,24 +65,11 @@ PAGE_HEADER = b"x-turnlog-page"
 """The page sends it with what it writes. A page of another site cannot: a browser would first ask this server, which
 answers no such question (CORS)."""
 
-_NEEDED = frozenset(
-    {
-        b"host",
-        b"authorization",
-        b"x-api-key",
-        b"cookie",
-        b"origin",
-        b"sec-fetch-site",
-        b"forwarded",
-        b"x-real-ip",
-        PAGE_HEADER,
-    }
-)
 _LOOPBACK_HOST = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _CACHED_ADDRESSES, _MAX_ADDRESS = 1024, 64
 
 AuthHeaders = dict[bytes, list[bytes]]
-"""The values of the headers that are needed here, by name; all headers of proxies are under `forwarded`."""
+"""The values of each header by its name."""
 
 Address = tuple[str, int | None] | None
 
@@ -84,76 +79,71 @@ class Guard:
 
     def __init__(self, tokens: Tokens, trusted: Sequence[Network] = (), clock: Callable[[], float] = time.time) -> None:
         self._tokens = tokens
-        self._needs_token = tokens.are_needed
+        self._check = self._check_token if tokens.are_needed else self._check_connection
         self._trusted = tuple(trusted)
         self._clock = clock
         self._is_loopback = lru_cache(_CACHED_ADDRESSES)(_is_loopback)
         self._is_in_trusted_network = lru_cache(_CACHED_ADDRESSES)(self._is_in_trusted)
 
-    def refusal(self, scope: Scope) -> AppError | None:
+    def refusal(self, head: Head) -> AppError | None:
         """The error for a request that is not allowed, else None. Stores the token's session in the scope."""
-        headers: AuthHeaders = {}
-        size = 0
-        for name, value in scope["headers"]:
-            size += len(name) + len(value)
-            if name in _NEEDED:
-                headers.setdefault(b"forwarded" if name == b"x-real-ip" else name, []).append(value)
-            elif name.startswith(b"x-forwarded-"):
-                headers.setdefault(b"forwarded", []).append(value)
-        error = head_error(scope, size)
-        if error is not None:
-            return error
-        path = route_path(scope)
-        if path in _OPEN and scope["method"] in _READS:
+        if head.header_bytes > MAX_HEADER_BYTES:
+            return HeadersTooLarge(f"the headers have {head.header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+        scope = head.scope
+        query: bytes = scope["query_string"]
+        size = len(scope.get("raw_path") or scope["path"].encode()) + len(query)
+        if size > MAX_TARGET_BYTES:
+            return TargetTooLong(f"path and query have {size} bytes; the limit is {MAX_TARGET_BYTES}")
+        if query and query.count(b"&") >= MAX_PARAMETERS:
+            return InvalidRequest(f"the query has more than {MAX_PARAMETERS} parameters")
+        if head.path in _OPEN and head.method in _READS:
             return None
-        if not self._needs_token:
-            return self._check_connection(scope, path, headers)
-        return self._check_token(scope, path, headers)
+        return self._check(head)
 
-    def _check_connection(self, scope: Scope, path: str, headers: AuthHeaders) -> AppError | None:
-        """Without admin tokens: decide by the connection."""
-        fault = None if self._is_trusted(scope, headers) else self._why_not_local(scope, headers)
+    def _check_connection(self, head: Head) -> AppError | None:
+        """Without admin tokens: decide by the connection. Only this machine itself is served, by a loopback address and
+        Host, and trusted networks."""
+        headers = head.headers
+        peer: Address = head.scope["client"]
+        server: Address = head.scope["server"]
+        hosts = headers.get(b"host", ())
+        fault = None
+        if self._trusted and self._is_trusted(head):
+            pass
+        elif head.is_forwarded:
+            fault = "the request came through a proxy"
+        elif peer is None or server is None or not self._is_loopback(peer[0]):
+            fault = "the client's address is not a loopback address"
+        elif not self._is_loopback(server[0]):
+            fault = "the client did not connect to a loopback address"
+        elif len(hosts) != 1 or not _LOOPBACK_HOST.fullmatch(hosts[0]):
+            fault = "the Host header is not that of a loopback address"
         if fault is not None:
             return Forbidden(
                 f"{fault}, and no TURNLOG_ADMIN_TOKEN is set, so only this machine itself is served: set one, or name "
                 "the client's network in TURNLOG_TRUSTED_NETWORKS"
             )
-        if _is_foreign(headers) and not (path in _PAGE and scope["method"] in _READS):
+        if (b"origin" in headers or b"sec-fetch-site" in headers) and _is_foreign(headers):
+            if head.path in _PAGE and head.method in _READS:
+                return None
             return Forbidden("another site's page sent this: without TURNLOG_ADMIN_TOKEN it is not served")
         return None
 
-    def _why_not_local(self, scope: Scope, headers: AuthHeaders) -> str | None:
-        """Why the request is not local: from this machine, to a loopback address and Host. None if it is local."""
-        peer: Address = scope["client"]
-        server: Address = scope["server"]
-        hosts = headers.get(b"host", ())
-        if b"forwarded" in headers:
-            return "the request came through a proxy"
-        if peer is None or server is None or not self._is_loopback(peer[0]):
-            return "the client's address is not a loopback address"
-        if not self._is_loopback(server[0]):
-            return "the client did not connect to a loopback address"
-        if len(hosts) != 1 or not _LOOPBACK_HOST.fullmatch(hosts[0]):
-            return "the Host header is not that of a loopback address"
-        return None
-
-    def _is_trusted(self, scope: Scope, headers: AuthHeaders) -> bool:
+    def _is_trusted(self, head: Head) -> bool:
         """Is the peer's address in a trusted network? No if only a proxy's header tells the address."""
-        if not self._trusted:
+        state = head.scope.get("state") or {}
+        if PEER not in state and head.is_forwarded:
             return False
-        state = scope.get("state") or {}
-        if PEER not in state and b"forwarded" in headers:
-            return False
-        peer: Address = state[PEER] if PEER in state else scope["client"]
+        peer: Address = state[PEER] if PEER in state else head.scope["client"]
         return peer is not None and len(peer[0]) <= _MAX_ADDRESS and self._is_in_trusted_network(peer[0])
 
     def _is_in_trusted(self, host: str) -> bool:
         address = _address(host)
         return address is not None and any(address in network for network in self._trusted)
 
-    def _check_token(self, scope: Scope, path: str, headers: AuthHeaders) -> AppError | None:
+    def _check_token(self, head: Head) -> AppError | None:
         """With admin tokens: decide by the request's token or cookie."""
-        method: str = scope["method"]
+        method, path, headers = head.method, head.path, head.headers
         if method in _READS and (path in _PAGE or path.startswith(_STATIC)):
             return None
         if method == "POST" and path in (SIGN_IN, SIGN_OUT):
@@ -168,8 +158,8 @@ class Guard:
         token_session = self._tokens.session_of(token)
         if token_session is None:
             return Unauthorized("the bearer token is unknown")
-        scope[TOKEN_SESSION] = token_session
-        return _check_session_token(token_session, method, path)
+        head.scope[TOKEN_SESSION] = token_session
+        return _check_session_token(token_session, head)
 
     def _is_signed_in(self, method: str, path: str, headers: AuthHeaders) -> bool:
         """Does the page's cookie allow the request?"""
@@ -229,12 +219,12 @@ def _token(headers: AuthHeaders) -> bytes | Unauthorized | None:
     return found.pop() if found else None
 
 
-def _check_session_token(token_session: str, method: str, path: str) -> AppError | None:
+def _check_session_token(token_session: str, head: Head) -> AppError | None:
+    method, path = head.method, head.path
     if path.startswith(_SESSIONS):
-        named, _, rest = path[len(_SESSIONS) :].partition("/")
-        if named != token_session:
-            return unknown_session(named)
-        return Forbidden("a session token cannot create sessions") if rest == _FORK else None
+        if head.path_session != token_session:
+            return unknown_session(head.path_session or "")
+        return Forbidden("a session token cannot create sessions") if head.route == _FORK else None
     if method == "POST" and (path in ROUTES or path == COUNT_TOKENS):
         return None
     if method in _READS and (path == MODELS or _STORED.fullmatch(path)):

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 from httptools import HttpParserUpgrade, HttpRequestParser
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -53,6 +52,12 @@ DROPPED_BODIES = 2
 limit reads its 413."""
 
 
+class Settle(Protocol):
+    """Learns whether a reply was handed to the kernel."""
+
+    def __call__(self, *, delivered: bool) -> None: ...
+
+
 class _ClosedAfterBody:
     """The transport of a request whose connection ends with the reply, which may be sent before the body has come. An
     error whose own headers end it, since the body does not come in time, ends it at once."""
@@ -89,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
     is_lost = False
     """The connection has ended."""
 
-    _unsettled: Callable[[bool], None] | None = None
+    _unsettled: Settle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -109,31 +114,42 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_timeout()
         self._cancel_stall_timeout()
         self.is_lost = True
-        self._settle(exc is None)
+        self._settle(delivered=exc is None)
         super().connection_lost(exc)
 
-    def when_handed_over(self, settle: Callable[[bool], None]) -> None:
+    def when_handed_over(self, settle: Settle) -> None:
         """Call `settle` once it is known whether all that was written was handed to the kernel.
 
         Call this right after a reply's last part was sent. uvloop writes at the end of an iteration of its loop, so it
         is known when the client sends its next request, or when the connection ends: in order, or with an error.
         """
         if self.is_lost:
-            settle(False)
+            settle(delivered=False)
         elif not self.transport.get_write_buffer_size():
-            settle(True)
+            settle(delivered=True)
         else:
-            self._settle(True)
+            if self._unsettled is not None:
+                self._settle(delivered=True)
             self._unsettled = settle
 
     def drop(self) -> None:
         """Close the connection at once, without what the client has not read."""
         self.transport.abort()
 
-    def _settle(self, delivered: bool) -> None:
+    def _settle(self, *, delivered: bool) -> None:
         settle, self._unsettled = self._unsettled, None
         if settle is not None:
-            settle(delivered)
+            settle(delivered=delivered)
+
+    def take_body(self, scope: Scope, most: int) -> bytes | None:
+        """The request's body if it has come whole and has at most `most` bytes; else None, and `receive` gives it."""
+        cycle = self.cycle
+        if cycle.more_body or cycle.disconnected or len(cycle.body) > most:
+            return None
+        if cycle.scope["state"] is not scope["state"]:  # a later request of the same connection
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused and not self._has_body_left:
@@ -147,7 +163,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._unused_bytes > HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HeadersTooLarge(f"the head of the request has more than {HEAD_BYTES} bytes"))
             return
-        if self._timeout is None and (self._in_head or self._is_idle()) and not self.transport.is_closing():
+        if self._timeout is None and not self.transport.is_closing():
+            if not self._in_head and self.cycle is not None and not self.cycle.response_complete:
+                return  # the usual case: a request is being answered
             self._timeout = self.loop.call_later(HEAD_S, self._timed_out)
 
     def _should_upgrade(self) -> bool:
@@ -162,7 +180,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _replace_parser(self) -> bytes:
         """Replace the parser after a request for an upgrade. Returns a head for the new one, which frames the body."""
-        framing = [name + b": " + value + b"\r\n" for name, value in self.headers if name in _FRAMING]
+        framing = [name + b": " + value + b"\r\n" for name, value in self.scope["headers"] if name in _FRAMING]
         self.parser = HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._is_replacing_parser = True
@@ -172,16 +190,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_replacing_parser:
             return
         super().on_message_begin()
-        self._settle(True)
-        self.scope["state"][PEER] = self.client
-        self.scope["state"][CONNECTION] = self
+        if self._unsettled is not None:
+            self._settle(delivered=True)
+        state = self.scope["state"]
+        state[PEER] = self.client
+        state[CONNECTION] = self
         self._in_head = True
         self._unused_bytes = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Ignore trailers: uvicorn would add them to the headers, although no proxy has checked them."""
-        if self._in_head:
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._is_replacing_parser:
@@ -196,8 +211,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.reject()
                 return
         self._in_head = False
-        self._cancel_timeout()
+        if self._timeout is not None:
+            self._cancel_timeout()
         super().on_headers_complete()
+        # Trailers would be added to the headers, although no proxy has checked them.
+        self.headers = []
         if self._capacity != "free":
             self.cycle.keep_alive = False
         if not self.cycle.keep_alive:

@@ -40,7 +40,7 @@ async def _app_error(request: Request, error: Exception) -> Response:
     except AppError as failed:
         error = failed
     services(request).metrics.request_failed(error.code)
-    status, headers, body = error_parts(error, protocol_at(route_path(request.scope)))
+    status, headers, body = error_parts(error, protocol_at(route_path(request.scope)), request_id())
     return Response(body, status, dict(headers))
 
 

@@ -64,7 +64,10 @@ AGENT, PARENT, FINAL = "x-turnlog-agent-id", "x-turnlog-parent-session-id", "x-d
 
 NAMES = frozenset((AGENT, PARENT, FINAL, *(name for harness in HARNESSES for name in harness if isinstance(name, str))))
 
-_OF_AGENTS = frozenset((AGENT, *(harness.agent for harness in HARNESSES if harness.agent is not None)))
+AGENT_HEADERS = frozenset(
+    name.encode() for name in (AGENT, *(harness.agent for harness in HARNESSES)) if name is not None
+)
+"""Those that may name an agent."""
 
 AGENTS_HINT = (
     "the path does not name the session, so another agent of the same session cannot be told from this one: where "
@@ -304,8 +307,6 @@ def _made_up(headers: Headers) -> str:
 
 def agent_of(headers: Headers) -> str | None:
     """The agent that the headers of a request name, for a session in the path."""
-    if not any(name in _OF_AGENTS for name, _ in headers):
-        return None
     given = _given(headers)
     harness = _harness(given)
     return _agent(given, harness, None if harness is None else given[harness.session])

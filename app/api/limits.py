@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from starlette.types import Receive, Scope
 
 from app.errors import (
-    AppError,
     BodyGivenUp,
-    HeadersTooLarge,
     InvalidRequest,
     Overloaded,
     RequestTimeout,
     RequestTooLarge,
-    TargetTooLong,
     UnsupportedEncoding,
 )
 from app.upstream.encoding import Decoder, Undecodable, decoder
@@ -67,7 +63,7 @@ def connection_of(scope: Scope) -> BoundedProtocol | None:
 
 
 class BodyReservation:
-    """The memory of one request, until the `with` block ends.
+    """The memory of one request, until `release` or the end of the `with` block.
 
     `session` and `peer` are the request's, if known. `size` is the sum of all bytes, `body_size` those of its body, and
     `arriving` the same while the body is incomplete.
@@ -88,7 +84,7 @@ class BodyReservation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        self.release()
 
     def begin(self, end: Callable[[], None]) -> None:
         """The body arrives from now on; `end` stops reading it."""
@@ -106,8 +102,20 @@ class BodyReservation:
         memory.size += size
         self.size += size
 
+    def hold(self, size: int) -> None:
+        """Reserve the bytes of a body of at most SMALL that has come whole. Raises Overloaded."""
+        memory = self._memory
+        if memory.size + size > memory.limit:
+            self.grow(size)
+        else:
+            memory.size += size
+            self.size += size
+        self.body_size = size
+        if self.session is not None:
+            memory.sessions[self.session] = memory.sessions.get(self.session, 0) + size
+
     def arrive(self, size: int) -> None:
-        """Reserve `size` more bytes of the body.
+        """Reserve `size` more bytes of a body that is still arriving.
 
         Raises BodyGivenUp; Overloaded if the limit, the session's share or the peer's share is reached.
         """
@@ -119,9 +127,9 @@ class BodyReservation:
         self.body_size += size
         self.arriving += size
         if self.session is not None:
-            memory.sessions[self.session] += size
+            memory.sessions[self.session] = memory.sessions.get(self.session, 0) + size
         if self.peer is not None:
-            memory.peers[self.peer] += size
+            memory.peers[self.peer] = memory.peers.get(self.peer, 0) + size
 
     def arrived(self) -> None:
         """The body is complete, or reading it has ended."""
@@ -137,15 +145,23 @@ class BodyReservation:
 
     def give_up(self) -> None:
         """Stop reading the body and free its memory."""
-        self._release()
+        self.release()
         self._is_given_up = True
         if self._end is not None:
             self._end()
 
-    def _release(self) -> None:
-        self.arrived()
-        _subtract(self._memory.sessions, self.session, self.body_size)
-        self._memory.size -= self.size
+    def release(self) -> None:
+        """Free all that is reserved."""
+        memory = self._memory
+        if self.arriving or self._end is not None:
+            self.arrived()
+        if self.session is not None and self.body_size:
+            left = memory.sessions[self.session] - self.body_size
+            if left > 0:
+                memory.sessions[self.session] = left
+            else:
+                del memory.sessions[self.session]
+        memory.size -= self.size
         self.size = self.body_size = 0
 
 
@@ -160,8 +176,8 @@ class RequestMemory:
         self.limit = limit
         self.clock = clock
         self.size = 0
-        self.sessions: Counter[str] = Counter()
-        self.peers: Counter[str] = Counter()
+        self.sessions: dict[str, int] = {}
+        self.peers: dict[str, int] = {}
         self.arriving: dict[BodyReservation, None] = {}
         self._session_limit = max(limit // SESSION_SHARE, min(limit, largest))
         self._peer_limit = max(limit // PEER_SHARE, min(limit, largest))
@@ -171,10 +187,10 @@ class RequestMemory:
 
     def check_shares(self, reservation: BodyReservation, size: int) -> None:
         """Raises Overloaded if `size` more bytes of a body exceed the session's or the peer's share."""
-        of_session = 0 if reservation.session is None else self.sessions[reservation.session] + size
+        of_session = 0 if reservation.session is None else self.sessions.get(reservation.session, 0) + size
         if of_session > self._session_limit:
             raise Overloaded(f"the session's requests hold its share of {self._session_limit} bytes in flight")
-        missing = 0 if reservation.peer is None else self.peers[reservation.peer] + size - self._peer_limit
+        missing = 0 if reservation.peer is None else self.peers.get(reservation.peer, 0) + size - self._peer_limit
         same_peer = (one for one in self.arriving if one.peer == reservation.peer)
         if missing > 0 and not self.free_memory(reservation, missing, same_peer):
             raise Overloaded(f"bodies of this address that have not ended hold its {self._peer_limit} bytes")
@@ -200,7 +216,7 @@ class RequestMemory:
         return True
 
 
-def _subtract(counter: Counter[str], name: str | None, size: int) -> None:
+def _subtract(counter: dict[str, int], name: str | None, size: int) -> None:
     """Subtract `size` from a count; a count of 0 is removed."""
     if name is None or not size:
         return
@@ -215,19 +231,6 @@ def peer_of(scope: Scope) -> str | None:
     """The address of the connection's peer, or None."""
     peer = (scope.get("state") or {}).get(PEER) or scope["client"]
     return None if peer is None else str(peer[0])
-
-
-def head_error(scope: Scope, header_bytes: int) -> AppError | None:
-    """The error for a request head beyond the limits; None if it is within them."""
-    if header_bytes > MAX_HEADER_BYTES:
-        return HeadersTooLarge(f"the headers have {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
-    query: bytes = scope["query_string"]
-    size = len(scope.get("raw_path") or scope["path"].encode()) + len(query)
-    if size > MAX_TARGET_BYTES:
-        return TargetTooLong(f"path and query have {size} bytes; the limit is {MAX_TARGET_BYTES}")
-    if query.count(b"&") >= MAX_PARAMETERS:
-        return InvalidRequest(f"the query has more than {MAX_PARAMETERS} parameters")
-    return None
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, reservation: BodyReservation) -> bytes | None:

@@ -10,7 +10,6 @@ from starlette.types import Send
 
 from app.crash_points import reach
 from app.errors import AppError
-from app.logs import request_id
 from app.protocols.base import WireProtocol
 from app.protocols.errors import own_error
 from app.upstream.body import pieces_of
@@ -18,6 +17,9 @@ from app.upstream.headers import Headers
 
 RENDER_INLINE = 64 << 10
 """Bytes. What is rendered from a larger body is rendered on a thread."""
+
+SMALL_BODY = 64 << 10
+"""Bytes of a body that is sent in one piece."""
 
 ROLLED_BACK = "x-turnlog-rolled-back"
 """Header with the number of live turns that the reply's turn superseded when it was committed."""
@@ -40,10 +42,17 @@ async def start_reply(send: Send, status: int, headers: Headers) -> None:
 
 async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) -> None:
     """Send a complete reply; its body is `parts` joined."""
-    size = sum(map(len, parts))
-    await start_reply(send, status, [*headers, ("content-length", str(size))])
+    size = 0
+    for part in parts:
+        size += len(part)
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    raw.append((b"content-length", b"%d" % size))
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    if size <= SMALL_BODY:
+        await send({"type": "http.response.body", "body": parts[0] if len(parts) == 1 else b"".join(parts)})
+        return
     sent = 0
-    for piece in pieces_of(parts) if size else (b"",):
+    for piece in pieces_of(parts):
         sent += len(piece)
         await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
         if sent < size:
@@ -56,9 +65,11 @@ async def rendered(size: int, render: Callable[[], bytes]) -> bytes:
     return render() if size <= RENDER_INLINE else await asyncio.to_thread(render)
 
 
-def error_parts(error: AppError, protocol: WireProtocol | None = None) -> tuple[int, Headers, bytes]:
+def error_parts(
+    error: AppError, protocol: WireProtocol | None = None, request_id: str | None = None
+) -> tuple[int, Headers, bytes]:
     """Status, headers and body of an error reply, in the shape of `protocol` or else OpenAI's."""
     headers = [("content-type", "application/json"), *error.headers().items()]
     if protocol is None or protocol.is_native:
         return error.status, headers, msgspec.json.encode(error.body())
-    return error.status, headers, protocol.error(own_error(error, request_id()))
+    return error.status, headers, protocol.error(own_error(error, request_id))

@@ -10,24 +10,24 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Send
 
-from app.api.auth import TOKEN_SESSION, route_path
+from app.api.auth import TOKEN_SESSION
 from app.api.client_stream import ClientStream
 from app.api.disconnect import disconnected
-from app.api.header_sessions import HARNESSES, HeaderSession, agent_of, session_of_request
-from app.api.limits import BodyReservation, connection_of, peer_of, read_body
+from app.api.head import Head
+from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
+from app.api.limits import SMALL, BodyReservation, read_body
 from app.api.replies import ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
-from app.logs import request_id, set_log_session
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
-from app.protocols.registry import ROUTES
 from app.protocols.sse import is_set, wants_stream
 from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
@@ -40,52 +40,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turnlog.chat")
 
-_PREFIX = "/sessions/"
 INTERNAL = "an internal error; the server's log has it"
 
+_ID = re.compile(ID)
+_UNMARKED = RetryMark()
 
-async def serve_turn(app: Services, scope: Scope, receive: Receive, send: Send) -> bool:
-    """Answer a request for a turn; False if the request is for another route.
+
+class TurnRequest:
+    """One request for a turn and its reply.
 
     Each protocol's route is below `/sessions/{id}`, and also by itself, with the session in a header.
     """
-    if scope["method"] != "POST":
-        return False
-    path_session, route = _split_path(route_path(scope))
-    protocol = ROUTES.get(route)
-    if protocol is None:
-        return False
-    await _TurnRequest(app, protocol, path_session, scope, receive, send).run()
-    return True
 
-
-def _split_path(path: str) -> tuple[str | None, str]:
-    """The session in a path, or None, and the route below it."""
-    if not path.startswith(_PREFIX):
-        return None, path
-    name, slash, rest = path[len(_PREFIX) :].partition("/")
-    return (name, slash + rest) if name else (None, path)
-
-
-class _TurnRequest:
-    """One request for a turn and its reply. `path_session` is the session in the path, or None."""
-
-    def __init__(
-        self,
-        app: Services,
-        protocol: WireProtocol,
-        path_session: str | None,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    def __init__(self, app: Services, protocol: WireProtocol, head: Head, receive: Receive, send: Send) -> None:
         self._app = app
         self._protocol = protocol
-        self._path_session = path_session
-        self._token_session: str | None = scope.get(TOKEN_SESSION)
-        self._peer = peer_of(scope)
-        self._connection = connection_of(scope)
-        self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        self._head = head
+        self._token_session: str | None = head.scope.get(TOKEN_SESSION)
+        self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in head.scope["headers"]]
         self._receive = receive
         self._send = send
         self._stages = Stages(time.perf_counter)
@@ -93,11 +65,30 @@ class _TurnRequest:
 
     async def run(self) -> None:
         """Answer the request, also after an unexpected exception; then count its outcome."""
-        app, stages = self._app, self._stages
+        app, head, stages = self._app, self._head, self._stages
+        session_id, limit = head.path_session, app.settings.max_request_bytes
+        reservation = BodyReservation(app.inflight, self._token_session or session_id, head.peer)
         try:
-            with app.inflight.reserve(self._token_session or self._path_session, self._peer) as reservation:
-                outcome = await self._answer(reservation)
+            body = None
+            if head.connection is not None and b"content-encoding" not in head.headers:
+                body = head.connection.take_body(head.scope, min(SMALL, limit))
+            if body is not None:
+                reservation.hold(len(body))
+            else:
+                body = await read_body(self._receive, self._headers, limit, reservation)
+            if body is None:
+                return  # the client disconnected before the end of its request
+            # The request has arrived: its time counts from now on.
+            stages.marks[0] = (TurnStage.CLAIM, stages.clock())
+            stages.request_bytes = len(body)
+            if session_id is None:
+                outcome = await self._turn_of_header_session(body, reservation)
+            elif _ID.fullmatch(session_id):
+                outcome = await self._turn(session_id, body, reservation)
+            else:
+                raise SessionNotFound("the session id is invalid")
         except AppError as raised:
+            reservation.release()
             try:
                 error = await app.explained(raised)
             except AppError as failed:
@@ -110,37 +101,28 @@ class _TurnRequest:
             log.exception("an unexpected fault in a turn")
             await self._send_error(AppError(INTERNAL))
             stages.ended_at = stages.clock()
-        if outcome is not None:
-            seconds = stages.seconds()
-            app.metrics.turn_ended(outcome, seconds, stages)
-            if outcome not in SUCCEEDED:
-                stage, took = stages.marks[-1][0].name.lower(), round(sum(seconds) * 1000, 3)
-                log.info("turn failed: %s", outcome, extra={"code": outcome, "stage": stage, "duration_ms": took})
-            elif log.isEnabledFor(logging.DEBUG):
-                times = {stage.name.lower(): round(seconds[stage] * 1000, 3) for stage in TurnStage}
-                log.debug("turn %s", outcome, extra={"stages_ms": times})
+        finally:
+            reservation.release()
+        seconds = stages.seconds()
+        app.metrics.turn_ended(outcome, seconds, stages)
+        if outcome not in SUCCEEDED:
+            stage, took = stages.marks[-1][0].name.lower(), round(sum(seconds) * 1000, 3)
+            log.info("turn failed: %s", outcome, extra={"code": outcome, "stage": stage, "duration_ms": took})
+        elif log.isEnabledFor(logging.DEBUG):
+            times = {stage.name.lower(): round(seconds[stage] * 1000, 3) for stage in TurnStage}
+            log.debug("turn %s", outcome, extra={"stages_ms": times})
 
-    async def _answer(self, reservation: BodyReservation) -> str | None:
-        """The outcome; None if the client disconnected before the end of its request. Raises AppError."""
-        app = self._app
-        body = await read_body(self._receive, self._headers, app.settings.max_request_bytes, reservation)
-        if body is None:
-            return None
-        # The request has arrived: its time counts from now on.
-        self._stages.marks[0] = (TurnStage.CLAIM, self._stages.clock())
-        self._stages.request_bytes = len(body)
-        if self._path_session is not None:
-            if not re.fullmatch(ID, self._path_session):
-                raise SessionNotFound("the session id is invalid")
-            return await self._turn(self._path_session, body, reservation)
+    async def _turn_of_header_session(self, body: bytes, reservation: BodyReservation) -> str:
+        """A turn whose path names no session. The outcome. Raises AppError."""
+        app, head = self._app, self._head
         fields, unnamed = app.settings.session_from_body, app.settings.without_session
         session = await app.turns.large_bodies.run(
             _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields, unnamed)
         )
         await session.ensure(app, self._token_session)
         if session.is_unnamed:
-            self._send = _telling(self._send, session.session_id)
-        set_log_session(session.session_id)
+            head.own_headers.append((HARNESSES[0].session, session.session_id))
+        head.session_id = session.session_id
         outcome = await self._turn(session.session_id, body, reservation, session)
         await session.end(app)
         return outcome
@@ -149,21 +131,26 @@ class _TurnRequest:
         self, session_id: str, body: bytes, reservation: BodyReservation, session: HeaderSession | None = None
     ) -> str:
         """The outcome. Raises AppError."""
-        turns, settings = self._app.turns, self._app.settings
-        is_long = self._protocol.has_layouts and len(body) >= LONG_BODY
-        continued = self._app.cache.continued(session_id, body, self._protocol.name) if is_long else None
-        if continued is None:
-            streams = await turns.large_bodies.run(_large_size(body), lambda: wants_stream(body))
-        else:
+        turns, settings, protocol, head = self._app.turns, self._app.settings, self._protocol, self._head
+        is_long = protocol.has_layouts and len(body) >= LONG_BODY
+        continued = self._app.cache.continued(session_id, body, protocol.name) if is_long else None
+        if continued is not None:
             streams = is_set(continued.fields.get("stream"))
+        elif len(body) > INLINE_BYTES:
+            streams = await turns.large_bodies.run(len(body), lambda: wants_stream(body))
+        else:
+            streams = wants_stream(body)
         live = LiveStream() if streams else None
         waiter = Waiter(reservation.grow, self._watch, self._token_session, self._is_lost, live)
         if settings.abort_after_s is not None:
             self._watch(waiter)
-        history = settings.history or (self._protocol.history if session is None else "tree")
-        agent_id = agent_of(self._headers) if session is None else session.agent_id
-        sender = Sender(retry_mark(self._headers), agent_id, history)
-        call = turns.take(session_id, self._protocol, body, self._headers, sender, waiter, self._stages, continued)
+        history = settings.history or (protocol.history if session is None else "tree")
+        agent_id = None if session is None else session.agent_id
+        if session is None and not AGENT_HEADERS.isdisjoint(head.headers):
+            agent_id = agent_of(self._headers)
+        is_marked = b"idempotency-key" in head.headers or b"x-stainless-retry-count" in head.headers
+        sender = Sender(retry_mark(self._headers) if is_marked else _UNMARKED, agent_id, history)
+        call = turns.take(session_id, protocol, body, self._headers, sender, waiter, self._stages, continued)
         if session is not None:
             call = session.with_hint(call)
         try:
@@ -175,38 +162,51 @@ class _TurnRequest:
         finally:
             if self._watch_task is not None:
                 self._watch_task.cancel()
-        parts = await self._rendered(session_id, reply)
-        await self._deliver(
-            session_id,
-            reply,
-            lambda: send_reply(self._send, reply.status, _turn_headers(reply, self._protocol), *parts),
-        )
+        is_whole = protocol.is_native and reply.given_ids is None
+        parts = reply.parts if is_whole else await self._rendered(session_id, reply)
+        sending = send_reply(self._send, reply.status, self._reply_headers(reply), *parts)
+        await self._deliver(session_id, reply, sending)
         self._stages.ended_at = self._stages.clock()
         return _outcome(reply)
 
     def _is_lost(self) -> bool:
-        return self._connection is not None and self._connection.is_lost
+        return self._head.connection is not None and self._head.connection.is_lost
 
-    async def _deliver(self, session_id: str, reply: TurnReply, send: Callable[[], Awaitable[None]]) -> None:
+    async def _deliver(self, session_id: str, reply: TurnReply, sending: Coroutine[Any, Any, None]) -> None:
         """Send a turn's reply: whether it was delivered decides what a retry of the turn gets."""
         if reply.turn is None:
-            await send()
+            await sending
             return
-        retries, turn, is_replay = self._app.retries, reply.turn, reply.replayed
-
-        def settle(delivered: bool) -> None:
-            retries.settle(session_id, turn, delivered=delivered, is_replay=is_replay)
-
-        retries.sending(session_id, turn)
+        retries = self._app.retries
+        settle = partial(retries.settle, session_id, reply.turn, is_replay=reply.replayed)
+        retries.sending(session_id, reply.turn)
         try:
-            await send()
+            await sending
         except BaseException:
-            settle(False)
+            settle(delivered=False)
             raise
-        if self._connection is None:
-            settle(True)
+        if self._head.connection is None:
+            settle(delivered=True)
         else:
-            self._connection.when_handed_over(settle)
+            self._head.connection.when_handed_over(settle)
+
+    def _reply_headers(self, reply: TurnReply) -> Headers:
+        """The engine's headers, the turn's number, and the number of turns that it superseded."""
+        headers = [*reply.headers]
+        if not self._protocol.is_native:
+            headers = [*(h for h in headers if h[0] != "content-type"), ("content-type", "application/json")]
+        passed = dict(headers)
+        headers += [header for header in self._head.own_headers if header[0] not in passed]
+        if reply.turn is None:
+            return headers
+        headers.append(("x-turnlog-turn", str(reply.turn)))
+        if reply.replayed:
+            headers.append(("x-turnlog-replayed", "true"))
+        if reply.rolled_back:
+            headers.append((ROLLED_BACK, str(reply.rolled_back)))
+        if reply.left_out:
+            headers += left_out_header(reply.left_out)
+        return headers
 
     async def _rendered(self, session_id: str, reply: TurnReply) -> Sequence[bytes | memoryview]:
         """The reply's body in the client's protocol, in parts."""
@@ -218,15 +218,17 @@ class _TurnRequest:
         return [await _render(reply, protocol.reply, self._app.proofs.of(session_id, reply.turn))]
 
     def _engine_error(self, reply: TurnReply) -> ErrorFields:
-        return engine_error(reply.status, b"".join(reply.parts), request_id())
+        return engine_error(reply.status, b"".join(reply.parts), self._head.request_id)
 
     async def _send_error(self, error: AppError) -> None:
-        await send_reply(self._send, *error_parts(error, self._protocol))
+        await send_reply(self._head.naming(self._send), *error_parts(error, self._protocol, self._head.request_id))
 
     async def _stream(self, session_id: str, task: asyncio.Task[TurnReply], live: LiveStream) -> str:
         """The outcome. Raises AppError if nothing has been sent yet; later an error is sent as an event."""
         proofs = self._app.proofs
-        stream = ClientStream(self._send, self._protocol, live, lambda turn: proofs.of(session_id, turn))
+        stream = ClientStream(
+            self._head.naming(self._send), self._protocol, live, lambda turn: proofs.of(session_id, turn)
+        )
         try:
             await stream.until_reply(task, self._app.settings.stream_keepalive_s or None)
             reply = task.result()
@@ -235,26 +237,25 @@ class _TurnRequest:
         except AppError as error:
             if not stream.has_begun:
                 raise
-            await stream.fail(own_error(error, request_id()))
+            await stream.fail(own_error(error, self._head.request_id))
             return error.code
         except Exception:
             if not stream.has_begun:
                 raise
             log.exception("an unexpected fault in a streamed turn")
-            await stream.fail(own_error(AppError(INTERNAL), request_id()))
+            await stream.fail(own_error(AppError(INTERNAL), self._head.request_id))
             return AppError.code
         if reply.turn is not None:
             if not stream.has_begun:
-                await stream.begin([h for h in _turn_headers(reply, self._protocol) if h[0] != "content-type"])
+                await stream.begin([h for h in self._reply_headers(reply) if h[0] != "content-type"])
             else:
                 await stream.tell(reply)
-            await self._deliver(session_id, reply, lambda: stream.write(events))
+            await self._deliver(session_id, reply, stream.write(events))
         elif stream.has_begun:
             await stream.fail(self._engine_error(reply))
         else:
-            await send_reply(
-                self._send, reply.status, _turn_headers(reply, self._protocol), *await self._rendered(session_id, reply)
-            )
+            parts = await self._rendered(session_id, reply)
+            await send_reply(self._send, reply.status, self._reply_headers(reply), *parts)
         return _outcome(reply)
 
     def _watch(self, waiter: Waiter) -> None:
@@ -271,17 +272,6 @@ class _TurnRequest:
             waiter.leave()
 
 
-def _telling(send: Send, session_id: str) -> Send:
-    """`send`, which tells the session that was made for the request in whatever reply it gets."""
-
-    async def told(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (HARNESSES[0].session.encode(), session_id.encode())]
-        await send(message)
-
-    return told
-
-
 def _large_size(body: bytes) -> int:
     """The body's size if even searching it for one field would block the event loop too long, else 0."""
     return len(body) if len(body) > INLINE_BYTES else 0
@@ -293,23 +283,6 @@ async def _render(reply: TurnReply, render: Callable[[CommittedReply], bytes], p
     return await rendered(
         size, lambda: render(CommittedReply(b"".join(reply.parts), proof, reply.echo, reply.given_ids))
     )
-
-
-def _turn_headers(reply: TurnReply, protocol: WireProtocol) -> Headers:
-    """The engine's headers, the turn's number, and the number of turns that it superseded."""
-    headers = reply.headers
-    if not protocol.is_native:
-        headers = [*(h for h in headers if h[0] != "content-type"), ("content-type", "application/json")]
-    if reply.turn is None:
-        return headers
-    headers = [*headers, ("x-turnlog-turn", str(reply.turn))]
-    if reply.replayed:
-        headers.append(("x-turnlog-replayed", "true"))
-    if reply.rolled_back:
-        headers.append((ROLLED_BACK, str(reply.rolled_back)))
-    if reply.left_out:
-        headers += left_out_header(reply.left_out)
-    return headers
 
 
 def _outcome(reply: TurnReply) -> str:

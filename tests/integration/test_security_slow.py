@@ -21,6 +21,7 @@ from app.api import limits
 from app.api.auth import Guard
 from app.api.connection import BoundedProtocol
 from app.api.connection_limit import Capacity, ConnectionLimit
+from app.api.head import Head, request_ids
 from app.api.limits import RequestMemory, read_body
 from app.api.replies import error_parts, send_reply
 from app.api.tokens import Tokens
@@ -47,7 +48,7 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked.append(scope["path"])
-        refusal = self.guard.refusal(scope)
+        refusal = self.guard.refusal(Head(scope, request_ids()))
         if refusal is not None:
             await send_reply(send, *error_parts(refusal))
             return

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from app.api.auth import PEER, TOKEN_SESSION, Guard, route_path, with_single_slashes
+from app.api.head import Head, request_ids
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
 from app.api.tokens import Tokens
+from app.errors import AppError
 from app.protocols.registry import ROUTES
 
 ADMIN = "admin-token-of-the-tests"
@@ -52,9 +54,13 @@ def asked(
     }
 
 
+def refusal_of(guard: Guard, scope: Scope) -> AppError | None:
+    return guard.refusal(Head(scope, request_ids()))
+
+
 def status(guard: Guard, scope: Scope) -> int:
     """0: it is served."""
-    refusal = guard.refusal(scope)
+    refusal = refusal_of(guard, scope)
     return 0 if refusal is None else refusal.status
 
 
@@ -119,7 +125,7 @@ def test_there_must_be_one_host() -> None:
 @pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"])
 def test_what_came_through_a_proxy_is_refused(name: str) -> None:
     assert status(LOCAL, asked(headers=[(name, "127.0.0.1")])) == 403
-    refusal = LOCAL.refusal(asked(headers=[(name, "127.0.0.1")]))
+    refusal = refusal_of(LOCAL, asked(headers=[(name, "127.0.0.1")]))
     assert "TURNLOG_ADMIN_TOKEN" in str(refusal)
     assert "TURNLOG_TRUSTED_NETWORKS" in str(refusal)
 
@@ -255,7 +261,7 @@ def test_no_token_and_an_unknown_one_are_401_everywhere(headers: Pairs) -> None:
     )
     for method in ("GET", "POST", "OPTIONS", "HEAD", "DELETE"):
         for path in (*places, "/metrics", "/export", "/health/", "/ui/sign-in/", "/%2e%2e/health"):
-            refusal = WITH_TOKEN.refusal(asked(path, method, headers))
+            refusal = refusal_of(WITH_TOKEN, asked(path, method, headers))
             assert refusal is not None
             assert (refusal.status, refusal.code) == (401, "unauthorized")
             assert refusal.headers()["www-authenticate"] == "Bearer"
@@ -324,7 +330,7 @@ def test_a_sessions_token_is_403_on_an_admins_route(method: str, path: str) -> N
 )
 @pytest.mark.parametrize("rest", ["", "/events", "/v1/chat/completions", "/../a"])
 def test_another_session_is_404_like_one_that_there_is_not(named: str, rest: str) -> None:
-    refusal = WITH_TOKEN.refusal(asked(f"/sessions/{named}{rest}", "POST", of("a")))
+    refusal = refusal_of(WITH_TOKEN, asked(f"/sessions/{named}{rest}", "POST", of("a")))
     assert refusal is not None
     assert (refusal.status, refusal.code) == (404, "session_not_found")
     assert named not in ("b", "A", "aa") or str(refusal) == f"session {named} does not exist"
@@ -345,6 +351,7 @@ def test_the_path_is_the_one_that_routers_match(root: str, path: str, expected: 
 
     scope = {"path": path, "root_path": root}
     assert route_path(scope) == expected == get_route_path(scope)
+    assert Head(asked(path, root_path=root), request_ids()).path == expected
     assert status(WITH_TOKEN, asked("/t/sessions/b", "GET", of("a"), root_path="/t")) == 404
     assert status(WITH_TOKEN, asked("/t/sessions/a", "GET", of("a"), root_path="/t")) == 0
 
@@ -483,4 +490,4 @@ def test_slashes_open_no_other_session(path: str) -> None:
     token = TOKENS.for_session("a")
     for scope in (asked(path), with_single_slashes(asked(path))):
         scope["headers"].append((b"authorization", f"Bearer {token}".encode()))
-        assert WITH_TOKEN.refusal(scope) is not None
+        assert refusal_of(WITH_TOKEN, scope) is not None

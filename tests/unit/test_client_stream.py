@@ -7,7 +7,8 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-from app.api.turns import _TurnRequest
+from app.api.head import Head, request_ids
+from app.api.turns import TurnRequest
 from app.domain.proofs import Proofs
 from app.errors import AppError
 from app.protocols.registry import PROTOCOLS
@@ -35,8 +36,8 @@ def test_a_beginning_that_cannot_be_rendered_ends_the_stream_with_an_error() -> 
     async def run() -> str:
         settings = SimpleNamespace(stream_keepalive_s=15)
         app = cast(Services, SimpleNamespace(proofs=Proofs(), settings=settings))
-        scope: dict[str, Any] = {"type": "http", "headers": [], "client": None}
-        request = _TurnRequest(app, PROTOCOLS["messages"], None, scope, receive, send)
+        scope: dict[str, Any] = {"method": "POST", "path": "/v1/messages", "headers": [], "client": None}
+        request = TurnRequest(app, PROTOCOLS["messages"], Head(scope, request_ids()), receive, send)
         live = LiveStream()
         live.go_live(1, None)
         live.push(BEGUN, {"content": "Hi"})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.errors import StoreUnavailable
-from app.logs import CURRENT, LogContext, formatter, set_log_session
+from app.logs import CURRENT, MAX_SESSION_ID, LogContext, formatter
 from ops.server import ROOT
 
 CANARY = "the-canary-sings-7f3a"
@@ -71,9 +71,12 @@ def test_a_line_names_its_request_and_session_until_the_request_has_ended(lines:
     log = lines.of("turnlog.chat")
     log.info("one")
     assert (lines.last["request_id"], "session_id" in lines.last) == ("req-1", False)
-    set_log_session("s-1")
+    about.session_id = "s-1"
     log.info("two")
     assert (lines.last["request_id"], lines.last["session_id"]) == ("req-1", "s-1")
+    about.session_id = "x" * 500
+    log.info("three")
+    assert lines.last["session_id"] == "x" * MAX_SESSION_ID
 
     async def outlives() -> None:
         async def later() -> None:
