@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from app.domain.completion import IncomingPrompt
-from app.domain.continued_body import ContinuedBody
 from app.domain.history import Incoming
+from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.reply import ValidatedReply
@@ -207,7 +207,7 @@ class Turns:
     ) -> None:
         """Raises InvalidRequest, Unsupported; Forbidden for what the request's token may not ask for."""
         services, config = self._services, entry.session.config
-        if continued is not None and continued.prefix.known not in entry.bodies:
+        if continued is not None and continued.known not in entry.bodies:
             continued = None
         large = large_bytes(body, continued)
         if large:
