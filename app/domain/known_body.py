@@ -10,6 +10,7 @@ equal JSON as far as a message's end. What is said of messages here is true of t
 
 from __future__ import annotations
 
+import itertools
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,88 +65,76 @@ class Translation(NamedTuple):
     states: Sequence[State]
 
 
-class BodyLayout:
-    """Where a checked body's messages are, and what was computed on the way.
+Places = tuple["array[int]", "array[int]"]
 
-    `name` is that of their field, `front` are the fields before it, `starts` and `ends` the messages' places. `values`
-    is an upper bound of its values by `scan.count_values`. `continued` is the body that it begins with, if all of that
-    one's messages are in it. `translation` is set where the protocol translates messages.
+
+class KnownBody:
+    """A checked body: where its messages are, and what was computed on the way.
+
+    `name` is that of their field, `front` are the fields before it. The body's head has `count` messages, of which the
+    first is head[start:first_end]. `values` is an upper bound of its values by `scan.count_values`. `continued` is the
+    body that it begins with, if all of that one's messages are in it. `translation` is set where the protocol
+    translates messages.
+
+    Once its turn is committed (`keep`): `protocol`, `turn`, the hash state `spelled` of the turn's chat messages
+    (`Incoming.spelling`), and `text`, that of the turn's tokens if it is kept.
     """
 
-    __slots__ = ("body", "continued", "ends", "front", "name", "starts", "translation", "values")
+    __slots__ = (
+        *("_body", "_places", "continued", "count", "first_end", "front", "head", "name", "protocol"),
+        *("spelled", "start", "text", "translation", "turn", "values"),
+    )
 
     def __init__(
         self,
         body: bytes,
         name: str,
         front: Mapping[str, msgspec.Raw],
-        places: tuple[array[int], array[int]],
+        start: int,
+        first_end: int,
+        end: int,
+        count: int,
         values: int,
         continued: KnownBody | None = None,
+        places: Places | None = None,
     ) -> None:
-        self.body = body
-        self.name = name
-        self.front = front
-        self.starts, self.ends = places
+        self.head = memoryview(body)[:end]
+        self._body: bytes | None = body
+        self._places = places
+        self.name, self.front = name, front
+        self.start, self.first_end, self.count = start, first_end, count
         self.values = values
         self.continued = continued
         self.translation: Translation | None = None
+        self.protocol, self.turn = "", 0
+        self.spelled: Hasher | None = None
+        self.text: KnownText | None = None
 
+    def keep(self, protocol: str, turn: int, spelled: Hasher, text: KnownText | None = None) -> None:
+        """The body's turn is committed. What stands behind its head is let go if it is long."""
+        if self._body is not None and len(self._body) - len(self.head) > LONG_BODY:
+            self.head = memoryview(bytes(self.head))
+        self._body = self.continued = None
+        self.protocol, self.turn, self.spelled, self.text = protocol, turn, spelled, text
 
-class KnownBody:
-    """The head of a committed turn's body in `protocol`. `spelled` is the hash state of the turn's chat messages
-    (`Incoming.spelling`), `text` that of the turn's tokens if it is kept."""
-
-    __slots__ = (
-        *("ends", "front", "head", "name", "protocol", "spelled", "starts"),
-        *("text", "translation", "turn", "values"),
-    )
-
-    def __init__(
-        self, layout: BodyLayout, protocol: str, turn: int, spelled: Hasher, text: KnownText | None = None
-    ) -> None:
-        body, end = layout.body, layout.ends[-1]
-        self.head = memoryview(body)[:end] if len(body) - end <= LONG_BODY else memoryview(body[:end])
-        self.name, self.protocol = layout.name, protocol
-        self.front, self.values = layout.front, layout.values
-        self.starts, self.ends = layout.starts, layout.ends
-        self.translation = layout.translation
-        self.turn = turn
-        self.spelled = spelled
-        self.text = text
-
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         """Approximate bytes in memory; messages that were translated have about as many as the head."""
         copies = 1 if self.translation is None else 2
-        text = 0 if self.text is None else len(self.text)
-        return copies * len(self.head) + text + 2 * self.ends.itemsize * len(self.ends)
-
-
-class BodyPrefix(NamedTuple):
-    """A body's messages begin with the first `messages` of `known`, byte for byte. `front` are the fields before them;
-    if these are other bytes than those of `known`, the messages stand `shift` bytes behind theirs."""
-
-    known: KnownBody
-    messages: int
-    front: Mapping[str, msgspec.Raw]
-    shift: int = 0
+        return copies * len(self.head) + (0 if self.text is None else len(self.text)) + 16 * self.count
 
     @property
-    def end(self) -> int:
-        return self.known.ends[self.messages - 1] + self.shift
+    def has_places(self) -> bool:
+        return self._places is not None
 
     @property
-    def has_known_front(self) -> bool:
-        return self.front is self.known.front
-
-    @property
-    def is_whole(self) -> bool:
-        """Does the body begin with all messages of `known`?"""
-        return self.messages == len(self.known.ends)
-
-    def state(self, states: Sequence[State]) -> State | None:
-        """The last of the known body's states that holds for this one, too."""
-        return next((state for state in reversed(states) if state.messages <= self.messages), None)
+    def places(self) -> Places:
+        """The starts and ends of the messages. A body that goes on from all of them does not need any, so they are
+        looked for when they are first asked for."""
+        if self._places is None:
+            items = split.ITEMS.decode(b"[" + self.head[self.start :] + b"]")
+            self._places = _places_of(self.head, self.start, items)
+        return self._places
 
 
 class HistoryPrefix(NamedTuple):
@@ -155,6 +144,77 @@ class HistoryPrefix(NamedTuple):
     turn: int
     messages: int
     spelled: Hasher | None
+
+
+class KnownMessages(Sequence[msgspec.Raw]):
+    """A request's messages: the first `shared` of a known body, in its bytes, and new ones."""
+
+    __slots__ = ("_known", "new", "shared")
+
+    def __init__(self, known: KnownBody, shared: int, new: Sequence[msgspec.Raw]) -> None:
+        self._known = known
+        self.shared = shared
+        self.new = new
+
+    def __len__(self) -> int:
+        return self.shared + len(self.new)
+
+    @overload
+    def __getitem__(self, index: int) -> msgspec.Raw: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[msgspec.Raw]: ...
+    def __getitem__(self, index: int | slice) -> msgspec.Raw | Sequence[msgspec.Raw]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.shared + len(self.new))
+            if start >= self.shared and step == 1:
+                return self.new[start - self.shared : max(stop - self.shared, 0)]
+            return [self[place] for place in range(start, stop, step)]
+        if index >= self.shared:
+            return self.new[index - self.shared]
+        place = range(len(self))[index]
+        if place >= self.shared:
+            return self.new[place - self.shared]
+        starts, ends = self._known.places
+        return msgspec.Raw(self._known.head[starts[place] : ends[place]])
+
+    def __iter__(self) -> Iterator[msgspec.Raw]:
+        return (self[place] for place in range(len(self)))
+
+
+class ContinuedBody(NamedTuple):
+    """A body whose messages begin with the first `shared` of `known`, byte for byte: its `fields` without the messages,
+    in the client's order, its `messages`, and its own `layout`. `end` is where the common ones end in it."""
+
+    known: KnownBody
+    shared: int
+    end: int
+    fields: dict[str, msgspec.Raw]
+    messages: KnownMessages
+    layout: KnownBody
+
+    def state(self, states: Sequence[State]) -> State | None:
+        """The last of the known body's states that holds for this one, too."""
+        return next((state for state in reversed(states) if state.messages <= self.shared), None)
+
+    @property
+    def is_translated_anew(self) -> bool:
+        """Must all of its messages be translated again? No state is known that early in them."""
+        translation = self.known.translation
+        return translation is not None and self.state(translation.states) is None
+
+    def history(self) -> HistoryPrefix:
+        """What is known of its history, if its messages are a chat's."""
+        known, shared = self.known, self.shared
+        return HistoryPrefix(known.turn, shared, known.spelled if shared == known.count else None)
+
+    def translated(self, messages: Sequence[msgspec.Raw]) -> HistoryPrefix | None:
+        """What is known of its history, if its messages were translated into these."""
+        known = self.known
+        assert known.translation is not None
+        pairs = zip(messages, known.translation.messages, strict=False)
+        count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1] or pair[0] == pair[1], pairs))
+        is_whole = count == len(known.translation.messages)
+        return HistoryPrefix(known.turn, count, known.spelled if is_whole else None) if count else None
 
 
 class KnownBodies:
@@ -167,69 +227,131 @@ class KnownBodies:
         self.size = 0
 
     def __contains__(self, known: object) -> bool:
-        return any(one is known for one in self._bodies)
+        return any(kept is known for kept in self._bodies)
 
-    def prefix(self, body: bytes, protocol: str) -> BodyPrefix | None:
-        """The longest beginning that `body` shares with a kept one of its protocol, if the event loop may read what
-        follows."""
-        bodies = [known for known in reversed(self._bodies) if known.protocol == protocol]
-        found = [BodyPrefix(known, count, known.front) for known in bodies if (count := _equal_messages(known, body))]
-        found = found or [prefix for known in bodies if (prefix := _behind_another_front(known, body))]
-        if not found:
-            return None
-        longest = max(found, key=lambda prefix: prefix.end)
-        known, end = longest.known, longest.end
-        if len(body) - end > MOST_REST:
-            return None
-        values = scan.count_values(memoryview(body)[end:])
-        if not longest.has_known_front:
-            values += scan.count_values(memoryview(body)[: known.starts[0] + longest.shift])
-        if values > MOST_REST_VALUES or values + known.values > MOST_VALUES:
-            return None
-        return longest
+    def continued(self, body: bytes, protocol: str) -> ContinuedBody | None:
+        """The body, if it begins with messages of a kept one of its protocol, as many as possible, and the event loop
+        may read what follows. None also for one that must be split as a whole, since it may be invalid."""
+        longest: KnownBody | None = None
+        others: list[KnownBody] = []
+        end = 0
+        for known in reversed(self._bodies):
+            if known.protocol != protocol:
+                continue
+            if not body.startswith(known.head):
+                others.append(known)
+            elif len(known.head) > end:
+                longest, end = known, len(known.head)
+        count = 0 if longest is None else longest.count
+        for known in others:
+            equal = _equal_messages(known, body) if body.startswith(known.head[: end + 1]) else 0
+            if equal and known.places[1][equal - 1] > end:
+                longest, count, end = known, equal, known.places[1][equal - 1]
+        if longest is not None:
+            return _split(body, longest, count, end, longest.front, 0)
+        behind = [found for known in others if (found := _behind_another_front(known, body))]
+        return _split(body, *max(behind, key=lambda found: found[2])) if behind else None
 
     def text_of(self, tokens: KnownTokens) -> KnownText | None:
         """The text of these tokens, if it is kept."""
-        texts = (known.text for known in reversed(self._bodies))
-        return next((text for text in texts if text is not None and text.known == tokens), None)
+        for known in reversed(self._bodies):
+            if known.text is not None and known.text.known == tokens:
+                return known.text
+        return None
 
     def add(self, known: KnownBody, continued: KnownBody | None) -> None:
         """Keep a committed turn's body instead of the one that it continues."""
         self._bodies = [*(body for body in self._bodies if body is not continued), known]
-        self.size = sum(map(len, self._bodies))
+        self.size = sum(body.size for body in self._bodies)
         while len(self._bodies) > MOST_HEADS or (len(self._bodies) > 1 and self.size > MOST_BYTES):
-            self.size -= len(self._bodies.pop(0))
+            self.size -= self._bodies.pop(0).size
 
 
-class KnownMessages(Sequence[msgspec.Raw]):
-    """A request's messages: those of a kept body, in its bytes, and new ones."""
-
-    def __init__(self, prefix: BodyPrefix, new: Sequence[msgspec.Raw]) -> None:
-        self._head = prefix.known.head
-        self._starts, self._ends = prefix.known.starts, prefix.known.ends
-        self._count = prefix.messages
-        self._new = new
-
-    def __len__(self) -> int:
-        return self._count + len(self._new)
-
-    @overload
-    def __getitem__(self, index: int) -> msgspec.Raw: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[msgspec.Raw]: ...
-    def __getitem__(self, index: int | slice) -> msgspec.Raw | Sequence[msgspec.Raw]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        if place >= self._count:
-            return self._new[place - self._count]
-        return msgspec.Raw(self._head[self._starts[place] : self._ends[place]])
-
-    def __iter__(self) -> Iterator[msgspec.Raw]:
-        return (self[place] for place in range(len(self)))
+def layout_of(body: bytes, name: str, raw: msgspec.Raw, items: Sequence[msgspec.Raw]) -> KnownBody | None:
+    """The layout of a checked body with this list of messages, if it may be kept. `name` is the list's."""
+    if len(body) > MOST_HEAD:
+        return None
+    at = split.offset_in(body, raw)
+    if not 0 < at < len(body):  # The body was split in parts, which are copies.
+        raw = split.FIELDS.decode(body)[name]
+        at = split.offset_in(body, raw)
+    start = _end(_WHITE, body, at + 1)
+    end = at + len(bytes(raw)[:-1].rstrip(split.WHITE))
+    if (values := scan.count_values(memoryview(body)[:end])) > MOST_VALUES:
+        return None
+    front = split.FIELDS.decode(body[:at] + b"0}")
+    del front[name]
+    return KnownBody(body, name, front, start, start + len(memoryview(items[0])), end, len(items), values)
 
 
-def places_of(text: bytes, at: int, items: Sequence[msgspec.Raw]) -> tuple[array[int], array[int]]:
+def _split(
+    body: bytes, known: KnownBody, count: int, end: int, front: Mapping[str, msgspec.Raw], shift: int
+) -> ContinuedBody | None:
+    """The body's fields and messages; None if it must be split as a whole. Its first `count` messages are those of
+    `known`, `shift` bytes behind theirs, up to `end`; `front` are the fields before them.
+
+    The rest of a body, with the messages' list opened anew, is a JSON object of its new messages and later fields. If a
+    later field has the name of that list again, the list that is found is not the one that was opened.
+    """
+    if len(body) - end > MOST_REST:
+        return None
+    behind = body[end:]
+    values = scan.count_values(behind)
+    if front is not known.front:
+        values += scan.count_values(memoryview(body)[: known.start + shift])
+    if values > MOST_REST_VALUES or values + known.values > MOST_VALUES:
+        return None
+    rest = behind.lstrip(split.WHITE)
+    has_more = rest.startswith(b",")
+    if not has_more and not rest.startswith(b"]"):
+        return None
+    opening = b'{"%b":[' % known.name.encode()
+    text = opening + (rest[1:] if has_more else rest)
+    try:
+        if not text.isascii():
+            text.decode()
+        later = split.FIELDS.decode(text)
+        raw = later.pop(known.name)
+        new = split.ITEMS.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    fields = {**front, **later}
+    listed = bytes(raw)
+    behind = text[len(opening) - 1 + len(listed) :]
+    # A later field may have the list's name, perhaps with escapes.
+    may_repeat = b'"%b"' % known.name.encode() in behind or b"\\" in behind
+    if may_repeat and split.offset_in(text, raw) != len(opening) - 1:
+        return None
+    if bool(new) != has_more or len(fields) >= bounds.MAX_FIELDS:
+        return None
+    if count + len(new) > bounds.MAX_MESSAGES:
+        return None
+    # Where the new messages begin and end in the body.
+    at = len(body) - len(rest) + has_more
+    stop = at + len(listed[1:-1].rstrip(split.WHITE)) if new else end
+    is_whole = count == known.count
+    places: Places | None = None
+    if not is_whole or shift or known.has_places:
+        places = _extended(known, count, shift, _places_of(body, at, new))
+    values = known.values + scan.count_values(memoryview(body)[end:stop])
+    start, first_end = known.start + shift, known.first_end + shift
+    if front is not known.front:
+        values += scan.count_values(memoryview(body)[:start])
+    own = KnownBody(
+        body, known.name, front, start, first_end, stop, count + len(new), values, known if is_whole else None, places
+    )
+    return ContinuedBody(known, count, end, fields, KnownMessages(known, count, new), own)
+
+
+def _extended(known: KnownBody, count: int, shift: int, new: Places) -> Places:
+    """The places of the first `count` messages of `known`, moved by `shift`, and those of new ones."""
+    starts, ends = (places[:count] for places in known.places)
+    if shift:
+        starts, ends = (array("Q", (place + shift for place in places)) for places in (starts, ends))
+    return starts + new[0], ends + new[1]
+
+
+def _places_of(text: bytes | memoryview, at: int, items: Sequence[msgspec.Raw]) -> Places:
     """The starts and ends in `text` of a list's items, the first of which begins at `at`, or behind white space."""
     starts, ends = array("Q"), array("Q")
     at = _end(_WHITE, text, at)
@@ -241,18 +363,23 @@ def places_of(text: bytes, at: int, items: Sequence[msgspec.Raw]) -> tuple[array
     return starts, ends
 
 
-def _end(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
+def _end(pattern: re.Pattern[bytes], text: bytes | memoryview, at: int) -> int:
     found = pattern.match(text, at)
     return at if found is None else found.end()
 
 
-def _behind_another_front(known: KnownBody, body: bytes) -> BodyPrefix | None:
-    """What the body shares with a kept one if the fields before its messages are others."""
-    start = known.starts[0]
-    at = body.find(bytes(known.head[start : min(start + SEARCHED, known.ends[0])]), 0, MOST_FRONT)
+def _behind_another_front(
+    known: KnownBody, body: bytes
+) -> tuple[KnownBody, int, int, Mapping[str, msgspec.Raw], int] | None:
+    """What the body shares with a kept one if the fields before its messages are others, as `_split` takes it."""
+    start = known.start
+    at = body.find(bytes(known.head[start : min(start + SEARCHED, known.first_end)]), 0, MOST_FRONT)
     front = None if at < 0 else _front(body[:at], known.name)
     count = 0 if front is None else _equal_messages(known, body, start, at - start)
-    return None if front is None or not count else BodyPrefix(known, count, front, at - start)
+    if front is None or not count:
+        return None
+    end = len(known.head) if count == known.count else known.places[1][count - 1]
+    return known, count, end + at - start, front, at - start
 
 
 def _front(text: bytes, name: str) -> dict[str, msgspec.Raw] | None:
@@ -272,14 +399,16 @@ def _front(text: bytes, name: str) -> dict[str, msgspec.Raw] | None:
 
 def _equal_messages(known: KnownBody, body: bytes, begin: int = 0, shift: int = 0) -> int:
     """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on."""
-    head, ends = known.head, known.ends
+    head = known.head
     if body.startswith(head[begin:], begin + shift):
-        return len(ends)
-    low, high = 0, len(ends) - 1  # at least `low` messages are equal, at most `high`
+        return known.count
+    if not body.startswith(head[begin : known.first_end], begin + shift):
+        return 0
+    ends = known.places[1]
+    low, high = 1, known.count - 1  # at least `low` messages are equal, at most `high`
     while low < high:
         middle = (low + high + 1) // 2
-        start = ends[low - 1] if low else begin
-        if body.startswith(head[start : ends[middle - 1]], start + shift):
+        if body.startswith(head[ends[low - 1] : ends[middle - 1]], ends[low - 1] + shift):
             low = middle
         else:
             high = middle - 1

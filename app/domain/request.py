@@ -11,7 +11,7 @@ import msgspec
 
 from app.domain.control import SessionControl
 from app.domain.events import EngineShape, StreamMode
-from app.domain.known_body import BodyLayout, HistoryPrefix
+from app.domain.known_body import HistoryPrefix, KnownBody
 from app.domain.patterns import is_in_row
 from app.errors import Forbidden, InvalidRequest
 
@@ -52,7 +52,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     refusal: str | None = None
     has_object_arguments: bool = False
     stream_mode: StreamMode | None = None
-    layout: BodyLayout | None = None
+    layout: KnownBody | None = None
     prefix: HistoryPrefix | None = None
     left_out: Sequence[str] = ()
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from app.domain.continued_body import ContinuedBody
 from app.domain.events import GivenIds, History
+from app.domain.known_body import ContinuedBody
 from app.domain.request import ChatRequest, CompletionRequest
 from app.errors import UpstreamInvalid
 from app.protocols.errors import ErrorFields

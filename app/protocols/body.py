@@ -8,9 +8,8 @@ from typing import Protocol, Self, TypeVar
 import msgspec
 
 from app.domain import bounds, split
-from app.domain.continued_body import ContinuedBody, layout_of
 from app.domain.events import StreamMode
-from app.domain.known_body import LONG_BODY, STATES, BodyLayout, BodyPrefix, State
+from app.domain.known_body import LONG_BODY, STATES, ContinuedBody, KnownBody, State, layout_of
 from app.domain.request import TokenIds, number_of, value_of
 from app.errors import InvalidRequest, Unsupported
 from workers import scan
@@ -74,7 +73,7 @@ def _require_within_bounds(name: str, raw: bytes) -> None:
 
 def items_of(
     body: bytes, name: str, raw: msgspec.Raw | None, many_values: bool, continued: ContinuedBody | None
-) -> tuple[Sequence[msgspec.Raw], BodyLayout | None]:
+) -> tuple[Sequence[msgspec.Raw], KnownBody | None]:
     """The items of a conversation's list, and the layout of a long body. Raises InvalidRequest."""
     if continued is not None:
         return continued.messages, continued.layout
@@ -176,14 +175,15 @@ T = TypeVar("T", bound=Translator)
 
 
 def translated(
-    translator: T, raws: Sequence[msgspec.Raw], prefix: BodyPrefix | None, *, keeps_states: bool
+    translator: T, raws: Sequence[msgspec.Raw], continued: ContinuedBody | None, *, keeps_states: bool
 ) -> tuple[T, Sequence[State]]:
     """The translator after all of these messages, and with `keeps_states` its states after the newest ones.
 
     It reads only what follows a state that is known of the messages' beginning. Raises as `Translator.read`.
     """
-    known = () if prefix is None or prefix.known.translation is None else prefix.known.translation.states
-    begun = None if prefix is None else prefix.state(known)
+    translation = None if continued is None else continued.known.translation
+    known = () if translation is None else translation.states
+    begun = None if continued is None else continued.state(known)
     read = 0
     if begun is not None:
         translator, read = begun.reader.copy(), begun.messages

@@ -10,8 +10,8 @@ import msgspec
 
 from app.domain import control
 from app.domain.calls import given_prefix, with_ids
-from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
+from app.domain.known_body import ContinuedBody
 from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
 from app.domain.request import ChatRequest, CompletionRequest, join_object, value_of
 from app.errors import Unsupported
@@ -166,7 +166,7 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     if tools is not None:
         del params["tools"]
         tools, left_out = (None, ()) if bytes(tools) == b"null" else offered_tools(tools, params)
-    known, known_bytes = (0, 0) if continued is None else (continued.prefix.messages, continued.prefix.end)
+    known, known_bytes = (0, 0) if continued is None else (continued.shared, continued.end)
     if body.find(ORIGINAL, known_bytes) >= 0:
         messages, details = with_known_details(messages, known)
     if details:

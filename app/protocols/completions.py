@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from app.domain import bounds, control, split
-from app.domain.continued_body import ContinuedBody
+from app.domain.known_body import ContinuedBody
 from app.domain.request import CompletionRequest, TokenIds, value_of
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.base import COMMON, IDS, ONE, TEXT, Schema, nullable

@@ -16,7 +16,6 @@ from typing import TypeVar, cast
 import msgspec
 
 from app.domain.calls import OddCalls, sampled_calls
-from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.events import (
     BlobsTombstoned,
     Recorded,
@@ -27,7 +26,7 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.fold import apply
-from app.domain.known_body import BodyLayout, KnownBodies, KnownBody
+from app.domain.known_body import ContinuedBody, KnownBodies, KnownBody
 from app.domain.retention import ChunkUses
 from app.domain.session import Session, encode_session
 from app.domain.tree import TreeIndex
@@ -316,8 +315,7 @@ class SessionCache:
     def continued(self, session_id: str, body: bytes, protocol: str) -> ContinuedBody | None:
         """The body as far as it is known from an earlier one of its session in this protocol."""
         live = self._entries.get(session_id)
-        prefix = None if live is None else live.bodies.prefix(body, protocol)
-        return None if prefix is None else split_continued(body, prefix)
+        return None if live is None else live.bodies.continued(body, protocol)
 
     def remember(
         self,
@@ -325,7 +323,7 @@ class SessionCache:
         number: int,
         messages: bytes,
         tokens: bytes | None,
-        layout: BodyLayout | None = None,
+        layout: KnownBody | None = None,
         spelled: Hasher | None = None,
         text: KnownText | None = None,
     ) -> None:
@@ -348,8 +346,9 @@ class SessionCache:
             trimmed = _trimmed(live.session, turn)
             live.tokens.extend(turn.token_parent, number, tokens, trimmed)
         if layout is not None and spelled is not None:
-            known = KnownBody(layout, turn.protocol, number, spelled, text)
-            live.bodies.add(known, layout.continued)
+            continued = layout.continued
+            layout.keep(turn.protocol, number, spelled, text)
+            live.bodies.add(layout, continued)
             self._with_bodies.add(session_id)
         self._account(session_id, live)
         # So that a miss on a long session reads few events.

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from app.domain.continued_body import ContinuedBody
+from app.domain.known_body import ContinuedBody
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.tree import TreeIndex
 from workers import scan

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from app.domain.completion import IncomingPrompt
-from app.domain.continued_body import ContinuedBody
 from app.domain.history import Incoming
+from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash, require_own
@@ -122,7 +122,7 @@ class Turns:
             known = None if entry is None else entry.session
             try:
                 entry = require_open(entry, session_id)
-                if continued is not None and continued.prefix.known not in entry.bodies:
+                if continued is not None and continued.known not in entry.bodies:
                     continued = None
                 large = large_bytes(body, continued)
                 request = await self.large_bodies.run(large, partial(protocol.parse, body, not large, continued))

@@ -7,8 +7,10 @@ smaller ones are validated inline. The cost is in logprob triples and ids; base6
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
+
+import msgspec
 
 from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
@@ -25,13 +27,14 @@ from app.turn.context import ClaimedTurn, RequestHistory
 from app.turn.engine_request import EngineRequestOptions, PromptIds
 from app.upstream.body import Body
 from app.upstream.dialects import returns
-from workers import job
-from workers.job import Job, LongValues, WorkerResult
+from workers import job, light
+from workers.job import LongValues
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.parse_prompt import KnownText
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, Pool, PoolError
+from workers.reply import Job, WorkerResult
 
 LIGHTER = 16
 """How much cheaper a byte of base64 payload, or of the ids of the parent's tokens, is to validate than one of triples
@@ -56,11 +59,15 @@ class ReplyValidator:
         prompt: PromptIds | None,
     ) -> ValidatedReply:
         """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
-        reply = answer.reply
+        settings, reply = self._settings, answer.reply
+        known = None if prompt is None else prompt.known
+        if prompt is None and (parent := decide.token_parent(claimed.session, claimed.plan)) is not None:
+            known = KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+        text = None if known is None or prompt is not None else claimed.entry.bodies.text_of(known)
         work = Job(
-            dialect=self._settings.upstream_dialect,
-            known=_known(claimed) if prompt is None else prompt.known,
-            wants=[self._want(claimed, kind, options) for kind in REPLAY],
+            dialect=settings.upstream_dialect,
+            known=known,
+            wants=[],
             messages=list(new),
             headers=reply.headers,
             status=reply.status,
@@ -71,14 +78,22 @@ class ReplyValidator:
             is_part=options.is_part,
             ids_field=options.ids_field if options.ids_field not in (None, "input_ids") else "",
         )
-        known = None if work.known is None or work.sent else claimed.entry.bodies.text_of(work.known)
-        result, text = await self._run_job(work, answer, sum(map(len, new)), known)
+        read = None
+        if not settings.replay and len(reply.body) + sum(map(len, new)) <= settings.inline_max_bytes:
+            read = light.read(work, reply.body.joined(), text)
+        if read is None:
+            wants = [self._want(claimed, kind, options) for kind in REPLAY]
+            work = msgspec.structs.replace(work, wants=wants)
+            read = await self._by_all_rules(work, answer, sum(map(len, new)), text)
+        result, whole_text = read
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         size = len(result.message)
-        if size >= self._settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
+        if size >= settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
         message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
+        # Tokens without a reported weight version get the one known at dispatch.
+        unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
         return ValidatedReply(
             result,
             engine=answer.engine,
@@ -87,27 +102,33 @@ class ReplyValidator:
             calls_hash=calls_hash,
             bare_hash=bare_hash,
             calls=() if calls_hash is None else sampled_calls(result.message),
-            weight_versions=_versions(result, answer.dispatched),
-            payloads=_payload_refs(claimed.fence, result),
+            weight_versions=tuple(
+                [
+                    VersionSpan(unknown if span.version == UNKNOWN_VERSION else span.version, span.start, span.end)
+                    for span in result.weight_versions
+                ]
+            ),
+            payloads=_payload_refs(claimed.fence, result) if result.payloads else (),
             trimmed=0 if prompt is None else prompt.trimmed,
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
             logprobs_of=answer.logprobs_of,
-            text=text,
+            text=whole_text,
         )
 
-    async def _run_job(
-        self, work: Job, answer: Answer, new_bytes: int, text: KnownText | None
-    ) -> tuple[WorkerResult, Callable[[], KnownText] | None]:
-        """Run the job inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
+    async def _by_all_rules(self, work: Job, answer: Answer, new_bytes: int, text: KnownText | None) -> light.Read:
+        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
         makes that of all tokens is returned."""
         engine, body = answer.engine, answer.reply.body
         try:
             known_bytes = 0 if work.known is None else work.known.text_bytes
             weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, known_bytes, text)
-            if weighed.is_light:
-                return job.work_here(work, memoryview(body.joined()), weighed.long_values)
-            return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
+            if not weighed.is_light:
+                return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
+            whole, long_values = body.joined(), weighed.long_values
+            has_payloads = long_values is not None and long_values.payloads
+            read = None if has_payloads else light.read(work, whole, text)
+            return read or job.work_whole(work, memoryview(whole), long_values)
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
         except Rejected as error:
@@ -157,11 +178,6 @@ def _has_images(history: RequestHistory) -> bool:
     return isinstance(history, Incoming) and has_more_than_text(history.raws)
 
 
-def _known(claimed: ClaimedTurn) -> KnownTokens | None:
-    parent = decide.token_parent(claimed.session, claimed.plan)
-    return None if parent is None else KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
-
-
 def _parent(session: Session, number: int, kind: ReplayKind) -> Parent | None:
     """The parent's payload, with whose rows a new payload's are compared."""
     payload = session.payload(number, kind)
@@ -198,12 +214,3 @@ def stored_chunks(result: WorkerResult) -> list[StoredChunk]:
     return [
         StoredChunk(number, kind, one.chunk.size, one.chunk.hash, one.frame) for number, (kind, one) in enumerate(new)
     ]
-
-
-def _versions(result: WorkerResult, dispatched: str | None) -> tuple[VersionSpan, ...]:
-    """Tokens without a reported weight version get the one known at dispatch."""
-    known = UNKNOWN_VERSION if dispatched is None else dispatched
-    return tuple(
-        VersionSpan(known if span.version == UNKNOWN_VERSION else span.version, span.start, span.end)
-        for span in result.weight_versions
-    )

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from unit.making import Book, assistant, raws, user
 
 from app.domain import known_body
-from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.history import Incoming
-from app.domain.known_body import LONG_BODY, KnownBodies, KnownBody
+from app.domain.known_body import LONG_BODY, ContinuedBody, KnownBodies, KnownBody
 from app.domain.request import ChatRequest
 from app.errors import AppError
 from app.protocols.chat import parse_chat
+from workers.parse_prompt import Hasher
 
 LONG = "lorem, [ipsum] {dolor} \\u0041é " * (LONG_BODY // 24)
 MESSAGES = [{"role": "system", "content": LONG}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
@@ -38,13 +38,19 @@ def known_after(*bodies: bytes) -> KnownBodies:
         continued = continued_of(found, body)
         layout = parse_chat(body, False, continued).layout
         assert layout is not None
-        found.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued)
+        keep(found, layout, turn, hashlib.sha256())
     return found
 
 
+def keep(known: KnownBodies, layout: KnownBody, turn: int, spelled: Hasher) -> None:
+    """As a commit does."""
+    continued = layout.continued
+    layout.keep("chat", turn, spelled)
+    known.add(layout, continued)
+
+
 def continued_of(known: KnownBodies, body: bytes) -> ContinuedBody | None:
-    prefix = known.prefix(body, "chat")
-    return None if prefix is None else split_continued(body, prefix)
+    return known.continued(body, "chat")
 
 
 def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple[str, str]:
@@ -62,7 +68,7 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "tools": None if request.tools is None else bytes(request.tools),
         "stream": (request.stream, request.stream_mode),
         "ids": request.ids,
-        "places": None if layout is None else (layout.starts, layout.ends),
+        "places": None if layout is None else layout.places,
         "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
     }
 
@@ -127,6 +133,14 @@ def test_a_continued_body_is_read_as_a_new_one(name: str) -> None:
     assert told(body, continued) == told(body, None)
 
 
+def test_places_are_looked_for_only_where_a_body_does_not_go_on_from_all_messages() -> None:
+    known = known_after(body_of(), body_of(MORE[:4]))
+    whole, cut = continued_of(known, body_of(MORE)), continued_of(known, body_of(MESSAGES[:2]))
+    assert whole is not None
+    assert cut is not None
+    assert [whole.layout.has_places, cut.layout.has_places] == [False, True]
+
+
 def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was checked in earlier requests counts towards the limit of all messages."""
     known, body = known_after(body_of()), body_of(MORE)
@@ -136,9 +150,9 @@ def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole is not None
     assert continued.layout.values == whole.values
     monkeypatch.setattr(known_body, "MOST_VALUES", whole.values - 1)
-    assert known.prefix(body, "chat") is None
+    assert known.continued(body, "chat") is None
     monkeypatch.setattr(known_body, "MOST_VALUES", whole.values)
-    assert known.prefix(body, "chat") is not None
+    assert known.continued(body, "chat") is not None
 
 
 PIECES = st.sampled_from(
@@ -202,15 +216,15 @@ def test_fields_before_the_messages_may_change_each_time() -> None:
         assert told(body, continued) == told(body, None)
         layout = parse_chat(body, False, continued).layout
         assert layout is not None
-        known.add(KnownBody(layout, "chat", turn, hashlib.sha256()), layout.continued)
-        assert len(known.prefix(body, "chat").known.head) == known.size - 16 * len(layout.ends)  # type: ignore[union-attr]
+        keep(known, layout, turn, hashlib.sha256())
+        assert len(known.continued(body, "chat").known.head) == known.size - 16 * layout.count  # type: ignore[union-attr]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that none continues, so many and so many bytes."""
     asked = [body_of([MESSAGES[0], {"role": "user", "content": str(place)}]) for place in range(40)]
     known = known_after(*asked)
-    counts = [known.prefix(body, "chat").messages for body in asked]  # type: ignore[union-attr]
+    counts = [known.continued(body, "chat").shared for body in asked]  # type: ignore[union-attr]
     assert counts == [1] * (40 - known_body.MOST_HEADS) + [2] * known_body.MOST_HEADS
     monkeypatch.setattr(known_body, "MOST_BYTES", 3 * len(asked[0]))
     assert known_after(*asked).size < 3 * len(asked[0])
@@ -229,7 +243,7 @@ def test_what_is_not_kept() -> None:
     "new", ["x" * (known_body.MOST_REST + 1), "[" * (known_body.MOST_REST_VALUES + 1)], ids=["long", "many values"]
 )
 def test_a_long_rest_is_not_read_on_the_event_loop(new: str) -> None:
-    assert known_after(body_of()).prefix(body_of([*MESSAGES, {"role": "user", "content": new}]), "chat") is None
+    assert known_after(body_of()).continued(body_of([*MESSAGES, {"role": "user", "content": new}]), "chat") is None
 
 
 def test_a_body_with_many_values_is_continued() -> None:
@@ -275,8 +289,7 @@ def test_a_known_history_is_hashed_as_an_unknown_one(history: Any) -> None:
         reply = assistant(f"r{min(place + 1, 4)}")
         committed = book.turn(messages, reply)
         assert request.layout is not None
-        body_known = KnownBody(request.layout, "chat", committed.turn, incoming.spelled())
-        known.add(body_known, request.layout.continued)
+        keep(known, request.layout, committed.turn, incoming.spelled())
     assert whole >= 5
 
 

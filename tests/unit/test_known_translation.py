@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.making import Book, assistant
 
-from app.domain.continued_body import ContinuedBody, split_continued
 from app.domain.history import Incoming
-from app.domain.known_body import LONG_BODY, KnownBodies, KnownBody
+from app.domain.known_body import LONG_BODY, ContinuedBody, KnownBodies, KnownBody
 from app.domain.request import ChatRequest
 from app.errors import AppError
 from app.protocols.messages.parse import parse_messages
 from app.protocols.responses.parse import parse_responses
 from app.turn.large_bodies import large_bytes, large_history
+from workers.parse_prompt import Hasher
 
 LONG = "lorem, [ipsum] {dolor} é " * (LONG_BODY // 20)
 PROOF = "0123456789abcdef01234567"
@@ -104,8 +104,7 @@ def body_of(wire: Wire, messages: Sequence[Any], system: str = "be brief", **lat
 
 
 def continued_of(known: KnownBodies, wire: Wire, body: bytes) -> ContinuedBody | None:
-    prefix = known.prefix(body, wire.name)
-    return None if prefix is None else split_continued(body, prefix)
+    return known.continued(body, wire.name)
 
 
 def told(wire: Wire, body: bytes, continued: ContinuedBody | None) -> Any:
@@ -115,10 +114,17 @@ def told(wire: Wire, body: bytes, continued: ContinuedBody | None) -> Any:
     except AppError as error:
         return error.code, str(error)
     layout = request.layout
-    places = None if layout is None else (layout.starts, layout.ends)
+    places = None if layout is None else layout.places
     fields = msgspec.structs.asdict(request)
     del fields["layout"], fields["prefix"]
     return {**fields, "messages": [bytes(raw) for raw in request.messages], "places": places}
+
+
+def keep(known: KnownBodies, wire: Wire, layout: KnownBody, turn: int, spelled: Hasher) -> None:
+    """As a commit does."""
+    continued = layout.continued
+    layout.keep(wire.name, turn, spelled)
+    known.add(layout, continued)
 
 
 def after(wire: Wire, *bodies: bytes) -> KnownBodies:
@@ -127,8 +133,7 @@ def after(wire: Wire, *bodies: bytes) -> KnownBodies:
     for turn, body in enumerate(bodies, 1):
         request = wire.parse(body, False, continued_of(found, wire, body))
         if request.layout is not None:
-            body_known = KnownBody(request.layout, wire.name, turn, hashlib.sha256())
-            found.add(body_known, request.layout.continued)
+            keep(found, wire, request.layout, turn, hashlib.sha256())
     return found
 
 
@@ -168,7 +173,7 @@ def test_an_error_names_its_place(wire: Wire, wrong: Any) -> None:
 
 def test_a_body_of_another_protocol_is_not_continued() -> None:
     body = body_of(MESSAGES, [OPENING])
-    assert after(MESSAGES, body).prefix(body, "chat") is None
+    assert after(MESSAGES, body).continued(body, "chat") is None
 
 
 @pytest.mark.parametrize("later", [{"previous_response_id": f"resp_{PROOF}"}, {"messages": []}, {"input": [OPENING]}])
@@ -207,12 +212,12 @@ def test_moved_marks_leave_a_history_known() -> None:
         assert incoming.join(book.session, book.index, None) == plain.join(book.session, book.index, None)
         if place:
             assert continued is not None
-            assert continued.prefix.messages >= len(talk) - 4
+            assert continued.shared >= len(talk) - 4
             assert request.prefix is not None
             assert request.prefix.spelled is not None
         turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant(f"r{place}")).turn
         assert request.layout is not None
-        known.add(KnownBody(request.layout, "messages", turn, incoming.spelled()), request.layout.continued)
+        keep(known, MESSAGES, request.layout, turn, incoming.spelled())
         talk += [said("assistant", text(f"r{place}"))]
 
 
@@ -240,7 +245,7 @@ def test_what_is_read_anew_of_a_known_body_is_read_on_a_thread(
     incoming.check(book.index)
     turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant("r")).turn
     assert request.layout is not None
-    known.add(KnownBody(request.layout, "messages", turn, incoming.spelled()), None)
+    keep(known, MESSAGES, request.layout, turn, incoming.spelled())
     body = body_of(MESSAGES, messages, system)
     continued = continued_of(known, MESSAGES, body)
     assert continued is not None

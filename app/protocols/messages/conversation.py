@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.known_body import BodyPrefix, State
+from app.domain.known_body import ContinuedBody, State
 from app.domain.proofs import find_proof
 from app.errors import InvalidRequest
 from app.protocols.body import translated
@@ -60,13 +60,13 @@ class Conversation(msgspec.Struct, frozen=True):
 def conversation(
     system: msgspec.Raw | None,
     raws: Sequence[msgspec.Raw],
-    prefix: BodyPrefix | None = None,
+    continued: ContinuedBody | None = None,
     *,
     keeps_states: bool = False,
 ) -> Conversation:
-    """`prefix` is what is known of the messages. Raises InvalidRequest, which names the field, and Unsupported."""
+    """`continued` is what is known of the body. Raises InvalidRequest, which names the field, and Unsupported."""
     texts = [] if system is None else _system_texts(decode(_SYSTEM, system, "system"), "system")
-    chat, states = translated(_Chat(), raws, prefix, keeps_states=keeps_states)
+    chat, states = translated(_Chat(), raws, continued, keeps_states=keeps_states)
     if not chat.has_begun:
         raise InvalidRequest("messages must have a user's message")
     messages = chat.end()

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain import control
-from app.domain.continued_body import ContinuedBody
-from app.domain.known_body import Translation
+from app.domain.known_body import ContinuedBody, Translation
 from app.domain.left_out import DEFER_LOADING, SERVER_TOOL, left_out_at
 from app.domain.request import ChatRequest, value_of
 from app.errors import InvalidRequest, ThreadUnsupported, Unsupported
@@ -275,8 +274,7 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
     params = engine_params(fields, many_values)
     echo = Echo(model_of(params), stops_of(params))
     system, tools, choice = (params.pop(name, None) for name in ("system", "tools", "tool_choice"))
-    prefix = None if continued is None else continued.prefix
-    found = conversation(system, raws, prefix, keeps_states=layout is not None)
+    found = conversation(system, raws, continued, keeps_states=layout is not None)
     if layout is not None:
         layout.translation = Translation(found.messages, found.states)
     offered = tools_of(tools, choice)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from app.domain.continued_body import ContinuedBody
 from app.domain.events import History
+from app.domain.known_body import ContinuedBody
 from app.domain.request import ChatRequest
 from app.protocols.base import COMMON, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
 from app.protocols.errors import ErrorFields, openai_error

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from app.domain import control
-from app.domain.continued_body import ContinuedBody
-from app.domain.known_body import BodyLayout, State, Translation
+from app.domain.known_body import ContinuedBody, KnownBody, State, Translation
 from app.domain.left_out import INCLUDE, left_out_at
 from app.domain.proofs import find_proof
 from app.domain.request import ChatRequest, value_of
@@ -379,7 +378,7 @@ def _conversation(
     continued: ContinuedBody | None,
     *,
     continues: bool,
-) -> tuple[Conversation, BodyLayout | None, Sequence[State]]:
+) -> tuple[Conversation, KnownBody | None, Sequence[State]]:
     """The conversation of the input, and its states and the body's layout if all of its messages are in the body.
 
     Raises InvalidRequest, and Unsupported for an item that cannot be carried.
@@ -392,8 +391,8 @@ def _conversation(
         conversation.add({"role": "user", "content": asked}, "input")
         return conversation, None, ()
     items, layout = items_of(body, "input", raw, many_values, continued)
-    prefix = None if continued is None or continues else continued.prefix
-    conversation, states = translated(conversation, items, prefix, keeps_states=layout is not None)
+    known = None if continues else continued
+    conversation, states = translated(conversation, items, known, keeps_states=layout is not None)
     if conversation.is_empty:
         raise InvalidRequest(_NO_INPUT)
     return conversation, None if continues or conversation.references else layout, states
