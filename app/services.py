@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from app.api.connection_limit import ConnectionLimit
@@ -47,12 +47,15 @@ from app.settings import Settings
 from app.stopping import end_without_store
 from app.store.engine import Database
 from app.store.figures import CachedFigures
-from app.store.log import StoredChunk
 from app.store.writer import Writer
 from app.tito.families import check_family
 from app.turn.claims import Claims
+from app.turn.engine_call import EngineCalls
 from app.turn.large_bodies import LargeBodies
+from app.turn.live import LiveTurns
 from app.turn.placement import Placement
+from app.turn.points import TurnPoints
+from app.turn.resume import Resume
 from app.turn.retries import Retries
 from app.turn.session_control import SessionControls
 from app.turn.stages import RecentTurnStats
@@ -70,8 +73,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turnlog")
 
-Upload = Callable[[str, int, Sequence[StoredChunk]], Awaitable[list[StoredChunk]]]
-"""Stores the large chunks of a session's turn, by its fence, elsewhere than in the database."""
 
 DRAIN_S = 10.0
 """How long a stopping process waits for turns whose client has disconnected."""
@@ -112,7 +113,8 @@ class Services:
         self.clock = clock
         self.prompts = prompts
 
-        # What features add, before the start. Nobody adds, nothing is called.
+        # What features add, before `open`. Nobody adds, nothing is called.
+        self.points = TurnPoints()  # in a turn
         self.features: dict[str, Any] = {}  # what each has made, by its name
         self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
         self.starts: list[Callable[[], None]] = []  # `start`
@@ -121,7 +123,6 @@ class Services:
         self.ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the rest, in this order
         self.last_ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, when no turn is left
         self.refreshes: list[Callable[[], None]] = []  # before the metrics are read
-        self.upload: Upload | None = None  # a turn's chunks, before its commit
         self.restored: list[Callable[[], Awaitable[object]]] = []  # after the store was taken back to a checkpoint
         self.instance_id = uuid.uuid4().hex
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
@@ -176,17 +177,7 @@ class Services:
             incarnation=incarnation,
             lease_s=lease,
         )
-        self.claims = Claims(
-            retries=self.retries,
-            settings=settings,
-            cache=self.cache,
-            writer=self.writer,
-            followers=self.followers,
-            clock=clock,
-            incarnation=incarnation,
-            lease_s=lease,
-            lease_left=self.lease_left,
-        )
+        self.claims = Claims(self, incarnation=incarnation, lease_s=lease, lease_left=self.lease_left)
         self.controls = SessionControls(
             database=database,
             writer=self.writer,
@@ -199,8 +190,17 @@ class Services:
         )
         self.placement = Placement(self.engines, self.cache, settings, clock)
         self.validator = ReplyValidator(pool, settings)
-        self.staging = Staging(database, self.writer, settings, incarnation)
+        self.staging = Staging(database, self.writer, settings)
         self.large_bodies = LargeBodies()
+        self.engine_calls = EngineCalls(self)
+        points = self.points
+        points.before_claim.append(self.gates.arrive)
+        points.before_engine.append(self.gates.pass_again)
+        points.may_send.append(self.gates.take)
+        points.claimed.append(self.controls.claimed)
+        points.ended.append(self.controls.ended)
+        points.around_engine.append(Resume(self).around)
+        points.asking.append(LiveTurns(self).asking)
         self.turns = Turns(self)
 
         # sessions
@@ -245,6 +245,7 @@ class Services:
 
     async def open(self) -> None:
         """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""
+        self.turns.open()
         self.writer.start()
         await self.fleet.start()
         for ready in self.opens:

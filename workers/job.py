@@ -1,5 +1,6 @@
 """Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
+A reply of the usual shape without payloads is read by `light`; what follows is for all others.
 Payloads and the ids of a long prompt are most of a large reply and need not be parsed as JSON. So they are first cut
 out of the bytes, where their keys seem to be, and replaced by marks. If a mark is not found where its value belongs,
 the whole reply is parsed.
@@ -7,36 +8,23 @@ the whole reply is parsed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from workers import codec, payloads, scan
+from workers import codec, light, payloads, scan
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
-from workers.parse import REPLAY, KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
-from workers.parse_prompt import CutPrompt, KnownText, Prompt
+from workers.parse import REPLAY, Parsed, PromptDiffers, Rejected, parse_reply
+from workers.parse_prompt import LONG_PROMPT, PROMPT, CutPrompt, KnownText, Prompt
+from workers.reply import Job, PayloadRange, WorkerResult
 
 WINDOW = 64 << 10
 """Bytes searched at a time: shared memory has no fast search; a copy that fits the processor's cache has."""
 
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
-
-PROMPT = "prompt_token_ids"
-
-LONG_PROMPT = 8 << 10
-"""Bytes of a prompt's ids that are worth finding: a reply with fewer is parsed as a whole, in some ten microseconds."""
-
-
-class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Position of a payload's value in the engine's body, or of the prompt's ids: [start, end)."""
-
-    kind: str
-    start: int
-    end: int
-    is_list: bool = False
 
 
 class LongValues(NamedTuple):
@@ -144,52 +132,6 @@ def find(body: memoryview, needle: bytes, start: int, gap: PayloadRange | None =
     return -1
 
 
-class Job(msgspec.Struct, frozen=True, array_like=True):
-    """The input of validation, and what is stored with the reply: see `parse_reply`, `Want` and `Wire`.
-
-    `sent` is empty if the prompt was not sent as ids.
-    """
-
-    dialect: Literal["auto", "sglang", "vllm"]
-    known: KnownTokens | None
-    wants: list[payloads.Want]
-    messages: list[bytes]
-    headers: list[tuple[str, str]]
-    status: int
-    rid: str
-    own: bytes
-    protocol: Protocol = "chat"
-    sent: bytes = b""
-    ids_field: str = ""
-    is_part: bool = False
-
-
-class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
-    """A valid reply, ready to be committed. `facts` and `wire` are compressed frames (`codec.pack_turn`); the rest is
-    as in `Parsed`.
-
-    `output_ids` are set if the prompt was sent as ids, since the next one will be too. A `miscounted` reply is valid
-    only if its request carries images. `prompt` is the place of the prompt's ids in the body, if they are long.
-    """
-
-    dialect: Literal["sglang", "vllm"]
-    message: bytes
-    base: int
-    suffix_tokens: int
-    output_tokens: int
-    sequence: KnownTokens
-    finish_reason: str | None
-    weight_versions: list[Span]
-    facts: bytes | None
-    wire: bytes
-    payloads: list[payloads.StoredPayload]
-    places: list[PayloadRange]
-    cached_tokens: int | None = None
-    output_ids: bytes = b""
-    miscounted: str | None = None
-    prompt: PayloadRange | None = None
-
-
 _JOB = msgspec.msgpack.Decoder(Job)
 _DONE = msgspec.msgpack.Decoder(WorkerResult)
 
@@ -208,14 +150,14 @@ def decode_done(result: bytes) -> WorkerResult:
 
 
 def work(job: Job, body: memoryview) -> WorkerResult:
-    """Raises Rejected, naming the first rule that the reply breaks."""
-    return work_here(job, body)[0]
+    """A valid reply, ready to be committed. Raises Rejected, naming the first rule that the reply breaks."""
+    long_values = find_long_values(body)
+    read = None if long_values.payloads else light.read(job, bytes(body), None)
+    return work_whole(job, body, long_values)[0] if read is None else read[0]
 
 
-def work_here(
-    job: Job, body: memoryview, long_values: LongValues | None = None
-) -> tuple[WorkerResult, Callable[[], KnownText] | None]:
-    """As `work`, and what makes the text of all tokens, if the prompt's ids are long and plain.
+def work_whole(job: Job, body: memoryview, long_values: LongValues | None = None) -> light.Read:
+    """As `work`, by all rules; and what makes the text of all tokens, if the prompt's ids are long and plain.
 
     `long_values`: those of the body, if they were looked for.
     """

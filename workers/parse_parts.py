@@ -132,15 +132,21 @@ def weight_versions(
 ) -> list[Span]:
     """Spans that cover the output; the engine's own list overrides its single version. Raises Rejected."""
     if spans_raw is not None and not is_null(spans_raw):
-        spans: list[Span] = typed(_SPANS, spans_raw, where)
-        ends = [0, *(span.end for span in spans)]
-        if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
-            raise Rejected(f"{where} must cover the {tokens} output tokens in order")
-        return [Span(_version(span.version), span.start, span.end) for span in spans]
+        return versions_of(typed(_SPANS, spans_raw, where), None, where, tokens)
     version = value_at(version_raw, "weight_version")
     if isinstance(version, bool) or not isinstance(version, str | int | None):
         raise Rejected("weight_version must be a string")
-    return [Span(_version(version), 0, tokens)] if tokens else []
+    return versions_of(None, version, where, tokens)
+
+
+def versions_of(spans: list[Span] | None, version: str | int | None, where: str, tokens: int) -> list[Span]:
+    """As `weight_versions`, of decoded values."""
+    if spans is None:
+        return [Span(_version(version), 0, tokens)] if tokens else []
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
+        raise Rejected(f"{where} must cover the {tokens} output tokens in order")
+    return [Span(_version(span.version), span.start, span.end) for span in spans]
 
 
 def _version(version: str | int | None) -> str:

@@ -27,6 +27,11 @@ _COUNT = msgspec.json.Decoder(int)
 PLAIN_BYTES = 4 << 10
 """A longer list of ids is read without an object for each."""
 
+PROMPT = "prompt_token_ids"
+
+LONG_PROMPT = 8 << 10
+"""Bytes of a prompt's ids that are worth finding: fewer are read with the rest, in some ten microseconds."""
+
 
 class PromptDiffers(Rejected):
     """The engine reports another prompt than was sent. The message has positions and lengths, never ids."""
@@ -192,10 +197,12 @@ class Prompt:
 
     def known_text(self, known: KnownTokens) -> KnownText:
         """The text of prompt and output together, which are `known`, what `followed_by` has returned."""
-        parts = self._inner, self._output
-        if self._begun is None:
-            return KnownText(known, bytearray().join(parts), self._hasher)
-        return self._begun.followed_by(b"".join(parts), known, self._hasher)
+        return text_of(self._begun, b"".join((self._inner, self._output)), known, self._hasher)
+
+
+def text_of(begun: KnownText | None, added: bytes, known: KnownTokens, hasher: Hasher) -> KnownText:
+    """The text of tokens that are `known`: that of the first ones, if it is in memory, and what follows."""
+    return KnownText(known, bytearray(added), hasher) if begun is None else begun.followed_by(added, known, hasher)
 
 
 def _ids(text: bytes, where: str) -> bytes:

@@ -8,8 +8,8 @@ import msgspec
 
 from app.domain.calls import SampledCall
 from app.domain.events import LogprobsOf, Part, PayloadRef, VersionSpan
-from workers.job import WorkerResult
 from workers.parse_prompt import KnownText
+from workers.reply import WorkerResult
 
 
 class ValidatedReply(msgspec.Struct, frozen=True):

@@ -7,12 +7,14 @@ smaller ones are validated inline. The cost is in logprob triples and ids; base6
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
+
+import msgspec
 
 from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
-from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan, shape_of
+from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
 from app.domain.request import has_more_than_text
@@ -21,17 +23,18 @@ from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerC
 from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store.log import StoredChunk
-from app.turn.context import ClaimedTurn, RequestHistory
-from app.turn.engine_request import EngineRequestOptions, PromptIds
+from app.turn.engine_call import EngineCall
+from app.turn.in_flight import InFlightTurn, RequestHistory
 from app.upstream.body import Body
 from app.upstream.dialects import returns
-from workers import job
-from workers.job import Job, LongValues, WorkerResult
+from workers import job, light
+from workers.job import LongValues
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.parse_prompt import KnownText
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, Pool, PoolError
+from workers.reply import Job, WorkerResult
 
 LIGHTER = 16
 """How much cheaper a byte of base64 payload, or of the ids of the parent's tokens, is to validate than one of triples
@@ -46,68 +49,81 @@ class ReplyValidator:
         self._settings = settings
 
     async def validate(
-        self,
-        claimed: ClaimedTurn,
-        history: RequestHistory,
-        new: Sequence[bytes],
-        answer: Answer,
-        requested_at: float,
-        options: EngineRequestOptions,
-        prompt: PromptIds | None,
+        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
     ) -> ValidatedReply:
-        """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
-        reply = answer.reply
+        """`new` are the messages that are stored with it. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash,
+        Overloaded."""
+        prompt = call.prompt
+        settings, reply = self._settings, answer.reply
+        known = None if prompt is None else prompt.known
+        if prompt is None and (parent := decide.token_parent(turn.session, turn.plan)) is not None:
+            known = KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+        text = None if known is None or prompt is not None else turn.entry.bodies.text_of(known)
         work = Job(
-            dialect=self._settings.upstream_dialect,
-            known=_known(claimed) if prompt is None else prompt.known,
-            wants=[self._want(claimed, kind, options) for kind in REPLAY],
+            dialect=settings.upstream_dialect,
+            known=known,
+            wants=[],
             messages=list(new),
             headers=reply.headers,
             status=reply.status,
-            rid=options.rid,
-            own=options.own,
-            protocol=shape_of(claimed.opened.protocol),
+            rid=call.rid,
+            own=call.own,
+            protocol=call.shape,
             sent=b"" if prompt is None else prompt.text + b",",
-            is_part=options.is_part,
-            ids_field=options.ids_field if options.ids_field not in (None, "input_ids") else "",
+            is_part=call.is_part,
+            ids_field=call.ids_field if call.ids_field not in (None, "input_ids") else "",
         )
-        known = None if work.known is None or work.sent else claimed.entry.bodies.text_of(work.known)
-        result, text = await self._run_job(work, answer, sum(map(len, new)), known)
-        if result.miscounted is not None and not _has_images(history):
+        read = None
+        if not settings.replay and len(reply.body) + sum(map(len, new)) <= settings.inline_max_bytes:
+            read = light.read(work, reply.body.joined(), text)
+        if read is None:
+            wants = [self._want(turn, kind, call) for kind in REPLAY]
+            work = msgspec.structs.replace(work, wants=wants)
+            read = await self._by_all_rules(work, answer, sum(map(len, new)), text)
+        result, whole_text = read
+        if result.miscounted is not None and not _has_images(turn.history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         size = len(result.message)
-        if size >= self._settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
+        if size >= settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
+        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
+        # Tokens without a reported weight version get the one known at dispatch.
+        unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
         return ValidatedReply(
             result,
             engine=answer.engine,
-            requested_at=requested_at,
+            requested_at=turn.requested_at,
             message_hash=message_hash,
             calls_hash=calls_hash,
             bare_hash=bare_hash,
             calls=() if calls_hash is None else sampled_calls(result.message),
-            weight_versions=_versions(result, answer.dispatched),
-            payloads=_payload_refs(claimed.fence, result),
+            weight_versions=tuple(
+                [
+                    VersionSpan(unknown if span.version == UNKNOWN_VERSION else span.version, span.start, span.end)
+                    for span in result.weight_versions
+                ]
+            ),
+            payloads=_payload_refs(turn.fence, result) if result.payloads else (),
             trimmed=0 if prompt is None else prompt.trimmed,
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
             logprobs_of=answer.logprobs_of,
-            text=text,
+            text=whole_text,
         )
 
-    async def _run_job(
-        self, work: Job, answer: Answer, new_bytes: int, text: KnownText | None
-    ) -> tuple[WorkerResult, Callable[[], KnownText] | None]:
-        """Run the job inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
+    async def _by_all_rules(self, work: Job, answer: Answer, new_bytes: int, text: KnownText | None) -> light.Read:
+        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
         makes that of all tokens is returned."""
         engine, body = answer.engine, answer.reply.body
         try:
             known_bytes = 0 if work.known is None else work.known.text_bytes
             weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, known_bytes, text)
-            if weighed.is_light:
-                return job.work_here(work, memoryview(body.joined()), weighed.long_values)
-            return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
+            if not weighed.is_light:
+                return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
+            whole, long_values = body.joined(), weighed.long_values
+            has_payloads = long_values is not None and long_values.payloads
+            read = None if has_payloads else light.read(work, whole, text)
+            return read or job.work_whole(work, memoryview(whole), long_values)
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
         except Rejected as error:
@@ -117,16 +133,15 @@ class ReplyValidator:
         except (PoolError, OSError) as error:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
 
-    def _want(self, claimed: ClaimedTurn, kind: str, options: EngineRequestOptions) -> Want:
+    def _want(self, turn: InFlightTurn, kind: str, call: EngineCall) -> Want:
         of_experts = kind == "routed_experts"
         # If the client left out rows itself, they are not known to be the parent's.
-        is_unchecked = of_experts and options.first_row > 0 and not options.own
-        parent = None if is_unchecked else _parent(claimed.session, claimed.plan.parent, cast(ReplayKind, kind))
+        is_unchecked = of_experts and call.first_row > 0 and not call.own
+        parent = None if is_unchecked else _parent(turn.session, turn.plan.parent, cast(ReplayKind, kind))
         return Want(
             kind=kind,
-            required=kind in self._settings.replay
-            and returns(kind, self._settings.upstream_dialect, shape_of(claimed.opened.protocol)),
-            start=options.first_row if of_experts else 0,
+            required=kind in self._settings.replay and returns(kind, self._settings.upstream_dialect, call.shape),
+            start=call.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
             parent=parent,
         )
@@ -155,11 +170,6 @@ class Weighed:
 def _has_images(history: RequestHistory) -> bool:
     """Engines count image tokens differently."""
     return isinstance(history, Incoming) and has_more_than_text(history.raws)
-
-
-def _known(claimed: ClaimedTurn) -> KnownTokens | None:
-    parent = decide.token_parent(claimed.session, claimed.plan)
-    return None if parent is None else KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
 
 def _parent(session: Session, number: int, kind: ReplayKind) -> Parent | None:
@@ -198,12 +208,3 @@ def stored_chunks(result: WorkerResult) -> list[StoredChunk]:
     return [
         StoredChunk(number, kind, one.chunk.size, one.chunk.hash, one.frame) for number, (kind, one) in enumerate(new)
     ]
-
-
-def _versions(result: WorkerResult, dispatched: str | None) -> tuple[VersionSpan, ...]:
-    """Tokens without a reported weight version get the one known at dispatch."""
-    known = UNKNOWN_VERSION if dispatched is None else dispatched
-    return tuple(
-        VersionSpan(known if span.version == UNKNOWN_VERSION else span.version, span.start, span.end)
-        for span in result.weight_versions
-    )

@@ -32,7 +32,7 @@ from app.domain.rules import Plan
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
 from app.domain.tree import TreeIndex
-from workers.job import WorkerResult
+from workers.reply import WorkerResult
 
 SESSION = "s"
 

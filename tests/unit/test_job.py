@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from workers import codec, job, payloads
 from workers.codec import Wire
-from workers.job import WINDOW, Job, WorkerResult
+from workers.job import WINDOW
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import Want
+from workers.reply import Job, WorkerResult
 
 EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
 BOTH = (EXPERTS, POSITIONS)

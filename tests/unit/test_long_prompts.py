@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from workers import codec, job, scan
 from workers.codec import Facts, Wire
-from workers.job import Job, WorkerResult
 from workers.parse import MAX_TOKEN_ID, KnownTokens, Parsed, Rejected, parse_reply, token_text
 from workers.parse_prompt import KnownText
+from workers.reply import Job, WorkerResult
 
 IDS = [place * 7919 % 50_000 for place in range(3000)]
 TEXT = "[" + ",".join(map(str, IDS)) + "]"
@@ -51,9 +51,9 @@ def judged(body: bytes, shape: str, known: KnownTokens | None = None, sent: byte
         result = job.work(asked, memoryview(body))
     except Rejected as error:
         with pytest.raises(Rejected, match=f"^{re.escape(str(error))}$"):
-            job.work_here(asked, memoryview(body), found)
+            job.work_whole(asked, memoryview(body), found)
         raise
-    assert job.work_here(asked, memoryview(body), found)[0] == result
+    assert job.work_whole(asked, memoryview(body), found)[0] == result
     return result
 
 
@@ -108,7 +108,7 @@ def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None
         )
         found = job.find_long_values(memoryview(body), text)
         assert (found.begun is not None) == (turn > 0)
-        result, made = job.work_here(asked, memoryview(body), found)
+        result, made = job.work_whole(asked, memoryview(body), found)
         assert result == job.work(asked, memoryview(body))
         assert made is not None
         text = made()

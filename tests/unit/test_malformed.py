@@ -13,9 +13,9 @@ import pytest
 from helpers.replies import CHATS, COMPLETIONS, DEEP, GONE, SHAPES, Text, body_of, doubled, known_as, sglang
 
 from workers import job
-from workers.job import Job
 from workers.parse import PromptDiffers, Rejected, token_text
 from workers.payloads import Want
+from workers.reply import Job
 
 ALL, CHAT, COMPLETION = [*SHAPES], [*CHATS], [*COMPLETIONS]
 SGLANG, VLLM = ["sglang"], ["vllm"]

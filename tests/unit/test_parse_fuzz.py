@@ -18,8 +18,9 @@ from app.domain.history import canonical_hash, decode_message
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS
 from workers.codec import Wire, paste, unpack
-from workers.job import Job, work
+from workers.job import work
 from workers.parse import MAX_TOKEN_ID, Parsed, Protocol, Rejected, parse_reply
+from workers.reply import Job
 
 NUMBERS = ["-1", "0", "7", "2.0", "1e999", "NaN", "-9999", "1e3", str(2**31), str(2**70), "9" * 5000]
 NESTED = ["[]", "{}", "[[]]", "[-1,3]", "[[-1,3],[-2,4]]", '{"a":1,"a":2}', '{"role":"assistant"}', DEEP]
@@ -105,7 +106,7 @@ def serve(body: bytes, parsed: Parsed) -> None:
     assert paste(unpack(done.wire, Wire), memoryview(parsed.suffix_ids).cast("i"), {}) == body
 
 
-def mutated(shape: str, random: Random) -> bytes:
+def mutated(shape: str, random: Random, separators: tuple[str, str] = (", ", ": ")) -> bytes:
     """Replace, drop or add at one or two random places."""
     changes: Changes = {}
     for at in random.sample(paths(SHAPES[shape]), random.choice([1, 2])):
@@ -114,7 +115,7 @@ def mutated(shape: str, random: Random) -> bytes:
             to = added if random.randrange(4) == 0 and not at.rpartition(".")[2].isdigit() else at
             changes[to] = GONE if random.randrange(4) == 0 and to == at else Text(random.choice(JUNK))
     # From the last item of a list to the first, since one that goes moves those behind it.
-    return body_of(shape, dict(sorted(changes.items(), reverse=True)))
+    return body_of(shape, dict(sorted(changes.items(), reverse=True)), separators=separators)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,7 +7,7 @@ that is acknowledged refers to an object that is not there. A chunk under `SMALL
 
 An object that no row ever referred to, after a crash between its upload and the commit, is found by a sweep.
 
-    a turn              uploads its large chunks before its commit   (`Services.upload`)
+    a turn              uploads its large chunks before its commit   (`TurnPoints.chunks`)
     an erasure          is 202 until the objects are gone            (`Erasure.finishing`)
     a fork              has copies of its own                        (`features.forks`)
     every reader        fetches what is in objects                   (`Database.bucket`, `store.chunk_reader`)
@@ -88,7 +88,7 @@ def add_to(services: Services) -> Objects | None:
         sizes = {"put": counters.put_bytes, "read": counters.read_bytes}
         metrics.set_all("turnlog_object_bytes_total", sizes)
 
-    services.upload = objects.stored
+    services.points.chunks.append(objects.stored)
     services.erasure.finishing.append(objects.is_erased)
     services.refreshes.append(refresh)
     services.registered_calls.append(objects.start)

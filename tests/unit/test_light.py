@@ -1,0 +1,228 @@
+"""What `workers.light` accepts is what all rules accept, with the same result."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from helpers.amounts import cases
+from helpers.replies import CHATS, Changes, Text, body_of, doubled, known_as, paths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_malformed import ROWS
+from test_parse_fuzz import BYTES, JUNK, mutated
+
+from workers import codec, job, light
+from workers.codec import Facts, Wire
+from workers.parse import REPLAY, Rejected, token_text
+from workers.parse_prompt import KnownText
+from workers.payloads import Want
+from workers.reply import Job, WorkerResult
+
+COMPACT = (",", ":")
+LONG = [place * 7919 % 50_000 for place in range(3000)]
+PROMPT = {"sglang": "choices.0.prompt_token_ids", "vllm": "prompt_token_ids"}
+PLAIN = Job("auto", None, [], [b'{"role":"user"}'], [("a", "b")], 200, "rid", b"")
+
+
+def a_body(shape: str, *changes: Changes) -> bytes:
+    return body_of(shape, *changes, separators=COMPACT).replace(b"\\u00e9", "é".encode())
+
+
+def long_body(shape: str, ids: list[int], *changes: Changes) -> bytes:
+    counts = ["usage.prompt_tokens", *["choices.0.meta_info.prompt_tokens"] * (shape == "sglang")]
+    return a_body(shape, dict.fromkeys(counts, len(ids)), {PROMPT[shape]: ids}, *changes)
+
+
+def text_of(ids: list[int]) -> KnownText:
+    text = token_text(ids)
+    return KnownText(known_as(ids), bytearray(text), hashlib.sha256(text))
+
+
+def content_of(result: WorkerResult) -> tuple[WorkerResult, Facts, Wire]:
+    """A result with its frames unpacked. Where the prompt's ids were taken out differs, if they are there twice."""
+    wire = codec.unpack(result.wire, Wire)
+    facts = codec.unpack_facts(result.facts, result.wire)
+    known = msgspec.structs.replace(wire, reply=b"", prompt_ids_at=None, separator=",", facts=None)
+    return msgspec.structs.replace(result, facts=None, wire=b""), facts, known
+
+
+def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, before: list[int] | None = None) -> bool:
+    """Is it read lightly? Then all rules have that result; `before` are the known ids."""
+    read = light.read(asked, body, text)
+    try:
+        whole = job.work_whole(asked, memoryview(body))
+    except Rejected:
+        assert read is None
+        return False
+    if read is None:
+        return False
+    assert content_of(read[0]) == content_of(whole[0])
+    wire, facts = codec.unpack(read[0].wire, Wire), codec.unpack_facts(read[0].facts, read[0].wire)
+    ids = [*(before or [])[: read[0].base], *memoryview(facts.suffix_ids).cast("i")]
+    assert codec.paste(wire, memoryview(msgspec_ids(ids)).cast("i"), {}) == body
+    assert (read[1] is None) == (whole[1] is None)
+    if read[1] is not None:
+        made = read[1]()
+        output = list(memoryview(facts.output_ids).cast("i"))
+        assert made.known == read[0].sequence == known_as([*ids, *output])
+        assert made.begins(token_text([*ids, *output]), 0)
+    return True
+
+
+def msgspec_ids(ids: list[int]) -> bytes:
+    return b"".join(one.to_bytes(4, "little") for one in ids)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("ids", [[1, 2, 3], LONG], ids=["short", "long"])
+def test_the_usual_reply_is_read(shape: str, ids: list[int]) -> None:
+    body = long_body(shape, ids)
+    for asked in (PLAIN, msgspec.structs.replace(PLAIN, dialect=shape)):
+        assert is_read(body, asked)
+    other = "vllm" if shape == "sglang" else "sglang"
+    assert not is_read(body, msgspec.structs.replace(PLAIN, dialect=other))
+    sent = msgspec.structs.replace(PLAIN, sent=token_text(ids))
+    assert is_read(body, sent)
+    assert not is_read(body, msgspec.structs.replace(sent, sent=token_text([*ids, 1])))
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("ids", [[1, 2, 3], LONG], ids=["short", "long"])
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_known_tokens(shape: str, ids: list[int], at_hand: bool) -> None:
+    body = long_body(shape, ids)
+    for known in (ids, ids[:-1], ids[:1], [*ids[:-1], 50_001], [*ids, 7], []):
+        asked = msgspec.structs.replace(PLAIN, known=known_as(known))
+        assert is_read(body, asked, text_of(known) if at_hand else None, before=known)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize(
+    "text", ["[1,2,]", "[1,2,,3]", "[,1]", "[1,-0]", "[1,07]", "[1 ,2]", "[1,2.0]", "[1]", "[]", "[["]
+)
+def test_ids_that_are_none(shape: str, text: str) -> None:
+    changes: Changes = {PROMPT[shape]: Text(text), "usage": {"completion_tokens": 2}}
+    for known in ([], [1], [1, 2]):
+        asked = msgspec.structs.replace(PLAIN, known=known_as(known))
+        body = a_body(shape, changes, *([{"choices.0.meta_info.prompt_tokens": None}] if shape == "sglang" else []))
+        for at_hand in (None, text_of(known)):
+            assert not is_read(body, asked, at_hand, before=known)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+def test_an_empty_message_of_a_part(shape: str) -> None:
+    body = a_body(shape, {"choices.0.message.content": None})
+    assert not is_read(body)
+    assert is_read(body, msgspec.structs.replace(PLAIN, is_part=True))
+    for change in ({"reasoning_content": "I"}, {"reasoning": "I"}, {"tool_calls": [{"id": 1}]}):
+        assert is_read(a_body(shape, {f"choices.0.message.{name}": value for name, value in change.items()}))
+
+
+@pytest.mark.parametrize("shape", CHATS)
+def test_what_is_told_of_a_reply(shape: str) -> None:
+    meta = "choices.0.meta_info" if shape == "sglang" else "choices.0"
+    spans = [{"version": "8", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 2}]
+    assert is_read(a_body(shape, {f"{meta}.weight_versions": spans}))
+    assert not is_read(a_body(shape, {f"{meta}.weight_versions": spans[:1]}))
+    assert is_read(a_body(shape, {"metadata": {"weight_version": 7}}))
+    assert is_read(a_body(shape, {"usage.prompt_tokens_details": {"cached_tokens": 2}}))
+    assert is_read(a_body(shape, {"choices.0.response_token_ids": [10, 11]}))
+    assert not is_read(a_body(shape, {"choices.0.response_token_ids": [10]}))
+    assert not is_read(a_body(shape, {"usage.prompt_tokens": 4}))
+    entry = {"token": "é", "logprob": -1e-07, "bytes": [1], "top_logprobs": [{"token": "a", "logprob": -9e-05}]}
+    assert is_read(a_body(shape, {"choices.0.logprobs": {"content": [entry, entry]}}))
+
+
+@pytest.mark.parametrize("kind", REPLAY)
+def test_payloads_are_for_the_other_rules(kind: str) -> None:
+    required = msgspec.structs.replace(PLAIN, wants=[Want(kind, required=True)])
+    for shape, meta in (("sglang", "choices.0.meta_info"), ("vllm", "choices.0")):
+        assert is_read(a_body(shape, {f"{meta}.{kind}": None}))
+        assert light.read(PLAIN, a_body(shape, {f"{meta}.{kind}": "AAAA"}), None) is None
+        assert light.read(required, a_body(shape), None) is None
+    assert light.read(PLAIN, a_body("sglang", {"sglext": {kind: "AAAA"}}), None) is None
+
+
+def compact(body: bytes) -> bytes:
+    return body.replace(b", ", b",").replace(b": ", b":").replace(b"\\u00e9", "é".encode())
+
+
+def test_no_malformed_reply_is_read() -> None:
+    """Both engines' rules refuse most of them, and then nothing may be read."""
+    for row in ROWS:
+        protocol: Any = "completions" if "completion" in row.shape else "chat"
+        known = None if row.known is None else known_as(row.known)
+        for dialect in ("auto", "sglang", "vllm"):
+            asked = Job(dialect, known, list(row.wants), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
+            for body in (row.body, compact(row.body)):
+                is_read(body, asked)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+def test_every_place_with_every_junk_value(shape: str) -> None:
+    for at in (at for at in paths(CHATS[shape])):
+        for junk in JUNK:
+            is_read(a_body(shape, {at: Text(junk)}))
+            is_read(a_body(shape, {f"{at.rpartition('.')[0]}.added".lstrip("."): Text(junk)})) if not at[
+                -1
+            ].isdigit() else 0
+
+
+@pytest.mark.parametrize("shape", CHATS)
+def test_a_key_twice_is_never_read(shape: str) -> None:
+    ids, triples = "[1,2,3]", json.dumps([[-0.25, 10, None], [-1, 11, None]], separators=COMPACT)
+    for path, key in itertools.product(("", "choices.0", "choices.0.message", "usage"), ("x", ids, triples)):
+        pair = (json.dumps(key), "1")
+        once = doubled(shape, path, pair, True, COMPACT)
+        assert is_read(once.replace(b"\\u00e9", "é".encode()))
+        twice = once.replace(f"{pair[0]}:1".encode(), f"{pair[0]}:1,{pair[0]}:2".encode())
+        assert light.read(PLAIN, twice.replace(b"\\u00e9", "é".encode()), None) is None
+
+
+LURES = ['"prompt_token_ids":[1,2,3]', '"prompt_token_ids":[]', '"prompt_token_ids":[', '"content":[', "[1,2,3]", "\\"]
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("lure", LURES)
+@pytest.mark.parametrize("place", ["choices.0.message.content", "model", "choices.0.message.reasoning_content", "note"])
+def test_a_text_that_looks_like_ids(shape: str, lure: str, place: str) -> None:
+    assert is_read(a_body(shape, {place: lure}))
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("value", [[], [1, 2, 3], [[-0.25, 10, None], [-1, 11, None]], [9], None])
+@pytest.mark.parametrize("key", ["prompt_token_ids", "content", "output_token_logprobs"])
+def test_the_same_key_elsewhere(shape: str, value: Any, key: str) -> None:
+    for place in ("choices.0.message.more", "more"):
+        body = a_body(shape, {place: {key: value}})
+        is_read(body)
+        is_read(b'{"first":' + json.dumps({key: value}, separators=COMPACT).encode() + b"," + body[1:])
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@settings(max_examples=cases(500), deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_mutated_json(shape: str, seed: int) -> None:
+    is_read(mutated(shape, Random(seed), COMPACT))
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@settings(max_examples=cases(500), deadline=None)
+@given(at=st.floats(0, 1), length=st.integers(0, 4), junk=st.sampled_from(BYTES) | st.binary(max_size=3))
+def test_mutated_bytes(shape: str, at: float, length: int, junk: bytes) -> None:
+    body = a_body(shape)
+    start = int(at * len(body))
+    is_read(body[:start] + junk + body[start + length :])
+
+
+@pytest.mark.parametrize("shape", CHATS)
+def test_no_cut_is_read(shape: str) -> None:
+    body = a_body(shape)
+    assert is_read(body)
+    assert not any(is_read(body[:end]) for end in range(len(body)))

@@ -1,0 +1,269 @@
+"""Reads a chat reply of the shape that SGLang and vLLM usually send, in one step.
+
+It accepts only what `workers.parse` accepts, with that result, and refuses nothing: where anything
+is unusual it returns None, and the rules there decide. Numbers and texts are checked by one typed
+decode, the prompt's ids are compared as text, and what is neither ids nor logprobs must encode to
+the same bytes again: then no key stands twice, every text is UTF-8 and every number in range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+
+import msgspec
+import orjson
+from msgspec import UNSET, Raw, UnsetType
+
+from workers import codec, scan
+from workers.codec import TOKEN_BYTES, Facts, Wire
+from workers.depth import too_deep
+from workers.parse_json import NULL, Rejected
+from workers.parse_parts import CachedTokens, Dialect, Logprob, Span, versions_of
+from workers.parse_prompt import LONG_PROMPT, PLAIN_BYTES, PROMPT, Hasher, KnownText, KnownTokens, TokenId, text_of
+from workers.reply import Job, PayloadRange, WorkerResult
+
+Read = tuple[WorkerResult, Callable[[], KnownText] | None]
+
+
+class _Triple(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """SGLang's `[logprob, token id, text]`."""
+
+    logprob: Logprob
+    id: TokenId
+    text: str | None = None
+
+
+class _Alternative(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """An entry of `logprobs.content`. A field that is not known here is not checked by the decoder."""
+
+    logprob: Logprob
+    token: str = ""
+    bytes: list[int] | None = None
+    top_logprobs: list[_Alternative] | None = None
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: Raw = NULL
+
+
+class _Meta(msgspec.Struct, gc=False):
+    output_token_logprobs: Raw
+    completion_tokens: int
+    prompt_tokens: int | None = None
+    finish_reason: Raw = NULL
+    weight_version: str | int | None = None
+    weight_versions: list[Span] | None = None
+    cached_tokens: CachedTokens | None = None
+    prompt_token_ids: Raw = NULL
+    routed_experts: Raw = NULL
+    indexer_topk: Raw = NULL
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str | None = None
+    tool_calls: list[dict[str, Raw]] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    message: Raw
+    meta_info: _Meta | UnsetType = UNSET
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    prompt_token_ids: Raw = NULL
+    token_ids: list[TokenId] | None = None
+    response_token_ids: Raw = NULL
+    weight_versions: list[Span] | None = None
+    routed_experts: Raw = NULL
+    indexer_topk: Raw = NULL
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: CachedTokens | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    weight_version: str | int | None = None
+
+
+class _Body(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+    prompt_token_ids: Raw = NULL
+    usage: _Usage | None = None
+    sglext: Raw = NULL
+    metadata: _Metadata | None = None
+
+
+_BODY = msgspec.json.Decoder(_Body).decode
+_MESSAGE = msgspec.json.Decoder(_Message).decode
+_TRIPLES = msgspec.json.Decoder(list[_Triple]).decode
+_ENTRIES = msgspec.json.Decoder(list[_Entry]).decode
+_IDS = msgspec.json.Decoder(list[TokenId]).decode
+_NO_USAGE = _Usage()
+_encode = msgspec.json.Encoder().encode
+
+_PROMPT = b'"prompt_token_ids":['
+_BARE = _PROMPT + b"]"
+_CONTENT, _TRIPLE_LIST = b'"content":[', b'"output_token_logprobs":['
+"""Keys in a compact text. A quote inside a string has a backslash, so nothing else reads like this."""
+
+
+def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
+    """A valid reply without payloads, and what makes the text of all its tokens, if the prompt's ids are long; None if
+    `workers.parse` must decide. `known_text`: that of `job.known`, if it is in memory."""
+    start = body.find(_PROMPT) + len(_PROMPT)
+    if start < len(_PROMPT) or job.protocol != "chat" or any(want.required for want in job.wants):
+        return None
+    known, begun = job.known, None
+    if known_text is not None and known_text.begins(body, start):
+        begun = known_text
+    before = 0 if begun is None else begun.known.text_bytes
+    end = body.find(b"]", start + before)
+    inner = new = body[start + before : end] + b"," if end > start + before else b""
+    # The ids are taken out before anything is decoded: a prompt may have a hundred thousand.
+    text = body[:start] + body[end:]
+    if end < 0 or text.count(_BARE) != 1 or (job.sent and new != job.sent):
+        return None
+    base = 0
+    hasher: Hasher = hashlib.sha256()
+    if begun is not None:
+        base, hasher = begun.known.tokens, begun.hasher()
+        if not new:
+            return None
+    elif known is not None and len(new) >= known.text_bytes:
+        hasher = hashlib.sha256(memoryview(new)[: known.text_bytes])
+        if hasher.hexdigest() == known.hash:
+            base, new = known.tokens, new[known.text_bytes :]
+        else:
+            hasher = hashlib.sha256()
+    if new == b"," or new.translate(None, b"0123456789,"):
+        return None
+    try:
+        ids_text = b"[%b]" % new[:-1]
+        suffix_ids = scan.plain_ids(ids_text) if len(new) > PLAIN_BYTES else None
+        if suffix_ids is None:
+            suffix_ids = array("i", _IDS(ids_text)).tobytes()
+        tokens = base + len(suffix_ids) // TOKEN_BYTES
+        root = _BODY(text)
+        [choice] = root.choices
+        raw_message = bytes(choice.message)
+        message = _MESSAGE(raw_message)
+        meta, usage = choice.meta_info, root.usage or _NO_USAGE
+        content = b"" if choice.logprobs is None else bytes(choice.logprobs.content)
+        version = None if root.metadata is None else root.metadata.weight_version
+        dialect: Dialect
+        if meta is not UNSET:
+            triples_text = bytes(meta.output_token_logprobs)
+            triples = _TRIPLES(triples_text)
+            output = [triple.id for triple in triples]
+            logprobs = [triple.logprob for triple in triples]
+            if content and content != b"null":
+                _ENTRIES(content)
+            dialect, spans, cached = "sglang", meta.weight_versions, meta.cached_tokens
+            version = version if meta.weight_version is None else meta.weight_version
+            rest = _without(text, _TRIPLE_LIST, triples_text)
+            is_odd = (
+                bytes(choice.prompt_token_ids) != b"[]"
+                or meta.completion_tokens != len(output)
+                or meta.prompt_tokens not in (None, tokens)
+                or (choice.finish_reason is None and meta.finish_reason != NULL)
+                or choice.token_ids not in (None, output)
+                or not root.prompt_token_ids == meta.prompt_token_ids == NULL
+                or not root.sglext == meta.routed_experts == meta.indexer_topk == NULL
+            )
+        else:
+            entries = _ENTRIES(content)
+            output = choice.token_ids or []
+            logprobs = [entry.logprob for entry in entries]
+            dialect, spans, cached, rest = "vllm", choice.weight_versions, None, text
+            is_odd = (
+                bytes(root.prompt_token_ids) != b"[]"
+                or choice.token_ids is None
+                or len(entries) != len(output)
+                or usage.completion_tokens != len(output)
+                or not choice.prompt_token_ids == choice.routed_experts == choice.indexer_topk == NULL
+            )
+        output_text = _encode(output)
+        has_content = message.content is not None or message.tool_calls or message.reasoning_content
+        if (
+            is_odd
+            or job.dialect not in ("auto", dialect)
+            or tokens < 2
+            or usage.prompt_tokens not in (None, tokens)
+            or choice.response_token_ids not in (NULL, Raw(output_text))
+            or message.role != "assistant"
+            or not (has_content or message.reasoning or job.is_part or not output)
+        ):
+            return None
+        rest = _without(rest, _CONTENT, content)
+        if too_deep(rest) or orjson.dumps(orjson.loads(rest)) != rest:
+            return None
+        versions = versions_of(spans, version, "weight_versions", len(output))
+    except (msgspec.MsgspecError, ValueError, RecursionError, Rejected):
+        return None
+    if cached is None and usage.prompt_tokens_details is not None:
+        cached = usage.prompt_tokens_details.cached_tokens
+    added = output_text[1:-1] + b"," if output else b""
+    hasher.update(new)
+    hasher.update(added)
+    sequence = KnownTokens(tokens + len(output), before + len(inner) + len(added), hasher.hexdigest())
+    output_ids = array("i", output).tobytes()
+    facts, wire = codec.pack_turn(
+        Wire(
+            messages=job.messages,
+            message=raw_message,
+            reply=body[: start - 1] + body[end + 1 :],
+            headers=job.headers,
+            status=job.status,
+            prompt_ids_at=start - 1,
+            rid=job.rid,
+            own=job.own,
+            ids_field=job.ids_field,
+            facts=Facts(suffix_ids, output_ids, array("d", logprobs).tobytes()),
+        )
+    )
+    is_long = end - start > LONG_PROMPT
+    result = WorkerResult(
+        dialect=dialect,
+        message=raw_message,
+        base=base,
+        suffix_tokens=tokens - base,
+        output_tokens=len(output),
+        sequence=sequence,
+        finish_reason=choice.finish_reason,
+        weight_versions=versions,
+        facts=facts,
+        wire=wire,
+        payloads=[],
+        places=[],
+        cached_tokens=cached,
+        output_ids=output_ids if job.sent else b"",
+        prompt=PayloadRange(PROMPT, start - 1, end + 1, True) if is_long else None,
+    )
+    if not is_long or job.sent:
+        return result, None
+    return result, lambda: text_of(begun, inner + added, sequence, hasher)
+
+
+def _without(text: bytes, key: bytes, value: bytes) -> bytes:
+    """The text with 0 in place of this list, if it is the first under the key."""
+    at = text.find(key) + len(key) - 1
+    if at < len(key) or not text.startswith(value, at):
+        return text
+    return b"%b0%b" % (text[:at], text[at + len(value) :])
