@@ -32,8 +32,13 @@ def without(folder: Path, *names: str) -> Path:
     text = main.read_text()
     for name in names:
         shutil.rmtree(folder / "app" / "features" / name)
-        text, count = re.subn(rf"(?<=[\s(]){name},[ \n]*|, {name}(?=\n)", "", text)
-        assert count == 2, f"{name} is imported and listed, each in one place"
+    listed = re.search(r"FEATURES = \(([^)]*)\)", text)
+    assert listed is not None
+    left = "".join(f"{name}, " for name in re.findall(r"\w+", listed[1]) if name not in names)
+    text = text.replace(listed[0], f"FEATURES = ({left})")
+    line = f"from app.features import {left.rstrip(', ')}\n" if left else ""
+    text, count = re.subn(r"from app\.features import (\([^)]*\)|.*)\n", line, text)
+    assert count == 1
     main.write_text(text)
     return folder
 
