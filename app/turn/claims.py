@@ -343,7 +343,7 @@ class Claims:
                 new_blobs,
                 chunks,
                 is_alone=is_alone,
-                stages=("turn" if session.is_tree else "session") if services.staging.is_on else None,
+                stages=("turn" if session.is_tree else "session") if services.settings.stage_tokens_s else None,
                 pinned_upto=entry.pinned_upto,
             )
             if crash_points.ARMED:
