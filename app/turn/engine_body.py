@@ -12,8 +12,8 @@ from app.errors import Unsupported
 from app.fleet.engines import PATHS
 from app.turn.context import TurnContext
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds
-from app.upstream.client import EngineError
 from app.upstream.generate import GENERATE, Fields, generate_body
+from app.upstream.http import EngineError
 
 if TYPE_CHECKING:
     from app.services import Services
