@@ -22,7 +22,7 @@ from app.api.disconnect import disconnected
 from app.api.head import Head
 from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
 from app.api.limits import SMALL, BodyReservation, read_body
-from app.api.replies import ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
+from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from app.services import Services
 
 log = logging.getLogger("turnlog.chat")
-
-INTERNAL = "an internal error; the server's log has it"
 
 _ID = re.compile(ID)
 _UNMARKED = RetryMark()

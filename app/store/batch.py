@@ -115,10 +115,11 @@ WITH given AS MATERIALIZED (
 ), held AS (
     SELECT g.*, e.tx FROM given g
     JOIN sessions s ON s.session_id = g.sid
-    JOIN open_turns o ON o.session_id = g.sid AND o.fence = g.fence AND o.incarnation = g.incarnation
-        AND o.opened_at = g.opened_at
     JOIN events e ON e.session_id = g.sid AND e.seq = g.known
     WHERE s.version = g.known AND s.turns = g.known_turns
+        -- No join: a plan that was made while few turns were open would read all that are open.
+        AND g.opened_at = (SELECT opened_at FROM open_turns o
+            WHERE o.session_id = g.sid AND o.fence = g.fence AND o.incarnation = g.incarnation)
     FOR UPDATE OF s SKIP LOCKED
 ), advanced AS (
     UPDATE sessions s SET version = s.version + h.count, open_turns = s.open_turns - 1, turns = s.turns + 1,

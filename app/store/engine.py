@@ -42,6 +42,7 @@ from app.store.opening import acquire, require_head, revision_of, unopened
 from app.store.ports import READERS, Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
+    RECYCLE_S,
     Patience,
     PostgresAutocommit,
     PostgresWriter,
@@ -69,9 +70,6 @@ CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""
 
 NO_ROOM = "there is no room to open the database for more than reads"
-
-RECYCLE_S = 1800
-"""Age after which a connection is replaced, so that connections spread again after a failover."""
 
 _FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, BrokenRow, *DRIVER_ERRORS)
 
@@ -288,6 +286,8 @@ class Database:
         finally:
             if self._autocommit is not None:
                 await self._autocommit.close()
+            if self._postgres is not None:
+                await self._postgres.close()
             if self._sqlite_reads is not None:
                 self._sqlite_reads.close()
             for engine in filter(None, (self._reading, self._writing)):

@@ -92,7 +92,10 @@ class SqliteLock:
 
         Costs some microseconds.
         """
-        return next((reason for file in self._watched if (reason := file.lost()) is not None), None)
+        for file in self._watched:
+            if (reason := file.lost()) is not None:
+                return reason
+        return None
 
     def _lock(self, path: Path, *, create: bool) -> None:
         """Lock the file that the path leads to; retried if it was replaced meanwhile."""

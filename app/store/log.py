@@ -245,7 +245,7 @@ def free_chunks(tx: Tx, freed: Sequence[Tombstones]) -> None:
     tx.each(sql.queue_dead, [{"object": row[0], "sid": row[1]} for row in objects])
 
 
-def size_of(stored: Sequence[StoredBlob] | Sequence[StoredChunk]) -> int:
+def size_of(stored: Sequence[StoredBlob | StoredChunk]) -> int:
     return sum(len(one.data) for one in stored)
 
 

@@ -222,7 +222,8 @@ class Commit(SetOperation, TurnOperation, frozen=True):
 
     @property
     def size(self) -> int:
-        return 1024 + len(self.facts or b"") + len(self.wire) + size_of(self.blobs) + size_of(self.chunks)
+        size = 1024 + len(self.facts or b"") + len(self.wire)
+        return size + size_of([*self.blobs, *self.chunks]) if self.blobs or self.chunks else size
 
     @property
     def staged(self) -> set[int]:
