@@ -206,7 +206,7 @@ class Services:
         points.claimed.append(self.controls.claimed)
         points.ended.append(self.controls.ended)
         points.around_engine.append(Resume(self).around)
-        points.asking.append(LiveTurns(self).asking)
+        points.streaming.append(LiveTurns(self).streaming)
         if self.objects is not None:
             points.chunks.append(self.objects.stored)
         self.turns = Turns(self)
