@@ -146,7 +146,7 @@ class Claims:
             before = entry.session
             entry = require_open(await self._cache.refresh(session_id), session_id)
             newer = list(entry.session.turns.committed_after(before.version))
-            is_restored = len(entry.session.turns) != len(before.turns) + len(newer)
+            is_restored = entry.session.turns.count != before.turns.count + len(newer)
             if is_restored or any(other.incarnation != turn.incarnation for other in newer):
                 return False  # How the request was read depends on the turns that were known then.
             if newer:
@@ -167,7 +167,7 @@ class Claims:
         is_tree = session.history == "tree"
         if session.turns.count >= settings.max_turns:
             raise TooManyTurns(f"session {session_id} has {session.turns.count} turns, the most that it may have")
-        if session.undone and (undone := turn.history.undone_turn(session, entry.every_index)) is not None:
+        if session.undone.count and (undone := turn.history.undone_turn(session, entry.every_index)) is not None:
             raise Restored.of(session_id, undone)
         try:
             plan = turn.history.join(session, entry.index, turn.agent_id)
