@@ -37,9 +37,10 @@ from app.turn.in_flight import InFlightTurn, Request, TurnCancelled
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
-from app.upstream.client import EngineError, Withheld
+from app.upstream.client import Withheld
 from app.upstream.dialects import FIRST_ROW_NAMES, clients_first_row, complete, for_adapter, from_row, takes_rid
 from app.upstream.generate import GENERATE, Fields, generate_body
+from app.upstream.http import EngineError
 from app.upstream.streams import STREAM, Push, ReplyStream
 from app.upstream.token_in import IdsField
 from workers import codec

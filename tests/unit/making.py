@@ -26,10 +26,9 @@ from app.domain.events import (
 )
 from app.domain.fold import fold
 from app.domain.history import Incoming
-from app.domain.rules import Plan
+from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
-from app.domain.tree import TreeIndex
 from workers.parse_parts import VersionSpan
 from workers.reply import ValidatedReply
 
