@@ -35,6 +35,7 @@ from app.api import metrics as metrics_route
 from app.api.auth import Guard, with_single_slashes
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
+from app.api.direct import serve_direct
 from app.api.error_handlers import handle_faults
 from app.api.head import Head, request_ids
 from app.api.ng_rollout import PREFIX, without_prefix
@@ -66,6 +67,9 @@ SWITCH_S = 0.0005
 tenth of Python's default, because the loop waits at each of its steps while a thread reads a large request."""
 
 
+_DIRECT = {(route.method, route.has_session, route.route): route.endpoint for route in sessions.DIRECT_ROUTES}
+
+
 class Turnlog(FastAPI):
     """FastAPI with a direct path for turns. A failed start-up gives one line instead of a traceback.
 
@@ -80,6 +84,7 @@ class Turnlog(FastAPI):
         self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
         self._services: Services
+        self.state.direct_routes = sessions.DIRECT_ROUTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,6 +105,8 @@ class Turnlog(FastAPI):
                 await send_reply(head.hardening(send), *parts)
             elif head.method == "POST" and (protocol := ROUTES.get(head.route)) is not None:
                 await TurnRequest(self._services, protocol, head, receive, send).run()
+            elif endpoint := _DIRECT.get((head.method, head.path_session is not None, head.route)):
+                await serve_direct(self._services, endpoint, head, receive, send)
             else:
                 scope["app"] = self
                 await super().__call__(scope, receive, head.hardening(send))

@@ -54,8 +54,12 @@ from app.store.objects.rows import has_objects, note_objects, url_of_objects
 from app.store.writer import Writer
 from app.tito.families import check_family
 from app.turn.claims import Claims
+from app.turn.engine_call import EngineCalls
 from app.turn.large_bodies import LargeBodies
+from app.turn.live import LiveTurns
 from app.turn.placement import Placement
+from app.turn.points import TurnPoints
+from app.turn.resume import Resume
 from app.turn.retries import Retries
 from app.turn.session_control import SessionControls
 from app.turn.stages import RecentTurnStats
@@ -113,7 +117,8 @@ class Services:
         self.clock = clock
         self.prompts = prompts
 
-        # What features add, before the start. Nobody adds, nothing is called.
+        # What features add, before `open`. Nobody adds, nothing is called.
+        self.points = TurnPoints()  # in a turn
         self.features: dict[str, Any] = {}  # what each has made, by its name
         self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
         self.starts: list[Callable[[], None]] = []  # `start`
@@ -178,17 +183,7 @@ class Services:
             incarnation=incarnation,
             lease_s=lease,
         )
-        self.claims = Claims(
-            retries=self.retries,
-            settings=settings,
-            cache=self.cache,
-            writer=self.writer,
-            followers=self.followers,
-            clock=clock,
-            incarnation=incarnation,
-            lease_s=lease,
-            lease_left=self.lease_left,
-        )
+        self.claims = Claims(self, incarnation=incarnation, lease_s=lease, lease_left=self.lease_left)
         self.controls = SessionControls(
             database=database,
             writer=self.writer,
@@ -201,8 +196,19 @@ class Services:
         )
         self.placement = Placement(self.engines, self.cache, settings, clock)
         self.validator = ReplyValidator(pool, settings)
-        self.staging = Staging(database, self.writer, settings, incarnation)
+        self.staging = Staging(database, self.writer, settings)
         self.large_bodies = LargeBodies()
+        self.engine_calls = EngineCalls(self)
+        points = self.points
+        points.before_claim.append(self.gates.arrive)
+        points.before_engine.append(self.gates.pass_again)
+        points.may_send.append(self.gates.take)
+        points.claimed.append(self.controls.claimed)
+        points.ended.append(self.controls.ended)
+        points.around_engine.append(Resume(self).around)
+        points.asking.append(LiveTurns(self).asking)
+        if self.objects is not None:
+            points.chunks.append(self.objects.stored)
         self.turns = Turns(self)
 
         # sessions
@@ -248,6 +254,7 @@ class Services:
 
     async def open(self) -> None:
         """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""
+        self.turns.open()
         self.writer.start()
         await self.fleet.start()
         for ready in self.opens:

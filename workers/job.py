@@ -8,7 +8,7 @@ the whole reply is parsed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -49,21 +49,21 @@ def find_long_values(body: memoryview, known: KnownText | None = None) -> LongVa
     if known is not None and isinstance(body.obj, bytes):
         prompt = _known_prompt(body.obj, known)
         if prompt is not None:
-            return LongValues([place for kind in REPLAY for place in _payloads(body, kind, prompt)], prompt, known)
+            return LongValues(_payloads(body, prompt), prompt, known)
     prompt = _prompt(body, WINDOW) if len(body) > LONG_PROMPT else None
-    payloads = [place for kind in REPLAY for place in _payloads(body, kind, prompt)]
+    payloads = _payloads(body, prompt)
     if prompt is None and len(body) > WINDOW:
         largest = max(payloads, key=lambda place: place.end - place.start, default=None)
         prompt = _prompt(body, len(body), largest)
     return LongValues(payloads, prompt)
 
 
-def _prompt(body: memoryview, stop: int, gap: PayloadRange | None = None) -> PayloadRange | None:
+def _prompt(body: memoryview, stop: int, largest: PayloadRange | None = None) -> PayloadRange | None:
     """The first list that looks like a prompt's ids and whose key ends before `stop`, if it is long and has no white
     space: it has only digits and commas, or what no list of ids may have (`-`, `.`, `/`)."""
-    at = 0
+    at, gaps = 0, [] if largest is None else [largest]
     for _ in range(COPIES):
-        key = find(body[:stop], f'"{PROMPT}"'.encode(), at, gap)
+        key = find(body[:stop], f'"{PROMPT}"'.encode(), at, gaps)
         if key < 0:
             return None
         place = _value(body, PROMPT, key)
@@ -86,11 +86,19 @@ def _known_prompt(body: bytes, known: KnownText) -> PayloadRange | None:
     return PayloadRange(PROMPT, start, end, True) if is_flat else None
 
 
-def _payloads(body: memoryview, kind: str, prompt: PayloadRange | None) -> Iterator[PayloadRange]:
-    """The values after what looks like the payload's key; `prompt` has none in it."""
+def _payloads(body: memoryview, prompt: PayloadRange | None) -> list[PayloadRange]:
+    """The values after what looks like a payload's key. No key is looked for in the prompt's ids and in another
+    payload: that would take more time than anything else."""
+    gaps = [] if prompt is None else [prompt]
+    for kind in REPLAY:
+        gaps = sorted([*gaps, *_payloads_of(body, kind, gaps)], key=lambda place: place.start)
+    return sorted([place for place in gaps if place is not prompt], key=lambda place: REPLAY.index(place.kind))
+
+
+def _payloads_of(body: memoryview, kind: str, gaps: Sequence[PayloadRange]) -> Iterator[PayloadRange]:
     at = 0
     for _ in range(COPIES):
-        key = find(body, f'"{kind}"'.encode(), at, prompt)
+        key = find(body, f'"{kind}"'.encode(), at, gaps)
         place = None if key < 0 else _value(body, kind, key)
         if place is None:
             return
@@ -120,15 +128,14 @@ def _value(body: memoryview, kind: str, key: int) -> PayloadRange | None:
     return PayloadRange(kind, start, end, value.startswith(b"[")) if end > start else None
 
 
-def find(body: memoryview, needle: bytes, start: int, gap: PayloadRange | None = None) -> int:
-    """Position of `needle` in the body from `start` on, or -1. `gap` has no part of it."""
-    if gap is not None and start < gap.end:
-        found = find(body[: gap.start], needle, start)
-        return found if found >= 0 else find(body, needle, gap.end)
-    for at in range(start, len(body), WINDOW):
-        found = bytes(body[at : at + WINDOW + len(needle) - 1]).find(needle)
-        if found >= 0:
-            return at + found
+def find(body: memoryview, needle: bytes, start: int, gaps: Sequence[PayloadRange] = ()) -> int:
+    """Position of `needle` in the body from `start` on, or -1. `gaps`, in order, have no part of it."""
+    for end, behind in [*((gap.start, gap.end) for gap in gaps), (len(body), 0)]:
+        for at in range(start, end, WINDOW):
+            place = bytes(body[at : min(at + WINDOW + len(needle) - 1, end)]).find(needle)
+            if place >= 0:
+                return at + place
+        start = max(start, behind)
     return -1
 
 

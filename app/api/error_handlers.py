@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,14 +13,18 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from app.api.auth import route_path
-from app.api.replies import error_parts
+from app.api.replies import INTERNAL, error_parts
 from app.api.state import services
-from app.api.turns import INTERNAL
 from app.errors import AppError, InvalidRequest
 from app.logs import request_id
 from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND
 from app.protocols.errors import ErrorFields, openai_error
 from app.protocols.registry import ROUTES, protocol_at
+from app.upstream.headers import Headers
+
+if TYPE_CHECKING:
+    from app.api.direct import DirectRoute
+    from app.services import Services
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -33,14 +39,20 @@ def handle_faults(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _fault)
 
 
-async def _app_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, AppError)
+async def error_reply(app: Services, path: str, error: AppError, request_id: str | None) -> tuple[int, Headers, bytes]:
+    """Count an error of a request that is no turn. Returns the status, headers and body of its reply."""
     try:
-        error = await services(request).explained(error)
+        error = await app.explained(error)
     except AppError as failed:
         error = failed
-    services(request).metrics.request_failed(error.code)
-    status, headers, body = error_parts(error, protocol_at(route_path(request.scope)), request_id())
+    app.metrics.request_failed(error.code)
+    return error_parts(error, protocol_at(path), request_id)
+
+
+async def _app_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AppError)
+    path = route_path(request.scope)
+    status, headers, body = await error_reply(services(request), path, error, request_id())
     return Response(body, status, dict(headers))
 
 
@@ -90,8 +102,11 @@ def _allowed(request: Request) -> list[str]:
     app: FastAPI = request.app
     if _TURN.fullmatch(route_path(request.scope)):
         return ["POST"]
+    direct: Collection[DirectRoute] = app.state.direct_routes
+    allowed = {route.method for route in direct if route.matches(route_path(request.scope))}
     return [
         method
         for method in METHODS
-        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.router.routes)
+        if method in allowed
+        or any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.router.routes)
     ]

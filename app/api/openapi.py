@@ -142,6 +142,9 @@ def document(app: FastAPI) -> dict[str, Any]:
             if route.include_in_schema and method.upper() in (route.methods or ()):
                 operation = builder.operation(operation_of(route.endpoint), fields)
                 paths.setdefault(route.path_format, {})[method] = operation
+    for direct in app.state.direct_routes:
+        operation = builder.operation(operation_of(direct.endpoint), direct.fields)
+        paths.setdefault(direct.path, {})[direct.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {

@@ -15,6 +15,8 @@ from app.protocols.errors import own_error
 from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
 
+INTERNAL = "an internal error; the server's log has it"
+
 RENDER_INLINE = 64 << 10
 """Bytes. What is rendered from a larger body is rendered on a thread."""
 

@@ -7,13 +7,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import parse_qsl
 
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from starlette.types import Receive, Scope
 
-from app.api.bodies import MAX_COMPONENTS, body_of, require_finite, require_small
+from app.api.bodies import MAX_COMPONENTS, body_of, read_model, require_finite, require_small
 from app.api.describe import (
     BINARY,
     BODY,
@@ -26,9 +28,12 @@ from app.api.describe import (
     SESSION,
     WRITE,
     Reply,
+    Schema,
     describe,
     json_reply,
 )
+from app.api.direct import DirectRoute, small_body
+from app.api.head import Head
 from app.api.parameters import SessionId
 from app.api.state import services, start_stream
 from app.domain.branches import Branches
@@ -168,7 +173,6 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     return found
 
 
-@router.post("/sessions")
 @describe(
     "Create a session",
     "admin",
@@ -178,30 +182,30 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     optional_body=True,
     example={"group_id": "task-17", "attempt": 0},
 )
-async def create_session(request: Request) -> dict[str, Any]:
+async def create_session(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Create a session. With a `session_id`, repeating the request returns the same session."""
-    app = services(request)
-    new = new_session(await body_of(request, CreateSession, is_optional=True), app.settings)
+    raw = await small_body(app, head, receive)
+    new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
     await app.sessions.create(new)
-    return created(request, new.session_id)
+    return 200, created(app, head.scope, new.session_id)
 
 
-def created(request: Request, session_id: str) -> dict[str, Any]:
-    """What a client is told of its new session."""
-    token = services(request).tokens.for_session(session_id)
+def created(app: Services, scope: Scope, session_id: str) -> dict[str, Any]:
+    """What a client is told of its new session. `scope` is its request's."""
+    token = app.tokens.for_session(session_id)
     path = f"/sessions/{session_id}"
-    told = {"session_id": session_id, "base_url": f"{path}/v1", "url": _public_url(request) + path}
+    told = {"session_id": session_id, "base_url": f"{path}/v1", "url": _public_url(app, scope) + path}
     return told if token is None else {**told, "token": token}
 
 
-def _public_url(request: Request) -> str:
+def _public_url(app: Services, scope: Scope) -> str:
     """TURNLOG_PUBLIC_URL, else the address that the request was sent to."""
-    given = services(request).settings.public_url
+    given = app.settings.public_url
     if given is not None:
         return given
-    scope = request.scope
     host, port = scope["server"] or ("localhost", None)
-    address = request.headers.get("host") or (host if port is None else f"{host}:{port}")
+    named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+    address = named or (host if port is None else f"{host}:{port}")
     return f"{scope['scheme']}://{address}{scope.get('root_path', '')}"
 
 
@@ -339,7 +343,6 @@ async def get_refused_reply(
     return Response(kept, media_type=BYTES, headers={"x-turnlog-reply-bytes": str(size)})
 
 
-@router.put("/sessions/{session_id}/reward")
 @describe(
     "Set the reward of the session or of a turn",
     "session",
@@ -348,33 +351,60 @@ async def get_refused_reply(
     body=Reward,
     example={"reward": 1.0, "components": {"tests": 1.0}},
 )
-async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
+async def put_reward(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Set the reward of the session or of one of its turns."""
-    sessions = services(request).sessions
-    body = await body_of(request, Reward, most=MAX_COMPONENTS)
+    session_id = head.path_session
+    assert session_id is not None
+    body = read_model(await small_body(app, head, receive), Reward, MAX_COMPONENTS)
     require_small("reward and components have", {"reward": body.reward, "components": body.components})
-    seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
-    return {"session_id": session_id, "seq": seq}
+    seq = await app.sessions.assign_reward(session_id, body.reward, body.components, body.turn)
+    return 200, {"session_id": session_id, "seq": seq}
 
 
 ERASING = Reply("Erased from the database; object storage may still have payloads of it: repeat.", {}, status=202)
 
 
-@router.delete("/sessions/{session_id}", status_code=204)
 @describe("Close or erase the session", "session", NOTHING, ERASING, errors=(InvalidRequest, *SESSION, *WRITE))
-async def delete_session(
-    request: Request,
-    session_id: SessionId,
-    erase: Annotated[bool, Query(description="Also delete the content permanently.")] = False,
-) -> Response:
+async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Close the session at once; with `?erase=true` also delete its content permanently.
 
     202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
     """
-    app = services(request)
-    if not erase:
+    session_id = head.path_session
+    assert session_id is not None
+    query: bytes = head.scope["query_string"]
+    if not (query and _wants_erasure(query)):
         await app.sessions.close(session_id)
-        return Response(status_code=204)
+        return 204, None
     is_gone = await app.erasure.erase(session_id)
     log.info("session erased", extra={"session_id": session_id})
-    return Response(status_code=204 if is_gone else 202)
+    return 204 if is_gone else 202, None
+
+
+_BOOLEAN = TypeAdapter(bool)
+
+
+def _wants_erasure(query: bytes) -> bool:
+    """The parameter `erase`. Raises InvalidRequest."""
+    given = [value for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if name == "erase"]
+    if not given:
+        return False
+    try:
+        return _BOOLEAN.validate_python(given[-1])
+    except ValidationError as error:
+        raise InvalidRequest(f"erase={given[-1]:.64}: {error.errors()[0]['msg']}") from error
+
+
+ERASE: Schema = {
+    "name": "erase",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "boolean", "default": False},
+    "description": "Also delete the content permanently.",
+}
+
+DIRECT_ROUTES = (
+    DirectRoute("POST", False, "/sessions", create_session),
+    DirectRoute("DELETE", True, "", delete_session, (ERASE,)),
+    DirectRoute("PUT", True, "/reward", put_reward),
+)

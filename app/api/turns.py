@@ -22,14 +22,14 @@ from app.api.disconnect import disconnected
 from app.api.head import Head
 from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
 from app.api.limits import SMALL, BodyReservation, read_body
-from app.api.replies import ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
+from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.sse import is_set, wants_stream
-from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
+from app.turn.in_flight import InFlightTurn, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
 from app.turn.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, SUCCEEDED, Stages, TurnStage
@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turnlog.chat")
 
-INTERNAL = "an internal error; the server's log has it"
-
 _ID = re.compile(ID)
-_UNMARKED = RetryMark()
 
 
 class TurnRequest:
@@ -144,13 +141,16 @@ class TurnRequest:
         waiter = Waiter(reservation.grow, self._watch, self._token_session, self._is_lost, live)
         if settings.abort_after_s is not None:
             self._watch(waiter)
-        history = settings.history or (protocol.history if session is None else "tree")
-        agent_id = None if session is None else session.agent_id
-        if session is None and not AGENT_HEADERS.isdisjoint(head.headers):
-            agent_id = agent_of(self._headers)
-        is_marked = b"idempotency-key" in head.headers or b"x-stainless-retry-count" in head.headers
-        sender = Sender(retry_mark(self._headers) if is_marked else _UNMARKED, agent_id, history)
-        call = turns.take(session_id, protocol, body, self._headers, sender, waiter, self._stages, continued)
+        headers = head.headers
+        turn = InFlightTurn(session_id, waiter, self._stages, self._headers)
+        turn.new_history = settings.history or (protocol.history if session is None else "tree")
+        if session is not None:
+            turn.agent_id = session.agent_id
+        elif not AGENT_HEADERS.isdisjoint(headers):
+            turn.agent_id = agent_of(self._headers)
+        if b"idempotency-key" in headers or b"x-stainless-retry-count" in headers:
+            turn.retry_key, turn.is_retry = retry_mark(self._headers)
+        call = turns.take(turn, protocol, body, continued)
         if session is not None:
             call = session.with_hint(call)
         try:
@@ -293,8 +293,8 @@ def _outcome(reply: TurnReply) -> str:
     return ABORTED if reply.is_aborted else COMMITTED
 
 
-def retry_mark(headers: Headers) -> RetryMark:
-    """How the request is marked as a retry: `Idempotency-Key`, or `x-stainless-retry-count` of at least 1."""
+def retry_mark(headers: Headers) -> tuple[str | None, bool]:
+    """The marks of a retry: the hash of `Idempotency-Key`, and is `x-stainless-retry-count` at least 1?"""
     key = None
     is_retry = False
     for name, value in headers:
@@ -302,4 +302,4 @@ def retry_mark(headers: Headers) -> RetryMark:
             key = hash_key(value)
         elif name == "x-stainless-retry-count":
             is_retry = not value.strip("0123456789") and bool(value.strip("0"))
-    return RetryMark(key, is_retry)
+    return key, is_retry

@@ -74,13 +74,18 @@ def _url_of(part: Any) -> str | None:
     return url if isinstance(url, str) else None
 
 
+def may_hold_image(message: bytes) -> bool:
+    """May a raw message have an inline image or a reference? A client may spell the marks with escapes; what is stored
+    spells a reference without."""
+    return _IMAGE_MARK in message or _REFERENCE_MARK in message or _ESCAPED_LETTER in message
+
+
 def take_out(message: bytes) -> tuple[bytes, list[Image]]:
     """A raw message with references in the places of its inline images, and these in their order.
 
     Raises InvalidRequest for a content part of the reference's type.
     """
-    # A client may spell the marks with escapes; what is stored spells a reference without.
-    if not any(mark in message for mark in (_IMAGE_MARK, _REFERENCE_MARK, _ESCAPED_LETTER)):
+    if not may_hold_image(message):
         return message, []
     images: list[Image] = []
 

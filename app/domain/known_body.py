@@ -22,8 +22,8 @@ from app.domain import bounds, split
 from workers import scan
 from workers.parse_prompt import Hasher, KnownText, KnownTokens
 
-LONG_BODY = 32 << 10
-"""Bytes of a body from which on it is worth keeping: a shorter one is parsed in some ten microseconds."""
+LONG_BODY = 16 << 10
+"""Bytes of a body from which on it is worth keeping: to read a shorter one takes some ten microseconds."""
 
 MOST_HEAD = 8 << 20
 """Bytes of a head that is kept. The event loop compares it with a body, at some GiB a second."""

@@ -16,21 +16,10 @@ from app.domain.fleet import EngineListed
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
 from app.fleet.versions import WeightVersions
-from app.upstream.client import (
-    ONCE,
-    EngineClient,
-    EngineError,
-    EngineReply,
-    Grow,
-    Lost,
-    NotSent,
-    TimedOut,
-    TooLarge,
-    Unreadable,
-    Withheld,
-)
+from app.upstream.client import ONCE, EngineClient, EngineReply, Grow, TooLarge, Unreadable, Withheld
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
+from app.upstream.http import EngineError, Lost, NotSent, TimedOut
 from app.upstream.streams import BadStream, CutStream, StreamReader
 from app.upstream.token_in import IdsField, ProbeRefused, probe
 

@@ -6,6 +6,8 @@ import asyncio
 import bisect
 import itertools
 from collections import Counter
+from collections.abc import Awaitable
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +22,20 @@ Closings = tuple[int, int]
 AT_ONCE, REST_S = 16, 0.005
 """A gate that opens lets AT_ONCE turns pass every REST_S seconds. A thousand at once would block the event loop for a
 second and finish no sooner."""
+
+
+class GatedTurn(Protocol):
+    """What gates know of a turn. `ticket` is its place in the order; a turn that `has_claim` goes on while others
+    drain; `closings` are those of the moment when its request was sent."""
+
+    ticket: int
+    closings: Closings
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def has_claim(self) -> bool: ...
 
 
 class _HeldTurn(msgspec.Struct, eq=False):
@@ -55,34 +71,62 @@ class Gates:
         """Seconds after which no process uses a state from before a gate was shut; 0 for a process that is alone."""
         return 0.0 if self._fleet.is_alone else max(STALE_S + 2 * POLL_S, 2 * self._fleet.stale_s)
 
-    def arrive(self, adapter: str | None) -> GatePass:
-        """Give an arriving turn its place in the order, which it keeps if it waits more than once."""
-        return GatePass(self, self._fleet, adapter, next(self._tickets))
+    def arrive(self, turn: GatedTurn) -> Awaitable[None] | None:
+        """Give an arriving turn its place in the order, which it keeps if it waits more than once; None if it may pass
+        at once, which it may not while earlier turns are being let through."""
+        turn.ticket = next(self._tickets)
+        if self.is_open(turn) and not self._is_line_moving(turn.adapter):
+            return None
+        return self.wait(turn)
+
+    def pass_again(self, turn: GatedTurn) -> Awaitable[None] | None:
+        """None if a turn that has arrived may go on at once."""
+        return None if self.is_open(turn) else self.wait(turn)
 
     def is_shut(self, adapter: str | None, *, has_claim: bool = False) -> bool:
         return self._fleet.fleet.is_shut(adapter, has_claim=has_claim)
 
-    def may_pass(self, adapter: str | None, *, has_claim: bool = False) -> bool:
+    def is_open(self, turn: GatedTurn) -> bool:
         """May a turn go to an engine? False also if the state is stale: `wait` refreshes it."""
-        return self._fleet.is_fresh and not self.is_shut(adapter, has_claim=has_claim)
+        return self._fleet.is_fresh and not self._fleet.fleet.is_shut(turn.adapter, has_claim=turn.has_claim)
 
-    def is_line_moving(self, adapter: str | None) -> bool:
+    def version(self, adapter: str) -> str | None:
+        """An adapter's weight version, if a trainer reported it."""
+        return self._fleet.fleet.gates(adapter)[1].version
+
+    def take(self, turn: GatedTurn) -> bool:
+        """May the request be sent now? If so, later closings are counted from here."""
+        if not self.is_open(turn):
+            return False
+        turn.closings = self._fleet.fleet.closings(turn.adapter)
+        return True
+
+    async def was_shut(self, turn: GatedTurn) -> bool:
+        """Was a gate shut since the turn's request was sent, by any process?
+
+        Raises StoreUnavailable.
+        """
+        if self._fleet.fleet.closings(turn.adapter) != turn.closings:
+            return True
+        return (await self._fleet.refresh()).closings(turn.adapter) != turn.closings
+
+    def _is_line_moving(self, adapter: str | None) -> bool:
         """Are turns that arrived earlier being let through?"""
         return self._next_release is not None and self._held[adapter] > 0
 
-    async def wait(self, adapter: str | None, ticket: int, *, has_claim: bool = False) -> None:
-        """Wait until a turn may pass; one that `has_claim` goes on while others drain.
+    async def wait(self, turn: GatedTurn) -> None:
+        """Wait until a turn may pass; one that has its claim goes on while others drain.
 
         Raises Overloaded if the server stops, StoreUnavailable if the gates' state cannot be read.
         """
-        may_try = not self.is_line_moving(adapter)
-        while not (may_try and self.may_pass(adapter, has_claim=has_claim)):
-            if may_try and not self.is_shut(adapter, has_claim=has_claim):
+        may_try = not self._is_line_moving(turn.adapter)
+        while not (may_try and self.is_open(turn)):
+            if may_try and not self.is_shut(turn.adapter, has_claim=turn.has_claim):
                 await self._fleet.refresh()
                 continue
             if self._stopping:
                 raise Overloaded("the server is stopping; the gate is shut")
-            await self._wait_in_line(adapter, ticket, has_claim)
+            await self._wait_in_line(turn.adapter, turn.ticket, turn.has_claim)
             may_try = True
 
     async def _wait_in_line(self, adapter: str | None, ticket: int, has_claim: bool) -> None:
@@ -137,54 +181,6 @@ class Gates:
             else:
                 self._line.remove(waiter)
                 waiter.release()
-
-
-class GatePass:
-    """One turn's view of its gates, the fleet's and its adapter's. `ticket` is its place in the order; `has_claim` is
-    set once it has its claim."""
-
-    def __init__(self, gates: Gates, fleet: FleetState, adapter: str | None, ticket: int) -> None:
-        self._gates = gates
-        self._fleet = fleet
-        self._adapter = adapter
-        self.ticket = ticket
-        self.has_claim = False
-        self._closings: Closings = (0, 0)
-
-    @property
-    def admits_at_once(self) -> bool:
-        """May a turn that has just arrived pass? Not while earlier turns are being let through."""
-        return self.is_open and not self._gates.is_line_moving(self._adapter)
-
-    @property
-    def is_open(self) -> bool:
-        """May the turn go to an engine now? False also if the state is stale: `wait` refreshes it."""
-        return self._gates.may_pass(self._adapter, has_claim=self.has_claim)
-
-    @property
-    def version(self) -> str | None:
-        """The adapter's weight version, if a trainer reported it."""
-        return self._fleet.fleet.gates(self._adapter)[1].version
-
-    async def wait(self) -> None:
-        """Wait until the gates are open. Raises Overloaded if the server stops, StoreUnavailable."""
-        await self._gates.wait(self._adapter, self.ticket, has_claim=self.has_claim)
-
-    def take(self) -> bool:
-        """May the request be sent now? If so, later closings are counted from here."""
-        if not self.is_open:
-            return False
-        self._closings = self._fleet.fleet.closings(self._adapter)
-        return True
-
-    async def was_shut(self) -> bool:
-        """Was a gate shut since the turn's request was sent, by any process?
-
-        Raises StoreUnavailable.
-        """
-        if self._fleet.fleet.closings(self._adapter) != self._closings:
-            return True
-        return (await self._fleet.refresh()).closings(self._adapter) != self._closings
 
 
 def _ticket(waiter: _HeldTurn) -> int:

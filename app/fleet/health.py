@@ -28,9 +28,10 @@ from app.fleet.engines import Engines
 from app.fleet.member import Member
 from app.fleet.versions import weight_version
 from app.tasks import cancelled
-from app.upstream.client import EngineClient, EngineError, EngineReply, NotSent, TimedOut
+from app.upstream.client import EngineClient, EngineReply
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control
+from app.upstream.http import EngineError, NotSent, TimedOut
 from workers.codec import describe
 
 SERVER_INFO = "/server_info?config_format=json"

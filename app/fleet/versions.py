@@ -17,8 +17,9 @@ import msgspec
 from app.domain.fleet import Gate
 from app.fleet.member import Member
 from app.fleet.state import FleetState
-from app.upstream.client import EngineClient, EngineError
+from app.upstream.client import EngineClient
 from app.upstream.headers import Headers, to_control
+from app.upstream.http import EngineError
 from workers.parse_parts import MAX_VERSION
 
 UNSET = "default"

@@ -71,7 +71,8 @@ class CacheEntry:
     `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
     a tree is committed here, so that this process's commits do not make each other stale. `pinned_upto` is the last
     event that a checkpoint has of the session, as far as this process has heard; 0 for none. `unread` is the stored
-    content that was read with the log and that no turn has asked for yet.
+    content that was read with the log and that no turn has asked for yet. `newest_params` are the parameters of the
+    newest turn here and their blob's number: most turns of a session repeat them.
     """
 
     def __init__(self, session: Session) -> None:
@@ -84,6 +85,7 @@ class CacheEntry:
         self.bodies = KnownBodies()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
         self.newest_seen = 0
+        self.newest_params: tuple[bytes, int] | None = None
         self.unread = StoredContent()
         self._every_index: TreeIndex | None = None
         self.committing = asyncio.Lock()

@@ -1,22 +1,27 @@
-"""Claims a session for a turn, and releases the claim."""
+"""Claims a session for a turn, and ends the claim: by a commit, or by a release."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from app import crash_points
 from app.domain import decide
+from app.domain.decide import TurnBlobs
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.fold import fold
+from app.domain.history import Incoming
+from app.domain.reply import ValidatedReply
+from app.domain.request import ChatRequest
 from app.domain.rids import rid_of
-from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import (
     AppError,
+    ClaimLost,
     HistoryMismatch,
     Restored,
     RollbackTooDeep,
@@ -27,21 +32,39 @@ from app.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from app.sessions.cache import CacheEntry, SessionCache, require_open
-from app.sessions.event_log import Followers
-from app.sessions.lifecycle import Clock, refusal
-from app.settings import Settings
-from app.store.log import Appended, Refused
-from app.store.log_turns import AbandonLost, Busy, Claim, Known, Reject, Release, TooMany
-from app.store.ports import Writer
+from app.sessions.cache import CacheEntry, require_open
+from app.sessions.lifecycle import refusal
+from app.store import pins
+from app.store.log import Appended, Refused, StoredBlob, StoredChunk, size_of
+from app.store.log_turns import (
+    AbandonLost,
+    Busy,
+    Claim,
+    Commit,
+    Known,
+    Pinned,
+    Reject,
+    Release,
+    Stage,
+    Stale,
+    TooMany,
+)
 from app.tasks import cancelled
-from app.turn.context import ClaimedTurn, TurnContext
-from app.turn.in_flight import Identity, InFlightTurn
-from app.turn.retries import Retries
+from app.turn.engine_call import blobs_of
+from app.turn.in_flight import InFlightTurn
+from app.turn.retries import has_key
+from app.turn.token_in import added_text
+from app.turn.validation import stored_chunks
 from app.upstream.body import Body
 from workers import codec
 
+if TYPE_CHECKING:
+    from app.services import Services
+
 log = logging.getLogger("turnlog.claims")
+
+STAGE_BYTES = 512 << 10
+"""Payload chunks larger than this together are written before the commit: about 2 ms of one transaction."""
 
 KEPT_BYTES = 256 << 10
 """How much of a rejected reply is kept for diagnosis."""
@@ -69,61 +92,53 @@ class Claims:
 
     def __init__(
         self,
+        services: Services,
         *,
-        cache: SessionCache,
-        writer: Writer,
-        followers: Followers,
-        clock: Clock,
         incarnation: Callable[[], int],
         lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
-        retries: Retries,
-        settings: Settings,
     ) -> None:
-        self._retries = retries
-        self._settings = settings
+        self._services = services
+        self._points = services.points
+        self._retries = services.retries
+        self._settings = services.settings
+        self._cache = services.cache
+        self._writer = services.writer
+        self._followers = services.followers
+        self._clock = services.clock
         self._incarnation = incarnation
+        self._lease_s = lease_s
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
-        self._known: Counter[tuple[str, float]] = Counter()
+        self._known: dict[tuple[str, float], int] = {}
         self._looking: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
-        self._cache = cache
-        self._writer = writer
-        self._followers = followers
-        self._clock = clock
-        self._lease_s = lease_s
 
-    @property
-    def incarnation(self) -> int:
-        """Raises StoreFull, StoreUnavailable while this process is not registered in the store."""
-        return self._incarnation()
-
-    async def take(self, entry: CacheEntry, context: TurnContext, *, is_alone: bool = False) -> ClaimedTurn | None:
-        """Claim the session at a version that the request fits; None if its turn is already committed, or the request
+    async def take(self, turn: InFlightTurn, entry: CacheEntry, *, has_waited: bool, is_alone: bool) -> bool:
+        """Claim the session at a version that the request fits; False if its turn is already committed, or the request
         must be read again: another process has committed turns, or a restore has undone some or given some back.
 
-        `is_alone`: no other turn is in flight in this process.
+        `has_waited`: the turn waited since its request was read; `is_alone`: no other is in flight in this process.
         """
-        session_id = context.session_id
+        session_id = turn.session_id
         tries, look_s = 0, MIN_POLL_S
         while tries < CLAIM_TRIES:
             tries += 1
-            # While the turn waited at a gate, the session may have changed.
-            if await self._retries.repeated(entry, context.identity) is not None:
-                return None
-            self._require_room(entry.session)
-            plan = await self._match(entry, context)
-            outcome = await self._claim(entry, plan, context, is_alone)
-            if isinstance(outcome, ClaimedTurn):
-                return outcome
+            # Meanwhile what the request repeats may have been committed.
+            is_as_read = entry.session is turn.session and not has_waited
+            if not is_as_read and await self._retries.repeated(entry, turn) is not None:
+                return False
+            outcome = await self._claim(turn, entry, is_alone)
+            if outcome is None:
+                return True
+            has_waited = True
             if isinstance(outcome, Refused):
                 self._cache.drop(session_id)
                 raise refusal(session_id, outcome.status)
             if isinstance(outcome, TooMany):
                 raise _too_many_open(session_id, self._settings.max_open_turns)
             if isinstance(outcome, Busy):
-                left = await self._check_busy(session_id, outcome, context.identity)
+                left = await self._check_busy(turn, outcome)
                 if left is not None:
                     await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
                     tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
@@ -131,8 +146,8 @@ class Claims:
             entry = require_open(await self._cache.refresh(session_id), session_id)
             newer = list(entry.session.turns.committed_after(before.version))
             is_restored = len(entry.session.turns) != len(before.turns) + len(newer)
-            if is_restored or any(turn.incarnation != self.incarnation for turn in newer):
-                return None  # How the request was read depends on the turns that were known then.
+            if is_restored or any(other.incarnation != turn.incarnation for other in newer):
+                return False  # How the request was read depends on the turns that were known then.
             if newer:
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
@@ -140,109 +155,254 @@ class Claims:
         raise busy
 
     async def _claim(
-        self, entry: CacheEntry, plan: Plan, context: TurnContext, is_alone: bool
-    ) -> ClaimedTurn | Refused | Busy | TooMany | None:
-        """Claim the session at `entry`'s version; None if the session has changed since."""
-        session, identity = entry.session, context.identity
+        self, turn: InFlightTurn, entry: CacheEntry, is_alone: bool
+    ) -> Refused | Busy | TooMany | Stale | None:
+        """Claim the session at `entry`'s version; None if it is claimed.
+
+        Raises TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy (takes precedence over
+        the others), RollbackTooDeep, HistoryMismatch.
+        """
+        session, session_id, settings = entry.session, turn.session_id, self._settings
+        is_tree = session.history == "tree"
+        if len(session.turns) >= settings.max_turns:
+            raise TooManyTurns(f"session {session_id} has {len(session.turns)} turns, the most that it may have")
+        if session.undone and (undone := turn.history.undone_turn(session, entry.every_index)) is not None:
+            raise Restored.of(session_id, undone)
+        try:
+            plan = turn.history.join(session, entry.index, turn.agent_id)
+        except (RollbackTooDeep, HistoryMismatch):
+            await self._require_not_held(session)
+            raise
+        incarnation = turn.incarnation = self._incarnation()
         opened = decide.open_turn(
             session,
             plan,
-            incarnation=self.incarnation,
-            body_hash=identity.body_hash,
-            retry_key=identity.mark.key,
-            protocol=context.request.protocol,
-            adapter=context.adapter,
-            agent_id=identity.agent_id,
-            history=context.history_if_new,
+            incarnation=incarnation,
+            body_hash=turn.body_hash,
+            retry_key=turn.retry_key,
+            protocol=turn.request.protocol,
+            adapter=turn.adapter,
+            agent_id=turn.agent_id,
+            history=turn.new_history,
         )
-        session_id = session.session_id
-        # A marked retry waits for a turn that it repeats at another process: whether that turn's client still waits is
-        # known there alone. Of SQLite there is no other process.
-        is_retry = identity.mark.is_retry and identity.mark.key is None and not self._cache.database.is_sqlite
-        held = session.open_turns.values() if is_retry else ()
+        at = self._clock()
         claim = Claim(
             session_id,
-            known_of(session),
-            self._clock(),
+            Known(session.version, session.last_event_at, len(session.turns)),
+            at,
             opened,
             self._lease_s(),
-            most=self._settings.max_open_turns if session.is_tree else 1,
-            is_retry=is_retry,
-            unlike=[other.fence for other in held if not identity.has_body(other.body_hash, other.agent_id)],
+            most=settings.max_open_turns if is_tree else 1,
             is_alone=is_alone,
         )
+        # A marked retry waits for a turn that it repeats at another process: whether that turn's client still waits is
+        # known there alone. Of SQLite there is no other process.
+        if turn.is_retry and turn.retry_key is None and not self._cache.database.is_sqlite:
+            same = turn.body_hash, turn.agent_id
+            unlike = [held.fence for held in session.open_turns.values() if (held.body_hash, held.agent_id) != same]
+            claim = msgspec.structs.replace(claim, is_retry=True, unlike=unlike)
         if crash_points.ARMED:
             crash_points.reach("before_claim")
-        self._known[session_id, claim.at] += 1
-        context.flight.claims.append(claim.at)
-        outcome = await self._writer.submit(claim)
+        self._known[session_id, at] = self._known.get((session_id, at), 0) + 1
+        turn.attempts.append(at)
+        outcome: Appended | Stale | Busy | TooMany | Refused = await self._writer.submit(claim)
         if not isinstance(outcome, Appended):
-            return outcome if isinstance(outcome, Refused | Busy | TooMany) else None
+            return outcome
         if crash_points.ARMED:
             crash_points.reach("after_claim")
         fence, event = outcome.events[0].seq, outcome.events[0].event
         assert isinstance(event, TurnOpened)
         # If a PostgreSQL crash undid an earlier claim, the next claim gets the same fence.
         self._unreleased.pop((session_id, fence), None)
-        context.flight.fence = fence
-        claimed = self._session_after(entry, session, outcome)
-        rid = rid_of(session_id, fence, event.incarnation)
-        return ClaimedTurn(entry, claimed, plan, event, fence, rid, session.last_event_at, claim.at)
+        turn.entry, turn.plan, turn.opened, turn.fence, turn.opened_at = entry, plan, event, fence, at
+        turn.idle_since, turn.rid = session.last_event_at, rid_of(session_id, fence, incarnation)
+        self.appended(session_id, outcome)
+        turn.session = entry.session
+        if entry.session.version != outcome.events[-1].seq:
+            turn.session = _session_after(entry, session, outcome)
+        return None
 
-    def _require_room(self, session: Session) -> None:
-        """Raises TooManyTurns."""
-        if len(session.turns) >= self._settings.max_turns:
-            raise TooManyTurns(
-                f"session {session.session_id} has {len(session.turns)} turns, the most that it may have"
-            )
+    async def _require_not_held(self, session: Session) -> None:
+        """Raises SessionBusy if the open turn is that of another living process. On SQLite there is none."""
+        held = session.open_turn
+        if held is None or self._cache.database.is_sqlite or held.incarnation == self._incarnation():
+            return
+        if await self._lease_left(held.incarnation) is not None:
+            raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
 
-    async def _match(self, entry: CacheEntry, context: TurnContext) -> Plan:
-        """Where the request joins the session's history.
-
-        Raises Restored (the request carries a turn that is undone), SessionBusy (takes precedence over the others),
-        RollbackTooDeep, HistoryMismatch.
-        """
-        session = entry.session
-        if session.undone and (undone := context.history.undone_turn(session, entry.every_index)) is not None:
-            raise Restored.of(session.session_id, undone)
-        try:
-            return context.history.join(session, entry.index, context.identity.agent_id)
-        except (RollbackTooDeep, HistoryMismatch):
-            held = session.open_turn
-            if held is not None and await self._is_held_elsewhere(held.incarnation):
-                raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
-            raise
-
-    async def _is_held_elsewhere(self, incarnation: int) -> bool:
-        """Is this the incarnation of another living process? On SQLite there is none."""
-        if incarnation == self.incarnation or self._cache.database.is_sqlite:
-            return False
-        return await self._lease_left(incarnation) is not None
-
-    async def _check_busy(self, session_id: str, busy: Busy, own: Identity) -> float | None:
+    async def _check_busy(self, turn: InFlightTurn, busy: Busy) -> float | None:
         """Seconds until the claim of another process, whose turn the request repeats, becomes void without a heartbeat.
 
         None if the session can be claimed again: this process had failed to release the claim, or its owner is dead.
         Raises SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
         """
+        session_id = turn.session_id
         if (session_id, busy.opened_at) in self._known:
             raise SessionBusy(f"session {session_id} has a turn in flight")
-        if busy.incarnation == self.incarnation:
+        if busy.incarnation == turn.incarnation:
             event = TurnAbandoned(busy.turn, busy.fence, "not_released")
-            held = (session_id, busy.fence, self.incarnation, busy.opened_at)
+            held = (session_id, busy.fence, busy.incarnation, busy.opened_at)
             await self._write_release(Release(*held, self._clock(), event))
             return None
         left = await self._lease_left(busy.incarnation)
-        repeats = own.has_key(busy.retry_key, busy.body_hash) or (
-            own.mark.key is None and own.mark.is_retry and busy.body_hash == own.body_hash
+        repeats = has_key(turn, busy.retry_key, busy.body_hash) or (
+            turn.retry_key is None and turn.is_retry and busy.body_hash == turn.body_hash
         )
         if left is None or repeats:
             return left
         raise SessionBusy(f"session {session_id} has a turn in flight")
 
+    # commit
+
+    async def commit(self, turn: InFlightTurn, reply: ValidatedReply, *, is_alone: bool) -> None:
+        """Commit the turn: it is on disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable,
+        StoreFull."""
+        session_id, stages, result = turn.session_id, turn.stages, reply.result
+        chunks: Sequence[StoredChunk] = stored_chunks(result) if reply.payloads else ()
+        stages.reply_bytes = len(turn.answer.reply.body)
+        stages.stored_bytes = len(result.facts or b"") + len(result.wire) + size_of(chunks)
+        try:
+            if chunks:
+                chunks = await self._stage(turn, chunks)
+            outcome = await self._write_commit(turn, reply, chunks, is_alone)
+        except AppError as error:
+            self._cache.drop(session_id)
+            await self.fail(turn, error)
+            raise
+        if isinstance(outcome, Refused):
+            self._cache.drop(session_id)
+            if outcome.status == "open":
+                # The session still has the claim if only its staged chunks are gone.
+                await self.reject(turn, ClaimLost.code)
+                raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
+            raise refusal(session_id, outcome.status)
+        self.appended(session_id, outcome)
+        self._remember(turn, reply)
+
+    async def _write_commit(
+        self, turn: InFlightTurn, reply: ValidatedReply, chunks: Sequence[StoredChunk], is_alone: bool
+    ) -> Appended | Refused:
+        """Other turns may have been committed since the claim: the events are decided for the state that they are
+        written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
+        session_id = turn.session_id
+        entry = await self._cache.open(session_id)
+        if entry.session.history != "tree":
+            return await self._commit_to(turn, reply, chunks, entry, is_alone)
+        # This process's commits would make each other stale.
+        async with entry.committing:
+            return await self._commit_to(turn, reply, chunks, entry, is_alone)
+
+    async def _commit_to(
+        self,
+        turn: InFlightTurn,
+        reply: ValidatedReply,
+        chunks: Sequence[StoredChunk],
+        entry: CacheEntry,
+        is_alone: bool,
+    ) -> Appended | Refused:
+        services, session_id, result = self._services, turn.session_id, reply.result
+        while True:
+            if entry.pinned_upto:
+                entry.pinned_upto = await self._read_pins(session_id)
+            session = entry.session
+            if not _may_hold(session, turn):
+                return Refused(session.status)
+            known = entry.newest_params
+            if known is not None and known[0] == turn.call.params and not turn.shared:
+                blobs, new_blobs = TurnBlobs(known[1]), list[StoredBlob]()
+            else:
+                blobs, new_blobs = blobs_of(turn, session)
+            events = decide.commit_turn(
+                session,
+                entry.index,
+                turn.opened,
+                turn.fence,
+                turn.plan,
+                turn.history,
+                reply,
+                blobs=blobs,
+                given_ids=turn.given_ids,
+                odd_arguments=turn.odd_arguments,
+                binding=services.placement.binding(turn, session, reply.engine),
+                timing=turn.stages.timing(),
+                left_out=turn.left_out,
+                max_replay_bytes=self._settings.max_replay_bytes,
+                uses=entry.uses,
+                pinned_upto=entry.pinned_upto,
+            )
+            commit = Commit(
+                session_id,
+                turn.fence,
+                turn.incarnation,
+                turn.opened_at,
+                self._clock(),
+                Known(session.version, session.last_event_at, len(session.turns)),
+                events,
+                result.facts,
+                result.wire,
+                new_blobs,
+                chunks,
+                is_alone=is_alone,
+                stages=("turn" if session.is_tree else "session") if services.staging.is_on else None,
+                pinned_upto=entry.pinned_upto,
+            )
+            if crash_points.ARMED:
+                crash_points.reach("before_commit")
+            outcome: Appended | Stale | Pinned | Refused = await self._writer.submit(commit)
+            if crash_points.ARMED:
+                crash_points.reach("after_commit")
+            if isinstance(outcome, Appended):
+                turn.stages.stored_bytes += size_of(new_blobs)
+                entry.newest_params = turn.call.params, blobs.params
+                return outcome
+            if isinstance(outcome, Refused):
+                return outcome
+            if isinstance(outcome, Pinned):
+                entry.pinned_upto = outcome.upto
+            entry = require_open(await self._cache.refresh(session_id), session_id)
+
+    async def _read_pins(self, session_id: str) -> int:
+        """A checkpoint that had the session may have been deleted; one that is made is found by the commit."""
+        return await self._cache.database.read(
+            lambda connection: pins.read_pinned_upto(connection, session_id), session_id=session_id
+        )
+
+    async def _stage(self, turn: InFlightTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """Write chunks before the commit: as objects, or, if there are many bytes of them, into the database, one at a
+        time. Returns the chunks that the commit must write. Raises as `Objects.stored`."""
+        for stored in self._points.chunks:
+            chunks = await stored(turn.session_id, turn.fence, chunks)
+        if size_of(chunks) <= STAGE_BYTES:
+            return chunks
+        for chunk in chunks:
+            stage = Stage(turn.session_id, turn.fence, turn.incarnation, turn.opened_at, [chunk])
+            if not await self._writer.submit(stage):
+                break
+            if crash_points.ARMED:
+                crash_points.reach("after_staged")
+        return ()
+
+    def _remember(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+        """Keep what the next request repeats of the committed turn."""
+        result, prompt, request = reply.result, turn.call.prompt, turn.request
+        if reply.calls or turn.odd_arguments:
+            odd = turn.entry.index.odd_calls
+            if turn.opened.turn in odd:
+                odd.learn(turn.opened.turn, reply.calls)
+        tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)
+        messages = b",".join((*turn.new, result.message))
+        layout = request.layout if isinstance(request, ChatRequest) else None
+        spelled = text = None
+        if layout is not None:
+            spelled = turn.history.spelled() if isinstance(turn.history, Incoming) else None
+            text = None if reply.text is None else reply.text()
+        self._cache.remember(turn.session_id, turn.opened.turn, messages, tokens, layout, spelled, text)
+
+    # release
+
     async def reject(
         self,
-        claimed: ClaimedTurn,
+        turn: InFlightTurn,
         reason: str,
         status: int | None = None,
         detail: str | None = None,
@@ -251,47 +411,33 @@ class Claims:
         keeps_staged: bool = False,
     ) -> None:
         """Release a claim after an invalid reply or an engine's error. The start of `reply` is kept for diagnosis."""
-        session_id, turn, fence = claimed.session.session_id, claimed.opened.turn, claimed.fence
+        number, fence = turn.opened.turn, turn.fence
         if reply is None or keeps_staged:
-            await self._release(self._end(claimed, TurnRejected(turn, fence, reason, status, detail), keeps_staged))
+            await self._release(
+                _end(turn, self._clock(), TurnRejected(number, fence, reason, status, detail), keeps_staged)
+            )
             return
         kept = reply.beginning(KEPT_BYTES)
-        event = TurnRejected(turn, fence, reason, status, detail, len(reply), len(kept))
-        await self._release(
-            Reject(
-                session_id,
-                fence,
-                self.incarnation,
-                claimed.opened_at,
-                self._clock(),
-                event,
-                len(reply),
-                codec.compress(kept),
-            )
-        )
+        event = TurnRejected(number, fence, reason, status, detail, len(reply), len(kept))
+        held = turn.session_id, fence, turn.incarnation, turn.opened_at
+        await self._release(Reject(*held, self._clock(), event, len(reply), codec.compress(kept)))
 
     async def fail(
-        self, claimed: ClaimedTurn, error: AppError, detail: str | None = None, reply: Body | None = None
+        self, turn: InFlightTurn, error: AppError, detail: str | None = None, reply: Body | None = None
     ) -> None:
         """Release a claim after an error. If the store is unavailable, release it in the background. Of a turn whose
         engine did not finish, or that could not be written, a retry may go on from what it has staged."""
         keeps_staged = isinstance(error, (UpstreamUnreachable, UpstreamTimeout, StoreUnavailable))
         if not isinstance(error, StoreUnavailable):
-            await self.reject(claimed, error.code, None, detail, reply, keeps_staged=keeps_staged)
+            await self.reject(turn, error.code, None, detail, reply, keeps_staged=keeps_staged)
             return
-        event = TurnRejected(claimed.opened.turn, claimed.fence, error.code, None, detail)
-        self._retry_release(self._end(claimed, event, keeps_staged), 0)
+        event = TurnRejected(turn.opened.turn, turn.fence, error.code, None, detail)
+        self._retry_release(_end(turn, self._clock(), event, keeps_staged), 0)
 
-    async def abandon(self, claimed: ClaimedTurn, reason: Literal["disconnect", "not_released"]) -> None:
+    async def abandon(self, turn: InFlightTurn, reason: Literal["disconnect", "not_released"]) -> None:
         """Release the claim of a turn that no longer runs."""
-        await self.release(claimed, TurnAbandoned(claimed.opened.turn, claimed.fence, reason))
-
-    async def release(self, claimed: ClaimedTurn, event: Event) -> None:
-        await self._release(self._end(claimed, event))
-
-    def _end(self, claimed: ClaimedTurn, event: Event, keeps_staged: bool = False) -> Release:
-        session_id, at = claimed.session.session_id, self._clock()
-        return Release(session_id, claimed.fence, self.incarnation, claimed.opened_at, at, event, keeps_staged)
+        event = TurnAbandoned(turn.opened.turn, turn.fence, reason)
+        await self._release(_end(turn, self._clock(), event))
 
     async def _release(self, operation: Release | Reject) -> None:
         """Release a claim. If the store is unavailable, retry in the background; the turn gets no error."""
@@ -303,7 +449,7 @@ class Claims:
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
             keeps = isinstance(operation, Release) and operation.keeps_staged
-            held = (session_id, fence, self.incarnation, operation.opened_at)
+            held = (session_id, fence, operation.incarnation, operation.opened_at)
             release = Release(*held, operation.at, event, keeps)
             self._retry_release(release, RELEASE_RETRY_S)
 
@@ -344,33 +490,24 @@ class Claims:
         self._cache.advance(session_id, outcome.events)
         self._followers.notify(session_id)
 
-    def _session_after(self, entry: CacheEntry, before: Session, outcome: Appended) -> Session:
-        """The session after `outcome` was appended to `before`, the state when the write was decided."""
-        self.appended(before.session_id, outcome)
-        first, last = outcome.events[0].seq, outcome.events[-1].seq
-        if entry.session.version == last or first != before.version + 1:
-            # In a tree, the events of other turns may stand between: the state before the claim serves as well.
-            return entry.session if entry.session.version >= before.version else before
-        # The entry has advanced further meanwhile, or it left the cache.
-        after = fold(before.session_id, outcome.events, before)
-        assert after is not None
-        return after
-
     def start(self) -> None:
         self._looking = asyncio.create_task(self._look_for_lost(), name="turnlog-claims")
 
-    def forget(self, session_id: str, flight: InFlightTurn) -> None:
+    def forget(self, turn: InFlightTurn) -> None:
         """The turn is no longer in flight: what the store may still hold of its claims is nobody's."""
-        for at in flight.claims:
-            self._known[session_id, at] -= 1
-            if not self._known[session_id, at]:
-                del self._known[session_id, at]
+        for at in turn.attempts:
+            left = self._known[turn.session_id, at] - 1
+            if left:
+                self._known[turn.session_id, at] = left
+            else:
+                del self._known[turn.session_id, at]
+        turn.attempts = []
 
     async def _look_for_lost(self) -> None:
         while True:
             await asyncio.sleep(LOST_S)
             try:
-                found = await self._writer.submit(AbandonLost(self.incarnation, self._clock(), self._known))
+                found = await self._writer.submit(AbandonLost(self._incarnation(), self._clock(), self._known))
             except AppError as error:
                 log.warning("claims of turns that are not in flight were not looked for: %s", error)
                 continue
@@ -383,8 +520,36 @@ class Claims:
         await cancelled(self._looking)
 
 
-def known_of(session: Session) -> Known:
-    return Known(session.version, session.last_event_at, len(session.turns))
+def _end(turn: InFlightTurn, at: float, event: Event, keeps_staged: bool = False) -> Release:
+    return Release(turn.session_id, turn.fence, turn.incarnation, turn.opened_at, at, event, keeps_staged)
+
+
+def _session_after(entry: CacheEntry, before: Session, outcome: Appended) -> Session:
+    """The session after `outcome` was appended to `before`, the state when the write was decided, where the entry is at
+    another version."""
+    if outcome.events[0].seq != before.version + 1:
+        # In a tree, the events of other turns may stand between: the state before the claim serves as well.
+        return entry.session if entry.session.version >= before.version else before
+    # The entry has advanced further meanwhile, or it left the cache.
+    after = fold(before.session_id, outcome.events, before)
+    assert after is not None
+    return after
+
+
+def _may_hold(session: Session, turn: InFlightTurn) -> bool:
+    """May the claim still stand? A state from before it does not tell.
+
+    Without it nothing can be decided: what the turn continues is no longer kept for it, and where a crash of the
+    database undid it, its number and fence may be another turn's.
+    """
+    if session.version < turn.fence:
+        return True
+    held, opened = session.open_turns.get(turn.opened.turn), turn.opened
+    return held is not None and (held.fence, held.parent, held.body_hash) == (
+        turn.fence,
+        opened.parent,
+        opened.body_hash,
+    )
 
 
 def _too_many_open(session_id: str, most: int) -> SessionBusy:

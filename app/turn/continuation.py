@@ -15,8 +15,8 @@ from app.errors import UpstreamInvalid
 from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.settings import Settings
-from app.turn.context import Request
-from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds
+from app.turn.engine_call import EngineCall, PromptIds
+from app.turn.in_flight import Request
 from app.upstream.body import Body
 from app.upstream.dialects import FIRST_ROW_NAMES, from_row
 from workers import codec, join
@@ -80,15 +80,14 @@ class GeneratedPart(msgspec.Struct, frozen=True):
 
 
 class Continuation:
-    """The parts of one turn's generation. `prompt` is the text of the prompt's ids, `options` those of the first
-    request."""
+    """The parts of one turn's generation. `prompt` is the text of the prompt's ids, `call` the first request."""
 
     def __init__(
-        self, request: Request, settings: Settings, prompt: bytes, options: EngineRequestOptions, first: GeneratedPart
+        self, request: Request, settings: Settings, prompt: bytes, call: EngineCall, first: GeneratedPart
     ) -> None:
         self._request = request
         self._settings = settings
-        self._options = options
+        self._call = call
         self._ids = prompt
         self._generations: list[GeneratedPart] = []
         self._pieces: list[Piece] = []
@@ -144,22 +143,10 @@ class Continuation:
         output = codec.unpack_facts(result.facts, result.wire).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
-    def prompt(self) -> PromptIds:
-        """The prompt and all tokens so far."""
-        return PromptIds(self._ids, None)
-
-    def options(self) -> EngineRequestOptions:
-        """The first options, asking only for the rows of `routed_experts` that are still missing."""
-        stops = [piece.rows["routed_experts"][1] for piece in self._pieces if "routed_experts" in piece.rows]
-        options = msgspec.structs.replace(self._options, is_part=True)
-        if not stops:
-            return options
-        own = from_row(stops[-1], self._settings.upstream_dialect)
-        return msgspec.structs.replace(options, own=own, first_row=stops[-1])
-
-    def request(self, whole: EngineRequest) -> EngineRequest:
-        """The turn's request with the rest of its token budget."""
-        params = {name: bytes(raw) for name, raw in _FIELDS.decode(whole.params).items()}
+    def next_call(self) -> EngineCall:
+        """The request for the rest: the prompt and all tokens so far, what is left of the token budget, and only the
+        rows of `routed_experts` that are still missing."""
+        params = {name: bytes(raw) for name, raw in _FIELDS.decode(self._call.params).items()}
         left = self._tokens_left()
         if left is not None:
             for name in ("max_tokens", "max_completion_tokens"):
@@ -168,10 +155,26 @@ class Continuation:
         least = self._param("min_tokens")
         if _is_count(least):
             params["min_tokens"] = str(max(least - self.tokens, 0)).encode()
-        if self.options().own:
+        own, first_row = self._call.own, self._call.first_row
+        stops = [piece.rows["routed_experts"][1] for piece in self._pieces if "routed_experts" in piece.rows]
+        if stops:
+            own, first_row = from_row(stops[-1], self._settings.upstream_dialect), stops[-1]
+        if own:
             for name in FIRST_ROW_NAMES:
                 params.pop(name, None)
-        return msgspec.structs.replace(whole, params=join_object(params))
+        ids = PromptIds(self._ids, None)
+        return msgspec.structs.replace(
+            self._call,
+            params=join_object(params),
+            own=own,
+            first_row=first_row,
+            ids=ids,
+            prompt=ids,
+            origin="continued",
+            is_part=True,
+            wants_native=self.first.answer.is_native,
+            is_native=False,
+        )
 
     async def join(self) -> Answer:
         """Join all generations to one answer, from the last engine. Raises UpstreamInvalid."""

@@ -1,79 +1,70 @@
-"""Turns in flight in this process, the clients that wait for them, and how a request is marked as a retry."""
+"""A turn in flight: one object from a request's arrival to its reply, and the clients that wait for it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from app.domain.events import GivenIds, History
-from app.errors import ClientGone, IdempotencyMismatch
+from app.domain.completion import IncomingPrompt
+from app.domain.events import GivenIds, History, TurnOpened
+from app.domain.history import Incoming
+from app.domain.reply import ValidatedReply
+from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.rules import Plan
+from app.domain.session import Session
+from app.errors import AppError, ClientGone, SessionClosed
+from app.fleet.engines import Answer, EngineOrder
+from app.fleet.gates import Closings
+from app.sessions.cache import CacheEntry
 from app.turn.live import LiveStream
+from app.turn.stages import Stages
+from app.upstream.body import Body
 from app.upstream.headers import Headers
+
+if TYPE_CHECKING:
+    from app.turn.engine_call import EngineCall, PromptIds, SharedBlob
+    from app.turn.session_control import ControlledTurn
+    from app.turn.staging import StagedTurn
 
 CancelReason = Literal["session_closed", "disconnect"]
 
+AwayCause = Literal["listed", "draining", "dead", "expired"]
 
-class RetryMark(msgspec.Struct, frozen=True):
-    """Marks a request as a retry: an idempotency key (hashed), or the OpenAI SDKs' retry count."""
+Request = ChatRequest | CompletionRequest
 
-    key: str | None = None
-    is_retry: bool = False
+RequestHistory = Incoming | IncomingPrompt
+"""A request's history: a chat's messages, or a completion's prompt."""
 
-
-class Sender(msgspec.Struct, frozen=True):
-    """What a request's headers and route say of its sender: the retry mark, the agent, and the history that a session
-    gets whose first turn decides that."""
-
-    mark: RetryMark = RetryMark()
-    agent_id: str | None = None
-    history: History = "linear"
-
-
-class Identity(msgspec.Struct, frozen=True):
-    """What tells whether two requests are the same: the hash of the canonical body, the agent, and the retry mark.
-
-    If the last message is an assistant's, `begun_reply` is that message, and `begun_hash` the hash of the body without
-    it.
-    """
-
-    mark: RetryMark
-    body_hash: str
-    agent_id: str | None = None
-    begun_reply: Mapping[str, Any] | None = None
-    begun_hash: str | None = None
-
-    def has_body(self, body_hash: str, agent_id: str | None = None) -> bool:
-        return body_hash == self.body_hash and agent_id == self.agent_id
-
-    def has_key(self, key: str | None, body_hash: str) -> bool:
-        """Does the turn with this key and body hash have this request's key?
-
-        Raises IdempotencyMismatch if the key was used with another body.
-        """
-        if self.mark.key is None or self.mark.key != key:
-            return False
-        if body_hash != self.body_hash:
-            raise IdempotencyMismatch("the idempotency key was used with another request body")
-        return True
+_LATER: Any = None
+"""Stands for what a later step of the turn sets, before anything asks for it."""
 
 
 def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
+class TemplateInputs(msgspec.Struct, frozen=True):
+    """What a request's chat template renders besides messages. `offered` are the tools that it shows."""
+
+    tools: Sequence[Any] | None
+    choice: Any
+    offered: Sequence[Any] | None
+    arguments: Mapping[str, Any]
+
+
 class TurnReply(msgspec.Struct, frozen=True):
     """The reply to the client. Its body is in parts, so that a large one is cut without copying.
 
-    `turn` is None for an engine's own error, which commits nothing. `replayed`: another request's turn, stored or, if
-    `joined`, still in flight. `is_aborted`: an engine ended the generation early. `rolled_back`: how many live turns
-    this one superseded when it committed. `echo`: what the request's parser kept for the rendering of the reply.
-    `left_out`: what of the request the engine was not sent (`app.domain.left_out`).
-    `given_ids` as in `TurnCommitted`.
+    `turn` is None for an engine's own error, which commits nothing. `replayed`: another request's
+    turn, stored or, if `joined`, still in flight. `is_aborted`: an engine ended the generation
+    early. `rolled_back`: how many live turns this one superseded when it committed. `echo`: what
+    the request's parser kept for the rendering of the reply. `left_out`: what of the request the
+    engine was not sent (`app.domain.left_out`). `given_ids` as in `TurnCommitted`.
     """
 
     status: int
@@ -89,54 +80,137 @@ class TurnReply(msgspec.Struct, frozen=True):
     given_ids: GivenIds | None = None
 
 
-class InFlightTurn:
-    """A turn in flight in this process; a retry joins it. `engine_asked`: its request may have reached an engine.
+class InFlightTurn(msgspec.Struct, eq=False):
+    """A request for a turn, and what is known of it so far: each step adds to it.
 
-    `fence` is its claim's, None until it has one; `claims` are the times of all its attempts to claim. `finished`
-    resolves to its reply if it commits, else to None.
+    `retry_key` (hashed) and `is_retry` are the marks of a retry: an idempotency key, or the OpenAI
+    SDKs' retry count. `new_history` becomes the session's where its first turn decides that.
+    `headers` are the client's.
     """
 
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
-        self.cancel_reason: CancelReason | None = None
-        self.is_held = False
-        self.engine_asked = False
-        self.fence: int | None = None
-        self.claims: list[float] = []
-        self._waiters: list[Waiter] = []
-        self._task: asyncio.Task[object] | None = None
-        self.finished: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
+    session_id: str
+    waiter: Waiter
+    stages: Stages
+    headers: Headers = []
+    retry_key: str | None = None
+    is_retry: bool = False
+    agent_id: str | None = None
+    new_history: History = "linear"
+
+    # Read. `body_hash` is that of the canonical body, by which a retry is known. If the last message
+    # is an assistant's, `partial_reply` is that message and `partial_hash` the hash of the body
+    # without it. `template` is None unless the prompt is rendered here. `large` is the body's size
+    # in bytes if it must not be processed on the event loop, else 0. `adapter` is the LoRA adapter.
+    request: Request = _LATER
+    history: RequestHistory = _LATER
+    template: TemplateInputs | None = None
+    body_hash: str = ""
+    partial_reply: Mapping[str, Any] | None = None
+    partial_hash: str | None = None
+    adapter: str | None = None
+    large: int = 0
+
+    # In flight. `waiters` are its client and those that joined; `finished`, made for the first that
+    # joins, resolves to the reply if the turn commits, else to None. `is_held`: it waits at a gate.
+    # `engine_asked`: its request may have reached an engine. `attempts` are the times of all its
+    # attempts to claim.
+    waiters: list[Waiter] = []
+    finished: asyncio.Future[TurnReply | None] | None = None
+    cancel_reason: CancelReason | None = None
+    is_held: bool = False
+    engine_asked: bool = False
+    attempts: list[float] = []
+    task: asyncio.Task[object] | None = None
+
+    # At a gate: its place in the line, and how often the gates had been shut when it was sent.
+    ticket: int = 0
+    closings: Closings = (0, 0)
+
+    # Claimed: `session` is the state at the claim (before it, the state for which the request was
+    # read); its live turns cannot change while the claim stands. `idle_since` is the time of the
+    # session's last event before the claim, `opened_at` that of the claim. `rid` names the
+    # generation at the engine.
+    entry: CacheEntry = _LATER
+    session: Session = _LATER
+    plan: Plan = _LATER
+    opened: TurnOpened = _LATER
+    fence: int = 0
+    incarnation: int = 0
+    rid: str = ""
+    idle_since: float = 0.0
+    opened_at: float = 0.0
+
+    # Prepared: `new` are the messages that are not stored yet, `stored` these with references to
+    # their images. `shared` are the blobs that the session may not have. `odd_arguments`: a new
+    # message has a call whose arguments are no JSON object. `prompt` are the ids to send, if any.
+    new: Sequence[bytes] = ()
+    stored: Sequence[bytes] = ()
+    shared: Sequence[SharedBlob] = ()
+    odd_arguments: bool = False
+    prompt: PromptIds | None = None
+    left_out: tuple[str, ...] = ()
+    requested_at: float = 0.0
+
+    # Generated. `order` are the engines in the order in which they are tried, `away` says why the
+    # session's own is not the first. `control` is set if the client chose the engine, `controlled`
+    # if it asked for session control at all. `aborts` are tasks that may still abort its generation.
+    # `received` is the body being validated, which is kept
+    # if the reply is rejected. `reply` stays None for an engine's own error.
+    call: EngineCall = _LATER
+    order: EngineOrder = _LATER
+    away: AwayCause | None = None
+    controlled: ControlledTurn | None = None
+    control: ControlledTurn | None = None
+    aborts: Collection[asyncio.Task[None]] = ()
+    staged: StagedTurn | None = None
+    live: LiveStream | None = None
+    received: Body | None = None
+    answer: Answer = _LATER
+    reply: ValidatedReply | None = None
+    given_ids: GivenIds | None = None
 
     @property
     def has_client(self) -> bool:
         """Is a client known to wait for the reply?"""
-        return any(not waiter.is_gone for waiter in self._waiters)
+        return any(not waiter.is_gone for waiter in self.waiters)
 
-    def finish(self, reply: TurnReply | None) -> None:
-        """The turn has ended, with `reply` if it committed. Waiters are released, so that no cycle keeps the reply
-        alive."""
-        if not self.finished.done():
-            self.finished.set_result(reply)
-        for waiter in self._waiters:
-            waiter.turn_finished()
-        self._waiters = []
+    @property
+    def has_claim(self) -> bool:
+        return self.fence > 0
 
     def add(self, waiter: Waiter) -> None:
-        self._waiters.append(waiter)
+        self.waiters.append(waiter)
         if self.is_held:
             waiter.turn_held()
 
     def remove(self, waiter: Waiter) -> None:
         """If no other client waits for the turn, cancel it."""
-        self._waiters.remove(waiter)
-        if not self._waiters:
+        self.waiters.remove(waiter)
+        if not self.waiters:
             self.cancel("disconnect")
+
+    def joined(self) -> asyncio.Future[TurnReply | None]:
+        """`finished`, for one who waits for it."""
+        if self.finished is None:
+            self.finished = asyncio.get_running_loop().create_future()
+        return self.finished
+
+    def finish(self, reply: TurnReply | None) -> None:
+        """The turn has ended, with `reply` if it committed. Waiters are released, so that no cycle
+        keeps the reply alive."""
+        if self.finished is not None and not self.finished.done():
+            self.finished.set_result(reply)
+        self.finished = None
+        for waiter in self.waiters:
+            waiter.flight = None
+        self.waiters = []
 
     @contextlib.contextmanager
     def waiting_at_gate(self) -> Iterator[None]:
-        """While the turn waits at a gate, clients that disconnect leave at once; the last one cancels the turn."""
+        """While the turn waits at a gate, clients that disconnect leave at once; the last one
+        cancels the turn."""
         self.is_held = True
-        for waiter in tuple(self._waiters):
+        for waiter in tuple(self.waiters):
             waiter.turn_held()
         try:
             yield
@@ -144,18 +218,19 @@ class InFlightTurn:
             self.is_held = False
 
     def cancel(self, reason: CancelReason) -> None:
-        """Cancel the work on the prompt or at the engine. A turn that is past both is decided by its fence."""
+        """Cancel the work on the prompt or at the engine. A turn that is past both is decided by its
+        fence."""
         if self.cancel_reason is None:
             self.cancel_reason = reason
-            if self._task is not None:
-                self._task.cancel()
+            if self.task is not None:
+                self.task.cancel()
 
     @contextlib.contextmanager
     def cancellable(self) -> Iterator[None]:
         """Work that `cancel` ends. Raises TurnCancelled."""
         if self.cancel_reason is not None:
             raise TurnCancelled
-        self._task = task = asyncio.current_task()
+        self.task = task = asyncio.current_task()
         try:
             yield
         except asyncio.CancelledError:
@@ -164,7 +239,13 @@ class InFlightTurn:
             task.uncancel()
             raise TurnCancelled from None
         finally:
-            self._task = None
+            self.task = None
+
+    def cancel_error(self) -> AppError:
+        """What the client of a cancelled turn is told."""
+        if self.cancel_reason == "session_closed":
+            return SessionClosed(f"session {self.session_id} was closed during the turn")
+        return ClientGone("the client disconnected, which ended its turn")
 
 
 def _no_watch(waiter: Waiter) -> None:
@@ -176,39 +257,32 @@ def _is_connected() -> bool:
     return False
 
 
-class Waiter:
+class Waiter(msgspec.Struct, eq=False):
     """A client that waits for a turn, its own or one that it joined.
 
-    `grow` reserves memory for the reply. `watch` arranges that `client_disconnected` is called; it is needed only at a
-    gate, since other turns go on without their client. `token_session` is the session whose token authorised the
-    request. `is_lost` tells whether the client's connection has ended. `live` takes its own turn's deltas.
+    `grow` reserves memory for the reply. `watch` arranges that `client_disconnected` is called; it
+    is needed only at a gate, since other turns go on without their client. `token_session` is the
+    session whose token authorised the request. `is_lost` tells whether the client's connection has
+    ended. `live` takes its own turn's deltas.
     """
 
-    def __init__(
-        self,
-        grow: Callable[[int], None],
-        watch: Callable[[Waiter], None] = _no_watch,
-        token_session: str | None = None,
-        is_lost: Callable[[], bool] = _is_connected,
-        live: LiveStream | None = None,
-    ) -> None:
-        self.grow = grow
-        self.live = live
-        self._is_lost = is_lost
-        self.token_session = token_session
-        self._watch = watch
-        self._flight: InFlightTurn | None = None
-        self._departure: asyncio.Future[None] | None = None
-        self._is_disconnected = False
-        self._has_left = False
+    grow: Callable[[int], None]
+    watch: Callable[[Waiter], None] = _no_watch
+    token_session: str | None = None
+    is_lost: Callable[[], bool] = _is_connected
+    live: LiveStream | None = None
+    flight: InFlightTurn | None = None
+    departure: asyncio.Future[None] | None = None
+    is_disconnected: bool = False
+    has_left: bool = False
 
     @property
     def is_gone(self) -> bool:
-        return self._is_disconnected or self._is_lost()
+        return self.is_disconnected or self.is_lost()
 
     def wait_for(self, flight: InFlightTurn) -> None:
         """Wait for this client's own turn."""
-        self._flight = flight
+        self.flight = flight
         flight.add(self)
 
     async def join(self, flight: InFlightTurn) -> TurnReply | None:
@@ -217,35 +291,33 @@ class Waiter:
         Raises ClientGone if the client leaves first.
         """
         self.wait_for(flight)
-        self._departure = asyncio.get_running_loop().create_future()
-        await asyncio.wait((flight.finished, self._departure), return_when=asyncio.FIRST_COMPLETED)
-        if self._has_left:
+        finished = flight.joined()
+        self.departure = asyncio.get_running_loop().create_future()
+        await asyncio.wait((finished, self.departure), return_when=asyncio.FIRST_COMPLETED)
+        if self.has_left:
             raise ClientGone("the client went away while it waited for a turn that it had joined")
-        return flight.finished.result()
+        return finished.result()
 
     def turn_held(self) -> None:
         """The turn waits at a gate."""
-        if self._is_disconnected:
+        if self.is_disconnected:
             self.leave()
         else:
-            self._watch(self)
+            self.watch(self)
 
     def client_disconnected(self) -> None:
-        """The client has disconnected. Leave a turn that waits at a gate; any other turn goes on until `leave`."""
-        self._is_disconnected = True
-        if self._flight is not None and self._flight.is_held:
+        """The client has disconnected. Leave a turn that waits at a gate; any other turn goes on
+        until `leave`."""
+        self.is_disconnected = True
+        if self.flight is not None and self.flight.is_held:
             self.leave()
-
-    def turn_finished(self) -> None:
-        """The turn has ended; it cannot be cancelled any more."""
-        self._flight = None
 
     def leave(self) -> None:
         """Stop waiting, for good."""
-        flight, self._flight = self._flight, None
-        self._has_left = True
-        if self._departure is not None and not self._departure.done():
-            self._departure.set_result(None)
+        flight, self.flight = self.flight, None
+        self.has_left = True
+        if self.departure is not None and not self.departure.done():
+            self.departure.set_result(None)
         if flight is not None:
             flight.remove(self)
 

@@ -18,7 +18,7 @@ from app.domain.events import ReplyRedelivered, ReplyUndelivered
 from app.domain.history import decode_message, is_beginning
 from app.domain.session import Session
 from app.domain.turns import Turn
-from app.errors import AppError, SessionUnreadable
+from app.errors import AppError, IdempotencyMismatch, SessionUnreadable
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
 from app.store import incarnations, reads
@@ -26,7 +26,7 @@ from app.store.log import Appended
 from app.store.log_turns import NoteDelivery
 from app.store.ports import Writer
 from app.tasks import cancelled
-from app.turn.in_flight import Identity, InFlightTurn
+from app.turn.in_flight import InFlightTurn
 from workers.codec import CorruptContent
 
 log = logging.getLogger("turnlog.retries")
@@ -68,46 +68,45 @@ class Retries:
 
     # what a request repeats
 
-    def joinable(self, entry: CacheEntry, flights: Iterable[InFlightTurn], own: Identity) -> InFlightTurn | None:
+    def joinable(self, entry: CacheEntry, flights: Iterable[InFlightTurn], turn: InFlightTurn) -> InFlightTurn | None:
         """The turn in flight here that the request repeats. Raises IdempotencyMismatch."""
         for flight in flights:
-            other = flight.identity
-            if own.has_key(other.mark.key, other.body_hash):
+            if has_key(turn, flight.retry_key, flight.body_hash):
                 return flight
-            if own.mark.key is not None or not own.has_body(other.body_hash, other.agent_id):
+            if turn.retry_key is not None or (flight.body_hash, flight.agent_id) != (turn.body_hash, turn.agent_id):
                 continue
-            is_alone = own.mark.is_retry and not entry.session.is_tree
+            is_alone = turn.is_retry and not entry.session.is_tree
             if is_alone or not flight.has_client:
                 return flight
         return None
 
-    async def repeated(self, entry: CacheEntry, own: Identity) -> int | None:
+    async def repeated(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
         """The committed turn whose reply the request is to be given. Raises IdempotencyMismatch."""
-        if own.mark.key is not None:
-            number = entry.keyed.get(own.mark.key)
-            turn = None if number is None else entry.session.turn(number)
-            return number if turn is not None and own.has_key(turn.retry_key, turn.body_hash) else None
-        if not entry.index.knows_body(own.body_hash, own.begun_hash):
+        if turn.retry_key is not None:
+            number = entry.keyed.get(turn.retry_key)
+            first = None if number is None else entry.session.turn(number)
+            return number if first is not None and has_key(turn, first.retry_key, first.body_hash) else None
+        if not entry.index.knows_body(turn.body_hash, turn.partial_hash):
             return None
         died_after: dict[int, float | None] = {}
-        for turn in self._childless(entry, own, own.body_hash):
-            if own.mark.is_retry:
-                is_newest = turn is entry.session.leaf and not entry.session.is_tree
-                if is_newest or not self._is_delivered(entry, turn):
-                    return turn.number
-            elif await self._is_undelivered(entry, turn, died_after):
-                return turn.number
-        return await self._resumed(entry, own, died_after)
+        for earlier in self._childless(entry, turn, turn.body_hash):
+            if turn.is_retry:
+                is_newest = earlier is entry.session.leaf and not entry.session.is_tree
+                if is_newest or not self._is_delivered(entry, earlier):
+                    return earlier.number
+            elif await self._is_undelivered(entry, earlier, died_after):
+                return earlier.number
+        return await self._resumed(entry, turn, died_after)
 
-    async def _resumed(self, entry: CacheEntry, own: Identity, died_after: dict[int, float | None]) -> int | None:
+    async def _resumed(self, entry: CacheEntry, turn: InFlightTurn, died_after: dict[int, float | None]) -> int | None:
         """The turn whose undelivered reply begins with the request's last message: its client got no more of it."""
-        if own.begun_hash is None or own.begun_reply is None:
+        if turn.partial_hash is None or turn.partial_reply is None:
             return None
-        for turn in self._childless(entry, own, own.begun_hash):
-            if await self._is_undelivered(entry, turn, died_after):
-                reply = await self._reply_message(entry.session.session_id, turn.number)
-                if is_beginning(own.begun_reply, reply) and not self._is_delivered(entry, turn):
-                    return turn.number
+        for earlier in self._childless(entry, turn, turn.partial_hash):
+            if await self._is_undelivered(entry, earlier, died_after):
+                reply = await self._reply_message(entry.session.session_id, earlier.number)
+                if is_beginning(turn.partial_reply, reply) and not self._is_delivered(entry, earlier):
+                    return earlier.number
         return None
 
     async def _reply_message(self, session_id: str, turn: int) -> Mapping[str, Any]:
@@ -119,7 +118,7 @@ class Retries:
             raise SessionUnreadable(f"session {session_id}, turn {turn}: {error}") from error
         return decode_message(wires[turn].message, "the reply's message")
 
-    def _childless(self, entry: CacheEntry, own: Identity, body_hash: str) -> Iterator[Turn]:
+    def _childless(self, entry: CacheEntry, own: InFlightTurn, body_hash: str) -> Iterator[Turn]:
         """The childless turns of the same agent with this body, the newest first; in a linear session only the newest
         turn can be one."""
         session, index = entry.session, entry.index
@@ -223,6 +222,18 @@ class Retries:
             log.warning("session %s: the delivery of turn %d could not be noted: %s", session_id, event.turn, error)
         finally:
             self._writing.discard(note)
+
+
+def has_key(turn: InFlightTurn, key: str | None, body_hash: str) -> bool:
+    """Does the turn with this key and body hash have the request's key?
+
+    Raises IdempotencyMismatch if the key was used with another body.
+    """
+    if turn.retry_key is None or turn.retry_key != key:
+        return False
+    if body_hash != turn.body_hash:
+        raise IdempotencyMismatch("the idempotency key was used with another request body")
+    return True
 
 
 def _is_told(session: Session, event: ReplyUndelivered | ReplyRedelivered) -> bool:

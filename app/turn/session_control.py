@@ -18,8 +18,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Literal, TypeVar
 
-import msgspec
-
 from app.domain.control import SessionControl
 from app.domain.events import AffinityBound, AffinityReleased
 from app.domain.session import Affinity, Session
@@ -32,7 +30,7 @@ from app.store.affinities import Ending
 from app.store.log import Operation, VoidedClaim
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
-from app.turn.placement import EngineChoice
+from app.turn.in_flight import InFlightTurn
 from app.upstream.sessions import EngineSessions, OpenUnknown
 
 log = logging.getLogger("turnlog.session_control")
@@ -103,6 +101,16 @@ class SessionControls:
                 while self._background:
                     await asyncio.wait(set(self._background))
         await cancelled(*self._background)
+
+    def claimed(self, turn: InFlightTurn) -> None:
+        """The turn has its claim (`points.claimed`)."""
+        if turn.request.control is not None:
+            turn.controlled = self.turn(turn.request.control, turn.session_id)
+
+    def ended(self, turn: InFlightTurn) -> None:
+        """A turn that had its claim has ended (`points.ended`)."""
+        if turn.controlled is not None:
+            turn.controlled.finish(turn.aborts)
 
     def turn(self, control: SessionControl, session_id: str) -> ControlledTurn:
         """Begin a turn that holds its session's claim; call `finish` on it in the end."""
@@ -273,14 +281,13 @@ class ControlledTurn:
         now = asyncio.get_running_loop().time()
         self.slides_at = now + self._timeout_s / SLIDES_A_TIMEOUT if self._state == "bound" else float("inf")
 
-    async def place(self, ordinary: EngineChoice) -> EngineChoice:
-        """Choose the turn's engine; `ordinary` is the choice without session control. Raises StoreUnavailable,
+    async def place(self, turn: InFlightTurn) -> None:
+        """Choose the turn's engine; its `order` is the choice without session control. Raises StoreUnavailable,
         Overloaded."""
-        await self._acquire(ordinary.order.first)
-        if self._state == "unbound":
-            return ordinary
-        order = self._controls.engines.order(self.session_id, self._engine)
-        return msgspec.structs.replace(ordinary, order=order, control=self)
+        await self._acquire(turn.order.first)
+        if self._state != "unbound":
+            turn.order = self._controls.engines.order(self.session_id, self._engine)
+            turn.control = self
 
     async def _acquire(self, candidate: str) -> None:
         """Request the name until no other turn uses it; a new binding would be to `candidate`."""

@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -26,9 +26,8 @@ from app.settings import Settings
 from app.store import staged_tokens
 from app.store.ports import Database, Writer
 from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
-from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import can_continue
-from app.turn.engine_request import EngineRequest, PromptIds
+from app.turn.in_flight import InFlightTurn
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import DialectChoice, asked_for
@@ -57,51 +56,28 @@ class StagingCounters(msgspec.Struct):
 class Staging:
     """Stages the turns of this process, if TURNLOG_STAGE_TOKENS_S says so."""
 
-    def __init__(self, database: Database, writer: Writer, settings: Settings, incarnation: Callable[[], int]) -> None:
+    def __init__(self, database: Database, writer: Writer, settings: Settings) -> None:
         self.counters = StagingCounters()
+        self.is_on = settings.stage_tokens_s > 0
         self._database = database
         self._writer = writer
         self._settings = settings
-        self._incarnation = incarnation
 
-    @property
-    def is_on(self) -> bool:
-        return self._settings.stage_tokens_s > 0
-
-    def turn(
-        self,
-        context: TurnContext,
-        claimed: ClaimedTurn,
-        request: EngineRequest,
-        dialect: DialectChoice,
-        prompt: PromptIds | None,
-    ) -> StagedTurn | None:
-        """None if tokens are not staged, or if the turn cannot be continued."""
-        if not self.is_on:
-            return None
-        if not self._can_stage(context, request, dialect, prompt):
+    def begin(self, turn: InFlightTurn, dialect: DialectChoice) -> StagedTurn | None:
+        """None if the turn cannot be continued. `dialect` is that of all engines."""
+        if not self._can_stage(turn, dialect):
             self.counters.turns["not_staged"] += 1
             return None
-        digest = _request_hash(context, claimed, request)
         return StagedTurn(
-            claimed,
-            digest,
-            self._database,
-            self._writer,
-            self._incarnation(),
-            self._settings,
-            self.counters,
-            is_native=dialect == "sglang",
+            turn, self._database, self._writer, self._settings, self.counters, is_native=dialect == "sglang"
         )
 
-    def _can_stage(
-        self, context: TurnContext, sent: EngineRequest, dialect: DialectChoice, prompt: PromptIds | None
-    ) -> bool:
+    def _can_stage(self, turn: InFlightTurn, dialect: DialectChoice) -> bool:
         """Do the engines stream the turn with its ids, and can it be continued from them? A stream has no payloads."""
-        request = context.request
+        request = turn.request
         if not isinstance(request, ChatRequest) or dialect == "auto":
             return False
-        if dialect == "sglang" and (prompt is None or not can_translate(request.params, sent.tools)):
+        if dialect == "sglang" and (turn.prompt is None or not can_translate(request.params, turn.call.tools)):
             return False
         if self._settings.replay or asked_for(request.params) or not can_continue(request):
             return False
@@ -113,11 +89,9 @@ class StagedTurn:
 
     def __init__(
         self,
-        claimed: ClaimedTurn,
-        request_hash: str,
+        turn: InFlightTurn,
         database: Database,
         writer: Writer,
-        incarnation: int,
         settings: Settings,
         counters: StagingCounters,
         *,
@@ -125,12 +99,12 @@ class StagedTurn:
     ) -> None:
         self.counters = counters
         self.is_native = is_native
-        self._claimed = claimed
-        self._session_id = claimed.session.session_id
-        self._request_hash = request_hash
+        self._session_id = turn.session_id
+        self._turn = turn.opened.turn
+        self._held = (turn.session_id, turn.fence, turn.incarnation, turn.opened_at)
+        self._request_hash = _request_hash(turn)
         self._database = database
         self._writer = writer
-        self._incarnation = incarnation
         self._interval_s = settings.stage_tokens_s
         self._rows = self._parts = 0
         self._stream: StagedStream | None = None
@@ -191,15 +165,12 @@ class StagedTurn:
         row = StagedRow(self._rows, self._parts, stream.engine, stream.version, stream.logprobs_of, data)
         self._rows += 1
         self._written_at = asyncio.get_running_loop().time()
-        claimed = self._claimed
-        operation = StageTokens(
-            self._session_id, claimed.fence, self._incarnation, claimed.opened_at, self._request_hash, row
-        )
+        operation = StageTokens(*self._held, self._request_hash, row)
         try:
             self._is_lost = not await self._writer.submit(operation)
         except AppError as error:
             self._is_lost = True
-            log.warning("session %s: turn %d is no longer staged: %s", self._session_id, claimed.opened.turn, error)
+            log.warning("session %s: turn %d is no longer staged: %s", self._session_id, self._turn, error)
         finally:
             self._writing = None
         self.counters.turns["staged"] += row.number == 0 and not self._is_lost
@@ -209,14 +180,14 @@ class StagedTurn:
     async def restore(self) -> list[Answer]:
         """The generations that a turn with the same request has left, as if their engines had aborted them. They are
         this turn's from now on. Raises StoreUnavailable, StoreFull."""
-        session_id, claimed = self._session_id, self._claimed
+        session_id = self._session_id
         left = await self._database.read(
             lambda connection: staged_tokens.left_by(connection, session_id, self._request_hash),
             session_id=session_id,
         )
         if left is None:
             return []
-        take_over = TakeOverStaged(session_id, claimed.fence, self._incarnation, claimed.opened_at, left.fence)
+        take_over = TakeOverStaged(*self._held, left.fence)
         if not await self._writer.submit(take_over):
             return []
         rows = list(_contiguous(left.rows))
@@ -229,18 +200,16 @@ class StagedTurn:
 
     def restored(self, tokens: int) -> None:
         """The turn goes on from so many tokens."""
-        turn = self._claimed.opened.turn
-        log.info("session %s: turn %d goes on from %d tokens", self._session_id, turn, tokens)
+        log.info("session %s: turn %d goes on from %d tokens", self._session_id, self._turn, tokens)
         self.counters.turns["restored"] += 1
         self.counters.tokens_restored += tokens
 
     async def drop(self, why: str) -> None:
         """The turn is generated anew. Raises StoreUnavailable, StoreFull."""
-        claimed = self._claimed
-        log.warning("session %s: turn %d is generated anew: %s", self._session_id, claimed.opened.turn, why)
+        log.warning("session %s: turn %d is generated anew: %s", self._session_id, self._turn, why)
         self.counters.turns["anew"] += 1
         self._rows = self._parts = 0
-        await self._writer.submit(DropStaged(self._session_id, claimed.fence, self._incarnation, claimed.opened_at))
+        await self._writer.submit(DropStaged(*self._held))
 
 
 class StagedStream:
@@ -286,11 +255,12 @@ class StagedStream:
         return b"".join(pieces)
 
 
-def _request_hash(context: TurnContext, claimed: ClaimedTurn, request: EngineRequest) -> str:
+def _request_hash(turn: InFlightTurn) -> str:
     """What must be the same for a turn to go on from another's tokens: the body, the place, the agent, and what the
     engine is asked for besides messages."""
-    parts = [context.identity.body_hash, str(claimed.plan.parent), context.identity.agent_id or ""]
-    parts += [one.hash for one in request.shared if one.kind in ("params", "tools")]
+    parts = [turn.body_hash, str(turn.plan.parent), turn.agent_id or ""]
+    parts.append(hashlib.sha256(turn.call.params).hexdigest())
+    parts += [blob.hash for blob in turn.shared if blob.kind == "tools"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

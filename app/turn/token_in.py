@@ -33,8 +33,8 @@ from app.sessions.cache import SessionCache, id_text
 from app.store import reads
 from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
-from app.turn.context import ClaimedTurn, Request, TemplateInputs
-from app.turn.engine_request import EngineRequest, PromptIds, template_arguments
+from app.turn.engine_call import PromptIds, blobs_of, template_arguments
+from app.turn.in_flight import InFlightTurn, Request, TemplateInputs
 from app.upstream.token_in import KV_FIELD, KV_MEMBER
 from workers.codec import CorruptContent
 from workers.parse import KnownTokens
@@ -111,39 +111,37 @@ class TokenIn:
 
         return await self._run(sum(len(memoryview(raw)) for raw in raws), counted)
 
-    async def given(self, claimed: ClaimedTurn, ids: TokenIds) -> PromptIds:
+    async def given(self, turn: InFlightTurn, ids: TokenIds) -> PromptIds:
         """The client's own ids. Raises TokenPrefixMismatch if the session rejects drift, and SessionUnreadable."""
-        parent = decide.token_parent(claimed.session, claimed.plan)
+        parent = decide.token_parent(turn.session, turn.plan)
         if parent is None or not parent.token_count:
             return PromptIds(ids.text, None)
         if _begins_with(ids.text, parent):
             return PromptIds(ids.text, _known(parent))
-        if claimed.session.config.on_drift == "reject":
-            at = await self.first_difference(claimed, parent, lambda: map(int, ids.text.split(b",")))
+        if turn.session.config.on_drift == "reject":
+            at = await self.first_difference(turn, parent, lambda: map(int, ids.text.split(b",")))
             raise TokenPrefixMismatch(
                 f"input_ids do not continue the {parent.token_count} stored tokens: they differ at position {at}"
             )
         return PromptIds(ids.text, None)
 
-    async def built(
-        self, claimed: ClaimedTurn, template: TemplateInputs, incoming: Incoming, engine_request: EngineRequest
-    ) -> PromptIds:
+    async def built(self, turn: InFlightTurn, template: TemplateInputs, incoming: Incoming) -> PromptIds:
         """The ids of a chat's prompt.
 
         Raises InvalidRequest (refused by the template), TokenPrefixMismatch (the session rejects drift, or the stored
         tokens are not those of the log), and SessionUnreadable.
         """
         assert self.prompts is not None
-        parent = decide.token_parent(claimed.session, claimed.plan)
+        parent = decide.token_parent(turn.session, turn.plan)
         if parent is not None and parent.token_count:
             try:
-                return await self._extend(claimed, parent, incoming, engine_request, template)
+                return await self._extend(turn, parent, incoming, template)
             except NotAnExtension as error:
-                if claimed.session.config.on_drift == "reject":
+                if turn.session.config.on_drift == "reject":
                     raise TokenPrefixMismatch(
                         f"the prompt cannot continue the {parent.token_count} stored tokens: {error}"
                     ) from error
-        messages = await self._all_messages(claimed, incoming)
+        messages = await self._all_messages(turn, incoming)
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
         text = await self._run(size, _whole_prompt_text, self.prompts, messages, template.offered, template.arguments)
         return PromptIds(text, None)
@@ -187,12 +185,12 @@ class TokenIn:
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
 
-    async def first_difference(self, claimed: ClaimedTurn, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
+    async def first_difference(self, turn: InFlightTurn, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
         """The first position at which the prompt's ids differ from the stored tokens.
 
         `given` returns the prompt's ids; it runs on a thread. Raises SessionUnreadable.
         """
-        stored = await self._cache.tokens(claimed.entry, parent.number)
+        stored = await self._cache.tokens(turn.entry, parent.number)
 
         def compared() -> int:
             pairs = itertools.zip_longest(map(int, stored.split(b",")), given())
@@ -204,22 +202,21 @@ class TokenIn:
 
     async def _extend(
         self,
-        claimed: ClaimedTurn,
+        turn: InFlightTurn,
         parent: Turn,
         incoming: Incoming,
-        engine_request: EngineRequest,
         template: TemplateInputs,
     ) -> PromptIds:
         """The stored tokens and the new messages' tokens. Raises NotAnExtension, and as `built`."""
         assert self.prompts is not None
-        await self._require_same_template(claimed.session, parent, engine_request, template)
-        stored = await self._cache.tokens(claimed.entry, parent.number)
-        base = claimed.plan.base_messages
+        await self._require_same_template(turn, parent, template)
+        stored = await self._cache.tokens(turn.entry, parent.number)
+        base = turn.plan.base_messages
         new = [incoming.message(index) for index in range(base, len(incoming))]
-        answer = await self._reply(claimed, parent)
+        answer = await self._reply(turn, parent)
         raws = incoming.raws[base:]
         if self.prompts.findings.full_history:
-            before, raws = (await self._all_messages(claimed, incoming))[: base - 1], incoming.raws
+            before, raws = (await self._all_messages(turn, incoming))[: base - 1], incoming.raws
         else:
             before = [incoming.message(index) for index in range(_leading_system(incoming))]
         stored_turn = StoredTurn(before, answer, int(stored[stored.rfind(b",") + 1 :]), base)
@@ -236,17 +233,16 @@ class TokenIn:
             known = KnownTokens(parent.token_count - extension.trim, len(text), hashlib.sha256(text).hexdigest())
         return PromptIds(stored + b"," + added if added else stored, known, extension.trim, extends=True)
 
-    async def _require_same_template(
-        self, session: Session, parent: Turn, engine_request: EngineRequest, template: TemplateInputs
-    ) -> None:
+    async def _require_same_template(self, turn: InFlightTurn, parent: Turn, template: TemplateInputs) -> None:
         """Require the tools and template arguments that the history began with: both may change its tokens.
 
         A `tool_choice` of "none" removes no tools from stored tokens. Raises NotAnExtension for other tools,
         InvalidRequest for arguments that would change what is stored.
         """
         assert self.prompts is not None
+        session = turn.session
         first = session.token_chain(parent.number)[0]
-        blobs, _ = engine_request.blobs(session)
+        blobs, _ = blobs_of(turn, session)
         if (first.params, first.tools) == (blobs.params, blobs.tools):
             return
         before = await self._rendered_with(session, parent)
@@ -258,20 +254,20 @@ class TokenIn:
                 "chat_template_kwargs would render the stored history otherwise; use those that it began with"
             )
 
-    async def _all_messages(self, claimed: ClaimedTurn, incoming: Incoming) -> list[Mapping[str, Any]]:
+    async def _all_messages(self, turn: InFlightTurn, incoming: Incoming) -> list[Mapping[str, Any]]:
         """All messages, the stored ones in their stored form."""
-        new = [incoming.message(index) for index in range(claimed.plan.base_messages, len(incoming))]
-        if not claimed.plan.base_messages:
+        new = [incoming.message(index) for index in range(turn.plan.base_messages, len(incoming))]
+        if not turn.plan.base_messages:
             return new
-        stored = await self._cache.messages(claimed.entry, claimed.plan.parent)
+        stored = await self._cache.messages(turn.entry, turn.plan.parent)
         return [*msgspec.json.decode(b"[" + stored + b"]"), *new]
 
-    async def _reply(self, claimed: ClaimedTurn, parent: Turn) -> Mapping[str, Any]:
+    async def _reply(self, turn: InFlightTurn, parent: Turn) -> Mapping[str, Any]:
         """The stored reply of turn `parent`. Raises SessionUnreadable."""
-        history = await self._cache.messages(claimed.entry, parent.number)
+        history = await self._cache.messages(turn.entry, parent.number)
         start = 0
         if parent.history_parent:
-            start = len(await self._cache.messages(claimed.entry, parent.history_parent)) + 1
+            start = len(await self._cache.messages(turn.entry, parent.history_parent)) + 1
         reply: Mapping[str, Any] = msgspec.json.decode(ITEMS.decode(b"[" + history[start:] + b"]")[-1])
         return reply
 

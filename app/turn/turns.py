@@ -5,7 +5,7 @@
     join        unchanged: a retry waits for the turn in flight, or gets the stored reply
     gate        unchanged: while a gate is shut, there is no claim
     claim       open_turns row, TurnOpened               the dead claim is abandoned, the retry generates again
-    generate    same (`generation.py`)                   same
+    generate    same (`engine_call.py`)                  same
     commit      TurnCommitted, content, no open_turns row    the retry gets the stored reply
     refusal     TurnRejected, no open_turns row          the retry generates again
 
@@ -16,7 +16,7 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,21 +27,14 @@ from app.domain.history import Incoming
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
+from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rids import rid_of
 from app.domain.rules import RULES
 from app.domain.session import Session
 from app.domain.split import ITEMS
 from app.domain.turns import Turn
-from app.errors import (
-    AppError,
-    ClientGone,
-    InvalidRequest,
-    Restored,
-    SessionBusy,
-    SessionClosed,
-)
-from app.fleet.gates import GatePass
+from app.errors import AppError, InvalidRequest, Restored, SessionBusy
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
@@ -49,17 +42,12 @@ from app.sessions.cache import CacheEntry, require_open
 from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
 from app.turn.client_reply import shown, shown_kinds
-from app.turn.commits import Commits
-from app.turn.context import ClaimedTurn, Request, RequestHistory, TemplateInputs, TurnContext
-from app.turn.dispatch import EngineRefusal, GeneratedTurn
-from app.turn.engine_request import adapter_of
-from app.turn.generation import Generation
-from app.turn.in_flight import Identity, InFlightTurn, Sender, TurnCancelled, TurnReply, Waiter
+from app.turn.engine_call import adapter_of
+from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply
 from app.turn.large_bodies import large_bytes, large_history
-from app.turn.session_control import ControlledTurn
-from app.turn.stages import Stages, TurnStage
+from app.turn.points import Generate
+from app.turn.stages import TurnStage
 from app.upstream.dialects import asked_for
-from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -70,112 +58,36 @@ class Turns:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._points = services.points
+        self._calls = services.engine_calls
+        self._generate: Generate = services.engine_calls.generate
         self._in_flight: dict[str, list[InFlightTurn]] = {}
         self.in_flight = 0
-        self._commits = Commits(services, lambda: self.in_flight == 1)
         self._aborting: set[asyncio.Task[None]] = set()
         self.large_bodies = services.large_bodies
 
-    def held(self) -> dict[str, bool]:
-        """Sessions with a turn that waits here at a gate; True if such a turn has its claim already."""
-        held = {name: [one for one in flights if one.is_held] for name, flights in self._in_flight.items()}
-        return {name: any(one.fence is not None for one in flights) for name, flights in held.items() if flights}
-
-    def close(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
-        """The session was closed, which ended these claims: cancel their work, here or elsewhere."""
-        flights = self._in_flight.get(session_id, ())
-        for flight in flights:
-            flight.cancel("session_closed")
-        own = {flight.fence for flight in flights}
-        for fence, incarnation in ended:
-            if fence not in own:
-                self._abort(rid_of(session_id, fence, incarnation))
-
-    async def drain(self, grace_s: float) -> None:
-        """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""
-        finished = [flight.finished for flights in self._in_flight.values() for flight in flights]
-        if finished:
-            await asyncio.wait(finished, timeout=grace_s)
-        for task in self._aborting:
-            task.cancel()
+    def open(self) -> None:
+        """Put around the plain generation what features have added by now."""
+        for around in self._points.around_engine:
+            self._generate = partial(around, self._generate)
 
     async def take(
-        self,
-        session_id: str,
-        protocol: WireProtocol,
-        body: bytes,
-        client: Headers,
-        sender: Sender,
-        waiter: Waiter,
-        stages: Stages,
-        continued: ContinuedBody | None = None,
+        self, turn: InFlightTurn, protocol: WireProtocol, body: bytes, continued: ContinuedBody | None = None
     ) -> TurnReply:
         """Take one turn. `continued`: what the cache knows of the body (`SessionCache.continued`).
 
         Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures.
         """
-        services, cache = self._services, self._services.cache
+        cache, session_id = self._services.cache, turn.session_id
         entry = await cache.get(session_id)
-        flight: InFlightTurn | None = None
         is_newest = cache.database.is_sqlite
         while True:
             known = None if entry is None else entry.session
             try:
-                entry = require_open(entry, session_id)
-                if continued is not None and continued.known not in entry.bodies:
-                    continued = None
-                large = large_bytes(body, continued)
-                request = await self.large_bodies.run(large, partial(protocol.parse, body, not large, continued))
-                if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
-                    request = protocol.complete(request, await self._stored_turns(entry, request))
-                if continued is not None:
-                    large = large or large_history(body, request, entry.index)
-                self._admit(request, session_id, waiter.token_session)
-                config = entry.session.config
-                if config.params or config.model is not None:
-                    request = with_pinned(request, config)
-                adapter = adapter_of(entry.session, request, services.fleet.fleet)
-                while True:
-                    await cache.read_odd_calls(entry)
-                    read = partial(self._read, request, entry, sender)
-                    history, template, identity = await self.large_bodies.run(large, read)
-                    flights = self._in_flight.get(session_id, [])
-                    in_flight = services.retries.joinable(entry, flights, identity)
-                    if in_flight is not None:
-                        reply = await self._join(in_flight, waiter)
-                    elif (repeated := await services.retries.repeated(entry, identity)) is not None:
-                        reply = await self._replay(session_id, repeated, request, waiter)
-                    else:
-                        if request.refusal is not None:
-                            raise InvalidRequest(request.refusal)
-                        self._require_free(session_id, entry.session, sender)
-                        services.engines.require_some()
-                        gate = services.gates.arrive(adapter)
-                        flight = InFlightTurn(identity)
-                        self._in_flight.setdefault(session_id, []).append(flight)
-                        self.in_flight += 1
-                        context = TurnContext(
-                            session_id,
-                            request,
-                            history,
-                            template,
-                            adapter,
-                            client,
-                            identity,
-                            sender.history,
-                            waiter,
-                            stages,
-                            flight,
-                            gate,
-                            large,
-                        )
-                        reply = await self._take_new(entry, context)
-                    if reply is not None:
-                        return reply if request.echo is None else msgspec.structs.replace(reply, echo=request.echo)
-                    entry = require_open(await cache.get(session_id), session_id)
+                return await self._take(turn, require_open(entry, session_id), protocol, body, continued)
             except AppError as error:
                 # Nobody asks again after such an answer, and another process may have outdated what it rests on.
-                if error.retry is not False or (flight is not None and flight.fence is not None):
+                if error.retry is not False or turn.fence or turn.cancel_reason is not None:
                     raise
                 entry = await cache.current(session_id)
                 if is_newest or entry is None or entry.session is known:
@@ -183,12 +95,160 @@ class Turns:
                     raise
                 is_newest = True
 
+    async def _take(
+        self,
+        turn: InFlightTurn,
+        entry: CacheEntry,
+        protocol: WireProtocol,
+        body: bytes,
+        continued: ContinuedBody | None,
+    ) -> TurnReply:
+        """A turn of an open session: parse, match, an earlier reply or a new turn."""
+        services, session_id = self._services, turn.session_id
+        await self._parse(turn, entry, protocol, body, continued)
+        while True:
+            # Where does the request join the session, and does it repeat a turn, in flight or committed?
+            if entry.index.has_odd_calls or entry.session.undone:
+                await services.cache.read_odd_calls(entry)
+            if turn.large:
+                await self.large_bodies.run(turn.large, partial(self._read, turn, entry))
+            else:
+                self._read(turn, entry)
+            reply: TurnReply | None
+            flights = self._in_flight.get(session_id)
+            if flights and (flight := services.retries.joinable(entry, flights, turn)) is not None:
+                reply = await self._join(turn, flight)
+            elif (turn.retry_key is not None or entry.index.knows_body(turn.body_hash, turn.partial_hash)) and (
+                number := await services.retries.repeated(entry, turn)
+            ) is not None:
+                reply = await self._replay(turn, number)
+            else:
+                if turn.request.refusal is not None:
+                    raise InvalidRequest(turn.request.refusal)
+                if flights and (entry.session.history or turn.new_history) != "tree":
+                    raise SessionBusy(f"session {session_id} has a turn in flight")
+                services.engines.require_some()
+                reply = await self._take_new(turn, entry)
+            if reply is not None:
+                echo = turn.request.echo
+                return reply if echo is None else msgspec.structs.replace(reply, echo=echo)
+            entry = require_open(await services.cache.get(session_id), session_id)
+
+    async def _take_new(self, turn: InFlightTurn, entry: CacheEntry) -> TurnReply | None:
+        """Gate, claim, engine, commit, reply; None if the claim finds that the request must be read again.
+
+        Whatever happens, a claim ends with a commit, a rejection or a release.
+        """
+        points, claims, stages = self._points, self._services.claims, turn.stages
+        turn.waiter.flight = turn
+        turn.waiters = [turn.waiter]
+        self._in_flight.setdefault(turn.session_id, []).append(turn)
+        self.in_flight += 1
+        reply: TurnReply | None = None
+        has_waited = False
+        try:
+            for may_pass in points.before_claim:
+                if (opened := may_pass(turn)) is not None:
+                    await self._wait_at_gate(turn, opened)
+                    has_waited = True
+            if not await claims.take(turn, entry, has_waited=has_waited, is_alone=self.in_flight == 1):
+                return None
+            stages.marks.append((TurnStage.PREPARE, stages.clock()))
+            is_settled = is_generated = False
+            try:
+                for claimed in points.claimed:
+                    claimed(turn)
+                await self._calls.prepare(turn)
+                await self._generate(turn)
+                if turn.reply is None:
+                    is_settled = is_generated = True
+                    reply = await self._refused(turn)
+                else:
+                    await self._calls.finish(turn, turn.reply)
+                    is_generated = True
+                    stages.marks.append((TurnStage.COMMIT, stages.clock()))
+                    await claims.commit(turn, turn.reply, is_alone=self.in_flight == 1)
+                    is_settled = True
+                    stages.marks.append((TurnStage.REPLY, stages.clock()))
+                    reply = self._reply(turn, turn.reply)
+            except TurnCancelled:
+                error = await self._cancelled(turn)
+                is_settled = True
+                raise error from None
+            except AppError as error:
+                if not is_generated:
+                    await claims.fail(turn, error, str(error), turn.received)
+                is_settled = True
+                raise
+            finally:
+                if not is_settled:
+                    await claims.abandon(turn, "not_released")
+                for ended in points.ended:
+                    ended(turn)
+            return reply
+        finally:
+            claims.forget(turn)
+            flights = self._in_flight[turn.session_id]
+            flights.remove(turn)
+            if not flights:
+                del self._in_flight[turn.session_id]
+            self.in_flight -= 1
+            turn.finish(reply if reply is not None and reply.turn is not None else None)
+
     # read
 
-    def _admit(self, request: Request, session_id: str, token_session: str | None) -> None:
-        """Raises Forbidden for what `token_session`, the session of the request's token, may not ask for."""
+    async def _parse(
+        self,
+        turn: InFlightTurn,
+        entry: CacheEntry,
+        protocol: WireProtocol,
+        body: bytes,
+        continued: ContinuedBody | None,
+    ) -> None:
+        """Raises InvalidRequest, Unsupported; Forbidden for what the request's token may not ask for."""
+        services, config = self._services, entry.session.config
+        if continued is not None and continued.known not in entry.bodies:
+            continued = None
+        large = large_bytes(body, continued)
+        if large:
+            request = await self.large_bodies.run(large, partial(protocol.parse, body, False, continued))
+        else:
+            request = protocol.parse(body, True, continued)
+        if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
+            request = protocol.complete(request, await self._stored_turns(entry, request))
+        if continued is not None:
+            large = large or large_history(body, request, entry.index)
+        token_session = turn.waiter.token_session
         if token_session is not None:
-            require_own(request, session_id, token_session, self._services.settings.session_params)
+            require_own(request, turn.session_id, token_session, services.settings.session_params)
+        if config.params or config.model is not None:
+            request = with_pinned(request, config)
+        turn.request, turn.large = request, large
+        turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
+
+    def _read(self, turn: InFlightTurn, entry: CacheEntry) -> None:
+        """Compare the request with the session: its history, the template inputs if the prompt is rendered here, and
+        what it is told by. Raises InvalidRequest, Unsupported."""
+        request, session = turn.request, entry.session
+        if isinstance(request, ChatRequest):
+            proven = HeldProofs(self._services.proofs, session.session_id, request.proofs) if request.proofs else ()
+            turn.history = Incoming(
+                request.messages,
+                session.config.matcher,
+                proven,
+                trusts_ids=request.has_object_arguments,
+                prefix=request.prefix,
+            )
+        else:
+            turn.history = IncomingPrompt(request)
+        history = turn.history
+        history.check(entry.index, session, turn.agent_id)
+        turn.body_hash = canonical_hash(request, history.whole_hash)
+        turn.partial_reply, turn.partial_hash = history.begun_reply, None
+        if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
+            turn.partial_hash = canonical_hash(request, before)
+        turn.session = session
+        turn.template = self._services.token_in.template_of(request)
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.
@@ -212,67 +272,32 @@ class Turns:
         turn = session.turns.get(number)
         return turn if turn is not None and turn.shape == "chat" else None
 
-    def _read(
-        self, request: Request, entry: CacheEntry, sender: Sender
-    ) -> tuple[RequestHistory, TemplateInputs | None, Identity]:
-        """The request's history, the template inputs if the prompt is rendered here, and what it is told by.
-
-        Raises InvalidRequest, Unsupported.
-        """
-        history: RequestHistory
-        if isinstance(request, ChatRequest):
-            proven = HeldProofs(self._services.proofs, entry.session.session_id, request.proofs)
-            history = Incoming(
-                request.messages,
-                entry.session.config.matcher,
-                proven,
-                trusts_ids=request.has_object_arguments,
-                prefix=request.prefix,
-            )
-        else:
-            history = IncomingPrompt(request)
-        history.check(entry.index, entry.session, sender.agent_id)
-        begun = history.hash_before_last if history.begun_reply is not None else None
-        identity = Identity(
-            sender.mark,
-            canonical_hash(request, history.whole_hash),
-            sender.agent_id,
-            history.begun_reply,
-            None if begun is None else canonical_hash(request, begun),
-        )
-        return history, self._services.token_in.template_of(request), identity
-
-    def _require_free(self, session_id: str, session: Session, sender: Sender) -> None:
-        """Raises SessionBusy if the session is linear and has a turn in flight here."""
-        is_tree = session.is_tree or (session.history is None and sender.history == "tree")
-        if not is_tree and self._in_flight.get(session_id):
-            raise SessionBusy(f"session {session_id} has a turn in flight")
-
     # join or replay
 
-    async def _join(self, flight: InFlightTurn, waiter: Waiter) -> TurnReply | None:
+    async def _join(self, turn: InFlightTurn, flight: InFlightTurn) -> TurnReply | None:
         """The reply of the turn in flight, which the request repeats; None if it did not commit."""
-        reply = await waiter.join(flight)
+        reply = await turn.waiter.join(flight)
         return None if reply is None else msgspec.structs.replace(reply, replayed=True, joined=True)
 
-    async def _replay(self, session_id: str, number: int, request: Request, waiter: Waiter) -> TurnReply:
+    async def _replay(self, turn: InFlightTurn, number: int) -> TurnReply:
         """A committed turn's reply, byte for byte. Raises SessionClosed if the session was closed meanwhile."""
-        self._services.retries.giving(session_id, number)
+        retries, session_id = self._services.retries, turn.session_id
+        retries.giving(session_id, number)
         try:
-            return await self._stored_reply(session_id, number, request, waiter)
+            return await self._stored_reply(turn, number)
         except BaseException:
-            self._services.retries.not_given(session_id, number)
+            retries.not_given(session_id, number)
             raise
 
-    async def _stored_reply(self, session_id: str, number: int, request: Request, waiter: Waiter) -> TurnReply:
-        cache, writer = self._services.cache, self._services.writer
+    async def _stored_reply(self, turn: InFlightTurn, number: int) -> TurnReply:
+        cache, session_id, request = self._services.cache, turn.session_id, turn.request
         session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
-            await writer.submit(Settled(session_id))
+            await self._services.writer.submit(Settled(session_id))
         mode = self._services.settings.client_reply
         kinds = shown_kinds(asked_for(request.params), mode)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
-        waiter.grow(len(body))
+        turn.waiter.grow(len(body))
         return TurnReply(
             status,
             headers,
@@ -284,92 +309,36 @@ class Turns:
             given_ids=session.turn(number).given_ids,
         )
 
-    # gate and claim
+    # wait, cancel, refuse
 
-    async def _take_new(self, entry: CacheEntry, context: TurnContext) -> TurnReply | None:
-        """Take a new turn; None if the claim finds that the turn is already committed."""
-        flight, stages, services = context.flight, context.stages, self._services
-        context.waiter.wait_for(flight)
-        reply: TurnReply | None = None
-        try:
-            if not context.gate.admits_at_once:
-                stages.marks.append((TurnStage.GATE, stages.clock()))
-                await self._wait_at_gate(context.gate, flight, context.session_id)
-                stages.marks.append((TurnStage.CLAIM, stages.clock()))
-            claimed = await services.claims.take(entry, context, is_alone=self.in_flight == 1)
-            if claimed is not None:
-                flight.fence = claimed.fence
-                context.gate.has_claim = True
-                stages.marks.append((TurnStage.PREPARE, stages.clock()))
-                reply = await self._run_claimed(context, claimed)
-            return reply
-        finally:
-            services.claims.forget(context.session_id, flight)
-            self._in_flight[context.session_id].remove(flight)
-            self.in_flight -= 1
-            if not self._in_flight[context.session_id]:
-                del self._in_flight[context.session_id]
-            flight.finish(reply if reply is not None and reply.turn is not None else None)
-
-    async def _wait_at_gate(self, gate: GatePass, flight: InFlightTurn, session_id: str) -> None:
+    async def _wait_at_gate(self, turn: InFlightTurn, opened: Awaitable[None]) -> None:
         """Wait before the claim, so that no claim exists while a gate is shut.
 
         Raises SessionClosed, ClientGone, Overloaded, StoreUnavailable.
         """
+        stages = turn.stages
+        stages.marks.append((TurnStage.GATE, stages.clock()))
         try:
-            with flight.waiting_at_gate(), flight.cancellable():
-                await gate.wait()
+            with turn.waiting_at_gate(), turn.cancellable():
+                await opened
         except TurnCancelled:
-            raise _cancel_error(flight, session_id) from None
+            raise turn.cancel_error() from None
+        stages.marks.append((TurnStage.CLAIM, stages.clock()))
 
-    # generate, commit, or release the claim
+    async def _refused(self, turn: InFlightTurn) -> TurnReply:
+        """An engine's own error, which is passed to the client."""
+        refusal = turn.answer.reply
+        await self._services.claims.reject(turn, "engine_error", refusal.status)
+        return TurnReply(refusal.status, refusal.headers, refusal.body.pieces)
 
-    async def _run_claimed(self, context: TurnContext, claimed: ClaimedTurn) -> TurnReply:
-        """Run a claimed turn. Whatever happens, it ends with a commit, a rejection or a release."""
-        services, control = self._services, context.request.control
-        controlled = None if control is None else services.controls.turn(control, context.session_id)
-        is_settled = False
-        try:
-            reply = await self._generate_and_commit(context, claimed, controlled)
-            is_settled = True
-            return reply
-        except AppError:
-            is_settled = True
-            raise
-        finally:
-            if not is_settled:
-                await services.claims.abandon(claimed, "not_released")
-            if controlled is not None:
-                controlled.finish(frozenset(self._aborting) if context.flight.cancel_reason else frozenset())
-
-    async def _generate_and_commit(
-        self, context: TurnContext, claimed: ClaimedTurn, controlled: ControlledTurn | None
-    ) -> TurnReply:
-        claims = self._services.claims
-        generation = Generation(self._services, context, claimed, controlled)
-        try:
-            generated = await generation.run()
-        except TurnCancelled:
-            raise await self._cancelled(context.flight, claimed) from None
-        except AppError as error:
-            await claims.fail(claimed, error, str(error), generation.received)
-            raise
-        if isinstance(generated, EngineRefusal):
-            await claims.reject(claimed, "engine_error", generated.status)
-            return TurnReply(generated.status, generated.headers, generated.body.pieces)
-        stages = context.stages
-        stages.marks.append((TurnStage.COMMIT, stages.clock()))
-        await self._commits.commit(context, claimed, generated)
-        stages.marks.append((TurnStage.REPLY, stages.clock()))
-        return self._reply(context.request, claimed, generated)
-
-    async def _cancelled(self, flight: InFlightTurn, claimed: ClaimedTurn) -> AppError:
+    async def _cancelled(self, turn: InFlightTurn) -> AppError:
         """The turn was cancelled: tell the engine, release the claim, and return the error."""
-        if flight.engine_asked:
-            self._abort(claimed.rid)
-        if flight.cancel_reason != "session_closed":
-            await self._services.claims.abandon(claimed, "disconnect")
-        return _cancel_error(flight, claimed.session.session_id)
+        if turn.engine_asked:
+            self._abort(turn.rid)
+        if turn.cancel_reason != "session_closed":
+            await self._services.claims.abandon(turn, "disconnect")
+        turn.aborts = frozenset(self._aborting)
+        return turn.cancel_error()
 
     def _abort(self, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
@@ -379,27 +348,53 @@ class Turns:
 
     # reply
 
-    def _reply(self, request: Request, claimed: ClaimedTurn, generated: GeneratedTurn) -> TurnReply:
+    def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
         """The engine's reply without what the client did not ask for, or what no other protocol has."""
-        mode = self._services.settings.client_reply
-        kinds = shown_kinds(generated.options.clients, mode)
-        result = generated.reply.result
-        hidden = [(place.start, place.end) for place in result.places if place.kind not in kinds]
+        mode, result, request, body = (
+            self._services.settings.client_reply,
+            reply.result,
+            turn.request,
+            turn.answer.reply,
+        )
+        hidden: list[tuple[int, int]] = []
+        if result.places:
+            kinds = shown_kinds(asked_for(request.params), mode)
+            hidden = [(place.start, place.end) for place in result.places if place.kind not in kinds]
         if result.prompt is not None and not PROTOCOLS[request.protocol].is_native:
             hidden.append((result.prompt.start, result.prompt.end))
+        parts = body.body.without(hidden) if hidden else body.body.pieces
         return TurnReply(
             200,
-            generated.headers,
-            shown(generated.body.without(hidden), request.params, mode),
-            turn=claimed.opened.turn,
+            body.headers,
+            shown(parts, request.params, mode) if mode == "asked" else parts,
+            turn=turn.opened.turn,
             is_aborted=result.finish_reason == "abort",
-            rolled_back=len(claimed.plan.discarded),
-            left_out=generated.left_out,
-            given_ids=generated.given_ids,
+            rolled_back=len(turn.plan.discarded),
+            left_out=turn.left_out,
+            given_ids=turn.given_ids,
         )
 
+    # the process's turns
 
-def _cancel_error(flight: InFlightTurn, session_id: str) -> AppError:
-    if flight.cancel_reason == "session_closed":
-        return SessionClosed(f"session {session_id} was closed during the turn")
-    return ClientGone("the client disconnected, which ended its turn")
+    def held(self) -> dict[str, bool]:
+        """Sessions with a turn that waits here at a gate; True if such a turn has its claim already."""
+        held = {name: [turn for turn in flights if turn.is_held] for name, flights in self._in_flight.items()}
+        return {name: any(turn.has_claim for turn in flights) for name, flights in held.items() if flights}
+
+    def close(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
+        """The session was closed, which ended these claims: cancel their work, here or elsewhere."""
+        flights = self._in_flight.get(session_id, ())
+        for flight in flights:
+            flight.cancel("session_closed")
+        own = {flight.fence for flight in flights}
+        for fence, incarnation in ended:
+            if fence not in own:
+                self._abort(rid_of(session_id, fence, incarnation))
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""
+        finished = [turn.joined() for flights in self._in_flight.values() for turn in flights]
+        if finished:
+            await asyncio.wait(finished, timeout=grace_s)
+        for task in self._aborting:
+            task.cancel()

@@ -14,7 +14,7 @@ import msgspec
 
 from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
-from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan, shape_of
+from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
 from app.domain.request import has_more_than_text
@@ -23,8 +23,8 @@ from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerC
 from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store.log import StoredChunk
-from app.turn.context import ClaimedTurn, RequestHistory
-from app.turn.engine_request import EngineRequestOptions, PromptIds
+from app.turn.engine_call import EngineCall
+from app.turn.in_flight import InFlightTurn, RequestHistory
 from app.upstream.body import Body
 from app.upstream.dialects import returns
 from workers import job, light
@@ -49,21 +49,16 @@ class ReplyValidator:
         self._settings = settings
 
     async def validate(
-        self,
-        claimed: ClaimedTurn,
-        history: RequestHistory,
-        new: Sequence[bytes],
-        answer: Answer,
-        requested_at: float,
-        options: EngineRequestOptions,
-        prompt: PromptIds | None,
+        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
     ) -> ValidatedReply:
-        """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
+        """`new` are the messages that are stored with it. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash,
+        Overloaded."""
+        prompt = call.prompt
         settings, reply = self._settings, answer.reply
         known = None if prompt is None else prompt.known
-        if prompt is None and (parent := decide.token_parent(claimed.session, claimed.plan)) is not None:
+        if prompt is None and (parent := decide.token_parent(turn.session, turn.plan)) is not None:
             known = KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
-        text = None if known is None or prompt is not None else claimed.entry.bodies.text_of(known)
+        text = None if known is None or prompt is not None else turn.entry.bodies.text_of(known)
         work = Job(
             dialect=settings.upstream_dialect,
             known=known,
@@ -71,33 +66,33 @@ class ReplyValidator:
             messages=list(new),
             headers=reply.headers,
             status=reply.status,
-            rid=options.rid,
-            own=options.own,
-            protocol=shape_of(claimed.opened.protocol),
+            rid=call.rid,
+            own=call.own,
+            protocol=call.shape,
             sent=b"" if prompt is None else prompt.text + b",",
-            is_part=options.is_part,
-            ids_field=options.ids_field if options.ids_field not in (None, "input_ids") else "",
+            is_part=call.is_part,
+            ids_field=call.ids_field if call.ids_field not in (None, "input_ids") else "",
         )
         read = None
         if not settings.replay and len(reply.body) + sum(map(len, new)) <= settings.inline_max_bytes:
             read = light.read(work, reply.body.joined(), text)
         if read is None:
-            wants = [self._want(claimed, kind, options) for kind in REPLAY]
+            wants = [self._want(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, wants=wants)
             read = await self._by_all_rules(work, answer, sum(map(len, new)), text)
         result, whole_text = read
-        if result.miscounted is not None and not _has_images(history):
+        if result.miscounted is not None and not _has_images(turn.history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         size = len(result.message)
         if size >= settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
+        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
         # Tokens without a reported weight version get the one known at dispatch.
         unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
         return ValidatedReply(
             result,
             engine=answer.engine,
-            requested_at=requested_at,
+            requested_at=turn.requested_at,
             message_hash=message_hash,
             calls_hash=calls_hash,
             bare_hash=bare_hash,
@@ -108,7 +103,7 @@ class ReplyValidator:
                     for span in result.weight_versions
                 ]
             ),
-            payloads=_payload_refs(claimed.fence, result) if result.payloads else (),
+            payloads=_payload_refs(turn.fence, result) if result.payloads else (),
             trimmed=0 if prompt is None else prompt.trimmed,
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
@@ -138,16 +133,15 @@ class ReplyValidator:
         except (PoolError, OSError) as error:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
 
-    def _want(self, claimed: ClaimedTurn, kind: str, options: EngineRequestOptions) -> Want:
+    def _want(self, turn: InFlightTurn, kind: str, call: EngineCall) -> Want:
         of_experts = kind == "routed_experts"
         # If the client left out rows itself, they are not known to be the parent's.
-        is_unchecked = of_experts and options.first_row > 0 and not options.own
-        parent = None if is_unchecked else _parent(claimed.session, claimed.plan.parent, cast(ReplayKind, kind))
+        is_unchecked = of_experts and call.first_row > 0 and not call.own
+        parent = None if is_unchecked else _parent(turn.session, turn.plan.parent, cast(ReplayKind, kind))
         return Want(
             kind=kind,
-            required=kind in self._settings.replay
-            and returns(kind, self._settings.upstream_dialect, shape_of(claimed.opened.protocol)),
-            start=options.first_row if of_experts else 0,
+            required=kind in self._settings.replay and returns(kind, self._settings.upstream_dialect, call.shape),
+            start=call.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
             parent=parent,
         )

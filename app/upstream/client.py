@@ -1,41 +1,26 @@
-"""One HTTP client for all engines: aiohttp.
-
-httpx scans every pooled connection on each request, which costs milliseconds at 64 clients.
-"""
+"""The client to all engines: what may be asked of them, and the bounds of what they answer."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
-import select
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Literal
+from urllib.parse import quote, urlsplit
 
-import aiohttp
 import msgspec
-from aiohttp.connector import Connection
 
 from app.upstream.body import Body, pieces_of
 from app.upstream.encoding import Decoder, Undecodable, decoder, is_bomb
 from app.upstream.headers import Headers
+from app.upstream.http import Connection, Connections, EngineError, Lost, NotSent, Origin
 from app.upstream.streams import EVENT_STREAM, StreamReader
-
-KEEPALIVE_S = 4.0
-"""Idle connections are closed before the engines' servers close them (uvicorn: 5 s)."""
 
 MMAP_BYTES = 4 << 20
 """Replies larger than this get their own memory map."""
 
-BAD_CONNECTION_TRIES = 256
-"""How many bad idle connections are discarded before an engine counts as unreachable."""
-
 SHORT = 64 << 10
 """Parts of a body up to this size are joined before they are sent; longer bodies are sent as they lie in memory."""
-
-READ_BYTES = 256 << 10
-"""Twice as many bytes of a reply are read ahead: as much as uvloop reads at once, and again."""
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
@@ -63,6 +48,9 @@ REST_SHARE, MAX_REST_S = 0.02, 0.1
 """Where nobody waits for the deltas of a stream, its bytes are left with the kernel for this share of the time that it
 has run, at most so many seconds: each read costs as much as reading ten tokens."""
 
+TARGETS = 1024
+"""How many URLs are kept in the form in which they are sent."""
+
 Grow = Callable[[int], None]
 """Called with a number of bytes before they are held in memory; raises if there is no room."""
 
@@ -77,22 +65,6 @@ class EngineReply(msgspec.Struct, frozen=True):
     body: Body
 
 
-class EngineError(Exception):
-    """The engine gave no usable answer."""
-
-
-class NotSent(EngineError):
-    """No connection was made, so another engine may safely be asked."""
-
-
-class Lost(EngineError):
-    """The connection ended after the request had been sent: a generation may have happened."""
-
-
-class TimedOut(EngineError):
-    """No whole answer within TURNLOG_UPSTREAM_TIMEOUT_S."""
-
-
 class TooLarge(EngineError):
     """The answer is larger than TURNLOG_MAX_UPSTREAM_BYTES."""
 
@@ -105,58 +77,20 @@ class Withheld(Exception):
     """Nothing was sent: `may_send` refused when a connection was ready."""
 
 
-class _UnsolicitedData(aiohttp.ClientError):
-    """An idle connection received bytes that answer no request; nothing was sent on it."""
+class EngineClient:
+    """POST and GET to an engine, without redirects, cookies or environment proxies. Compressed replies are unpacked.
 
-
-def _has_input(transport: asyncio.BaseTransport | None) -> bool:
-    """Has the connection unread bytes, or was it closed?"""
-    sock = None if transport is None else transport.get_extra_info("socket")
-    if sock is None:
-        return False
-    poller = select.poll()
-    poller.register(sock.fileno(), select.POLLIN)
-    return bool(poller.poll(0))
-
-
-class _Request(aiohttp.ClientRequest):
-    """Not sent if the connection already has input: aiohttp would take that for this request's answer.
-
-    Nor if `may_send` refuses by now: connecting may have taken seconds.
+    Made in a running event loop, where it is used.
     """
 
-    may_send: Callable[[], bool] | None = None
-
-    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
-        if conn.protocol is not None and (conn.protocol.should_close or _has_input(conn.protocol.transport)):
-            conn.close()
-            raise _UnsolicitedData
-        if self.may_send is not None and not self.may_send():
-            raise Withheld
-        if conn.protocol is not None and self.headers.get(ONCE[0]) == ONCE[1]:
-            conn.protocol.force_close()
-        return await super().send(conn)
-
-
-class EngineClient:
-    """POST and GET to an engine, without redirects, cookies or environment proxies. Compressed replies are unpacked."""
-
     def __init__(self, *, connect_timeout_s: float, timeout_s: float, max_bytes: int) -> None:
+        self._timeout_s = timeout_s
         self._max_bytes = max_bytes
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=_keepalive_socket)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            request_class=_Request,
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-            skip_auto_headers=("User-Agent", "Accept"),
-            read_bufsize=READ_BYTES,
-        )
+        self._connections = Connections(connect_timeout_s)
+        self._targets: dict[str, tuple[Origin, str]] = {}
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._connections.close()
 
     async def post(
         self,
@@ -174,153 +108,194 @@ class EngineClient:
         Raises NotSent, Lost, TimedOut, TooLarge, Unreadable; Withheld; BadStream.
         """
         parts = [body] if isinstance(body, bytes) else body
-        size = sum(map(len, parts))
-        if size > SHORT:
-            headers = [*headers, ("content-length", str(size))]
-
-        async def asking(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-            assert isinstance(request, _Request)
-            request.may_send = may_send
-            return await send(request)
-
-        return await self._request(
-            "POST",
-            url,
-            headers,
-            lambda: _sent(parts) if size > SHORT else b"".join(parts),
-            grow,
-            stream,
-            () if may_send is None else (asking,),
-        )
+        return await self._request("POST", url, parts, headers, grow, may_send, stream)
 
     async def get(self, url: str, headers: Headers) -> EngineReply:
         """Raises NotSent, Lost, TimedOut, TooLarge, Unreadable."""
-        return await self._request("GET", url, headers, lambda: None, _unbounded)
+        return await self._request("GET", url, (), headers, _unbounded, None, None)
 
     async def _request(
         self,
-        method: str,
+        method: Literal["GET", "POST"],
         url: str,
+        parts: Sequence[bytes | memoryview],
         headers: Headers,
-        data: Callable[[], Any],
         grow: Grow,
-        stream: StreamReader | None = None,
-        middlewares: Sequence[aiohttp.ClientMiddlewareType] = (),
+        may_send: Callable[[], bool] | None,
+        stream: StreamReader | None,
     ) -> EngineReply:
-        """Send a request, on another connection if an idle one is bad; aiohttp then closes that one."""
+        connections = self._connections
+        deadline = connections.loop.time() + self._timeout_s
+        origin, target = self._targets.get(url) or self._target(url)
+        size = sum(map(len, parts))
+        lines = [f"{name}: {value}\r\n" for name, value in headers]
+        text = "".join(lines)
+        if text.count("\n") != len(lines) or text.count("\r") != len(lines) or "\0" in text:
+            raise ValueError("a header to an engine has a line break")
+        length = f"content-length: {size}\r\n" if method == "POST" else ""
+        head = f"{method} {target}{text}{length}\r\n".encode("latin-1")
+        while True:
+            connection = connections.idle(origin) or await connections.connect(origin)
+            was_used = connection.was_used
+            if may_send is not None and not may_send():
+                connections.keep(connection)
+                raise Withheld
+            is_kept, is_sent = False, True
+            connection.begin(deadline)
+            try:
+                if size <= SHORT:
+                    connection.transport.write(b"".join((head, *parts)))
+                else:
+                    is_sent = await _send(connection, head, parts)
+                await connection.head()
+                reply = await self._read(connection, grow, stream)
+                is_kept = is_sent and connection.keeps_alive and not connection.is_bad and ONCE not in headers
+                return reply
+            except Lost:
+                # An engine may close a connection while it is asked again; a POST may have been heard, and is not
+                # repeated.
+                if method == "POST" or not was_used or connection.heads:
+                    raise
+            finally:
+                if is_kept:
+                    connections.keep(connection)
+                else:
+                    connection.transport.abort()
+
+    def _target(self, url: str) -> tuple[Origin, str]:
+        """Where the URL leads, and a request's head up to the headers that are its own. Raises ValueError for a path
+        that no engine is asked for, NotSent for a URL that is malformed."""
         if not url.partition("?")[0].endswith(PATHS):
             raise ValueError("an engine is not asked for such a path")
-        for _ in range(BAD_CONNECTION_TRIES):
-            with contextlib.suppress(_UnsolicitedData):
-                return await self._request_once(method, url, headers, data(), grow, stream, middlewares)
-        raise NotSent("every connection brings bytes before it is asked")
-
-    async def _request_once(
-        self,
-        method: str,
-        url: str,
-        headers: Headers,
-        data: Any,
-        grow: Grow,
-        stream: StreamReader | None,
-        middlewares: Sequence[aiohttp.ClientMiddlewareType],
-    ) -> EngineReply:
         try:
-            async with self._session.request(
-                method, url, data=data, headers=headers, allow_redirects=False, middlewares=middlewares
-            ) as response:
-                # Decoded as HTTP defines them (RFC 9110, section 5.5); aiohttp's own strings may not be encodable.
-                headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
-                if stream is not None and response.status == 200 and response.content_type == EVENT_STREAM:
-                    body = await self._read_stream(response, grow, stream)
-                    return EngineReply(response.status, _as_json(headers), body)
-                try:
-                    body = await self._read(response, grow)
-                except (Unreadable, TooLarge) as error:
-                    if response.status < 400:
-                        raise
-                    return EngineReply(response.status, _as_json(headers), Body([_hidden_error(error)]))
-                return EngineReply(response.status, headers, body)
-        except _UnsolicitedData:
-            raise
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise NotSent(type(error).__name__) from error
-        except TimeoutError as error:
-            raise TimedOut("no answer in time") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Lost(type(error).__name__) from error
+            parts = urlsplit(url)
+            host, port, is_tls = parts.hostname or "", parts.port, parts.scheme == "https"
+            name = host if ":" in host else host.encode("idna").decode("ascii")
+        except ValueError as error:
+            raise NotSent("its URL is malformed") from error
+        if parts.scheme not in ("http", "https") or not name or not url.isprintable() or parts.fragment:
+            raise NotSent("its URL is malformed")
+        path = quote(parts.path, safe="/%:@!$&'()*+,;=~")
+        query = f"?{quote(parts.query, safe='/?%:@!$&()*+,;=~')}" if parts.query else ""
+        shown = (f"[{name}]" if ":" in name else name) + ("" if port is None else f":{port}")
+        if len(self._targets) >= TARGETS:
+            self._targets.clear()
+        target = Origin(is_tls, name, port or (443 if is_tls else 80)), f"{path}{query} HTTP/1.1\r\nhost: {shown}\r\n"
+        self._targets[url] = target
+        return target
 
-    async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> Body:
-        unpack = _decoder(response)
-        length = response.content_length if unpack is None else None
-        most = ERROR_BYTES if response.status >= 400 else SMALL if grow is _unbounded else self._max_bytes
+    async def _read(self, connection: Connection, grow: Grow, stream: StreamReader | None) -> EngineReply:
+        """Raises as `post`."""
+        status, headers = connection.status, connection.headers
+        if stream is not None and status == 200:
+            kind = connection.named.get("content-type", "").partition(";")[0].strip().lower()
+            if kind == EVENT_STREAM:
+                return EngineReply(status, _as_json(headers), await self._read_stream(connection, grow, stream))
+        try:
+            return EngineReply(status, headers, await self._read_body(connection, grow))
+        except (Unreadable, TooLarge) as error:
+            if status < 400:
+                raise
+            return EngineReply(status, _as_json(headers), Body([_hidden_error(error)]))
+
+    async def _read_body(self, connection: Connection, grow: Grow) -> Body:
+        most = ERROR_BYTES if connection.status >= 400 else SMALL if grow is _unbounded else self._max_bytes
         limit = min(most, self._max_bytes)
-        if length is not None:
+        length = connection.length
+        if length is not None and "content-encoding" not in connection.named:
             if length > limit:
                 raise TooLarge(f"{length} bytes")
             grow(length)
             if length > MMAP_BYTES:
-                return await _read_to_mmap(response, length)
+                return await _read_to_mmap(connection, length)
+            connection.takes_whole = True
+            await connection.more()
+            return Body(connection.take())
         pieces: list[bytes] = []
         size = 0
-        async for piece in _plain_pieces(response, unpack):
+        async for piece in _plain_pieces(connection):
             size += len(piece)
-            if length is None:
-                if size > limit:
-                    raise TooLarge(f"more than {limit} bytes")
-                grow(len(piece))
+            if size > limit:
+                raise TooLarge(f"more than {limit} bytes")
+            grow(len(piece))
             pieces.append(piece)
         return Body(pieces)
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, grow: Grow, stream: StreamReader) -> Body:
+    async def _read_stream(self, connection: Connection, grow: Grow, stream: StreamReader) -> Body:
         """The stream's bytes count as the reply's: what is kept of them is less."""
         size = 0
         loop = asyncio.get_running_loop()
         began = loop.time()
-        async for piece in _plain_pieces(response, _decoder(response)):
+        async for piece in _plain_pieces(connection):
             size += len(piece)
             if size > self._max_bytes:
                 raise TooLarge(f"more than {self._max_bytes} bytes")
             grow(len(piece))
             stream.feed(piece)
-            if not stream.is_live:
-                await _rest(response, min(REST_SHARE * (loop.time() - began), MAX_REST_S))
+            if not stream.is_live and not connection.is_complete:
+                connection.pause_reading()
+                await asyncio.sleep(min(REST_SHARE * (loop.time() - began), MAX_REST_S))
+                connection.resume_reading()
         return Body([stream.reply()])
 
 
-def _decoder(response: aiohttp.ClientResponse) -> Decoder | None:
-    """Raises Unreadable for an unknown content encoding."""
-    try:
-        return decoder(",".join(response.headers.getall("content-encoding", ())))
-    except Undecodable as error:
-        raise Unreadable(str(error)) from error
+async def _send(connection: Connection, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+    """Write a long request in pieces, as fast as the connection takes them; False if it ended before all was written:
+    the reply came first, or none will."""
+    connection.transport.write(head)
+    for piece in pieces_of(parts):
+        await connection.drained()
+        if connection.is_complete or connection.error is not None:
+            return False
+        connection.transport.write(piece)
+    await connection.drained()
+    return not connection.transport.get_write_buffer_size()
 
 
-async def _plain_pieces(response: aiohttp.ClientResponse, unpack: Decoder | None) -> AsyncIterator[bytes]:
-    """The body as it comes, unpacked. Raises Unreadable, TooLarge."""
+async def _plain_pieces(connection: Connection) -> AsyncIterator[bytes]:
+    """The body as it comes, unpacked. Raises EngineError."""
+    unpack = _decoder(connection)
     packed = unpacked = 0
     try:
-        async for piece in response.content.iter_any():
-            if unpack is None:
-                yield piece
-                continue
-            packed += len(piece)
-            for plain in unpack.feed(piece):
-                unpacked += len(plain)
-                if is_bomb(packed, unpacked):
-                    raise TooLarge(f"{packed} bytes unpack to more than {unpacked - len(plain)}")
-                if plain:
-                    yield plain
-                    await asyncio.sleep(0)
+        while True:
+            await connection.more()
+            for piece in connection.take():
+                if unpack is None:
+                    yield piece
+                    continue
+                packed += len(piece)
+                for plain in unpack.feed(piece):
+                    unpacked += len(plain)
+                    if is_bomb(packed, unpacked):
+                        raise TooLarge(f"{packed} bytes unpack to more than {unpacked - len(plain)}")
+                    if plain:
+                        yield plain
+                        await asyncio.sleep(0)
+            if connection.is_complete and not connection.pieces:
+                break
         if unpack is not None:
             unpack.finish()
     except Undecodable as error:
         raise Unreadable(str(error)) from error
 
 
+def _decoder(connection: Connection) -> Decoder | None:
+    """Raises Unreadable for an unknown encoding."""
+
+    def values(header: str) -> str:
+        return ",".join(value for name, value in connection.headers if name == header).lower()
+
+    if "transfer-encoding" in connection.named and values("transfer-encoding") != "chunked":
+        raise Unreadable(f"its transfer-encoding is {values('transfer-encoding'):.32}")
+    try:
+        return decoder(values("content-encoding"))
+    except Undecodable as error:
+        raise Unreadable(str(error)) from error
+
+
 def _as_json(headers: Headers) -> Headers:
     """The headers of a reply whose body was replaced by JSON."""
-    return [*((name, value) for name, value in headers if name.lower() != "content-type"), JSON]
+    return [*((name, value) for name, value in headers if name != "content-type"), JSON]
 
 
 def _hidden_error(error: Unreadable | TooLarge) -> bytes:
@@ -329,42 +304,18 @@ def _hidden_error(error: Unreadable | TooLarge) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": "upstream_error", "code": None}})
 
 
-async def _rest(response: aiohttp.ClientResponse, seconds: float) -> None:
-    """Read nothing for a while."""
-    transport = None if response.connection is None else response.connection.transport
-    if transport is None or transport.is_closing():
-        return
-    transport.pause_reading()
-    await asyncio.sleep(seconds)
-    if not transport.is_closing():
-        transport.resume_reading()
-
-
-async def _read_to_mmap(response: aiohttp.ClientResponse, length: int) -> Body:
+async def _read_to_mmap(connection: Connection, length: int) -> Body:
     """A very large reply in its own memory map, returned to the system as soon as it is released.
 
     Freed pieces would stay with the process's allocator. Pages are allocated as they are written.
     """
     area = mmap.mmap(-1, length)
     at = 0
-    async for piece in response.content.iter_any():
-        area[at : at + len(piece)] = piece
-        at += len(piece)
-    return Body([memoryview(area)])
-
-
-async def _sent(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
-    """A body as aiohttp takes one in pieces; it waits between them if the connection is slow."""
-    for piece in pieces_of(parts):
-        yield piece
-
-
-def _keepalive_socket(address: Any) -> socket.socket:
-    """TCP keepalive detects an engine that vanished during a long generation."""
-    family, kind, protocol, _, _ = address
-    sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return sock
+    while at < length:
+        await connection.more()
+        for piece in connection.take():
+            area[at : at + len(piece)] = piece
+            at += len(piece)
+        if connection.is_complete:
+            break
+    return Body([memoryview(area)[:at]])

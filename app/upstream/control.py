@@ -21,9 +21,10 @@ from typing import Literal
 import msgspec
 
 from app.domain.fleet import PauseMode
-from app.upstream.client import EngineClient, EngineError, Lost
+from app.upstream.client import EngineClient
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import to_control
+from app.upstream.http import EngineError, Lost
 
 Dialect = Literal["sglang", "vllm"]
 

@@ -11,8 +11,9 @@ import logging
 import msgspec
 
 from app.errors import SessionOpenFailed
-from app.upstream.client import EngineClient, EngineError, EngineReply, NotSent
+from app.upstream.client import EngineClient, EngineReply
 from app.upstream.headers import to_control
+from app.upstream.http import EngineError, NotSent
 
 log = logging.getLogger("turnlog.engine_sessions")
 

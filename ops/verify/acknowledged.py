@@ -59,7 +59,11 @@ async def _check_session(
 
 async def _difference(database: Database, log: FoldedLog | None, turn: Acknowledged, report: Report) -> str | None:
     session = None if log is None else log.session.with_undone
-    if log is None or session is None or turn.turn not in session.turns:
+    if log is None or session is None:
+        return "but is not in the log"
+    if turn.turn == 0:
+        return None if turn.retry_key in (kept.retry_key for kept in session.turns) else "but is not in the log"
+    if turn.turn not in session.turns:
         return "but is not in the log"
     if turn.retry_key not in (None, _committed(log, session, turn.turn).retry_key):
         return "but with another key"

@@ -11,7 +11,8 @@ STORE = "(store)"
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """A turn for which a client received a 200. `reply_sha256` is the hex hash of the body; None: not compared.
+    """A turn for which a client received a 200. `turn` 0: the one under `retry_key`, as a live stream does not name its
+    turn. `reply_sha256` is the hex hash of the body; None: not compared.
 
     The body of a streamed reply is generated from the stored one, so its bytes are not compared. `retry_key` is the
     form in which the log keeps the request's Idempotency-Key; None: not compared.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
@@ -15,8 +16,9 @@ from app.fleet.engines import EngineOrder, Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store.affinities import Use
-from app.turn.placement import EngineChoice
+from app.turn.in_flight import InFlightTurn, Waiter
 from app.turn.session_control import ControlledTurn, SessionControls
+from app.turn.stages import Stages
 from app.upstream.client import EngineClient
 from app.upstream.sessions import EngineSessions
 from ops.simulator.process import SimulatorProcess
@@ -69,9 +71,12 @@ def turn(controls: SessionControls, action: Action | None) -> ControlledTurn:
 
 async def sent(of: ControlledTurn, url: str) -> None:
     """All but the generation."""
-    place = await of.place(EngineChoice(EngineOrder(url, list)))
-    if place.control is not None:
-        await place.control.prepare(url)
+    placed = InFlightTurn(
+        of.session_id, Waiter(lambda size: None), Stages(time.monotonic), order=EngineOrder(url, list)
+    )
+    await of.place(placed)
+    if placed.control is not None:
+        await placed.control.prepare(url)
 
 
 async def opened(controls: SessionControls, url: str) -> None:

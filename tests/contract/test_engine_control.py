@@ -170,9 +170,9 @@ async def test_a_routers_workers_are_told(urls: dict[str, str], client: EngineCl
 async def test_an_engine_that_is_not_there_is_told(client: EngineClient) -> None:
     control = EngineControl(client, "auto", None)
     url = f"http://127.0.0.1:{free_port()}"
-    assert "ConnectorError" in str(await control.pause(url, "abort"))
-    assert "ConnectorError" in str(await control.resume(url))
-    assert "ConnectorError" in str(await control.abort(url, ["turnlog-1"]))
+    assert "ConnectionRefusedError" in str(await control.pause(url, "abort"))
+    assert "ConnectionRefusedError" in str(await control.resume(url))
+    assert "ConnectionRefusedError" in str(await control.abort(url, ["turnlog-1"]))
 
 
 async def test_an_engine_that_is_silent_is_not_waited_for_with_each_order(

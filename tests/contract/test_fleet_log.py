@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, cast
 
 import httpx
 import pytest
+from helpers.gates import Passing
 from helpers.store import Store
 from sqlalchemy import Connection, delete, func, select
 from sqlalchemy.sql import Executable
@@ -177,22 +178,23 @@ async def test_a_process_that_polls_late_looks_before_it_lets_a_turn_pass(postgr
     database = postgres_store.database
     async with process(database) as first, process(database) as late:
         gates = Gates(late)
-        assert gates.may_pass("a")
+        assert gates.pass_again(Passing("a")) is None
         assert late._polling is not None
         late._polling.cancel()
         await first.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
         await asyncio.sleep(2 * STALE_S)
         assert not gates.is_shut("a"), "it does not know"
-        assert not gates.may_pass("a")
-        gate = gates.arrive("a")
-        waiting = asyncio.create_task(gate.wait())
+        turn = Passing("a")
+        opened = gates.arrive(turn)
+        assert opened is not None
+        waiting = asyncio.ensure_future(opened)
         async with asyncio.timeout(20):
             while not gates.held():
                 await asyncio.sleep(0.01)
         await first.append(lambda fleet: AdapterResumed("a", 1))
         await late.refresh()
         await waiting
-        assert gate.take()
+        assert gates.take(turn)
         assert late.fleet.closings("a") == (0, 1)
 
 
@@ -223,7 +225,7 @@ async def test_a_slow_database_lets_turns_pass_and_is_still_asked(postgres_store
         await far.start()
         gates = Gates(far)
         async with asyncio.timeout(20):
-            await gates.arrive("a").wait()
+            await gates.wait(Passing("a"))
         await near.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
         async with asyncio.timeout(20):
             while not gates.is_shut("a"):

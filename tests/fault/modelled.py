@@ -20,7 +20,7 @@ from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database
 from app.store.ports import Database as Port
-from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
+from app.turn.in_flight import InFlightTurn, TurnReply, Waiter, hash_key
 from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow
@@ -165,12 +165,9 @@ class Node:
 
     def take(self, session: Model, messages: Sequence[Message], key: str | None) -> asyncio.Task[TurnReply]:
         body = msgspec.json.encode({"model": "m", "messages": messages})
-        mark = RetryMark(None if key is None else hash_key(key))
-        return asyncio.ensure_future(
-            self.service.turns.take(
-                session.id, PROTOCOLS["chat"], body, [], Sender(mark), Waiter(lambda size: None), Stages(time.monotonic)
-            )
-        )
+        retry_key = None if key is None else hash_key(key)
+        turn = InFlightTurn(session.id, Waiter(lambda size: None), Stages(time.monotonic), retry_key=retry_key)
+        return asyncio.ensure_future(self.service.turns.take(turn, PROTOCOLS["chat"], body))
 
 
 SETTINGS = Settings.model_construct(upstreams=("http://engine",), lease_s=3600.0)

@@ -19,7 +19,7 @@ from integration.stand import Stand, error_of, serving, until, user
 
 from app.store import writer
 from app.store.log_turns import Release
-from app.turn.commits import Commits
+from app.turn.claims import Claims
 from fault.agents import Agent, Agents, Health
 from fault.hosted import hosted
 from fault.locks import file_locked, locked
@@ -130,13 +130,13 @@ def test_a_turn_that_cannot_be_committed_is_answered_before_its_claim_is_let_go(
 ) -> None:
     """The client has waited for the lock already, and to let go of the claim is to wait for it again."""
     monkeypatch.setattr(writer, "LOCKED_S", 0.3)
-    submit, commit = writer.Writer.submit, Commits.commit
+    submit, commit = writer.Writer.submit, Claims.commit
     generated, is_locked, answered, released = (threading.Event() for _ in range(4))
 
-    async def held_back(self: Commits, *arguments: Any) -> None:
+    async def held_back(self: Claims, *arguments: Any, **options: Any) -> None:
         generated.set()
         await asyncio.to_thread(is_locked.wait)
-        await commit(self, *arguments)
+        await commit(self, *arguments, **options)
 
     async def watched(self: writer.Writer, operation: Any) -> Any:
         if isinstance(operation, Release):
@@ -144,7 +144,7 @@ def test_a_turn_that_cannot_be_committed_is_answered_before_its_claim_is_let_go(
             released.set()
         return await submit(self, operation)
 
-    monkeypatch.setattr(Commits, "commit", held_back)
+    monkeypatch.setattr(Claims, "commit", held_back)
     monkeypatch.setattr(writer.Writer, "submit", watched)
     with hosted(sqlite_url, engine.base_url) as server, httpx.Client(base_url=server.base_url, timeout=60) as http:
         agents = ThreadPoolExecutor(1)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from helpers.answering import Answer, Answering
 
-from app.upstream.client import PATHS, SMALL, EngineClient, EngineError, TooLarge
+from app.upstream.client import PATHS, SMALL, EngineClient, TooLarge
 from app.upstream.headers import to_client
+from app.upstream.http import EngineError
 from integration.stand import Stand, serving, user
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -75,15 +76,19 @@ async def elsewhere(writer: asyncio.StreamWriter) -> None:
 
 async def a_page(writer: asyncio.StreamWriter) -> None:
     page = b"<script>fetch('/export')</script>"
-    head = b"content-type: text/html\r\nset-cookie: a=b\r\nx-odd: a\x01b\r\nx-accel-redirect: /etc\r\n"
+    head = b"content-type: text/html\r\nset-cookie: a=b\r\nx-accel-redirect: /etc\r\n"
     writer.write(OK + head + b"content-length: %d\r\n\r\n" % len(page) + page)
+
+
+async def control_characters(writer: asyncio.StreamWriter) -> None:
+    writer.write(OK + b"x-odd: a\x01b\r\ncontent-length: 2\r\n\r\n{}")
 
 
 WAYS: dict[str, Way] = {
     way.__name__: way
     for way in (
         *(endless_headers, one_endless_header, many_headers, a_bomb, damaged, unknown, much, announced, elsewhere),
-        a_page,
+        *(a_page, control_characters),
     )
 }
 
@@ -126,7 +131,8 @@ async def client() -> AsyncIterator[EngineClient]:
 @pytest.mark.anyio
 @pytest.mark.threat("oversized engine reply")
 @pytest.mark.parametrize(
-    "way", ["endless_headers", "one_endless_header", "many_headers", "much", "announced", "a_bomb"]
+    "way",
+    ["endless_headers", "one_endless_header", "many_headers", "control_characters", "much", "announced", "a_bomb"],
 )
 async def test_an_engines_reply_has_limits(engine: Engine, client: EngineClient, way: str) -> None:
     tracemalloc.start()

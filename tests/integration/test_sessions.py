@@ -330,3 +330,39 @@ def test_health_ready_and_models(stand: Stand) -> None:
     direct = stand.sim.get("/v1/models").content
     assert stand.http.get("/v1/models").content == direct
     assert stand.http.get(f"{stand.talk().path}/v1/models").content == direct
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PATCH", "/sessions", "GET, POST"),
+        ("PUT", "/sessions/x", "GET, HEAD, DELETE"),
+        ("POST", "/sessions/x/reward", "PUT"),
+    ],
+)
+def test_a_route_names_all_its_methods(stand: Stand, method: str, path: str, allowed: str) -> None:
+    response = stand.http.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize("query", ["erase=maybe", "erase=", "erase=true&erase=7"])
+def test_a_misspelt_erasure_closes_nothing(stand: Stand, query: str) -> None:
+    talk = stand.talk()
+    response = stand.http.delete(f"/sessions/{talk.id}?{query}")
+    assert error_of(response) == (400, "invalid_request")
+    message = "Input should be a valid boolean, unable to interpret input"
+    assert response.json()["error"]["message"] == f"erase={query.rpartition('=')[2]}: {message}"
+    assert stand.http.delete("/sessions/none?erase=maybe").status_code == 400
+    assert stand.http.delete("/sessions/a%20b?erase=maybe").status_code == 404
+    assert stand.http.delete(f"/sessions/{talk.id}?erase=false&other=1").status_code == 204
+
+
+def test_a_created_sessions_reply_has_the_headers_of_every_route(stand: Stand) -> None:
+    created = stand.http.post("/sessions", headers={"x-request-id": "mine"})
+    closed = stand.http.delete(f"/sessions/{created.json()['session_id']}")
+    assert created.headers["x-request-id"] == "mine"
+    assert "content-length" not in closed.headers
+    for response in (created, closed, stand.http.delete("/sessions/none")):
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["cache-control"] == "no-store"
+        assert "x-request-id" in response.headers

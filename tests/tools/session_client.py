@@ -17,7 +17,8 @@ PAUSE_S = 0.1
 
 
 class Answer(NamedTuple):
-    """`code` and `message` are those of an error's body, and empty for a success."""
+    """`code` and `message` are those of an error's body, and empty for a success. `is_cut`: a stream that ended
+    before `[DONE]`, which is no answer."""
 
     status: int
     body: bytes
@@ -25,6 +26,8 @@ class Answer(NamedTuple):
     message: str = ""
     turn: int = 0
     replayed: bool = False
+    is_stream: bool = False
+    is_cut: bool = False
 
 
 class SessionClient:
@@ -63,9 +66,9 @@ class SessionClient:
         while refused < patience:
             answer = await self._post(f"{self._path}/v1/chat/completions", body, {"idempotency-key": key})
             yield answer
-            if answer is not None and answer.status == 200:
+            if answer is not None and answer.status == 200 and not answer.is_cut:
                 return
-            if answer is not None:
+            if answer is not None and not answer.is_cut:
                 refused += 1
                 await asyncio.sleep(PAUSE_S)
 
@@ -91,11 +94,36 @@ class SessionClient:
     async def _exchange(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         url = f"{await self._base_url()}{path}"
         async with self._http.post(url, data=body, headers={**self._headers, **headers}) as response:
+            turn, replayed = int(response.headers.get("x-turnlog-turn", "0")), "x-turnlog-replayed" in response.headers
+            if response.status == 200 and response.content_type == "text/event-stream":
+                return await _streamed(response, turn, replayed)
             got = await response.read()
             if response.status != 200:
                 return Answer(response.status, got, *_error(got))
-            turn = int(response.headers.get("x-turnlog-turn", "0"))
-            return Answer(200, got, turn=turn, replayed="x-turnlog-replayed" in response.headers)
+            return Answer(200, got, turn=turn, replayed=replayed)
+
+
+async def _streamed(response: aiohttp.ClientResponse, turn: int, replayed: bool) -> Answer:
+    """Raises aiohttp.ClientError where the connection ended before the first bytes."""
+    got = b""
+    try:
+        async for piece in response.content.iter_any():
+            got += piece
+    except (aiohttp.ClientError, OSError):
+        if not got:
+            raise
+    last = got.rstrip().rpartition(b"data: ")[2]
+    if last.startswith(b'{"error"'):
+        return Answer(response.status, got, *_error(last), is_stream=True, is_cut=True)
+    return Answer(200, got, turn=turn, replayed=replayed, is_stream=True, is_cut=last != b"[DONE]")
+
+
+def streamed_message(body: bytes) -> bytes:
+    """The assistant message of a chat's whole stream of text, as raw JSON."""
+    events = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line.startswith(b"data: {")]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return json.dumps({"role": "assistant", "content": text}).encode()
 
 
 def _error(body: bytes) -> tuple[str, str]:
@@ -109,5 +137,7 @@ def _error(body: bytes) -> tuple[str, str]:
 
 def acknowledged(session_id: str, answer: Answer, key: str) -> Acknowledged:
     """What a client knows by a 200."""
+    # What a stream says is made of the stored reply: its bytes are not that reply's.
+    reply = None if answer.is_stream else hashlib.sha256(answer.body).hexdigest()
     stored_key = hashlib.sha256(key.encode()).hexdigest()[:32]  # as the log keeps it
-    return Acknowledged(session_id, answer.turn, hashlib.sha256(answer.body).hexdigest(), stored_key)
+    return Acknowledged(session_id, answer.turn, reply, stored_key)

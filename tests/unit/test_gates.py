@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 
 import pytest
+from helpers.gates import Passing
 from helpers.store import Store
 
 from app.domain.fleet import AdapterPaused, AdapterResumed, FleetPaused, FleetResumed, Placed
 from app.errors import Overloaded
-from app.fleet.gates import AT_ONCE, REST_S, GatePass, Gates
+from app.fleet.gates import AT_ONCE, REST_S, Gates
 from app.fleet.state import FleetState
 
 pytestmark = pytest.mark.anyio
@@ -38,11 +39,13 @@ class Crowd:
 
     def __init__(self, gates: Gates, count: int, adapter: str = "lora") -> None:
         self.passed: list[int] = []
-        self.tasks = [asyncio.create_task(self._one(gates.arrive(adapter))) for _ in range(count)]
+        turns = [Passing(adapter) for _ in range(count)]
+        self.tasks = [asyncio.create_task(self._one(turn, gates.arrive(turn))) for turn in turns]
 
-    async def _one(self, gate: GatePass) -> None:
-        await gate.wait()
-        self.passed.append(gate.ticket)
+    async def _one(self, turn: Passing, opened: Awaitable[None] | None) -> None:
+        if opened is not None:
+            await opened
+        self.passed.append(turn.ticket)
 
     async def all(self) -> None:
         async with asyncio.timeout(20):
@@ -69,9 +72,10 @@ async def test_who_comes_while_they_pass_stands_behind_them_and_holds_nobody_els
     await open_(state)
     await asyncio.sleep(0)
     assert 0 < len(crowd.passed) <= 2 * AT_ONCE, "not all at once"
-    assert not gates.arrive("lora").admits_at_once
-    assert gates.arrive("other").admits_at_once
-    late = asyncio.create_task(gates.arrive("lora").wait())
+    assert gates.arrive(Passing("other")) is None
+    opened = gates.arrive(Passing("lora"))
+    assert opened is not None
+    late = asyncio.ensure_future(opened)
     await asyncio.sleep(0)
     assert not late.done()
     await shut(state)
@@ -81,7 +85,7 @@ async def test_who_comes_while_they_pass_stands_behind_them_and_holds_nobody_els
     await late
     assert len(crowd.passed) == len(crowd.tasks)
     assert crowd.passed == sorted(crowd.passed)
-    assert gates.arrive("lora").admits_at_once
+    assert gates.arrive(Passing("lora")) is None
 
 
 async def test_a_gate_that_is_shut_again_at_once_keeps_their_places(state: FleetState) -> None:
@@ -144,9 +148,9 @@ async def test_a_server_that_stops_lets_go_of_all(state: FleetState) -> None:
     assert [type(one) for one in found] == [Overloaded] * 3
     assert await asking is False
     with pytest.raises(Overloaded):
-        await gates.arrive("lora").wait()
+        await gates.wait(Passing("lora"))
     assert await gates.opens("lora", 60) is False
-    await gates.arrive("other").wait()
+    await gates.wait(Passing("other"))
 
 
 async def test_asking_for_an_adapter_goes_by_its_own_gate(state: FleetState) -> None:
@@ -178,12 +182,12 @@ async def test_who_asks_for_an_adapter_waits_on_where_it_is_open_for_a_moment(st
 
 async def test_what_was_shut_meanwhile_is_told_also_where_it_is_open_again(state: FleetState) -> None:
     gates = Gates(state)
-    ours, others = gates.arrive("lora"), gates.arrive("other")
-    assert ours.take()
-    assert others.take()
-    assert not await ours.was_shut()
+    ours, others = Passing("lora"), Passing("other")
+    assert gates.take(ours)
+    assert gates.take(others)
+    assert not await gates.was_shut(ours)
     await shut(state)
-    assert not ours.take()
+    assert not gates.take(ours)
     await open_(state)
-    assert await ours.was_shut()
-    assert not await others.was_shut()
+    assert await gates.was_shut(ours)
+    assert not await gates.was_shut(others)

@@ -11,6 +11,7 @@ import pytest
 import schemathesis
 
 from app.api import openapi
+from app.api.sessions import DIRECT_ROUTES
 from app.main import create_app
 from app.protocols.registry import ROUTES
 from app.settings import FEATURES, Settings
@@ -38,6 +39,7 @@ def test_every_route_is_in_it(document: dict[str, Any]) -> None:
         for route in openapi.routes_of(create_app(Settings(features=FEATURES)).routes)
         for method in (route.methods or set()) - {"HEAD"}
     }
+    routes |= {f"{route.method} {route.path}" for route in DIRECT_ROUTES}
     turns = {f"POST {prefix}{route}" for route in ROUTES for prefix in ("", "/sessions/{session_id}")}
     # A redirect to the page is nothing to call.
     assert set(operations(document)) == (routes - {"GET /ui/"}) | turns

@@ -13,7 +13,9 @@ from app.errors import SessionUnreadable
 from app.fleet.engines import Engines
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
-from app.turn.placement import EngineChoice, Placement
+from app.turn.in_flight import InFlightTurn, Waiter
+from app.turn.placement import Placement
+from app.turn.stages import Stages
 
 pytestmark = pytest.mark.anyio
 
@@ -52,13 +54,16 @@ class Placed:
             lambda: self.now,
         )
 
-    async def place(self, of: Session, idle_s: float = 0.0) -> EngineChoice:
-        return await self._placement.place(of, self.now - idle_s)
+    async def place(self, of: Session, idle_s: float = 0.0) -> InFlightTurn:
+        turn = InFlightTurn(of.session_id, Waiter(lambda size: None), Stages(lambda: self.now), session=of)
+        turn.idle_since = self.now - idle_s
+        await self._placement.place(turn)
+        return turn
 
     async def bound(self, of: Session, answered: str | None = None, idle_s: float = 0.0) -> AffinityBound | None:
         """What is written where `answered`, or else the first one, has answered."""
         place = await self.place(of, idle_s)
-        return self._placement.binding(of, place, answered or place.order.first)
+        return self._placement.binding(place, of, answered or place.order.first)
 
 
 async def test_the_first_turn_binds() -> None:
@@ -130,7 +135,7 @@ async def test_the_cause_is_that_of_the_time_of_placing() -> None:
     placed.engines.members[A].health = "dead"
     place = await placed.place(of)
     placed.engines.serve([EngineListed(B), EngineListed(C)])
-    assert placed._placement.binding(of, place, B) == AffinityBound(B, "dead")
+    assert placed._placement.binding(place, of, B) == AffinityBound(B, "dead")
 
 
 async def test_the_last_engine_is_better_than_none_and_keeps_its_sessions() -> None:

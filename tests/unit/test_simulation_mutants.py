@@ -32,8 +32,7 @@ from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
-from app.turn.commits import Commits
-from app.turn.in_flight import Identity
+from app.turn.in_flight import InFlightTurn
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.session_control import ControlledTurn, SessionControls
@@ -69,13 +68,13 @@ def the_fence_is_not_looked_at(patch: Patch) -> None:
 
 def the_claim_goes_before_the_commit(patch: Patch) -> None:
     """The claim is let go of as soon as the engine has answered, and the commit does without."""
-    plain = Commits.commit
+    plain = Claims.commit
 
-    async def commit(self: Commits, context: Any, claimed: Any, *rest: Any) -> None:
-        await self._services.claims.abandon(claimed, "not_released")
-        await plain(self, context, claimed, *rest)
+    async def commit(self: Claims, turn: InFlightTurn, *rest: Any, **options: Any) -> None:
+        await self.abandon(turn, "not_released")
+        await plain(self, turn, *rest, **options)
 
-    patch.setattr(Commits, "commit", commit)
+    patch.setattr(Claims, "commit", commit)
     _forges(patch, Commit, _claimed_again)
 
 
@@ -111,19 +110,19 @@ def a_commit_does_not_wait_for_the_disk(patch: Patch) -> None:
 
 
 def a_commit_that_failed_counts(patch: Patch) -> None:
-    plain = Commits.commit
+    plain = Claims.commit
 
-    async def commit(self: Commits, *arguments: Any) -> None:
+    async def commit(self: Claims, *arguments: Any, **options: Any) -> None:
         with contextlib.suppress(AppError):
-            await plain(self, *arguments)
+            await plain(self, *arguments, **options)
 
-    patch.setattr(Commits, "commit", commit)
+    patch.setattr(Claims, "commit", commit)
 
 
 def keys_are_forgotten(patch: Patch) -> None:
     """A retry is not known again once its turn has been committed."""
 
-    async def repeated(self: Retries, entry: CacheEntry, own: Identity) -> None:
+    async def repeated(self: Retries, entry: CacheEntry, turn: InFlightTurn) -> None:
         return None
 
     patch.setattr(Retries, "repeated", repeated)
@@ -131,7 +130,15 @@ def keys_are_forgotten(patch: Patch) -> None:
 
 def any_retry_joins(patch: Patch) -> None:
     """A marked retry joins the turn in flight, whichever request that is of."""
-    patch.setattr(Identity, "has_body", lambda self, body_hash, agent_id=None: True)
+    plain = Retries.joinable
+
+    def joinable(
+        self: Retries, entry: CacheEntry, flights: Sequence[InFlightTurn], turn: InFlightTurn
+    ) -> InFlightTurn | None:
+        is_marked = turn.is_retry and turn.retry_key is None and not entry.session.is_tree
+        return flights[0] if is_marked else plain(self, entry, flights, turn)
+
+    patch.setattr(Retries, "joinable", joinable)
 
 
 def a_commit_is_not_decided_again(patch: Patch) -> None:
@@ -183,14 +190,14 @@ def the_cache_skips_events(patch: Patch) -> None:
 
 
 def a_gate_holds_nobody(patch: Patch) -> None:
-    patch.setattr(Gates, "may_pass", lambda self, adapter: True)
+    patch.setattr(Gates, "is_open", lambda self, turn: True)
 
 
 def a_turn_waits_with_its_claim(patch: Patch) -> None:
     """The gate is looked at behind the claim alone."""
 
-    async def pass_by(self: Turns, *arguments: Any) -> None:
-        return
+    async def pass_by(self: Turns, turn: InFlightTurn, opened: Any) -> None:
+        opened.close()
 
     patch.setattr(Turns, "_wait_at_gate", pass_by)
 
@@ -224,8 +231,8 @@ def a_session_moves_without_a_word(patch: Patch) -> None:
     """Only the first binding is written."""
     plain = Placement.binding
 
-    def binding(self: Placement, session: Session, *rest: Any) -> Any:
-        return plain(self, session, *rest) if session.affinity is None else None
+    def binding(self: Placement, turn: InFlightTurn, session: Session, engine: str) -> Any:
+        return plain(self, turn, session, engine) if session.affinity is None else None
 
     patch.setattr(Placement, "binding", binding)
 
@@ -247,9 +254,8 @@ def the_dead_keep_their_names(patch: Patch) -> None:
 def a_name_is_bound_to_nothing(patch: Patch) -> None:
     """A turn goes where it would without its name."""
 
-    async def place(self: ControlledTurn, ordinary: Any) -> Any:
-        await self._acquire(ordinary.order.first)
-        return ordinary
+    async def place(self: ControlledTurn, turn: InFlightTurn) -> None:
+        await self._acquire(turn.order.first)
 
     patch.setattr(ControlledTurn, "place", place)
 

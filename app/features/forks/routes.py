@@ -65,7 +65,7 @@ async def fork_session(
     fork_ids = [_fork_id(session_id, idempotency_key, nth) for nth in range(body.count)]
     forks: Forks = app.features["forks"]
     await forks.fork(order, fork_ids)
-    return {"sessions": [created(request, fork_id) for fork_id in fork_ids]}
+    return {"sessions": [created(services(request), request.scope, fork_id) for fork_id in fork_ids]}
 
 
 def _fork_id(session_id: str, key: str | None, nth: int) -> str:

@@ -20,6 +20,9 @@ def main() -> int:
     parser.add_argument("--postgres", action="store_true", help="a PostgreSQL server of this run's own")
     parser.add_argument("--processes", type=int, default=1, help="servers on the PostgreSQL database")
     parser.add_argument("--payloads", help="as TURNLOG_PAYLOADS: turns have replay payloads, which lie there")
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--mid-stream", dest="mode", action="store_const", const="mid-stream", help="live streams are cut")
+    of.add_argument("--staging", dest="mode", action="store_const", const="staging", help="generations are staged")
     given = parser.parse_args()
     if given.processes > 1 and not given.postgres:
         parser.error("several processes need --postgres")
@@ -38,6 +41,7 @@ def main() -> int:
                 database_url=url,
                 processes=given.processes,
                 payloads=given.payloads,
+                mode=given.mode or "plain",
             )
         )
     for one in rounds:

@@ -6,17 +6,52 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 
 from ops.bench.load import EXPERTS, Conversation, opening_messages, reply_message
 from ops.verify import Acknowledged
-from tests.tools.session_client import SessionClient, acknowledged
+from tests.tools.session_client import SessionClient, acknowledged, streamed_message
 
 TURNS_PER_SESSION = 12
-LONGEST_LATENCY_S = 0.15
+
+
+class Mode(NamedTuple):
+    """What the turns are: the engine's `sim`, the seconds of a generation, more fields of a request; the arguments of
+    the engine and the environment of the servers."""
+
+    sim: Mapping[str, Any]
+    latency_s: tuple[float, float] = (0.0, 0.15)
+    more: bytes = b""
+    engine: Sequence[str] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+STREAMING = ("--dialect", "vllm")
+"""An engine whose chats stream ids."""
+
+MODES: Mapping[str, Mode] = {
+    "plain": Mode({"completion_tokens": 11}),
+    "payloads": Mode({"completion_tokens": 120, "experts": EXPERTS}, environment={"TURNLOG_REPLAY": "routed_experts"}),
+    "mid-stream": Mode(
+        {"completion_tokens": 60, "chunk_tokens": 4},
+        (0.1, 0.8),
+        b',"stream":true,"stream_mode":"live"',
+        STREAMING,
+        {"TURNLOG_UPSTREAM_DIALECT": "vllm"},
+    ),
+    "staging": Mode(
+        {"completion_tokens": 200, "chunk_tokens": 4},
+        (0.3, 1.5),
+        b',"temperature":0,"max_tokens":208',
+        STREAMING,
+        {"TURNLOG_UPSTREAM_DIALECT": "vllm", "TURNLOG_STAGE_TOKENS_S": "0.1"},
+    ),
+}
 
 PATIENCE = 20
 """Refusals of one turn after which its session counts as one that cannot go on."""
@@ -61,11 +96,12 @@ class Round(msgspec.Struct):
 class Site:
     """What the clients share: which servers are up, may new turns `go`, the round, every session so far.
 
-    `has_payloads`: each turn has some tens of KiB of replay payloads."""
+    `begun` counts the streams that a kill cut behind their first bytes."""
 
-    def __init__(self, base_urls: Sequence[str], *, has_payloads: bool = False) -> None:
+    def __init__(self, base_urls: Sequence[str], mode: Mode) -> None:
         self.base_urls = base_urls
-        self.has_payloads = has_payloads
+        self.mode = mode
+        self.begun = 0
         self.go = asyncio.Event()
         self.stopping = False
         self.round = Round(1)
@@ -111,16 +147,14 @@ class Client:
         index = 0
         while not self._site.stopping:
             index += 1
-            latency = self._random.uniform(0, LONGEST_LATENCY_S)
-            sim: dict[str, object] = {
-                "completion_tokens": 11,
+            mode = self._site.mode
+            sim = {
                 "tool_calls": False,
                 "reasoning": False,
-                "latency_s": latency,
+                "latency_s": self._random.uniform(*mode.latency_s),
+                **mode.sim,
             }
-            if self._site.has_payloads:
-                sim |= {"completion_tokens": 120, "experts": EXPERTS}
-            conversation = Conversation(self._opening, msgspec.json.encode(sim))
+            conversation = Conversation(self._opening, msgspec.json.encode(sim), mode.more)
             followed = Followed(f"crash-{self._number}-{index}", conversation)
             self._home = ""
             async for answer in self._session(followed).create():
@@ -155,11 +189,13 @@ class Client:
         key = f"{followed.session_id}-{followed.conversation.turns}"
         first_retry, interrupted = False, False
         async for answer in self._session(followed).turn(b"".join(followed.conversation.body()), key, PATIENCE):
-            if answer is None:
+            if answer is None or answer.is_cut:
+                site.begun += answer is not None
                 first_retry = interrupted = True
             elif answer.status == 200:
                 site.acknowledged.append(acknowledged(followed.session_id, answer, key))
-                followed.conversation.answered(reply_message(answer.body))
+                read = streamed_message if answer.is_stream else reply_message
+                followed.conversation.answered(read(answer.body))
                 site.round.acknowledged += 1
                 if interrupted:
                     site.round.recovered(time.perf_counter() - site.killed_at)

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Problem, verify_url
 from tests.tools.audit import audit
-from tests.tools.crash_rounds.clients import Client, Round, Site
+from tests.tools.crash_rounds.clients import MODES, Client, Round, Site
 
 MOMENTS_S = (0.2, 1.2)
 """A server is killed so long after the clients have gone on."""
@@ -42,6 +45,7 @@ class Conductor:
         self._turns = 0
         self._audited = 0
         self._turns_verified = 0.0
+        self.staged: Counter[str] = Counter()
 
     async def round(self, number: int, clients: Sequence[Client]) -> Round:
         result = self._site.round = Round(number)
@@ -59,6 +63,7 @@ class Conductor:
         self._site.go.clear()
         for client in clients:
             await client.resting.wait()
+        await asyncio.to_thread(self._count_staged, server)
         await self.audit(result, self._audited)
         self._turns += result.acknowledged
         if copy is not None:
@@ -77,6 +82,12 @@ class Conductor:
         result.lost += len(found.lost)
         result.twice += found.doubled
         _print(found.problems)
+
+    def _count_staged(self, server: ServerProcess) -> None:
+        """What became of staged turns in the process that was just started."""
+        with urllib.request.urlopen(f"{server.base_url}/metrics") as reply:
+            counted = re.findall(r'turnlog_turns_staged_total\{outcome="(\w+)"\} (\d+)', reply.read().decode())
+        self.staged += Counter({outcome: int(count) for outcome, count in counted})
 
     def _is_due(self, result: Round) -> bool:
         turns = self._turns + result.acknowledged
@@ -121,17 +132,19 @@ async def run(
     database_url: str | None = None,
     processes: int = 1,
     payloads: str | None = None,
+    mode: str = "plain",
 ) -> list[Round]:
     """All rounds, and a last one that has every session go on and audits every acknowledgement.
 
     `database_url` is an empty PostgreSQL database for `processes` servers; None: a new SQLite file in a folder in
-    `folder`, and one server. `payloads`: as TURNLOG_PAYLOADS; turns have replay payloads then.
+    `folder`, and one server. `mode`: of `MODES`. `payloads`: as TURNLOG_PAYLOADS; the mode is `payloads` then.
     """
-    environment = {} if payloads is None else {"TURNLOG_PAYLOADS": payloads, "TURNLOG_REPLAY": "routed_experts"}
+    turns = MODES[mode if payloads is None else "payloads"]
+    environment = {**turns.environment, **({} if payloads is None else {"TURNLOG_PAYLOADS": payloads})}
     os.environ.update(environment)  # for the checks
     with (
         tempfile.TemporaryDirectory(prefix="turnlog-crash-", dir=folder) as made,
-        SimulatorProcess("--seed", str(seed)) as engine,
+        SimulatorProcess("--seed", str(seed), *turns.engine) as engine,
         contextlib.ExitStack() as stack,
     ):
         own = Path(made)
@@ -143,7 +156,7 @@ async def run(
         for server in servers:
             stack.callback(server.stop)
             server.start()
-        site = Site([server.base_url for server in servers], has_payloads=payloads is not None)
+        site = Site([server.base_url for server in servers], turns)
         conductor = Conductor(servers, site, own if database_url is None else None, seed)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             every = [Client(site, http, number, seed) for number in range(clients)]
@@ -152,6 +165,10 @@ async def run(
         done[-1].problems += await problems(url)
     if site.refusals:
         print("refusals:", dict(site.refusals))
+    if site.begun:
+        print("streams that were cut behind their first bytes:", site.begun)
+    if conductor.staged:
+        print("turns that were staged:", dict(conductor.staged))
     return done
 
 

@@ -22,7 +22,7 @@ from app.errors import (
 )
 from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
-from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
+from app.turn.in_flight import InFlightTurn, TurnReply, Waiter, hash_key
 from app.turn.stages import Stages
 from tests.tools.simulation.engine import Message, digest
 from tests.tools.simulation.history import Acknowledged, Fact, Seen
@@ -159,10 +159,9 @@ class Client:
         marks = how < 0.9
         for tried in range(tries):
             messages = [*before, {"role": "user", "content": logical}]
-            mark = RetryMark(None if key is None else hash_key(key), marks and key is None and tried > 0)
-            sender = Sender(mark, agent, self.history)
+            turn = self._turn(key, agent, is_retry=marks and key is None and tried > 0)
             try:
-                reply = await self._ask(lambda: self._take(messages, logical, key, sender), TIMEOUT_S)  # noqa: B023
+                reply = await self._ask(lambda: self._take(messages, logical, key, turn), TIMEOUT_S)  # noqa: B023
             except (HistoryMismatch, RollbackTooDeep):
                 # What this client believes is not what is there: another one, or an attempt that came late.
                 await self._resync()
@@ -208,19 +207,28 @@ class Client:
             raise Disconnected("nobody listens")
         return self._sticky
 
-    async def _take(self, messages: Sequence[Message], logical: str, key: str | None, sender: Sender) -> TurnReply:
+    def _turn(self, key: str | None, agent: str | None, *, is_retry: bool = False) -> InFlightTurn:
+        return InFlightTurn(
+            self.session_id,
+            Waiter(lambda size: None),
+            Stages(self._history.now),
+            retry_key=None if key is None else hash_key(key),
+            is_retry=is_retry,
+            agent_id=agent,
+            new_history=self.history,
+        )
+
+    async def _take(self, messages: Sequence[Message], logical: str, key: str | None, turn: InFlightTurn) -> TurnReply:
         process = self._process()
         control = self.control or self._wishes(self.session_id, logical)
         wish = {} if control is None else {"nvext": {"session_control": control}}
         body = msgspec.json.encode({"model": "simulated", "messages": messages, **wish})
         asked_at = self._history.now()
         gone: list[bool] = []
-        reader = Waiter(lambda size: None, is_lost=lambda: bool(gone))
-        self._note(f"{self.name} asks {process.name} for {logical}{' again' if sender.mark.is_retry else ''}")
+        turn.waiter.is_lost = lambda: bool(gone)
+        self._note(f"{self.name} asks {process.name} for {logical}{' again' if turn.is_retry else ''}")
         work = process.call(
-            lambda: process.service.turns.take(
-                self.session_id, PROTOCOLS["chat"], body, [], sender, reader, Stages(self._history.now)
-            ),
+            lambda: process.service.turns.take(turn, PROTOCOLS["chat"], body),
             lambda reply: self._sent(process, reply, messages, logical, key, asked_at, delivered=not gone),
         )
         try:
@@ -228,7 +236,7 @@ class Client:
         except (asyncio.CancelledError, Disconnected):
             gone.append(True)
             if process.serving and self._rng.random() < 0.5:
-                process.owner.context().run(reader.leave)
+                process.owner.context().run(turn.waiter.leave)
             raise
         self._note(f"{self.name} has turn {reply.turn} ({reply.status}) for {logical}")
         return reply
@@ -335,9 +343,9 @@ class Client:
         turn = self._rng.choice(mine)
         assert turn.key is not None
         messages = [*self.messages, {"role": "user", "content": f"not {turn.logical}"}]
-        sender = Sender(RetryMark(hash_key(turn.key)), None, self.history)
+        again = self._turn(turn.key, None)
         try:
-            reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, sender), TIMEOUT_S)
+            reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, again), TIMEOUT_S)
         except (SessionClosed, SessionNotFound):
             raise
         except (AppError, Disconnected, TimeoutError):

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from app.upstream.body import Body
-from app.upstream.client import EngineClient, EngineReply, Grow, Lost, NotSent, TimedOut, Withheld
+from app.upstream.client import EngineClient, EngineReply, Grow, Withheld
 from app.upstream.headers import Headers
+from app.upstream.http import Lost, NotSent, TimedOut
 from app.upstream.streams import StreamReader
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from app.domain.fleet import Fleet
-from app.upstream.client import EngineClient, EngineError, EngineReply
+from app.upstream.client import EngineClient, EngineReply
 from app.upstream.dialects import complete, returns
 from app.upstream.headers import to_control, to_engine
+from app.upstream.http import EngineError
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from workers.parse import Parsed, Rejected, parse_reply
 

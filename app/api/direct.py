@@ -1,0 +1,98 @@
+"""Answers routes without FastAPI's routing and parameters, which cost more than what they lead to: those that every
+session needs beside its turns. The document describes them with the others."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from starlette.types import Receive, Send
+
+from app.api.describe import Schema
+from app.api.error_handlers import error_reply
+from app.api.head import Head
+from app.api.limits import SMALL, read_body
+from app.api.replies import INTERNAL
+from app.api.state import CONTROL_BYTES
+from app.domain.patterns import ID
+from app.errors import AppError, SessionNotFound
+
+if TYPE_CHECKING:
+    from app.services import Services
+
+log = logging.getLogger("turnlog.requests")
+
+NO_CONTENT = 204
+
+_ID = re.compile(ID)
+
+Endpoint = Callable[["Services", Head, Receive], Awaitable[tuple[int, Any]]]
+"""Returns the status and what the reply's JSON is made of, or None for an empty reply. Raises AppError."""
+
+
+class DirectRoute(NamedTuple):
+    """A route, below `/sessions/{session_id}` if it `has_session`. `parameters` are those of its query, for the
+    document."""
+
+    method: str
+    has_session: bool
+    route: str
+    endpoint: Endpoint
+    parameters: tuple[Schema, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """As the document has it."""
+        return ("/sessions/{session_id}" if self.has_session else "") + self.route
+
+    def matches(self, path: str) -> bool:
+        return re.fullmatch(("/sessions/[^/]+" if self.has_session else "") + self.route, path) is not None
+
+    @property
+    def fields(self) -> Schema:
+        """As FastAPI describes its routes."""
+        text = {"type": "string", "pattern": ID}
+        session_id = {"name": "session_id", "in": "path", "required": True, "schema": text}
+        own = [{**session_id, "description": "A session's id."}] if self.has_session else []
+        parameters = [*own, *self.parameters]
+        return {"description": inspect.getdoc(self.endpoint), "tags": ["Sessions"], "parameters": parameters}
+
+
+async def serve_direct(app: Services, endpoint: Endpoint, head: Head, receive: Receive, send: Send) -> None:
+    """Answer a request, also after an unexpected exception."""
+    headers = []
+    body = b""
+    try:
+        if head.path_session is not None and not _ID.fullmatch(head.path_session):
+            raise SessionNotFound("the session id is invalid")
+        status, content = await endpoint(app, head, receive)
+        if content is not None:
+            headers, body = [("content-type", "application/json")], msgspec.json.encode(content)
+    except AppError as error:
+        status, headers, body = await error_reply(app, head.path, error, head.request_id)
+    except Exception:
+        log.exception("an unexpected fault in %s %s", head.method, head.route)
+        status, headers, body = await error_reply(app, head.path, AppError(INTERNAL), head.request_id)
+    if status != NO_CONTENT:
+        headers.append(("content-length", str(len(body))))
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    send = head.hardening(send)
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def small_body(app: Services, head: Head, receive: Receive) -> bytes:
+    """The request's body; empty if the client disconnects. Raises as `read_body`."""
+    limit = min(CONTROL_BYTES, app.settings.max_request_bytes)
+    with app.inflight.reserve(peer=head.peer) as reservation:
+        if head.connection is not None and b"content-encoding" not in head.headers:
+            body = head.connection.take_body(head.scope, min(SMALL, limit))
+            if body is not None:
+                reservation.hold(len(body))
+                return body
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in head.scope["headers"]]
+        return await read_body(receive, headers, limit, reservation) or b""

@@ -1,0 +1,559 @@
+"""From a claim to a validated reply: what is sent to an engine, which one, and what it answers.
+
+prompt ─▶ gate ─▶ placement ─▶ engine ─▶ validation
+            ▲                     │
+            └── shut meanwhile ───┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import msgspec
+
+from app import crash_points
+from app.domain import calls, decide
+from app.domain.decide import TurnBlobs
+from app.domain.events import BlobRef, EngineShape, GivenIds
+from app.domain.fleet import Fleet
+from app.domain.history import Incoming
+from app.domain.images import may_hold_image, take_out
+from app.domain.left_out import bounded
+from app.domain.reply import ValidatedReply
+from app.domain.request import ChatRequest, join_object, value_of
+from app.domain.rids import engine_session_of
+from app.domain.session import Session
+from app.domain.split import ITEMS
+from app.errors import ClaimLost, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
+from app.fleet.engines import PATHS, Answer, OpenStream
+from app.sessions import transcript
+from app.sessions.cache import require_open
+from app.store.log import StoredBlob
+from app.turn.in_flight import InFlightTurn, Request, TurnCancelled
+from app.turn.large_bodies import INLINE_BYTES
+from app.turn.stages import TurnStage
+from app.upstream import headers as http_headers
+from app.upstream.client import Withheld
+from app.upstream.dialects import FIRST_ROW_NAMES, clients_first_row, complete, for_adapter, from_row, takes_rid
+from app.upstream.generate import GENERATE, Fields, generate_body
+from app.upstream.http import EngineError
+from app.upstream.streams import STREAM, Push, ReplyStream
+from app.upstream.token_in import IdsField
+from workers import codec
+from workers.parse import KnownTokens
+from workers.parse_parts import UNKNOWN_VERSION
+
+if TYPE_CHECKING:
+    from app.services import Services
+
+IdsOrigin = Literal["built", "client", "continued"]
+"""Where a chat's ids come from, which decides what becomes of them at an engine that takes none.
+
+    built       from the messages: the engine renders these instead, and the turn is captured
+    client      the client's own: 400 `unsupported`
+    continued   of a generation that was aborted: it cannot go on (TakesNoIds)
+"""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class TakesNoIds(EngineError):
+    """The generation cannot be continued at this engine."""
+
+
+class PromptIds(msgspec.Struct, frozen=True):
+    """A prompt's ids as decimal text, joined by commas. It begins with `known` if it continues the
+    parent's tokens.
+
+    `trimmed`: how many of the parent's last tokens are left out. `extends`: the prompt was built on
+    the stored tokens and must begin with them.
+    """
+
+    text: bytes
+    known: KnownTokens | None
+    trimmed: int = 0
+    extends: bool = False
+
+
+class SharedBlob(msgspec.Struct, frozen=True):
+    """Parameters, tools, an echo or an image, which a session stores once however many turns repeat
+    them.
+
+    `frame` is the compressed content; None where the session was seen to have it already.
+    """
+
+    kind: Literal["params", "tools", "echo", "image"]
+    raw: bytes
+    hash: str
+    frame: bytes | None
+
+
+class EngineCall(msgspec.Struct):
+    """A request to an engine. `params` is a JSON object, `tools` raw JSON, `messages` those of a
+    chat as engines take them, `text` the prompt of a completion.
+
+    `own` are raw JSON members that Turnlog adds to this request only, each after a comma;
+    `first_row` is the first row of `routed_experts` asked for. `ids` are the prompt's, if they are
+    known; `prompt` is None if the engine that was asked last takes no ids, and `ids_field` the field
+    of a chat that it takes them from. `is_part`: it continues a generation. `is_native`: that engine
+    got a request of `/generate`, which `wants_native` asks for. `push` takes a stream's deltas.
+    """
+
+    shape: EngineShape
+    params: bytes
+    tools: bytes | None
+    messages: Sequence[bytes | memoryview]
+    text: str | None
+    rid: str
+    ids: PromptIds | None = None
+    origin: IdsOrigin = "built"
+    own: bytes = b""
+    first_row: int = 0
+    is_part: bool = False
+    wants_native: bool = False
+    prompt: PromptIds | None = None
+    ids_field: IdsField | None = None
+    is_native: bool = False
+    push: Push | None = None
+
+
+class EngineCalls:
+    """Prepares, sends and validates the generations of this process's turns."""
+
+    def __init__(self, services: Services) -> None:
+        settings = services.settings
+        self._services = services
+        self._points = services.points
+        self._dialect = settings.upstream_dialect
+        self._replay = settings.replay
+        self._replays_experts = "routed_experts" in settings.replay
+        self._names_engine_sessions = settings.engine_session_ids
+        self._chat = {name: msgspec.Raw(raw) for name, raw in complete({}, self._dialect, self._replay).items()}
+        self._takes_rid = takes_rid(self._dialect)
+
+    # what is sent
+
+    async def prepare(self, turn: InFlightTurn) -> None:
+        """Set what is to be sent, from `new` to `call`.
+
+        Raises InvalidRequest, TokenPrefixMismatch, SessionUnreadable, TurnCancelled.
+        """
+        services, request, plan = self._services, turn.request, turn.plan
+        turn.requested_at = services.clock()
+        if turn.large:
+            call = await services.large_bodies.run(turn.large, partial(self._call, turn))
+        else:
+            call = self._call(turn)
+        turn.call = call
+        if plan.base_messages and call.shape == "chat":
+            stored = await services.cache.messages(turn.entry, plan.parent)
+            history = await self._sendable(turn, stored) if turn.entry.index.has_odd_calls else (stored,)
+            call.messages = (*history, *call.messages)
+        if request.ids is not None or turn.template is not None:
+            await self._add_prompt(turn)
+        elif request.left_out:
+            turn.left_out = bounded(request.left_out)
+        if self._replays_experts:
+            self._ask_for_rows(turn)
+        elif FIRST_ROW_NAMES[0] in request.params or FIRST_ROW_NAMES[1] in request.params:
+            call.first_row = clients_first_row(request.params)
+
+    def _call(self, turn: InFlightTurn) -> EngineCall:
+        """The request, with its new messages alone. Raises InvalidRequest."""
+        request = turn.request
+        new = turn.new = turn.stored = turn.history.new(turn.plan)
+        rid = turn.rid if self._takes_rid else ""
+        if not isinstance(request, ChatRequest):
+            return EngineCall("completions", self._other_params(turn), None, (), request.text, rid)
+        if turn.adapter is not None or self._names_engine_sessions:
+            params = self._other_params(turn)
+        else:
+            # The client's raw fields and the dialect's own members, which take their places.
+            fields = {**request.params, **self._chat}
+            top = request.params.get("top_logprobs")
+            if top is not None and self._dialect != "sglang" and bytes(top) != b"null":
+                fields["top_logprobs"] = top
+            if self._replays_experts:
+                for name in FIRST_ROW_NAMES:
+                    fields.pop(name, None)
+            params = msgspec.json.encode(fields)
+        tools = None if request.tools is None else bytes(request.tools)
+        if tools is not None or request.echo is not None:
+            turn.shared = _shared_blobs(turn.session, tools, request.echo)
+        messages: Sequence[bytes] = new
+        for message in new:
+            if calls.NAME in message or may_hold_image(message):
+                messages = [calls.sendable(raw) for raw in new]
+                turn.odd_arguments = messages != new
+                turn.stored, images = _without_images(turn.session, new)
+                turn.shared = (*turn.shared, *images)
+                break
+        return EngineCall("chat", params, tools, messages, None, rid)
+
+    def _other_params(self, turn: InFlightTurn) -> bytes:
+        """The parameters of a completion, of an adapter's turn, or with the name of the engine's session."""
+        request = turn.request
+        fields = complete(request.params, self._dialect, self._replay, request.shape)
+        engines = self._services.engines.dialect
+        if turn.adapter is not None:
+            fields = for_adapter(fields, turn.adapter, engines)
+        if self._names_engine_sessions and request.shape == "chat" and engines != "vllm":
+            fields["session_id"] = msgspec.json.encode(engine_session_of(turn.session_id))
+        return join_object(fields)
+
+    async def _sendable(self, turn: InFlightTurn, stored: bytes | memoryview) -> Sequence[bytes | memoryview]:
+        """Stored messages, joined by commas, as every engine takes them."""
+        chain = turn.session.message_chain(turn.plan.parent)
+        if not any(earlier.odd_arguments for earlier in chain):
+            return (stored,)
+        large = len(stored) if len(stored) > INLINE_BYTES else 0
+        return await self._services.large_bodies.run(
+            large, lambda: [calls.sendable(bytes(raw)) for raw in ITEMS.decode(b"[" + stored + b"]")]
+        )
+
+    async def _add_prompt(self, turn: InFlightTurn) -> None:
+        """The token ids to send: the client's own, or those of a chat if there is a tokenizer."""
+        request, history, token_in = turn.request, turn.history, self._services.token_in
+        left_out = list(request.left_out)
+        with turn.cancellable():
+            if request.ids is not None:
+                turn.prompt = await token_in.given(turn, request.ids)
+            elif turn.template is not None and isinstance(history, Incoming):
+                turn.prompt = await token_in.built(turn, turn.template, history)
+                left_out += await token_in.silent(history, turn.plan.base_messages)
+        turn.call.ids = turn.call.prompt = turn.prompt
+        turn.call.origin = "built" if request.ids is None else "client"
+        turn.left_out = bounded(left_out)
+
+    def _ask_for_rows(self, turn: InFlightTurn) -> None:
+        """Rows that the parent has are not asked for again, if the operator says that engines keep them."""
+        call, plan = turn.call, turn.plan
+        if not self._services.settings.replay_incremental:
+            return
+        before = turn.session.payload(plan.parent, "routed_experts")
+        starts_new = not plan.base_messages or (turn.prompt is not None and turn.prompt.known is None)
+        call.first_row = 0 if before is None or starts_new else before.stop
+        call.own = from_row(call.first_row, self._dialect)
+
+    # to an engine and back
+
+    async def generate(self, turn: InFlightTurn) -> None:
+        """Ask an engine and validate its reply. Raises TurnCancelled, and AppError from both."""
+        if turn.cancel_reason is not None:
+            raise TurnCancelled
+        turn.task = task = asyncio.current_task()
+        try:
+            await self.place(turn)
+            answer = await self.ask(turn)
+        except asyncio.CancelledError:
+            if turn.cancel_reason is None or task is None:
+                raise
+            task.uncancel()
+            raise TurnCancelled from None
+        finally:
+            turn.task = None
+        turn.reply = await self.validate(turn, turn.call, answer, turn.stored)
+
+    async def place(self, turn: InFlightTurn) -> None:
+        """Choose the engines to try, once the gates are open. Raises as `before_engine`, NoUpstream, StoreUnavailable,
+        SessionClosed, ClaimLost."""
+        for may_pass in self._points.before_engine:
+            if (opened := may_pass(turn)) is not None:
+                await self._held(turn, opened)
+        await self._services.placement.place(turn)
+        if turn.controlled is not None:
+            await turn.controlled.place(turn)
+
+    async def ask(self, turn: InFlightTurn) -> Answer:
+        """Send the turn's first request; returns the engine's answer. Raises as `Engines.generate`."""
+        call = turn.call
+        for asking in self._points.asking:
+            asking(turn, call)
+        try:
+            answer = await self.send(turn, call)
+        finally:
+            call.push = None  # The rest of a reply that is continued is not sent live.
+        if answer.reply.status == 400 and call.own not in (b"", STREAM):
+            # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
+            call.own, call.first_row = b"", 0
+            answer = await self.send(turn, call)
+        return answer
+
+    async def send(self, turn: InFlightTurn, call: EngineCall) -> Answer:
+        """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
+        services, stages = self._services, turn.stages
+        if crash_points.ARMED:
+            crash_points.reach("before_engine")
+        headers = http_headers.to_engine(
+            turn.headers, turn.session_id, services.settings.upstream_api_key, turn.session.config.parent
+        )
+        while True:
+            stages.marks.append((TurnStage.ENGINE, stages.clock()))
+            try:
+                answer = await services.engines.generate(
+                    turn.order,
+                    call.shape,
+                    partial(self._body, turn, call),
+                    headers,
+                    turn.waiter.grow,
+                    rid=turn.rid,
+                    version=None if turn.adapter is None else services.gates.version(turn.adapter),
+                    may_send=partial(self._may_send, turn),
+                    open_stream=self._open_stream(turn, call) if call.own == STREAM else None,
+                    path=lambda: GENERATE if call.is_native else PATHS[call.shape],
+                )
+            except Withheld:
+                for may_pass in self._points.before_engine:
+                    if (opened := may_pass(turn)) is not None:
+                        await self._held(turn, opened)
+                continue
+            stages.marks.append((TurnStage.VALIDATE, stages.clock()))
+            if crash_points.ARMED:
+                crash_points.reach("after_engine")
+            if call.is_native and answer.reply.status == 200:
+                return msgspec.structs.replace(answer, is_native=True)
+            return answer
+
+    async def _body(self, turn: InFlightTurn, call: EngineCall, engine: str) -> Sequence[bytes | memoryview]:
+        """The body for this engine, in parts. Raises as `Engines.ids_field`, TakesNoIds, Unsupported."""
+        if turn.control is not None:
+            await turn.control.prepare(engine)
+        if call.wants_native:
+            if body := await self._native_body(call, engine):
+                return [body]
+            call.own = b""
+        if call.ids is not None and call.shape == "chat":
+            await self._choose_ids_field(turn, call, engine)
+        if turn.large:
+            return await self._services.large_bodies.run(turn.large, partial(body_of, call))
+        return body_of(call)
+
+    async def _choose_ids_field(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
+        """May the engine render the messages instead, if it takes no ids? Raises TakesNoIds, Unsupported."""
+        call.ids_field = await self._services.engines.ids_field(engine, turn.request.params.get("model"))
+        call.prompt = call.ids if call.ids_field is not None else None
+        if call.ids_field is None and call.origin == "continued":
+            raise TakesNoIds(engine)
+        if call.ids_field is None and call.origin == "client":
+            raise Unsupported(f"input_ids: the chat of {engine} takes no token ids; /v1/completions does")
+
+    async def _native_body(self, call: EngineCall, engine: str) -> bytes | None:
+        """The request of `/generate`; None if this engine would not answer it as its chat. Raises EngineError,
+        TakesNoIds."""
+        params: Fields = _FIELDS.decode(call.params)
+        info = await self._services.native.info(engine)
+        call.is_native = call.ids is not None and info.takes(params)
+        if call.ids is None or not call.is_native:
+            if call.origin == "continued":
+                raise TakesNoIds(engine)
+            return None
+        offers = call.tools is not None and value_of(params.get("tool_choice"), "tool_choice") != "none"
+        call.prompt = call.ids
+        return generate_body(params, call.ids.text, call.rid, offers_tools=offers)
+
+    def _open_stream(self, turn: InFlightTurn, call: EngineCall) -> OpenStream:
+        """What reads the reply of a stream."""
+        staged, push = turn.staged, call.push
+        if staged is None:
+            return lambda engine, version, logprobs_of: ReplyStream(push)
+        return partial(staged.stream, push)
+
+    def _may_send(self, turn: InFlightTurn) -> bool:
+        """Ask the gates at the last moment, when a connection is ready."""
+        for may_send in self._points.may_send:
+            if not may_send(turn):
+                return False
+        turn.engine_asked = True
+        return True
+
+    async def _held(self, turn: InFlightTurn, opened: Awaitable[None]) -> None:
+        """Wait at a gate. Before an engine was asked, a turn whose clients are all gone is cancelled here.
+
+        Raises as `Gates.wait`, SessionClosed, ClaimLost.
+        """
+        stages = turn.stages
+        with contextlib.nullcontext() if turn.engine_asked else turn.waiting_at_gate():
+            stages.marks.append((TurnStage.GATE, stages.clock()))
+            await opened
+            stages.marks.append((TurnStage.PREPARE, stages.clock()))
+        await self.require_still_open(turn)
+
+    async def require_still_open(self, turn: InFlightTurn) -> None:
+        """Raises SessionClosed if another process has closed the session while this turn waited at a gate, ClaimLost if
+        the store was taken back to a checkpoint."""
+        session = require_open(await self._services.cache.current(turn.session_id), turn.session_id).session
+        held, fence = session.open_turns.get(turn.opened.turn), turn.fence
+        if session.version >= fence and (held is None or held.fence != fence):
+            raise ClaimLost(f"the claim on session {turn.session_id} was ended while the turn waited at a gate")
+
+    # validation
+
+    async def validate(
+        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
+    ) -> ValidatedReply | None:
+        """Validate one generation, the turn's `answer` from now on; None for an engine's own error, which is passed to
+        the client. Raises as `ReplyValidator.validate`."""
+        engines, reply = self._services.engines, answer.reply
+        reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
+        turn.answer = answer = msgspec.structs.replace(answer, reply=reply)
+        if reply.status != 200:
+            return None
+        engine = engines.known(answer.engine)
+        named = engine.rid_in(reply.body)
+        if named not in (None, turn.rid):
+            raise UpstreamInvalid("the reply is that of another request")
+        validated = await self.validate_body(turn, call, answer, new)
+        if named is None and engine.lacks_id(reply.body):
+            raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
+        if crash_points.ARMED:
+            crash_points.reach("after_judged")
+        spans = validated.weight_versions
+        version = spans[-1].version if spans else UNKNOWN_VERSION
+        reported = None if version in (UNKNOWN_VERSION, answer.dispatched) else version
+        engines.seen(answer.engine, reported, answer.known, validated.result.dialect)
+        return validated
+
+    async def validate_body(
+        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
+    ) -> ValidatedReply:
+        """Raises as `ReplyValidator.validate`."""
+        turn.received = answer.reply.body
+        try:
+            return await self._services.validator.validate(turn, call, answer, new)
+        except TokenPrefixMismatch:
+            # The engine may have been restarted with other settings since it was asked whether it takes ids.
+            self._services.engines.forget_ids_field(answer.engine)
+            raise
+
+    async def finish(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+        """What a whole reply needs before its commit. Raises TokenPrefixMismatch, SessionUnreadable."""
+        if turn.plan.base_messages and not reply.result.base:
+            await self._require_no_drift(turn, reply)
+        if reply.calls and isinstance(turn.request, ChatRequest):
+            turn.given_ids = await self._services.large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
+
+    async def _require_no_drift(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+        """Raises TokenPrefixMismatch if the prompt must continue the stored tokens but does not.
+
+        It must if it was built on them, or if the session rejects drift.
+        """
+        session, result, prompt = turn.session, reply.result, turn.call.prompt
+        parent = decide.token_parent(session, turn.plan)
+        if parent is None or not (session.config.on_drift == "reject" or (prompt is not None and prompt.extends)):
+            return
+        at = await self._services.token_in.first_difference(
+            turn, parent, lambda: memoryview(codec.unpack_facts(result.facts, result.wire).suffix_ids).cast("i")
+        )
+        raise TokenPrefixMismatch(
+            f"the prompt's {result.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
+            f"they differ at position {at}"
+        )
+
+    def _given_ids(self, turn: InFlightTurn, reply: ValidatedReply) -> GivenIds | None:
+        assert isinstance(turn.request, ChatRequest)
+        proof = self._services.proofs.of(turn.session_id, turn.opened.turn)
+        return calls.given_ids(reply.calls, turn.opened.protocol, proof, turn.request.messages)
+
+
+def body_of(call: EngineCall) -> Sequence[bytes | memoryview]:
+    """The request as raw JSON, in parts: the messages of a chat, the text of a completion, or the ids of either."""
+    ids = None if call.prompt is None else call.prompt.text
+    if call.shape == "chat":
+        field = call.ids_field or "input_ids"
+        return transcript.chat_body(call.params, call.tools, call.messages, call.rid, call.own, ids, field)
+    return transcript.completion_body(call.params, call.text, ids, call.rid, call.own)
+
+
+# what a session stores once
+
+
+def _shared_blobs(session: Session, tools: bytes | None, echo: bytes | None) -> list[SharedBlob]:
+    known = {ref.hash for ref in session.blobs}
+    shared = []
+    for kind, raw in (("tools", tools), ("echo", echo)):
+        if raw is not None:
+            digest = hashlib.sha256(raw).hexdigest()
+            frame = None if digest in known else codec.compress(raw)
+            shared.append(SharedBlob(cast(Any, kind), raw, digest, frame))
+    return shared
+
+
+def _without_images(session: Session, new: Sequence[bytes]) -> tuple[list[bytes], list[SharedBlob]]:
+    """The messages with references to their images, and these, each once."""
+    stored, images = [], dict[str, bytes]()
+    for message in new:
+        kept, taken = take_out(message)
+        stored.append(kept)
+        images |= {image.sha256: image.data for image in taken}
+    return stored, [
+        SharedBlob("image", data, sha256, None if sha256 in session.images else codec.compress(data))
+        for sha256, data in images.items()
+    ]
+
+
+def blobs_of(turn: InFlightTurn, session: Session) -> tuple[TurnBlobs, list[StoredBlob]]:
+    """The numbers in the session of what the turn stores once, and the rows that it does not have yet."""
+    params = turn.call.params
+    numbers: dict[str, int] = {}
+    images: list[int] = []
+    refs: list[BlobRef] = []
+    rows: list[StoredBlob] = []
+    known = {(ref.kind, ref.hash): ref.number for ref in session.blobs}
+    for blob in (SharedBlob("params", params, hashlib.sha256(params).hexdigest(), None), *turn.shared):
+        number = session.images.get(blob.hash) if blob.kind == "image" else known.get((blob.kind, blob.hash))
+        if number is None:
+            number = session.blob_count + len(refs)
+            refs.append(BlobRef(number, blob.kind, len(blob.raw), blob.hash))
+            frame = codec.compress(blob.raw) if blob.frame is None else blob.frame
+            rows.append(StoredBlob(number, blob.kind, len(blob.raw), blob.hash, frame))
+        if blob.kind == "image":
+            images.append(number)
+        else:
+            numbers[blob.kind] = number
+    shared = numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo"), tuple(images)
+    return TurnBlobs(*shared), rows
+
+
+# the adapter
+
+
+def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
+    """The turn's adapter: the session's, else the request's `lora_path`, else a `model` that names one.
+
+    Raises InvalidRequest if the request names another adapter than the session's.
+    """
+    own = session.config.adapter or None
+    model = bytes(request.params.get("model", b""))
+    is_plain = not model or (model[:1] == b'"' and b"\\" not in model)
+    if own is None and is_plain and not fleet.adapters and "lora_path" not in request.params:
+        return None
+    path = value_of(request.params.get("lora_path"), "lora_path")
+    named = _adapter_in_model(value_of(request.params.get("model"), "model"), fleet)
+    if own is None:
+        return path if isinstance(path, str) and path else named
+    for name, requested in (("lora_path", path), ("model", named)):
+        if requested and requested != own:
+            raise InvalidRequest(f"{name} names another adapter than the session's, which its turns are for")
+    return own
+
+
+def _adapter_in_model(model: Any, fleet: Fleet) -> str | None:
+    """The known adapter that a `model` names, also as SGLang's `base:adapter`."""
+    if not isinstance(model, str):
+        return None
+    return next((name for name in (model, model.partition(":")[2].strip()) if name in fleet.adapters), None)
+
+
+def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The request's `chat_template_kwargs`. Raises InvalidRequest."""
+    value = value_of(params.get("chat_template_kwargs"), "chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object")
+    return value
