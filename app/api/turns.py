@@ -28,7 +28,7 @@ from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
-from app.protocols.sse import is_set, wants_stream
+from app.protocols.sse import SEARCHED, is_set, wants_stream
 from app.turn.in_flight import InFlightTurn, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
@@ -136,7 +136,7 @@ class TurnRequest:
         elif len(body) > INLINE_BYTES:
             streams = await turns.large_bodies.run(len(body), lambda: wants_stream(body))
         else:
-            streams = wants_stream(body)
+            streams = (len(body) > SEARCHED or b'"stream"' in body) and wants_stream(body)
         live = LiveStream() if streams else None
         waiter = Waiter(reservation.grow, self._watch, self._token_session, self._is_lost, live)
         if settings.abort_after_s is not None:

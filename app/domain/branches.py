@@ -8,9 +8,8 @@ from typing import Literal
 import msgspec
 
 from app.domain.events import BranchCause
-from app.domain.rules import superseded
+from app.domain.rules import leaves, superseded
 from app.domain.session import Session
-from app.domain.tree import leaves
 from app.domain.turns import Turn
 
 Branches = Literal["kept", "main", "longest", "all"]

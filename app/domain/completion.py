@@ -16,9 +16,8 @@ import msgspec
 from app.domain import split
 from app.domain.history import digest as _digest
 from app.domain.request import CompletionRequest
-from app.domain.rules import Plan, diverging
+from app.domain.rules import Plan, TreeIndex, diverging
 from app.domain.session import Session
-from app.domain.tree import TreeIndex
 from app.domain.turns import Turn
 from app.errors import HistoryMismatch, RollbackTooDeep
 

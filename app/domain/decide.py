@@ -28,9 +28,8 @@ from app.domain.events import (
 from app.domain.fold import fold
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
-from app.domain.rules import RULES, Plan
+from app.domain.rules import RULES, Branch, NewTurn, Plan, TreeIndex, branch_of
 from app.domain.session import Session
-from app.domain.tree import Branch, NewTurn, TreeIndex, branch_of
 from app.domain.turns import Turn
 from app.errors import InvalidRequest, Restored, SessionClosed, SessionNotFound
 from workers import codec

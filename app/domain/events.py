@@ -318,6 +318,12 @@ class TurnCommitted(Event, frozen=True):
     odd_arguments: bool = False
     images: tuple[int, ...] = ()
 
+    @property
+    def version_numbers(self) -> list[int]:
+        """The weight versions of its sampled tokens that are numbers."""
+        spans = self.weight_versions
+        return [int(span.version) for span in spans if span.end > span.start and is_number(span.version)]
+
 
 class TurnRejected(Event, frozen=True):
     """The open turn ended without a commit: the engine failed (`status`) or its reply was invalid.

@@ -57,11 +57,6 @@ def spread_of(rewards: Sequence[float]) -> Spread:
     return Spread(exponent, mean, deviations, math.hypot(*deviations))
 
 
-def largest_version(turn: TurnCommitted) -> int | None:
-    """The largest weight version under which the turn was sampled; None where none is a number."""
-    return max(_versions(turn), default=None)
-
-
 def oldest_version(log: Iterable[Event]) -> int | None:
     """The smallest weight version of a sampled token of a live turn; None where none is a number.
 
@@ -77,7 +72,7 @@ def oldest_version(log: Iterable[Event]) -> int | None:
         elif isinstance(event, RolledBack):
             for turn in event.discarded:
                 live.pop(turn, None)
-        elif isinstance(event, TurnCommitted) and event.turn > context and (versions := _versions(event)):
+        elif isinstance(event, TurnCommitted) and event.turn > context and (versions := event.version_numbers):
             live[event.turn] = min(versions)
     return min(live.values(), default=None)
 
@@ -101,8 +96,3 @@ def staleness(current: int | None, oldest: int | None) -> int | None:
 def too_stale(behind: int, most: int) -> str | None:
     """Why something so many weight versions behind is left out; None where it is not."""
     return None if behind <= most else f"stale: {behind} weight versions behind, max_staleness is {most}"
-
-
-def _versions(turn: TurnCommitted) -> list[int]:
-    spans = turn.weight_versions
-    return [int(span.version) for span in spans if span.end > span.start and is_number(span.version)]

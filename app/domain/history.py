@@ -21,10 +21,9 @@ from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
 from app.domain.reasoning import without_reasoning
 from app.domain.returned import ReturnedCalls, StoredReplies
-from app.domain.rules import RULES, Plan
+from app.domain.rules import NOTHING, RULES, Plan, TreeIndex, running_hash
 from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
-from app.domain.tree import NOTHING, TreeIndex, running_hash
 from app.domain.turns import Turn
 from app.errors import InvalidRequest
 from workers.depth import MAX_DEPTH, too_deep

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.events import BlobsTombstoned, ChunkKey, ChunkRef, ReplayKind, TombstoneReason
-from app.domain.rules import RULES
+from app.domain.rules import RULES, TreeIndex
 from app.domain.session import Payload, Session
-from app.domain.tree import TreeIndex
 
 
 class ChunkUses:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.domain.calls import Message, answer_key, ids_of
+from app.domain.rules import EMPTY_REPLY, TreeIndex
 from app.domain.session import Session
-from app.domain.tree import EMPTY_REPLY, TreeIndex
 from app.domain.turns import Turn
 
 if TYPE_CHECKING:

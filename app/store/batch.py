@@ -22,7 +22,6 @@ from sqlalchemy import ARRAY, String, any_, bindparam, select
 from app import crash_points
 from app.domain.encoding import encode
 from app.domain.events import BlobsTombstoned, Recorded, TurnCommitted
-from app.domain.groups import largest_version
 from app.store import staged_tokens
 from app.store import statements as sql
 from app.store.dialect import SqliteTx, Tx
@@ -205,7 +204,8 @@ def _write_here(tx: SqliteTx, claims: Sequence[Claim], commits: Sequence[Commit]
             continue
         known, session_id, at = commit.known, commit.session_id, commit.at
         held = (session_id, known.version, known.turns, commit.fence, commit.incarnation, commit.opened_at)
-        if execute(_ADVANCE, (*held, len(commit.events), at, largest_version(turn), turn.engine)).rowcount == 1:
+        weight = max(turn.version_numbers, default=None)
+        if execute(_ADVANCE, (*held, len(commit.events), at, weight, turn.engine)).rowcount == 1:
             ended.append(commit)
             content.append(
                 (
@@ -283,7 +283,7 @@ def _write_remotely(tx: PostgresTx, claims: Sequence[Claim], commits: Sequence[C
                 commit.opened_at,
                 len(commit.events),
                 commit.at,
-                largest_version(turn),
+                max(turn.version_numbers, default=None),
                 turn.engine,
                 turn.turn,
                 turn.parent,

@@ -10,7 +10,6 @@ from sqlalchemy import Connection
 
 from app import crash_points
 from app.domain.events import BlobsTombstoned, Event, ReplyRedelivered, ReplyUndelivered, TurnCommitted, TurnOpened
-from app.domain.groups import largest_version
 from app.store import pins, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
@@ -303,7 +302,7 @@ class Commit(SetOperation, TurnOperation, frozen=True):
             "sid": self.session_id,
             "count": len(self.events),
             "moved_at": self.at,
-            "weight": largest_version(turn),
+            "weight": max(turn.version_numbers, default=None),
             "by": turn.engine,
         }
 

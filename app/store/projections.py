@@ -17,7 +17,6 @@ from sqlalchemy.exc import DBAPIError
 from app.domain import notes
 from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
 from app.domain.fold import fold
-from app.domain.groups import largest_version
 from app.domain.session import OpenTurn, Session
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
@@ -59,7 +58,7 @@ def _committed(log: FoldedLog) -> Iterator[TurnCommitted]:
 
 def _weight_version(log: FoldedLog) -> int | None:
     """The largest numeric weight version of its committed turns, discarded ones too, but not of those undone."""
-    versions = (version for turn in _committed(log) if (version := largest_version(turn)) is not None)
+    versions = (version for turn in _committed(log) for version in turn.version_numbers)
     return max(versions, default=None)
 
 

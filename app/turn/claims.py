@@ -145,7 +145,7 @@ class Claims:
             before = entry.session
             entry = require_open(await self._cache.refresh(session_id), session_id)
             newer = list(entry.session.turns.committed_after(before.version))
-            is_restored = len(entry.session.turns) != len(before.turns) + len(newer)
+            is_restored = entry.session.turns.count != before.turns.count + len(newer)
             if is_restored or any(other.incarnation != turn.incarnation for other in newer):
                 return False  # How the request was read depends on the turns that were known then.
             if newer:
@@ -164,9 +164,9 @@ class Claims:
         """
         session, session_id, settings = entry.session, turn.session_id, self._settings
         is_tree = session.history == "tree"
-        if len(session.turns) >= settings.max_turns:
-            raise TooManyTurns(f"session {session_id} has {len(session.turns)} turns, the most that it may have")
-        if session.undone and (undone := turn.history.undone_turn(session, entry.every_index)) is not None:
+        if session.turns.count >= settings.max_turns:
+            raise TooManyTurns(f"session {session_id} has {session.turns.count} turns, the most that it may have")
+        if session.undone.count and (undone := turn.history.undone_turn(session, entry.every_index)) is not None:
             raise Restored.of(session_id, undone)
         try:
             plan = turn.history.join(session, entry.index, turn.agent_id)
@@ -188,7 +188,7 @@ class Claims:
         at = self._clock()
         claim = Claim(
             session_id,
-            Known(session.version, session.last_event_at, len(session.turns)),
+            Known(session.version, session.last_event_at, session.turns.count),
             at,
             opened,
             self._lease_s(),
@@ -336,7 +336,7 @@ class Claims:
                 turn.incarnation,
                 turn.opened_at,
                 self._clock(),
-                Known(session.version, session.last_event_at, len(session.turns)),
+                Known(session.version, session.last_event_at, session.turns.count),
                 events,
                 result.facts,
                 result.wire,

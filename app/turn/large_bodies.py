@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from app.domain.known_body import ContinuedBody
 from app.domain.request import ChatRequest, CompletionRequest
-from app.domain.tree import TreeIndex
+from app.domain.rules import TreeIndex
 from workers import scan
 
 INLINE_BYTES = 512 << 10

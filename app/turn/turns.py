@@ -108,7 +108,7 @@ class Turns:
         await self._parse(turn, entry, protocol, body, continued)
         while True:
             # Where does the request join the session, and does it repeat a turn, in flight or committed?
-            if entry.index.has_odd_calls or entry.session.undone:
+            if entry.index.has_odd_calls or entry.session.undone.count:
                 await services.cache.read_odd_calls(entry)
             if turn.large:
                 await self.large_bodies.run(turn.large, partial(self._read, turn, entry))

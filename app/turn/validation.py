@@ -58,7 +58,9 @@ class ReplyValidator:
         known = None if prompt is None else prompt.known
         if prompt is None and (parent := decide.token_parent(turn.session, turn.plan)) is not None:
             known = KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
-        text = None if known is None or prompt is not None else turn.entry.bodies.text_of(known)
+        text, bodies = None, turn.entry.bodies
+        if known is not None and prompt is None and bodies.size:
+            text = bodies.text_of(known)
         work = Job(
             dialect=settings.upstream_dialect,
             known=known,

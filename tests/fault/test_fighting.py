@@ -21,7 +21,7 @@ from integration.stand import error_of, user
 
 from app.domain.history import Incoming
 from app.domain.request import canonical_hash
-from app.domain.tree import TreeIndex
+from app.domain.rules import TreeIndex
 from app.protocols.chat import parse_chat
 from fault import linearizable
 from fault.calls import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told

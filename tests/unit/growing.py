@@ -25,10 +25,9 @@ from app.domain.events import (
 )
 from app.domain.fold import fold
 from app.domain.history import Incoming, canonical_hash
-from app.domain.rules import Plan
+from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
-from app.domain.tree import TreeIndex
 
 Message = dict[str, Any]
 Plain = tuple[tuple[str, str], ...]

@@ -28,10 +28,9 @@ from app.domain.events import (
 from app.domain.fold import fold
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
-from app.domain.rules import Plan
+from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
-from app.domain.tree import TreeIndex
 from workers.reply import WorkerResult
 
 SESSION = "s"

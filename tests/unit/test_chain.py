@@ -6,7 +6,7 @@ from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.sessions.prefix_buffer import PrefixBuffer
+from app.sessions.cache import PrefixBuffer
 
 
 def test_a_rollback_cuts_and_a_foreign_parent_empties() -> None:

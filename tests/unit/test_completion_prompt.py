@@ -17,9 +17,8 @@ from app.domain.completion import IncomingPrompt
 from app.domain.decide import TurnBlobs, commit_turn, open_turn
 from app.domain.events import Event, Recorded, SessionConfig, SessionCreated, TurnCommitted
 from app.domain.fold import fold
-from app.domain.rules import Plan
+from app.domain.rules import Plan, TreeIndex
 from app.domain.session import Session
-from app.domain.tree import TreeIndex
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
 from app.protocols.completions import parse_completion
 from workers.parse import token_text

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from app.domain.events import VersionSpan
-from app.domain.groups import EPSILON, grpo, largest_version, oldest_version
+from app.domain.groups import EPSILON, grpo, oldest_version
 from app.features.groups.groups import MAX_MISSING, missing_attempts
 from app.features.groups.rules import statistics
 
@@ -86,13 +86,12 @@ def turn(number: int, *versions: str, **fields: Any) -> Any:
     return committed(number, number - 1, number, weight_versions=spans, **fields)
 
 
-def test_the_largest_version_is_of_numbers_alone() -> None:
-    assert largest_version(turn(1, "9", "10", "step-11")) == 10
-    assert largest_version(turn(1, "step-11")) is None
-    assert largest_version(turn(1)) is None
-    assert largest_version(turn(1, "9" * 19)) is None, "more than 64 bits hold"
-    assert largest_version(turn(1, "²")) is None
-    assert largest_version(committed(1, 0, 1, weight_versions=(VersionSpan("7", 2, 2),))) is None, "of no token"
+def test_the_versions_of_a_turn_are_those_that_are_numbers() -> None:
+    assert turn(1, "9", "10", "step-11").version_numbers == [9, 10]
+    assert turn(1).version_numbers == []
+    assert turn(1, "9" * 19).version_numbers == [], "more than 64 bits hold"
+    assert turn(1, "²").version_numbers == []
+    assert committed(1, 0, 1, weight_versions=(VersionSpan("7", 2, 2),)).version_numbers == [], "of no token"
 
 
 def test_the_oldest_version_is_of_live_turns() -> None:

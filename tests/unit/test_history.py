@@ -17,7 +17,7 @@ from making import raw, raws, user
 from app.domain import history
 from app.domain.events import Matcher
 from app.domain.history import CANONICAL, Incoming, canonical_hash, decode_message
-from app.domain.tree import TreeIndex
+from app.domain.rules import TreeIndex
 from app.errors import InvalidRequest
 
 ARGUMENTS = '{"city":"München","limit":1e3,"deep":{"a":[1.0,null]}}'

@@ -15,8 +15,7 @@ from app.domain.events import History, Matcher
 from app.domain.fold import fold
 from app.domain.history import canonical_hash
 from app.domain.reasoning import REASONING_TAGS, without_reasoning
-from app.domain.rules import Plan
-from app.domain.tree import EMPTY_REPLY, TreeIndex
+from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
 from app.errors import HistoryMismatch
 
 Message = dict[str, Any]

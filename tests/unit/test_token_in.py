@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.sessions.prefix_buffer import PrefixBuffer
+from app.sessions.cache import PrefixBuffer
 from app.turn.engine_call import PromptIds
 from app.turn.token_in import added_text
 from workers.parse import KnownTokens, token_text

@@ -12,7 +12,6 @@ from sqlalchemy.sql import Executable
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, ChunkKey
-from app.domain.groups import largest_version
 from app.features.forks.rules import Forked
 from app.store import reads, rollouts
 from app.store import statements as sql
@@ -115,7 +114,7 @@ class Fork(BaseOperation, frozen=True):
 
     def _head_row(self) -> dict[str, Any]:
         created, copied = self.forked.created, self.forked.copied
-        versions = (version for event in copied if (version := largest_version(event)) is not None)
+        versions = (version for event in copied for version in event.version_numbers)
         return {
             "session_id": self.fork_id,
             "version": len(self.forked.events),
