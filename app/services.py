@@ -200,7 +200,7 @@ class Services:
         points.claimed.append(self.controls.claimed)
         points.ended.append(self.controls.ended)
         points.around_engine.append(Resume(self).around)
-        points.asking.append(LiveTurns(self).asking)
+        points.streaming.append(LiveTurns(self).streaming)
         self.turns = Turns(self)
 
         # sessions

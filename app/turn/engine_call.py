@@ -272,8 +272,9 @@ class EngineCalls:
     async def ask(self, turn: InFlightTurn) -> Answer:
         """Send the turn's first request; returns the engine's answer. Raises as `Engines.generate`."""
         call = turn.call
-        for asking in self._points.asking:
-            asking(turn, call)
+        if turn.waiter.live is not None:
+            for streaming in self._points.streaming:
+                streaming(turn, call)
         try:
             answer = await self.send(turn, call)
         finally:
@@ -305,7 +306,7 @@ class EngineCalls:
                     version=None if turn.adapter is None else services.gates.version(turn.adapter),
                     may_send=partial(self._may_send, turn),
                     open_stream=self._open_stream(turn, call) if call.own == STREAM else None,
-                    path=lambda: GENERATE if call.is_native else PATHS[call.shape],
+                    path=(lambda: GENERATE if call.is_native else PATHS[call.shape]) if call.wants_native else None,
                 )
             except Withheld:
                 for may_pass in self._points.before_engine:
@@ -329,9 +330,9 @@ class EngineCalls:
             call.own = b""
         if call.ids is not None and call.shape == "chat":
             await self._choose_ids_field(turn, call, engine)
-        if turn.large:
+        if turn.large or call.prompt is not None or call.shape != "chat":
             return await self._services.large_bodies.run(turn.large, partial(body_of, call))
-        return body_of(call)
+        return transcript.chat_body(call.params, call.tools, call.messages, call.rid, call.own, None)
 
     async def _choose_ids_field(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
         """May the engine render the messages instead, if it takes no ids? Raises TakesNoIds, Unsupported."""
@@ -407,7 +408,13 @@ class EngineCalls:
         named = engine.rid_in(reply.body)
         if named not in (None, turn.rid):
             raise UpstreamInvalid("the reply is that of another request")
-        validated = await self.validate_body(turn, call, answer, new)
+        turn.received = reply.body
+        try:
+            validated = await self._services.validator.validate(turn, call, answer, new)
+        except TokenPrefixMismatch:
+            # The engine may have been restarted with other settings since it was asked whether it takes ids.
+            engines.forget_ids_field(answer.engine)
+            raise
         if named is None and engine.lacks_id(reply.body):
             raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
         if crash_points.ARMED:
@@ -421,12 +428,11 @@ class EngineCalls:
     async def validate_body(
         self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
     ) -> ValidatedReply:
-        """Raises as `ReplyValidator.validate`."""
+        """As `validate`, of a reply that comes from no engine as it is: joined, or staged."""
         turn.received = answer.reply.body
         try:
             return await self._services.validator.validate(turn, call, answer, new)
         except TokenPrefixMismatch:
-            # The engine may have been restarted with other settings since it was asked whether it takes ids.
             self._services.engines.forget_ids_field(answer.engine)
             raise
 
