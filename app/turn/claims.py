@@ -260,7 +260,7 @@ class Claims:
         StoreFull."""
         session_id, stages, result = turn.session_id, turn.stages, reply.result
         chunks: Sequence[StoredChunk] = stored_chunks(result) if reply.payloads else ()
-        stages.reply_bytes = len(turn.answer.reply.body)
+        stages.reply_bytes = len(turn.answer.body)
         stages.stored_bytes = len(result.facts or b"") + len(result.wire)
         try:
             if chunks:

@@ -332,7 +332,7 @@ class Turns:
 
     async def _refused(self, turn: InFlightTurn) -> TurnReply:
         """An engine's own error, which is passed to the client."""
-        refusal = turn.answer.reply
+        refusal = turn.answer
         await self._services.claims.reject(turn, "engine_error", refusal.status)
         return TurnReply(refusal.status, refusal.headers, refusal.body.pieces)
 
@@ -359,7 +359,7 @@ class Turns:
             self._services.settings.client_reply,
             reply.result,
             turn.request,
-            turn.answer.reply,
+            turn.answer,
         )
         hidden: list[tuple[int, int]] = []
         if result.places:
