@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -24,7 +24,6 @@ from app.domain.fleet import Fleet
 from app.domain.history import Incoming
 from app.domain.images import may_hold_image, take_out
 from app.domain.left_out import bounded
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, join_object, value_of
 from app.domain.rids import engine_session_of
 from app.domain.session import Session
@@ -47,6 +46,7 @@ from app.upstream.token_in import IdsField
 from workers import codec
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -263,8 +263,8 @@ class EngineCalls:
         """Choose the engines to try, once the gates are open. Raises as `before_engine`, NoUpstream, StoreUnavailable,
         SessionClosed, ClaimLost."""
         for may_pass in self._points.before_engine:
-            if (opened := may_pass(turn)) is not None:
-                await self._held(turn, opened)
+            if (wait := may_pass(turn)) is not None:
+                await self._held(turn, wait)
         await self._services.placement.place(turn)
         if turn.controlled is not None:
             await turn.controlled.place(turn)
@@ -310,8 +310,8 @@ class EngineCalls:
                 )
             except Withheld:
                 for may_pass in self._points.before_engine:
-                    if (opened := may_pass(turn)) is not None:
-                        await self._held(turn, opened)
+                    if (wait := may_pass(turn)) is not None:
+                        await self._held(turn, wait)
                 continue
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
             if crash_points.ARMED:
@@ -371,7 +371,7 @@ class EngineCalls:
         turn.engine_asked = True
         return True
 
-    async def _held(self, turn: InFlightTurn, opened: Awaitable[None]) -> None:
+    async def _held(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait at a gate. Before an engine was asked, a turn whose clients are all gone is cancelled here.
 
         Raises as `Gates.wait`, SessionClosed, ClaimLost.
@@ -379,7 +379,7 @@ class EngineCalls:
         stages = turn.stages
         with contextlib.nullcontext() if turn.engine_asked else turn.waiting_at_gate():
             stages.marks.append((TurnStage.GATE, stages.clock()))
-            await opened
+            await wait(turn)
             stages.marks.append((TurnStage.PREPARE, stages.clock()))
         await self.require_still_open(turn)
 
@@ -421,7 +421,7 @@ class EngineCalls:
         spans = validated.weight_versions
         version = spans[-1].version if spans else UNKNOWN_VERSION
         reported = None if version in (UNKNOWN_VERSION, answer.dispatched) else version
-        engines.seen(answer.engine, reported, answer.known, validated.result.dialect)
+        engines.seen(answer.engine, reported, answer.known, validated.dialect)
         return validated
 
     async def validate_body(
@@ -437,7 +437,7 @@ class EngineCalls:
 
     async def finish(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
         """What a whole reply needs before its commit. Raises TokenPrefixMismatch, SessionUnreadable."""
-        if turn.plan.base_messages and not reply.result.base:
+        if turn.plan.base_messages and not reply.base:
             await self._require_no_drift(turn, reply)
         if reply.calls and isinstance(turn.request, ChatRequest):
             turn.given_ids = await self._services.large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
@@ -447,15 +447,15 @@ class EngineCalls:
 
         It must if it was built on them, or if the session rejects drift.
         """
-        session, result, prompt = turn.session, reply.result, turn.call.prompt
+        session, prompt = turn.session, turn.call.prompt
         parent = decide.token_parent(session, turn.plan)
         if parent is None or not (session.config.on_drift == "reject" or (prompt is not None and prompt.extends)):
             return
         at = await self._services.token_in.first_difference(
-            turn, parent, lambda: memoryview(codec.unpack_facts(result.facts, result.wire).suffix_ids).cast("i")
+            turn, parent, lambda: memoryview(codec.unpack_facts(reply.facts, reply.wire).suffix_ids).cast("i")
         )
         raise TokenPrefixMismatch(
-            f"the prompt's {result.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
+            f"the prompt's {reply.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
             f"they differ at position {at}"
         )
 

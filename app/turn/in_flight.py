@@ -13,7 +13,6 @@ import msgspec
 from app.domain.completion import IncomingPrompt
 from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, LogprobsOf, TurnOpened
 from app.domain.history import Incoming
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
 from app.domain.session import Session
@@ -27,6 +26,7 @@ from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.headers import Headers
 from app.upstream.streams import Push, StreamReader
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.turn.engine_call import EngineCall, PromptIds, SharedBlob

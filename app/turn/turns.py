@@ -16,7 +16,7 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ from app.domain.history import Incoming
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rids import rid_of
 from app.domain.rules import RULES
@@ -48,6 +47,7 @@ from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
 from app.turn.points import Generate
 from app.turn.stages import TurnStage
 from app.upstream.dialects import asked_for
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -151,8 +151,8 @@ class Turns:
         has_waited = False
         try:
             for may_pass in points.before_claim:
-                if (opened := may_pass(turn)) is not None:
-                    await self._wait_at_gate(turn, opened)
+                if (wait := may_pass(turn)) is not None:
+                    await self._wait_at_gate(turn, wait)
                     has_waited = True
             if not await claims.take(turn, entry, has_waited=has_waited, is_alone=self.in_flight == 1):
                 return None
@@ -164,8 +164,9 @@ class Turns:
                 await self._calls.prepare(turn)
                 await self._generate(turn)
                 if turn.reply is None:
-                    is_settled = is_generated = True
+                    is_generated = True
                     reply = await self._refused(turn)
+                    is_settled = True
                 else:
                     await self._calls.finish(turn, turn.reply)
                     is_generated = True
@@ -315,7 +316,7 @@ class Turns:
 
     # wait, cancel, refuse
 
-    async def _wait_at_gate(self, turn: InFlightTurn, opened: Awaitable[None]) -> None:
+    async def _wait_at_gate(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait before the claim, so that no claim exists while a gate is shut.
 
         Raises SessionClosed, ClientGone, Overloaded, StoreUnavailable.
@@ -324,7 +325,7 @@ class Turns:
         stages.marks.append((TurnStage.GATE, stages.clock()))
         try:
             with turn.waiting_at_gate(), turn.cancellable():
-                await opened
+                await wait(turn)
         except TurnCancelled:
             raise turn.cancel_error() from None
         stages.marks.append((TurnStage.CLAIM, stages.clock()))
@@ -354,25 +355,20 @@ class Turns:
 
     def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
         """The engine's reply without what the client did not ask for, or what no other protocol has."""
-        mode, result, request, body = (
-            self._services.settings.client_reply,
-            reply.result,
-            turn.request,
-            turn.answer,
-        )
+        mode, request, body = self._services.settings.client_reply, turn.request, turn.answer
         hidden: list[tuple[int, int]] = []
-        if result.places:
+        if reply.places:
             kinds = shown_kinds(asked_for(request.params), mode)
-            hidden = [(place.start, place.end) for place in result.places if place.kind not in kinds]
-        if result.prompt is not None and not PROTOCOLS[request.protocol].is_native:
-            hidden.append((result.prompt.start, result.prompt.end))
+            hidden = [(place.start, place.end) for place in reply.places if place.kind not in kinds]
+        if reply.prompt is not None and not PROTOCOLS[request.protocol].is_native:
+            hidden.append((reply.prompt.start, reply.prompt.end))
         parts = body.body.without(hidden) if hidden else body.body.pieces
         return TurnReply(
             200,
             body.headers,
             shown(parts, request.params, mode) if mode == "asked" else parts,
             turn=turn.opened.turn,
-            is_aborted=result.finish_reason == "abort",
+            is_aborted=reply.finish_reason == "abort",
             rolled_back=len(turn.plan.discarded),
             left_out=turn.left_out,
             given_ids=turn.given_ids,
