@@ -222,8 +222,9 @@ class EngineClient:
             grow(length)
             if length > MMAP_BYTES:
                 return await _read_to_mmap(connection, length)
-            connection.takes_whole = True
-            await connection.more()
+            if not connection.is_complete:
+                connection.takes_whole = True
+                await connection.more()
             return Body(connection.take())
         pieces: list[bytes] = []
         size = 0
