@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from app.domain.completion import IncomingPrompt
-from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, LogprobsOf, TurnOpened
+from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, TurnOpened
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
@@ -26,7 +26,7 @@ from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.headers import Headers
 from app.upstream.streams import Push, StreamReader
-from workers.reply import ValidatedReply
+from workers.reply import LogprobsOf, ValidatedReply
 
 if TYPE_CHECKING:
     from app.turn.engine_call import EngineCall, PromptIds, SharedBlob
