@@ -184,11 +184,11 @@ class Sessions:
         event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
         outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
         reach("after_reward")
-        seq = self._appended(session_id, outcome).events[-1].seq
-        if turn is None:
+        appended = self._appended(session_id, outcome)
+        if turn is None and appended.may_have_members:
             async for members in self.members(session_id, "open", "closed"):
                 await asyncio.gather(*map(self._share_reward, members))
-        return seq
+        return appended.events[-1].seq
 
     async def note(self, session_id: str, text: str | None, tags: Sequence[str] | None) -> int:
         """Write a note or tags; None leaves what is there, an empty one removes it. The seq of the event.
@@ -208,8 +208,10 @@ class Sessions:
         """
         outcome = await self._writer.submit(self._closing(session_id))
         reach("after_close")
-        self._closed(session_id, self._appended(session_id, outcome))
-        await self.close_members(session_id)
+        appended = self._appended(session_id, outcome)
+        self._closed(session_id, appended)
+        if appended.may_have_members:
+            await self.close_members(session_id)
 
     def _closing(self, session_id: str, *, with_root: bool = False) -> Close:
         """The operation that closes a session."""
@@ -226,11 +228,14 @@ class Sessions:
         """
         outcome = await self._writer.submit(self._closing(session_id))
         reach("after_close")
+        may_have_members = True
         if isinstance(outcome, Appended):
             self._closed(session_id, self._appended(session_id, outcome))
+            may_have_members = outcome.may_have_members
         elif outcome.status is None:
             raise SessionNotFound.of(session_id)
-        await self.close_members(session_id)
+        if may_have_members:
+            await self.close_members(session_id)
 
     async def close_members(self, root_id: str) -> None:
         """Close the open sessions of the rollout of a closed root."""

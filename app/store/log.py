@@ -61,11 +61,12 @@ VoidedClaim = tuple[int, int]
 
 class Appended(msgspec.Struct, frozen=True):
     """The events were written, with these positions. `adopted` are the sessions that have a new root since, `voided`
-    the claims of others that the events have ended."""
+    the claims of others that the events have ended. `may_have_members`: false if no session is below this one."""
 
     events: tuple[Recorded, ...]
     adopted: tuple[str, ...] = ()
     voided: tuple[VoidedClaim, ...] = ()
+    may_have_members: bool = True
 
 
 class StoredBlob(msgspec.Struct, frozen=True):

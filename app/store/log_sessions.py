@@ -142,8 +142,9 @@ class AssignReward(BaseOperation, frozen=True):
             tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
             rollouts.note(tx, group_id, root_id)
         appended = append(tx, self.session_id, row[0], self.at, [self.event])
+        may_have_members = rollouts.may_have_members(tx, self.session_id)
         reach("in_reward")
-        return appended
+        return msgspec.structs.replace(appended, may_have_members=may_have_members)
 
     def _is_overruled(self, tx: Tx, root_id: str | None) -> bool:
         return root_id is not None and rollouts.last_reward(tx, self.session_id, of_root=True) is not None
@@ -245,7 +246,8 @@ class Close(BaseOperation, frozen=True):
             end_at_engine(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
         reach("in_close")
-        return Appended(abandoned.events + closed.events, voided=abandoned.voided)
+        may_have_members = rollouts.may_have_members(tx, self.session_id)
+        return Appended(abandoned.events + closed.events, (), abandoned.voided, may_have_members)
 
 
 class CloseIdle(BaseOperation, frozen=True):

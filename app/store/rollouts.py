@@ -208,6 +208,22 @@ def last_reward(tx: Tx, session_id: str, *, of_root: bool) -> RewardAssigned | N
     return None
 
 
+_a_member = (
+    select(sessions.c.session_id)
+    .where(sessions.c.root_id == bindparam("sid"), sessions.c.root_id.is_not(None))
+    .limit(1)
+)
+
+
+def may_have_members(tx: Tx, root_id: str) -> bool:
+    """May a session be below this root? On SQLite that is known.
+
+    On PostgreSQL it is to be read after the commit: a session that another transaction creates meanwhile is
+    not seen here, and does not see what happens to its root.
+    """
+    return tx.is_remote or tx.one(_a_member, {"sid": root_id}) is not None
+
+
 # What can be read.
 
 
