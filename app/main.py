@@ -43,7 +43,7 @@ from app.api.replies import error_parts, send_reply
 from app.api.tokens import Tokens
 from app.api.turns import TurnRequest
 from app.errors import StartupError
-from app.features import archive, checkpoints, forks, groups, page, search
+from app.features import archive, checkpoints, forks, groups, objects, page, search
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
 from app.services import Services, running
@@ -57,6 +57,7 @@ FEATURES = (
     checkpoints,
     forks,
     groups,
+    objects,
     page,
     search,
 )

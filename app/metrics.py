@@ -193,15 +193,6 @@ FAMILIES = (
     ),
     _counter("turnlog_chunks_freed_total", "Chunks of replay payloads deleted."),
     _counter(
-        "turnlog_objects_total",
-        "Requests to object storage.",
-        "action",
-        ("put", "read", "deleted", "failed"),
-    ),
-    _counter("turnlog_object_bytes_total", "Bytes to and from object storage.", "action", ("put", "read")),
-    _counter("turnlog_search_failures_total", "Steps of the search index that failed."),
-    Family("turnlog_search_behind_events", "largest", "Events that the search index lacks."),
-    _counter(
         "turnlog_janitor_sessions_total",
         "Sessions that the janitor handled.",
         "action",
@@ -216,11 +207,12 @@ FAMILIES = (
 
 
 class Metrics:
-    """The process's metrics. Each turn is also counted in `recent`."""
+    """The process's metrics, the kernel's and `more`. Each turn is also counted in `recent`."""
 
-    def __init__(self, recent: RecentTurnStats) -> None:
+    def __init__(self, recent: RecentTurnStats, more: Iterable[Family] = ()) -> None:
         self.recent = recent
-        series = [(family.name, value, family.width) for family in FAMILIES for value in family.values]
+        self._families = (*FAMILIES, *more)
+        series = [(family.name, value, family.width) for family in self._families for value in family.values]
         self._file = metric_files.MetricValues(FOLDER, series)
         self._values = self._file.values
         self._places: dict[tuple[str, str], int] = {}
@@ -285,14 +277,14 @@ class Metrics:
         """The metrics of this process, or of all that share its folder."""
         if FOLDER is None:
             own: dict[tuple[str, str], list[float]] = {}
-            for family in FAMILIES:
+            for family in self._families:
                 for value in family.values:
                     place = self._places[family.name, value]
                     own[family.name, value] = list(self._values[place : place + family.width])
             processes = [(True, own)]
         else:
             processes = list(metric_files.read(FOLDER))
-        return [_merged(family, processes) for family in FAMILIES]
+        return [_merged(family, processes) for family in self._families]
 
 
 def _merged(family: Family, processes: Sequence[tuple[bool, Mapping[tuple[str, str], list[float]]]]) -> Metric:

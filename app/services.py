@@ -9,11 +9,9 @@ import asyncio
 import contextlib
 import logging
 import math
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.api.connection_limit import ConnectionLimit
@@ -49,8 +47,6 @@ from app.settings import Settings
 from app.stopping import end_without_store
 from app.store.engine import Database
 from app.store.figures import CachedFigures
-from app.store.objects.objects import Objects
-from app.store.objects.rows import has_objects, note_objects, url_of_objects
 from app.store.writer import Writer
 from app.tito.families import check_family
 from app.turn.claims import Claims
@@ -73,10 +69,10 @@ from app.upstream.sessions import EngineSessions
 from workers.pool import Pool
 
 if TYPE_CHECKING:
-    from app.store.objects.bucket import Bucket
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
+
 
 DRAIN_S = 10.0
 """How long a stopping process waits for turns whose client has disconnected."""
@@ -125,6 +121,8 @@ class Services:
         self.registered_calls: list[Callable[[], None]] = []  # `registered`
         self.waits: list[Callable[[], None]] = []  # `end_waits`
         self.ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the rest, in this order
+        self.last_ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, when no turn is left
+        self.refreshes: list[Callable[[], None]] = []  # before the metrics are read
         self.restored: list[Callable[[], Awaitable[object]]] = []  # after the store was taken back to a checkpoint
         self.instance_id = uuid.uuid4().hex
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
@@ -140,10 +138,6 @@ class Services:
         self.recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         lease = self.recovery.lease_to_judge_by
         self.lease_left = lease_left or self.recovery.lease_left
-        self.objects: Objects | None = None
-        if database.bucket is not None:
-            keep_s = settings.payloads_keep_s
-            self.objects = Objects(database, self.writer, database.bucket, incarnation, lease, keep_s=keep_s)
 
         # the fleet
         self.fleet = FleetState(database, self.writer, poll_s)
@@ -206,9 +200,7 @@ class Services:
         points.claimed.append(self.controls.claimed)
         points.ended.append(self.controls.ended)
         points.around_engine.append(Resume(self).around)
-        points.asking.append(LiveTurns(self).asking)
-        if self.objects is not None:
-            points.chunks.append(self.objects.stored)
+        points.streaming.append(LiveTurns(self).streaming)
         self.turns = Turns(self)
 
         # sessions
@@ -229,7 +221,6 @@ class Services:
             followers=self.followers,
             clock=clock,
             sessions=self.sessions,
-            objects=self.objects,
         )
         self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
         self.log_end = LogEnd(database)
@@ -272,8 +263,6 @@ class Services:
         """The process is registered in the store, so it may take over from dead ones."""
         self.recovery.start()
         self.claims.start()
-        if self.objects is not None:
-            self.objects.start()
         self.controls.start()
         for begin in self.registered_calls:
             begin()
@@ -303,7 +292,6 @@ class Services:
             self.lag.stop,
             self.log_end.stop,
             self.counted.stop,
-            *(() if self.objects is None else (self.objects.stop,)),
             self.janitor.stop,
             lambda: self.turns.drain(DRAIN_S),
             self.controls.stop,
@@ -316,7 +304,7 @@ class Services:
             self.retries.close,
             self.claims.close,
             self.cache.close,
-            *(() if self.objects is None else (self.objects.finish_uploads,)),
+            *self.last_ends,
             self.writer.stop,
             self.recovery.stop,
         ]
@@ -340,13 +328,12 @@ async def running(
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
-        metrics = Metrics(RecentTurnStats(time.monotonic))
+        families = [family for one in features.values() for family in getattr(one, "METRICS", ())]
+        metrics = Metrics(RecentTurnStats(time.monotonic), families)
         stack.callback(metrics.close)
-        bucket = await _bucket(settings)
-        database = Database(settings.database_url, metrics.committed, end_without_store, bucket)
+        database = Database(settings.database_url, metrics.committed, end_without_store)
         stack.push_async_callback(database.close)
         await database.open()
-        await _require_objects(database, bucket)
         client = EngineClient(
             connect_timeout_s=settings.upstream_connect_timeout_s,
             timeout_s=settings.upstream_timeout_s,
@@ -355,8 +342,8 @@ async def running(
         stack.push_async_callback(client.close)
         check_family(settings.tito_family)
         prompts = await asyncio.to_thread(_load_prompts, settings)  # takes seconds
-        url = None if bucket is None else bucket.url
-        registration = Registration(database, partial(note_objects, url=url, owner=secrets.token_hex(8)))
+        prepared = [await one.prepare(settings, database) for one in features.values() if hasattr(one, "prepare")]
+        registration = Registration(database, lambda tx: [note(tx) for note in prepared])
         await registration.attempt()
         services = Services(
             settings,
@@ -386,31 +373,6 @@ async def running(
         services.health.start()
         services.pool.start()
         yield services
-
-
-async def _bucket(settings: Settings) -> Bucket | None:
-    """The object storage of replay payloads. Raises StartupError if there is no such bucket."""
-    if settings.payloads == "database":
-        return None
-    from app.store.objects.bucket import Bucket  # a twentieth of a second, which most starts do not need
-
-    bucket = Bucket(settings.payloads, settings.payloads_timeout_s)
-    if silent := await bucket.probe():
-        log.warning("%s; turns with replay payloads wait for it", silent)
-    if bucket.keeps_versions:
-        log.warning("%s keeps old versions: %s", bucket.url, bucket.consequence_of_versions)
-    return bucket
-
-
-async def _require_objects(database: Database, bucket: Bucket | None) -> None:
-    """Is the object storage there that the store refers to? Raises StartupError."""
-    url = await database.read(url_of_objects)
-    is_there = bucket is not None and bucket.url == url
-    if url is None or is_there or not await database.read(has_objects):  # which reads all chunks
-        return
-    if bucket is None:
-        raise StartupError(f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}")
-    log.warning("replay payloads of this store were written to %s, and are read from %s now", url, bucket.url)
 
 
 def _load_prompts(settings: Settings) -> Prompts | None:

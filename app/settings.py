@@ -94,10 +94,16 @@ BUCKETS = ("s3", "gs", "az", "file")
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
-Feature = Literal["archive", "checkpoints", "forks", "groups", "page", "search"]
+Feature = Literal["archive", "checkpoints", "forks", "groups", "objects", "page", "search"]
 """The folders of `app.features`."""
 
 FEATURES: tuple[Feature, ...] = get_args(Feature)
+SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
+    "groups": ("retain_until_ack",),
+    "objects": ("payloads", "payloads_keep_s"),
+}
+"""Settings of features. Where the feature is off they have their defaults, whatever is set."""
+
 DEFAULT_FEATURES = tuple(name for name in FEATURES if name != "search")
 
 
@@ -169,7 +175,10 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _set(cls, given: dict[str, object]) -> dict[str, object]:
-        return {name: value for name, value in given.items() if not (isinstance(value, str) and not value.strip())}
+        chosen = {name: value for name, value in given.items() if not (isinstance(value, str) and not value.strip())}
+        on = _feature_names(chosen.get("features", DEFAULT_FEATURES))
+        without = {name for feature, names in SETTINGS_OF.items() if feature not in on for name in names}
+        return {name: value for name, value in chosen.items() if name not in without}
 
     @field_validator("upstreams", "engine_sessions", mode="before")
     @classmethod
@@ -213,10 +222,7 @@ class Settings(BaseSettings):
     @field_validator("features", mode="before")
     @classmethod
     def _features(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        names = tuple(dict.fromkeys(re.findall(r"[^,\s]+", value)))
-        return {ALL: FEATURES, ("none",): ()}.get(names, names)
+        return _feature_names(value)
 
     @field_validator("moe_topk")
     @classmethod
@@ -300,6 +306,13 @@ class Settings(BaseSettings):
         return float(seconds) if mode == "abort_after" else None
 
 
+def _feature_names(value: Any) -> Collection[str]:
+    if not isinstance(value, str):
+        return tuple(value)
+    names: tuple[str, ...] = tuple(dict.fromkeys(re.findall(r"[^,\s]+", value)))
+    return FEATURES if names == ALL else () if names == ("none",) else names
+
+
 def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
     """Raises ValueError, whose message begins with `wanted`, for an invalid or repeated URL."""
     for url in urls:
@@ -369,10 +382,14 @@ def _misspelt(names: Collection[str]) -> list[str]:
 
 
 def _warn_of_weak(settings: Settings) -> None:
-    """Log warnings about weak secrets and a secret without effect."""
+    """Log warnings about weak secrets, and about settings without effect."""
     for name in ("admin_token", "session_secret"):
         if any(len(secret) < SHORT_TOKEN for secret in getattr(settings, name)):
             log.warning("%s%s has fewer than %d characters: it can be guessed", PREFIX, name.upper(), SHORT_TOKEN)
+    for feature, names in SETTINGS_OF.items():
+        for name in names:
+            if feature not in settings.features and os.environ.get(PREFIX + name.upper(), "").strip():
+                log.warning("%s%s has no effect without %s in TURNLOG_FEATURES", PREFIX, name.upper(), feature)
     if settings.session_secret and not settings.admin_token:
         log.warning("TURNLOG_SESSION_SECRET has no effect without TURNLOG_ADMIN_TOKEN")
 

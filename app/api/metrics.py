@@ -90,7 +90,8 @@ def refresh(app: Services) -> None:
     _refresh_cache(app)
     _refresh_pool(app)
     _refresh_writer(app)
-    _refresh_objects(app)
+    for copy in app.refreshes:
+        copy()
     metrics.set("turnlog_event_readers", app.all_events.readers)
     exported = app.exported
     metrics.set("turnlog_exports_running", exported.running)
@@ -137,16 +138,6 @@ def _refresh_writer(app: Services) -> None:
     metrics.set_all("turnlog_turns_tombstoned_total", tally.tombstoned)
     metrics.set("turnlog_chunks_freed_total", tally.chunks_freed)
     metrics.set("turnlog_turns_rolled_back_total", tally.rolled_back)
-
-
-def _refresh_objects(app: Services) -> None:
-    if app.objects is None:
-        return
-    metrics, counters = app.metrics, app.objects.bucket.counters
-    actions = {name: getattr(counters, name) for name in ("put", "read", "deleted", "failed")}
-    metrics.set_all("turnlog_objects_total", actions)
-    sizes = {"put": counters.put_bytes, "read": counters.read_bytes}
-    metrics.set_all("turnlog_object_bytes_total", sizes)
 
 
 def of_process() -> Iterator[Metric]:

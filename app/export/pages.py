@@ -23,9 +23,9 @@ from app.export.rollout_rows import Members, RolloutRows
 from app.store import bulk, reads
 from app.store.broken import BrokenRow
 from app.store.bulk import ExportHead, StoredSession
+from app.store.chunk_reader import fetch_objects
 from app.store.damaged import attempt_or
 from app.store.engine import Database
-from app.store.objects.reader import fetch_objects
 from app.store.reads import Connection, Position
 
 PAGE = 256

@@ -21,7 +21,7 @@ from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.tree_nodes import node_tree
 from app.store import bulk, reads
 from app.store.bulk import StoredSession
-from app.store.objects.reader import fetch_objects
+from app.store.chunk_reader import fetch_objects
 from app.store.reads import Connection
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent

@@ -32,6 +32,9 @@ MODELS = "/v1/models"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 ABORT_TIMEOUT_S = 2.0
 
+UNUSABLE = (Lost, TimedOut, TooLarge, Unreadable, BadStream)
+"""What an engine may do that was asked."""
+
 
 class EngineOrder:
     """Engines in the order in which a turn tries them: `first`, then `others()`, ranked only when the first fails."""
@@ -54,22 +57,6 @@ May raise EngineError, ProbeRefused, and AppError if the engine cannot get the r
 
 OpenStream = Callable[[str, str | None, LogprobsOf | None], StreamReader]
 """Makes the reader of a reply that is a stream, from the engine's base URL and the weight version known of it."""
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """An engine's answer.
-
-    `known` is the engine's weight version known when the request was sent. `dispatched` is the version of what was
-    requested: its adapter's if known, else the engine's, else the one that a trainer named for the fleet. `logprobs_of`
-    as in `TurnCommitted`. `is_native`: it is of SGLang's `/generate`, and its message has the whole text as content.
-    """
-
-    engine: str
-    reply: EngineReply
-    dispatched: str | None = None
-    known: str | None = None
-    logprobs_of: LogprobsOf | None = None
-    is_native: bool = False
 
 
 class Engines:
@@ -114,7 +101,7 @@ class Engines:
     def seen(
         self, url: str, version: str | None, known: str | None, dialect: Literal["sglang", "vllm"] | None = None
     ) -> None:
-        """Record what an engine reported of itself; `known` as in `Answer`."""
+        """Record what an engine reported of itself; `known` as in `EngineReply`."""
         member = self.members.get(url)
         if member is None:
             return
@@ -205,52 +192,70 @@ class Engines:
         may_send: Callable[[], bool] | None = None,
         open_stream: OpenStream | None = None,
         path: Callable[[], str] | None = None,
-    ) -> Answer:
+    ) -> EngineReply:
         """Send a generation to the first engine that can be connected to; its answer, whatever its status.
 
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
         `version` is the adapter's weight version, if known. `open_stream` is for a reply that the engine streams; the
         answer is the whole reply all the same. `path` is the route for the body that was made last, if not the shape's.
 
-        Raises as `first_reached` and `body_for`, Withheld if `may_send` refuses at the last moment, UpstreamInvalid for
-        a redirect or another status that holds no completion.
+        Raises as `body_for`, UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (malformed, too large, a redirect or
+        another status that holds no completion), Withheld if `may_send` refuses at the last moment.
         """
-
-        dispatched: dict[str, str | None] = {}
-
-        async def ask(url: str) -> EngineReply:
-            try:
-                body = await body_for(url)
-            except ProbeRefused as refused:
-                return refused.reply
-            dispatched[url] = await self._dispatched(url) if version is None else version
-            if rid:
-                self._generating[rid] = url
-            named = with_request_id(headers, rid, self._dialect_of(url))
-            member = self.known(url)
-            if not member.echoes_ids:
-                named = [*named, ONCE]
-            logprobs_of = self.logprobs_of(member)
-            stream = None if open_stream is None else open_stream(url, dispatched[url], logprobs_of)
-            route = PATHS[shape] if path is None else path()
-            return await self._client.post(url + route, body, named, grow, may_send, stream)
-
+        tried = 0
         try:
-            answer = await self.first_reached(order, ask)
+            for url in order:
+                tried += 1
+                member = self.members.get(url) or Member(url)
+                known = member.weight_version
+                dispatched = None
+                member.in_flight += 1
+                try:
+                    body = await body_for(url)
+                    dialect = self._configured if member.dialect is None else member.dialect
+                    dispatched = version
+                    if version is None:
+                        dispatched = known if self._versions is None else await self._dispatched(url)
+                    if rid:
+                        self._generating[rid] = url
+                    sent = headers
+                    if rid and dialect != "sglang":
+                        sent = with_request_id(sent, rid)
+                    if not member.echoes_ids:
+                        sent = [*sent, ONCE]
+                    stream = None
+                    if open_stream is not None:
+                        stream = open_stream(url, dispatched, member.logprobs_of or self._logprobs_of)
+                    route = PATHS[shape] if path is None else path()
+                    reply = await self._client.post(url + route, body, sent, grow, may_send, stream)
+                except NotSent as error:
+                    self._refused(member, error)
+                    continue
+                except ProbeRefused as refused:
+                    reply = msgspec.structs.replace(refused.reply)
+                except UNUSABLE as error:
+                    raise self._told(member, error) from error
+                finally:
+                    member.in_flight -= 1
+                if member.is_refusing:
+                    member.answered()
+                self._generating.pop(rid, None)
+                reply.engine, reply.dispatched, reply.known = url, dispatched, known
+                reply.logprobs_of = member.logprobs_of or self._logprobs_of
+                if reply.status != 200:
+                    _require_status(url, reply.status)
+                return reply
         except (AppError, EngineError, Withheld):
             self._generating.pop(rid, None)
             raise
         self._generating.pop(rid, None)
-        reply = _checked(answer.engine, answer.reply)
-        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched.get(answer.engine))
+        raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
 
     async def _dispatched(self, url: str) -> str | None:
         """The weight version of what is sent to this engine now; None if it is not known."""
         member = self.members.get(url)
-        if member is None:
+        if member is None or self._versions is None:
             return None
-        if self._versions is None:
-            return member.weight_version
         return await self._versions.at_dispatch(member, self.seen if self._dialect_of(url) == "vllm" else None)
 
     def _dialect_of(self, url: str) -> DialectChoice:
@@ -301,46 +306,53 @@ class Engines:
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""
-        answer = await self.first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
-        return _checked(answer.engine, answer.reply)
+        return await self.first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
 
     async def count_tokens(self, session_id: str, body: bytes, headers: Headers) -> EngineReply:
         """POST /v1/messages/count_tokens, which not every engine has. Raises as `generate`."""
         order = self.order(session_id)
-        answer = await self.first_reached(order, lambda url: self._client.post(url + COUNT_TOKENS, body, headers))
-        return _checked(answer.engine, answer.reply)
+        return await self.first_reached(order, lambda url: self._client.post(url + COUNT_TOKENS, body, headers))
 
-    async def first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
-        """Raises UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (malformed, too large)."""
+    async def first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> EngineReply:
+        """What the first engine answers that can be connected to. Raises as `generate`."""
         tried = 0
-        for base_url in order:
+        for url in order:
             tried += 1
-            member = self.known(base_url)
-            known = member.weight_version
+            member = self.known(url)
             member.in_flight += 1
             try:
-                reply = await ask(base_url)
-                if member.is_refusing:
-                    member.answered()
-                return Answer(base_url, reply, known, known, self.logprobs_of(member))
+                reply = await ask(url)
             except NotSent as error:
-                member.refused(str(error), time.time())
-                self._needs_check(member)
-            except Lost as error:
-                self._needs_check(member)
-                raise UpstreamUnreachable(f"{base_url} ended the connection ({error})") from error
-            except TimedOut as error:
-                raise UpstreamTimeout(f"{base_url} did not answer in time") from error
-            except CutStream as error:
-                self._needs_check(member)
-                raise UpstreamUnreachable(f"{base_url} ended its stream early: {error}") from error
-            except (BadStream, Unreadable) as error:
-                raise UpstreamInvalid(f"{base_url} returned a malformed reply: {error}") from error
-            except TooLarge as error:
-                raise UpstreamInvalid(f"the reply of {base_url} is too large: {error}") from error
+                self._refused(member, error)
+                continue
+            except UNUSABLE as error:
+                raise self._told(member, error) from error
             finally:
                 member.in_flight -= 1
+            if member.is_refusing:
+                member.answered()
+            _require_status(url, reply.status)
+            return reply
         raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
+
+    def _refused(self, member: Member, error: NotSent) -> None:
+        member.refused(str(error), time.time())
+        self._needs_check(member)
+
+    def _told(self, member: Member, error: Exception) -> AppError:
+        """What the client is told when an engine was asked and gave no usable answer."""
+        url = member.url
+        if isinstance(error, Lost):
+            self._needs_check(member)
+            return UpstreamUnreachable(f"{url} ended the connection ({error})")
+        if isinstance(error, TimedOut):
+            return UpstreamTimeout(f"{url} did not answer in time")
+        if isinstance(error, CutStream):
+            self._needs_check(member)
+            return UpstreamUnreachable(f"{url} ended its stream early: {error}")
+        if isinstance(error, TooLarge):
+            return UpstreamInvalid(f"the reply of {url} is too large: {error}")
+        return UpstreamInvalid(f"{url} returned a malformed reply: {error}")
 
     def _needs_check(self, member: Member) -> None:
         """A turn found that the engine refuses connections or closes them."""
@@ -370,12 +382,11 @@ class Engines:
             log.info("%s could not be asked to abort a generation: %s", base_url, error)
 
 
-def _checked(base_url: str, reply: EngineReply) -> EngineReply:
-    """The reply. Raises UpstreamInvalid for a status that no engine should send."""
-    if not 200 <= reply.status < 600:
-        raise UpstreamInvalid(f"{base_url} answered {reply.status}, which is no status of a reply")
-    if 300 <= reply.status < 400:
-        raise UpstreamInvalid(f"{base_url} answered with a redirect ({reply.status}), which is not followed")
-    if 200 < reply.status < 300:
-        raise UpstreamInvalid(f"{base_url} answered {reply.status}, which holds no completion")
-    return reply
+def _require_status(url: str, status: int) -> None:
+    """Raises UpstreamInvalid for a status that no engine should send."""
+    if not 200 <= status < 600:
+        raise UpstreamInvalid(f"{url} answered {status}, which is no status of a reply")
+    if 300 <= status < 400:
+        raise UpstreamInvalid(f"{url} answered with a redirect ({status}), which is not followed")
+    if 200 < status < 300:
+        raise UpstreamInvalid(f"{url} answered {status}, which holds no completion")

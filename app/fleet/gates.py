@@ -75,13 +75,15 @@ class Gates:
         """Give an arriving turn its place in the order, which it keeps if it waits more than once; None if it may pass
         at once, which it may not while earlier turns are being let through."""
         turn.ticket = next(self._tickets)
+        if self._fleet.is_calm and self._next_release is None:
+            return None
         if self.is_open(turn) and not self._is_line_moving(turn.adapter):
             return None
         return self.wait(turn)
 
     def pass_again(self, turn: GatedTurn) -> Awaitable[None] | None:
         """None if a turn that has arrived may go on at once."""
-        return None if self.is_open(turn) else self.wait(turn)
+        return None if self._fleet.is_calm or self.is_open(turn) else self.wait(turn)
 
     def is_shut(self, adapter: str | None, *, has_claim: bool = False) -> bool:
         return self._fleet.fleet.is_shut(adapter, has_claim=has_claim)
@@ -96,9 +98,10 @@ class Gates:
 
     def take(self, turn: GatedTurn) -> bool:
         """May the request be sent now? If so, later closings are counted from here."""
-        if not self.is_open(turn):
+        state = self._fleet
+        if not (state.is_calm or self.is_open(turn)):
             return False
-        turn.closings = self._fleet.fleet.closings(turn.adapter)
+        turn.closings = (state.fleet.gate.closings, 0) if turn.adapter is None else state.fleet.closings(turn.adapter)
         return True
 
     async def was_shut(self, turn: GatedTurn) -> bool:

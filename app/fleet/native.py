@@ -15,10 +15,10 @@ import msgspec
 
 from app.domain.request import join_object, value_of
 from app.errors import UpstreamInvalid
-from app.fleet.engines import Answer, Engines
+from app.fleet.engines import Engines
 from app.fleet.member import Member
 from app.upstream.body import Body
-from app.upstream.client import EngineClient
+from app.upstream.client import EngineClient, EngineReply
 from app.upstream.generate import Fields, ServerInfo
 from app.upstream.headers import to_control
 
@@ -85,24 +85,24 @@ class NativeRoutes:
                 log.warning("%s does not stream increments: its turns are not staged, docs/fleet.md", url)
         return member.server_info
 
-    async def chat(self, answer: Answer, session_id: str, params: Fields, tools: bytes | None, ids: bytes) -> Answer:
+    async def chat(
+        self, answer: EngineReply, session_id: str, params: Fields, tools: bytes | None, ids: bytes
+    ) -> EngineReply:
         """The answer as the engine's chat would have given it. Another engine parses it if that one is gone.
 
         Raises as `Engines.first_reached`.
         """
-        raw = answer.reply.body.joined()
+        raw = answer.body.joined()
         text = _REPLY.decode(raw).choices[0].message.content
         found: list[dict[str, Any]] = []
 
         async def ask(url: str) -> Any:
             found.append(await self._message(url, text, params, tools))
-            return answer.reply
+            return answer
 
         await self._engines.first_reached(self._engines.order(session_id, answer.engine), ask)
         body = _with_message(raw, found[-1], params, ids)
-        return msgspec.structs.replace(
-            answer, reply=msgspec.structs.replace(answer.reply, body=Body([body])), is_native=False
-        )
+        return msgspec.structs.replace(answer, body=Body([body]), is_native=False)
 
     async def _message(self, url: str, text: str, params: Fields, tools: bytes | None) -> dict[str, Any]:
         """Raises EngineError, UpstreamInvalid."""

@@ -36,10 +36,15 @@ Listener = Callable[[Fleet, Fleet], None]
 
 
 class FleetState:
-    """The state is read at the start, then kept up to date by this process's writes and, on PostgreSQL, by polling."""
+    """The state is read at the start, then kept up to date by this process's writes and, on PostgreSQL, by polling.
+
+    `is_calm`: nothing is shut, and no other process could have shut something since. So a turn of a process that is
+    alone asks no more than this.
+    """
 
     def __init__(self, database: Database, writer: Writer, poll_s: float = POLL_S) -> None:
         self.fleet = Fleet()
+        self.is_calm = False
         self.stale_s = STALE_S
         self._read_times_s = deque([0.0] * SLOW_READS, SLOW_READS)
         self._poll_s = poll_s
@@ -160,6 +165,8 @@ class FleetState:
 
     def _set_state(self, fleet: Fleet) -> None:
         before, self.fleet = self.fleet, fleet
+        shut = fleet.gate.is_shut or any(gate.is_shut for gate in fleet.adapters.values())
+        self.is_calm = self.is_alone and not shut and fleet.held is None
         for listener in self._listeners:
             listener(before, fleet)
 

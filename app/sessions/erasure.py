@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from app.crash_points import reach
 from app.domain import retention
@@ -23,8 +22,6 @@ from app.store import reads
 from app.store.erasure import EraseComponents, reward_rows, without_components
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Erase, FreeChunks, FreeReplay
-from app.store.objects.objects import Objects
-from app.store.objects.rows import is_being_erased
 from app.store.ports import Database, Writer
 from app.store.statements import ENDED
 
@@ -38,7 +35,7 @@ REWARDS_AT_ONCE = 16
 
 
 class Erasure:
-    """`sessions` closes what is erased. `objects` deletes those of payloads."""
+    """`sessions` closes what is erased."""
 
     def __init__(
         self,
@@ -49,7 +46,6 @@ class Erasure:
         followers: Followers,
         clock: Clock,
         sessions: Sessions,
-        objects: Objects | None = None,
     ) -> None:
         self._database = database
         self._writer = writer
@@ -57,11 +53,12 @@ class Erasure:
         self._followers = followers
         self._clock = clock
         self._sessions = sessions
-        self._objects = objects
         self.elsewhere: list[Callable[[str], Awaitable[bool | None]]] = []
         """Erase a session where a feature has it, and a root's rollout. None: it is not there; False: that goes on."""
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """What features do with a session that has been erased, before that is answered."""
+        self.finishing: list[Callable[[str], Awaitable[bool]]] = []
+        """Asked last: is what features have of the session's rollout gone? They hurry."""
 
     async def erase(self, session_id: str) -> bool:
         """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
@@ -80,10 +77,8 @@ class Erasure:
             await self._erase_members(session_id)  # those that did not leave with the root
         left = [await ask(session_id) for ask in self.elsewhere]
         await self._database.empty_log_file()
-        if self._objects is None:
-            return False not in left
-        self._objects.hurry()
-        return False not in left and not await self._database.read(partial(is_being_erased, root_id=session_id))
+        gone = [await ask(session_id) for ask in self.finishing]
+        return False not in left and all(gone)
 
     async def _erase_rollout(self, session_id: str) -> bool:
         """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""

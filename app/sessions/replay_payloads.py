@@ -9,7 +9,7 @@ from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind,
 from app.domain.session import Payload, Session
 from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store import reads
-from app.store.objects.reader import load_chunks
+from app.store.chunk_reader import load_chunks
 from app.store.ports import Database
 from workers import payloads
 from workers.codec import CorruptContent, Wire

@@ -39,7 +39,7 @@ BEHIND = 1 << 62
 class StoredSession(msgspec.Struct, frozen=True):
     """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
 
-    `objects` are the names of chunks' objects, until `store.objects.reader` has fetched them into `chunks`, or as they
+    `objects` are the names of chunks' objects, until `store.chunk_reader` has fetched them into `chunks`, or as they
     are, with their `urls`.
 
     `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an

@@ -55,7 +55,7 @@ from app.store.sqlite_engine import SqliteReads
 from app.tasks import uncancelled
 
 if TYPE_CHECKING:
-    from app.store.objects.bucket import Bucket
+    from app.store.ports import Bucket
 
 T = TypeVar("T")
 

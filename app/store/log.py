@@ -20,9 +20,9 @@ from app.domain.events import (
     TurnAbandoned,
     name_of,
 )
+from app.store import object_names as names
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
-from app.store.objects import names
 
 Result = TypeVar("Result", covariant=True)
 

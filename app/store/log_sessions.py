@@ -18,6 +18,7 @@ from app.domain.events import (
     SessionErased,
     SessionNoted,
 )
+from app.store import object_names as names
 from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.affinities import end_at_engine
@@ -37,7 +38,6 @@ from app.store.log import (
     free_chunks,
     refused,
 )
-from app.store.objects import names
 
 
 class Create(SetOperation, frozen=True):

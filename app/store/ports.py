@@ -7,7 +7,7 @@ memory behind the same names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.sql import Executable
@@ -15,9 +15,6 @@ from sqlalchemy.sql import Executable
 from app.store.broken import Unreadable
 from app.store.dialect import Parameters, Row, Tx
 from app.store.log import Operation
-
-if TYPE_CHECKING:
-    from app.store.objects.bucket import Bucket
 
 T = TypeVar("T")
 
@@ -29,6 +26,21 @@ LOCKED_S = 10.0
 
 Committed = Callable[[float], None]
 """Called with a COMMIT's duration in seconds, including the disk sync; on any thread."""
+
+
+class Bucket(Protocol):
+    """The object storage of replay payloads. Methods raise PayloadsUnavailable."""
+
+    @property
+    def is_folder(self) -> bool: ...
+
+    async def read(self, name: str) -> bytes | None:
+        """An object; None if it is not there."""
+        ...
+
+    async def url_of(self, name: str, seconds: int) -> str:
+        """A URL that anyone may read the object by for so long. A folder has none."""
+        ...
 
 
 class Database(Protocol):

@@ -287,7 +287,7 @@ chunks = Table(
 )
 """Rows of replay payloads, keyed by the turn that brought them: its fence, and a number within it.
 
-A chunk is in `data`, or it is the object `location` (`store.objects`). A tombstone has no `data` and names the event
+A chunk is in `data`, or it is the object `location` (`features.objects`). A tombstone has no `data` and names the event
 that made it; its object is gone, or waits for its deletion in `dead_objects`. Large chunks in the
 database are written before the commit that refers to them; what a turn that came to nothing left there goes with its
 claim.

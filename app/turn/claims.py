@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -191,7 +192,7 @@ class Claims:
             Known(session.version, session.last_event_at, session.turns.count),
             at,
             opened,
-            self._lease_s(),
+            math.inf if self._cache.database.is_sqlite else self._lease_s(),
             most=settings.max_open_turns if is_tree else 1,
             is_alone=is_alone,
         )
@@ -259,12 +260,18 @@ class Claims:
         StoreFull."""
         session_id, stages, result = turn.session_id, turn.stages, reply.result
         chunks: Sequence[StoredChunk] = stored_chunks(result) if reply.payloads else ()
-        stages.reply_bytes = len(turn.answer.reply.body)
-        stages.stored_bytes = len(result.facts or b"") + len(result.wire) + size_of(chunks)
+        stages.reply_bytes = len(turn.answer.body)
+        stages.stored_bytes = len(result.facts or b"") + len(result.wire)
         try:
             if chunks:
+                stages.stored_bytes += size_of(chunks)
                 chunks = await self._stage(turn, chunks)
-            outcome = await self._write_commit(turn, reply, chunks, is_alone)
+            entry = await self._cache.open(session_id)
+            if entry.session.history != "tree":
+                outcome = await self._commit_to(turn, reply, chunks, entry, is_alone)
+            else:  # This process's commits would make each other stale.
+                async with entry.committing:
+                    outcome = await self._commit_to(turn, reply, chunks, entry, is_alone)
         except AppError as error:
             self._cache.drop(session_id)
             await self.fail(turn, error)
@@ -279,19 +286,6 @@ class Claims:
         self.appended(session_id, outcome)
         self._remember(turn, reply)
 
-    async def _write_commit(
-        self, turn: InFlightTurn, reply: ValidatedReply, chunks: Sequence[StoredChunk], is_alone: bool
-    ) -> Appended | Refused:
-        """Other turns may have been committed since the claim: the events are decided for the state that they are
-        written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
-        session_id = turn.session_id
-        entry = await self._cache.open(session_id)
-        if entry.session.history != "tree":
-            return await self._commit_to(turn, reply, chunks, entry, is_alone)
-        # This process's commits would make each other stale.
-        async with entry.committing:
-            return await self._commit_to(turn, reply, chunks, entry, is_alone)
-
     async def _commit_to(
         self,
         turn: InFlightTurn,
@@ -300,6 +294,8 @@ class Claims:
         entry: CacheEntry,
         is_alone: bool,
     ) -> Appended | Refused:
+        """Other turns may have been committed since the claim: the events are decided for the state that they are
+        written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
         services, session_id, result = self._services, turn.session_id, reply.result
         while True:
             if entry.pinned_upto:
@@ -312,6 +308,8 @@ class Claims:
                 blobs, new_blobs = TurnBlobs(known[1]), list[StoredBlob]()
             else:
                 blobs, new_blobs = blobs_of(turn, session)
+            affinity = session.affinity
+            is_bound = turn.control is None and affinity is not None and affinity.engine == reply.engine
             events = decide.commit_turn(
                 session,
                 entry.index,
@@ -323,7 +321,7 @@ class Claims:
                 blobs=blobs,
                 given_ids=turn.given_ids,
                 odd_arguments=turn.odd_arguments,
-                binding=services.placement.binding(turn, session, reply.engine),
+                binding=None if is_bound else services.placement.binding(turn, session, reply.engine),
                 timing=turn.stages.timing(),
                 left_out=turn.left_out,
                 max_replay_bytes=self._settings.max_replay_bytes,
@@ -352,7 +350,8 @@ class Claims:
             if crash_points.ARMED:
                 crash_points.reach("after_commit")
             if isinstance(outcome, Appended):
-                turn.stages.stored_bytes += size_of(new_blobs)
+                if new_blobs:
+                    turn.stages.stored_bytes += size_of(new_blobs)
                 entry.newest_params = turn.call.params, blobs.params
                 return outcome
             if isinstance(outcome, Refused):

@@ -12,12 +12,12 @@ from app.domain.events import Part, VersionSpan
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, has_more_than_text, join_object, value_of
 from app.errors import UpstreamInvalid
-from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.settings import Settings
 from app.turn.engine_call import EngineCall, PromptIds
 from app.turn.in_flight import Request
 from app.upstream.body import Body
+from app.upstream.client import EngineReply
 from app.upstream.dialects import FIRST_ROW_NAMES, from_row
 from workers import codec, join
 from workers.join import Piece, Shape
@@ -74,7 +74,7 @@ class GeneratedPart(msgspec.Struct, frozen=True):
     """One generation: the engine's answer, and the validated reply. `is_cut`: the engine or the server died, so that it
     is continued whatever is done with aborted ones."""
 
-    answer: Answer
+    answer: EngineReply
     reply: ValidatedReply
     is_cut: bool = False
 
@@ -139,7 +139,7 @@ class Continuation:
         spans = [Span(span.version, span.start, span.end) for span in reply.weight_versions]
         rows = {str(payload.kind): (payload.sent, payload.stop) for payload in reply.payloads}
         self._generations.append(part)
-        self._pieces.append(Piece(part.answer.reply.body.joined(), result.output_tokens, spans, rows))
+        self._pieces.append(Piece(part.answer.body.joined(), result.output_tokens, spans, rows))
         output = codec.unpack_facts(result.facts, result.wire).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
@@ -176,7 +176,7 @@ class Continuation:
             is_native=False,
         )
 
-    async def join(self) -> Answer:
+    async def join(self) -> EngineReply:
         """Join all generations to one answer, from the last engine. Raises UpstreamInvalid."""
         finish: Literal["length"] | None = None
         if self._stop is None and self.newest.reply.result.finish_reason == "abort" and self.is_budget_spent:
@@ -184,11 +184,10 @@ class Continuation:
         body = await self._run(lambda: join.join(self._pieces, self._shape, stop=self._stop, finish=finish))
         first = next((one for one in self._generations if one.reply.result.output_tokens), self._generations[0])
         answer = self.newest.answer
-        reply = msgspec.structs.replace(answer.reply, body=Body([body]))
         modes = {one.answer.logprobs_of for one in self._generations if one.reply.result.output_tokens}
         logprobs_of = modes.pop() if len(modes) == 1 else None
         dispatched = first.answer.dispatched
-        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched, logprobs_of=logprobs_of)
+        return msgspec.structs.replace(answer, body=Body([body]), dispatched=dispatched, logprobs_of=logprobs_of)
 
     def parts(self) -> tuple[Part, ...]:
         """Which engine generated which tokens of the joined reply."""

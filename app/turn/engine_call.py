@@ -30,7 +30,7 @@ from app.domain.rids import engine_session_of
 from app.domain.session import Session
 from app.domain.split import ITEMS
 from app.errors import ClaimLost, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
-from app.fleet.engines import PATHS, Answer, OpenStream
+from app.fleet.engines import PATHS, OpenStream
 from app.sessions import transcript
 from app.sessions.cache import require_open
 from app.store.log import StoredBlob
@@ -38,7 +38,7 @@ from app.turn.in_flight import InFlightTurn, Request, TurnCancelled
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
-from app.upstream.client import Withheld
+from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import FIRST_ROW_NAMES, clients_first_row, complete, for_adapter, from_row, takes_rid
 from app.upstream.generate import GENERATE, Fields, generate_body
 from app.upstream.http import EngineError
@@ -269,22 +269,23 @@ class EngineCalls:
         if turn.controlled is not None:
             await turn.controlled.place(turn)
 
-    async def ask(self, turn: InFlightTurn) -> Answer:
+    async def ask(self, turn: InFlightTurn) -> EngineReply:
         """Send the turn's first request; returns the engine's answer. Raises as `Engines.generate`."""
         call = turn.call
-        for asking in self._points.asking:
-            asking(turn, call)
+        if turn.waiter.live is not None:
+            for streaming in self._points.streaming:
+                streaming(turn, call)
         try:
             answer = await self.send(turn, call)
         finally:
             call.push = None  # The rest of a reply that is continued is not sent live.
-        if answer.reply.status == 400 and call.own not in (b"", STREAM):
+        if answer.status == 400 and call.own not in (b"", STREAM):
             # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
             call.own, call.first_row = b"", 0
             answer = await self.send(turn, call)
         return answer
 
-    async def send(self, turn: InFlightTurn, call: EngineCall) -> Answer:
+    async def send(self, turn: InFlightTurn, call: EngineCall) -> EngineReply:
         """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
         services, stages = self._services, turn.stages
         if crash_points.ARMED:
@@ -305,7 +306,7 @@ class EngineCalls:
                     version=None if turn.adapter is None else services.gates.version(turn.adapter),
                     may_send=partial(self._may_send, turn),
                     open_stream=self._open_stream(turn, call) if call.own == STREAM else None,
-                    path=lambda: GENERATE if call.is_native else PATHS[call.shape],
+                    path=(lambda: GENERATE if call.is_native else PATHS[call.shape]) if call.wants_native else None,
                 )
             except Withheld:
                 for may_pass in self._points.before_engine:
@@ -315,8 +316,7 @@ class EngineCalls:
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
             if crash_points.ARMED:
                 crash_points.reach("after_engine")
-            if call.is_native and answer.reply.status == 200:
-                return msgspec.structs.replace(answer, is_native=True)
+            answer.is_native = call.is_native and answer.status == 200
             return answer
 
     async def _body(self, turn: InFlightTurn, call: EngineCall, engine: str) -> Sequence[bytes | memoryview]:
@@ -329,9 +329,9 @@ class EngineCalls:
             call.own = b""
         if call.ids is not None and call.shape == "chat":
             await self._choose_ids_field(turn, call, engine)
-        if turn.large:
+        if turn.large or call.prompt is not None or call.shape != "chat":
             return await self._services.large_bodies.run(turn.large, partial(body_of, call))
-        return body_of(call)
+        return transcript.chat_body(call.params, call.tools, call.messages, call.rid, call.own, None)
 
     async def _choose_ids_field(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
         """May the engine render the messages instead, if it takes no ids? Raises TakesNoIds, Unsupported."""
@@ -394,21 +394,27 @@ class EngineCalls:
     # validation
 
     async def validate(
-        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
+        self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
     ) -> ValidatedReply | None:
         """Validate one generation, the turn's `answer` from now on; None for an engine's own error, which is passed to
         the client. Raises as `ReplyValidator.validate`."""
-        engines, reply = self._services.engines, answer.reply
-        reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
-        turn.answer = answer = msgspec.structs.replace(answer, reply=reply)
-        if reply.status != 200:
+        engines = self._services.engines
+        answer.headers = http_headers.to_client(answer.headers)
+        turn.answer = answer
+        if answer.status != 200:
             return None
         engine = engines.known(answer.engine)
-        named = engine.rid_in(reply.body)
+        named = engine.rid_in(answer.body)
         if named not in (None, turn.rid):
             raise UpstreamInvalid("the reply is that of another request")
-        validated = await self.validate_body(turn, call, answer, new)
-        if named is None and engine.lacks_id(reply.body):
+        turn.received = answer.body
+        try:
+            validated = await self._services.validator.validate(turn, call, answer, new)
+        except TokenPrefixMismatch:
+            # The engine may have been restarted with other settings since it was asked whether it takes ids.
+            engines.forget_ids_field(answer.engine)
+            raise
+        if named is None and engine.lacks_id(answer.body):
             raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
         if crash_points.ARMED:
             crash_points.reach("after_judged")
@@ -419,14 +425,13 @@ class EngineCalls:
         return validated
 
     async def validate_body(
-        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
+        self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
     ) -> ValidatedReply:
-        """Raises as `ReplyValidator.validate`."""
-        turn.received = answer.reply.body
+        """As `validate`, of a reply that comes from no engine as it is: joined, or staged."""
+        turn.received = answer.body
         try:
             return await self._services.validator.validate(turn, call, answer, new)
         except TokenPrefixMismatch:
-            # The engine may have been restarted with other settings since it was asked whether it takes ids.
             self._services.engines.forget_ids_field(answer.engine)
             raise
 

@@ -18,12 +18,13 @@ from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import AppError, ClientGone, SessionClosed
-from app.fleet.engines import Answer, EngineOrder
+from app.fleet.engines import EngineOrder
 from app.fleet.gates import Closings
 from app.sessions.cache import CacheEntry
 from app.turn.live import LiveStream
 from app.turn.stages import Stages
 from app.upstream.body import Body
+from app.upstream.client import EngineReply
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
     staged: StagedTurn | None = None
     live: LiveStream | None = None
     received: Body | None = None
-    answer: Answer = _LATER
+    answer: EngineReply = _LATER
     reply: ValidatedReply | None = None
     given_ids: GivenIds | None = None
 

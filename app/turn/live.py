@@ -63,12 +63,12 @@ class LiveStream:
 
 
 class LiveTurns:
-    """Decides which turns are sent live, when their first request is about to be sent (`points.asking`)."""
+    """Decides which turns are sent live, when their first request is about to be sent (`points.streaming`)."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    def asking(self, turn: InFlightTurn, call: EngineCall) -> None:
+    def streaming(self, turn: InFlightTurn, call: EngineCall) -> None:
         """Have the engine stream. Not if the engines may not stream with ids, if a replay payload is needed, which no
         stream has, or if the generation may be continued by another."""
         live, request, session = turn.waiter.live, turn.request, turn.session

@@ -2,7 +2,7 @@
 made, and called with the turn. With an empty list a line does nothing; nothing is asked in a turn
 that was decided at start-up.
 
-    read ─▶ [before_claim] ─▶ claim ─▶ [claimed] ─▶ [around_engine: ([before_engine] ─▶ place ─▶ [asking] ─▶
+    read ─▶ [before_claim] ─▶ claim ─▶ [claimed] ─▶ [around_engine: ([before_engine] ─▶ place ─▶ [streaming] ─▶
         [may_send] ─▶ engine ─▶ validate)] ─▶ [chunks] ─▶ commit ─▶ [ended] ─▶ reply
 
 A feature's own state of a turn is an attribute of `InFlightTurn`, set at a point of its own. Closes,
@@ -42,8 +42,9 @@ class TurnPoints:
         self.before_engine: list[Wait] = []
         """Before an engine is chosen: as `before_claim`, but the turn holds its claim. Gates."""
 
-        self.asking: list[Callable[[InFlightTurn, EngineCall], None]] = []
-        """The turn's first request is about to be sent: what it asks for may be changed. Live streams."""
+        self.streaming: list[Callable[[InFlightTurn, EngineCall], None]] = []
+        """The first request of a turn whose client wants a stream is about to be sent: what it asks for
+        may be changed. Live streams."""
 
         self.may_send: list[Callable[[InFlightTurn], bool]] = []
         """The last moment, when a connection to the engine is there; False takes the turn back to

@@ -16,7 +16,6 @@ from app.domain.events import OnAbort
 from app.domain.reply import ValidatedReply
 from app.domain.request import value_of
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
 from app.turn.engine_call import TakesNoIds
@@ -24,6 +23,7 @@ from app.turn.in_flight import InFlightTurn
 from app.turn.points import Generate
 from app.turn.stages import TurnStage
 from app.turn.staging import StagedTurn
+from app.upstream.client import EngineReply
 from app.upstream.streams import STREAM
 from workers import codec
 
@@ -91,7 +91,7 @@ class Resume:
         if turn.reply is not None and turn.reply.result.finish_reason == "abort":
             await self._ended_early(turn, GeneratedPart(turn.answer, turn.reply, is_cut))
 
-    def _cut(self, turn: InFlightTurn, error: UpstreamUnreachable) -> Answer:
+    def _cut(self, turn: InFlightTurn, error: UpstreamUnreachable) -> EngineReply:
         """What had come when the engine died. Raises `error` if there is nothing, and where the client has got some of
         it live: it would get no more, so it gets the error, and its retry goes on."""
         has_begun = turn.live is not None and turn.live.begun
@@ -166,7 +166,7 @@ class Resume:
         if continuation.newest is continuation.first and not continuation.is_complete:
             return False
         answer = await self._as_chat(turn, await continuation.join())
-        turn.waiter.grow(len(answer.reply.body))
+        turn.waiter.grow(len(answer.body))
         reply = await self._calls.validate_body(turn, turn.call, answer, turn.stored)
         turn.answer = answer
         turn.reply = msgspec.structs.replace(reply, parts=continuation.parts(), weight_versions=continuation.versions())
@@ -242,7 +242,7 @@ class Resume:
             turn.away = turn.away or away
         turn.order = order
 
-    async def _as_chat(self, turn: InFlightTurn, answer: Answer) -> Answer:
+    async def _as_chat(self, turn: InFlightTurn, answer: EngineReply) -> EngineReply:
         """The answer as a chat's, if it is not one. Raises as `NativeRoutes.chat`."""
         call, params = turn.call, turn.request.params
         if not answer.is_native or call.prompt is None:

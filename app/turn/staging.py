@@ -21,7 +21,6 @@ import msgspec
 from app.domain.events import LogprobsOf
 from app.domain.request import ChatRequest, value_of
 from app.errors import AppError
-from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store import staged_tokens
 from app.store.ports import Database, Writer
@@ -135,7 +134,7 @@ class StagedTurn:
         if is_due and self._writing is None and not self._is_lost and stream.has_news:
             self._writing = asyncio.create_task(self._write(stream), name="turnlog-staging")
 
-    def cut(self) -> Answer | None:
+    def cut(self) -> EngineReply | None:
         """The generation that its engine did not finish, as if the engine had aborted it; None if there are no tokens,
         or if all have come."""
         stream = self._stream
@@ -177,7 +176,7 @@ class StagedTurn:
 
     # what an earlier turn has left
 
-    async def restore(self) -> list[Answer]:
+    async def restore(self) -> list[EngineReply]:
         """The generations that a turn with the same request has left, as if their engines had aborted them. They are
         this turn's from now on. Raises StoreUnavailable, StoreFull."""
         session_id = self._session_id
@@ -269,7 +268,7 @@ def _contiguous(rows: Sequence[StagedRow]) -> Iterator[StagedRow]:
     return (row for number, row in enumerate(rows) if row.number == number)
 
 
-def _answers(rows: Sequence[StagedRow], is_native: bool) -> list[Answer]:
+def _answers(rows: Sequence[StagedRow], is_native: bool) -> list[EngineReply]:
     """The generations in these rows; none if one of them cannot be read or continued."""
     found = []
     for _, part in itertools.groupby(rows, lambda row: row.part):
@@ -289,10 +288,18 @@ def _answers(rows: Sequence[StagedRow], is_native: bool) -> list[Answer]:
     return found
 
 
-def _aborted(engine: str, version: str | None, logprobs_of: LogprobsOf | None, stream: AnyStream) -> Answer | None:
+def _aborted(engine: str, version: str | None, logprobs_of: LogprobsOf | None, stream: AnyStream) -> EngineReply | None:
     """None where a tool call has begun in a form that only the engine can read: both of its halves would be text."""
     has_calls, body = stream.has_calls, stream.begun()
     if has_calls and CALL not in text_of(body):
         return None
-    reply = EngineReply(200, [("content-type", "application/json")], Body([body]))
-    return Answer(engine, reply, version, version, logprobs_of, isinstance(stream, GenerateStream))
+    return EngineReply(
+        200,
+        [("content-type", "application/json")],
+        Body([body]),
+        engine=engine,
+        dispatched=version,
+        known=version,
+        logprobs_of=logprobs_of,
+        is_native=isinstance(stream, GenerateStream),
+    )

@@ -44,7 +44,7 @@ from app.store.log_sessions import Settled
 from app.turn.client_reply import shown, shown_kinds
 from app.turn.engine_call import adapter_of
 from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply
-from app.turn.large_bodies import large_bytes, large_history
+from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
 from app.turn.points import Generate
 from app.turn.stages import TurnStage
 from app.upstream.dialects import asked_for
@@ -84,7 +84,9 @@ class Turns:
         while True:
             known = None if entry is None else entry.session
             try:
-                return await self._take(turn, require_open(entry, session_id), protocol, body, continued)
+                if entry is None or entry.session.status != "open":
+                    entry = require_open(entry, session_id)
+                return await self._take(turn, entry, protocol, body, continued)
             except AppError as error:
                 # Nobody asks again after such an answer, and another process may have outdated what it rests on.
                 if error.retry is not False or turn.fence or turn.cancel_reason is not None:
@@ -127,7 +129,8 @@ class Turns:
                     raise InvalidRequest(turn.request.refusal)
                 if flights and (entry.session.history or turn.new_history) != "tree":
                     raise SessionBusy(f"session {session_id} has a turn in flight")
-                services.engines.require_some()
+                if not services.engines.members:
+                    services.engines.require_some()
                 reply = await self._take_new(turn, entry)
             if reply is not None:
                 echo = turn.request.echo
@@ -209,7 +212,7 @@ class Turns:
         services, config = self._services, entry.session.config
         if continued is not None and continued.known not in entry.bodies:
             continued = None
-        large = large_bytes(body, continued)
+        large = large_bytes(body, continued) if len(body) > INLINE_VALUES else 0
         if large:
             request = await self.large_bodies.run(large, partial(protocol.parse, body, False, continued))
         else:
@@ -248,7 +251,8 @@ class Turns:
         if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
             turn.partial_hash = canonical_hash(request, before)
         turn.session = session
-        turn.template = self._services.token_in.template_of(request)
+        if self._services.token_in.prompts is not None:
+            turn.template = self._services.token_in.template_of(request)
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.
@@ -327,7 +331,7 @@ class Turns:
 
     async def _refused(self, turn: InFlightTurn) -> TurnReply:
         """An engine's own error, which is passed to the client."""
-        refusal = turn.answer.reply
+        refusal = turn.answer
         await self._services.claims.reject(turn, "engine_error", refusal.status)
         return TurnReply(refusal.status, refusal.headers, refusal.body.pieces)
 
@@ -354,7 +358,7 @@ class Turns:
             self._services.settings.client_reply,
             reply.result,
             turn.request,
-            turn.answer.reply,
+            turn.answer,
         )
         hidden: list[tuple[int, int]] = []
         if result.places:

@@ -20,12 +20,12 @@ from app.domain.reply import ValidatedReply
 from app.domain.request import has_more_than_text
 from app.domain.session import Session
 from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
-from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store.log import StoredChunk
 from app.turn.engine_call import EngineCall
 from app.turn.in_flight import InFlightTurn, RequestHistory
 from app.upstream.body import Body
+from app.upstream.client import EngineReply
 from app.upstream.dialects import returns
 from workers import job, light
 from workers.job import LongValues
@@ -49,12 +49,12 @@ class ReplyValidator:
         self._settings = settings
 
     async def validate(
-        self, turn: InFlightTurn, call: EngineCall, answer: Answer, new: Sequence[bytes]
+        self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
     ) -> ValidatedReply:
         """`new` are the messages that are stored with it. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash,
         Overloaded."""
         prompt = call.prompt
-        settings, reply = self._settings, answer.reply
+        settings = self._settings
         known = None if prompt is None else prompt.known
         if prompt is None and (parent := decide.token_parent(turn.session, turn.plan)) is not None:
             known = KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
@@ -66,8 +66,8 @@ class ReplyValidator:
             known=known,
             wants=[],
             messages=list(new),
-            headers=reply.headers,
-            status=reply.status,
+            headers=answer.headers,
+            status=answer.status,
             rid=call.rid,
             own=call.own,
             protocol=call.shape,
@@ -76,8 +76,8 @@ class ReplyValidator:
             ids_field=call.ids_field if call.ids_field not in (None, "input_ids") else "",
         )
         read = None
-        if not settings.replay and len(reply.body) + sum(map(len, new)) <= settings.inline_max_bytes:
-            read = light.read(work, reply.body.joined(), text)
+        if not settings.replay and len(answer.body) + sum(map(len, new)) <= settings.inline_max_bytes:
+            read = light.read(work, answer.body.joined(), text)
         if read is None:
             wants = [self._want(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, wants=wants)
@@ -113,10 +113,10 @@ class ReplyValidator:
             text=whole_text,
         )
 
-    async def _by_all_rules(self, work: Job, answer: Answer, new_bytes: int, text: KnownText | None) -> light.Read:
+    async def _by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
         """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
         makes that of all tokens is returned."""
-        engine, body = answer.engine, answer.reply.body
+        engine, body = answer.engine, answer.body
         try:
             known_bytes = 0 if work.known is None else work.known.text_bytes
             weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, known_bytes, text)

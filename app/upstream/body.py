@@ -42,6 +42,8 @@ class Body:
 
     def beginning(self, size: int) -> bytes:
         """The first `size` bytes, or all of them."""
+        if len(self.pieces) == 1 or (self.pieces and len(self.pieces[0]) >= size):
+            return bytes(self.pieces[0][:size])
         return b"".join(self.slices(0, size))
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes | memoryview]:

@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from app.domain.events import LogprobsOf
 from app.upstream.body import Body, pieces_of
 from app.upstream.encoding import Decoder, Undecodable, decoder, is_bomb
 from app.upstream.headers import Headers
@@ -59,10 +60,23 @@ def _unbounded(size: int) -> None:
     """For small replies, whose memory is not accounted."""
 
 
-class EngineReply(msgspec.Struct, frozen=True):
+class EngineReply(msgspec.Struct):
+    """What an engine answered; `headers` have their names in lower case.
+
+    What follows is of a generation (`Engines.generate`). `known` is the engine's weight version known when the request
+    was sent. `dispatched` is the version of what was requested: its adapter's if known, else the engine's, else the one
+    that a trainer named for the fleet. `logprobs_of` as in `TurnCommitted`. `is_native`: it is of SGLang's `/generate`,
+    and its message has the whole text as content.
+    """
+
     status: int
     headers: Headers
     body: Body
+    engine: str = ""
+    dispatched: str | None = None
+    known: str | None = None
+    logprobs_of: LogprobsOf | None = None
+    is_native: bool = False
 
 
 class TooLarge(EngineError):

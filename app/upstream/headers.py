@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-
-from app.upstream.dialects import DialectChoice
+from functools import lru_cache
 
 FORWARDED = frozenset({"x-request-id", "traceparent", "tracestate", "baggage", "x-dynamo-session-final"})
 """The client's headers that an engine gets: tracing, and that its session ends. Never credentials or cookies."""
@@ -63,10 +62,8 @@ def to_engine(
     return headers
 
 
-def with_request_id(headers: Headers, rid: str, dialect: DialectChoice) -> Headers:
-    """The headers of a generation. vLLM makes its id, to abort it by, of `X-Request-Id`; SGLang takes a `rid`."""
-    if not rid or dialect == "sglang":
-        return headers
+def with_request_id(headers: Headers, rid: str) -> Headers:
+    """The headers of a generation of vLLM, which makes its id of `X-Request-Id`; SGLang takes a `rid`."""
     return [*((name, value) for name, value in headers if name != "x-request-id"), ("x-request-id", rid)]
 
 
@@ -85,6 +82,7 @@ def to_client(engine: Iterable[tuple[str, str]]) -> Headers:
     ]
 
 
+@lru_cache(maxsize=1024)
 def _passes(name: str) -> bool:
     if name in PASSED:
         return True

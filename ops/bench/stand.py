@@ -221,11 +221,11 @@ def source_tree(commit: str, folder: Path) -> Path:
 
 
 async def top_frames(pid: int, seconds: float, folder: Path, count: int = 10) -> list[tuple[str, str]]:
-    """The innermost frames in which a process spends its CPU, each with its share, by py-spy. Raises OSError without
+    """The functions in which a process itself spends its CPU, each with its share, by py-spy. Raises OSError without
     py-spy, CalledProcessError."""
     path = folder / "profile.raw"
     command = ["py-spy", "record", "--pid", str(pid), "--rate", "200", "--duration", str(int(seconds))]
-    command += ["--nonblocking", "--format", "raw", "--output", str(path)]
+    command += ["--nonblocking", "--function", "--format", "raw", "--output", str(path)]
     search = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PATH": search}
     await asyncio.to_thread(subprocess.run, command, env=environment, check=True, capture_output=True)

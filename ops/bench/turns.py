@@ -1,9 +1,8 @@
-"""Turns a second, server CPU and latency under load; with --before, compared with the server of another commit.
+"""Turns under load: server CPU, database CPU, latency; with --before and --beside as ratios to other servers.
 
-`--protocol`, `--size`, `--request-bytes` and `--known` choose the turns; `--postgres` and `--processes` the store and
-the servers. With `--before` both commits' servers run on one core with the same engine and settings, each with a store
-of its own. They get the same load in short alternating periods, and the first of each pair alternates, so that any
-slowdown of the machine affects both. A ratio compares two adjacent periods.
+Each load of `LOADS` is measured in short periods, in which the servers of all sides get it one after the other, in an
+order that alternates: a slowdown of the machine affects all of them. A ratio compares two periods of one round; the
+report has the median of the ratios, and their quartiles. The servers share one core, everything else another.
 """
 
 from __future__ import annotations
@@ -11,132 +10,175 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import math
+import os
+import shlex
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ops.bench.load import SIZES, WIRES, Script, short_turns
-from ops.bench.measure import report
+from ops.bench.client import Connection
+from ops.bench.load import REQUESTED_FIELDS, SIM, SIZES, WIRES, Conversation, Script, short_turns, timed_turn
+from ops.bench.measure import percentile, report, save_figures, table
 from ops.bench.primary import primary
-from ops.bench.stand import (
-    Period,
-    Side,
-    cores,
-    folder_for_bench,
-    simulator,
-    source_tree,
-    started,
-    top_frames,
-)
-from ops.server import ROOT, ServerProcess
+from ops.bench.stand import Period, Side, cores, folder_for_bench, simulator, source_tree, started, top_frames
+from ops.server import PORT, ROOT, OwnProcess, ServerProcess
+from ops.simulator.process import SimulatorProcess
 
-PROFILE_S = 5.0
-TURNS_PER_SESSION, KNOWN_TURNS = 8, 200
-"""Of a session; of one with a known history, which a turn makes 130 bytes longer."""
+PROFILE_S = 6.0
+DIRECT_TURNS = 60
+"""Requests to the engine alone, of which a single client's latency is a multiple."""
 
-PER_SIDE = ("server CPU ms a turn", "turns/s", "p50 ms", "p99 ms", "database CPU ms a turn", "WAL KiB a turn")
+BEFORE, BESIDE, AFTER = "before", "beside", "after"
+
+
+class Case(NamedTuple):
+    """A load. `processes`: servers on one PostgreSQL database; 0: one server on SQLite. `known`: requests of so many
+    bytes, of which the server knows all but the last turn."""
+
+    clients: int = 64
+    wire: str = "chat"
+    size: str | None = None
+    processes: int = 0
+    known: int = 0
+
+    @property
+    def turns_per_session(self) -> int:
+        return 200 if self.known else SIZES[self.size].turns_per_session if self.size else 8
+
+    @property
+    def script(self) -> Script:
+        if self.size is not None:
+            return SIZES[self.size].script()
+        script = short_turns(self.known or 2048, 8)
+        return script._replace(wire=WIRES[self.wire], is_known=bool(self.known))
+
+
+LOADS: Mapping[str, Case] = {
+    "64": Case(),
+    "8": Case(8),
+    "1": Case(1),
+    "1.3MiB": Case(size="1.3MiB"),
+    "postgres": Case(processes=1),
+    "postgres-2": Case(processes=2),
+    "known": Case(8, known=400_000),
+    "messages": Case(wire="messages"),
+    "responses": Case(wire="responses"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--protocol", choices=WIRES, default="chat")
-    parser.add_argument("--request-bytes", type=int, default=2048)
-    parser.add_argument("--known", action="store_true", help="of the request, the server knows all but the last turn")
-    parser.add_argument("--size", choices=SIZES, help="of a reply, instead of --request-bytes; chat")
-    parser.add_argument("--turns-per-session", type=int, help=f"{TURNS_PER_SESSION}; {KNOWN_TURNS} with --known")
-    parser.add_argument("--postgres", action="store_true", help="on a new PostgreSQL server")
-    parser.add_argument("--processes", type=int, default=1, help="servers on one store, with --postgres")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
-    parser.add_argument("--rounds", type=int, default=16, help="compared pairs, with --before")
-    parser.add_argument("--seconds", type=float, help="default 10, with --before 1.5 for each period")
+    parser.add_argument("--beside", help="the command of another server, with {port}, {db} and {engine}; chat, SQLite")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a period")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of 0.7 seconds")
     parser.add_argument("--spread", action="store_true", help="all processes on both cores, not the servers on one")
-    parser.add_argument("--profile", action="store_true", help="afterwards, profile the server under the same load")
+    parser.add_argument("--profile", action="store_true", help="then, where the server spends its time in the load")
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    if arguments.processes > 1 and not arguments.postgres:
-        raise SystemExit("several processes need --postgres")
-    seconds = arguments.seconds or (1.5 if arguments.before else 10.0)
-    pairs: list[dict[str, Period]] = []
-    with _sides(arguments) as sides:
-        for side, _ in sides.values():
-            await side.warm_up()
-        for number in range(arguments.rounds if arguments.before else 1):
-            for side, _ in sides.values():
-                await side.create_ahead(seconds)
-            order = sorted(sides, reverse=number % 2 == 1)
-            pairs.append({name: await sides[name][0].run_period(seconds) for name in order})
-        figures = _compared(pairs) if arguments.before else pairs[0]["after"].figures()
-        if arguments.profile:
-            side, server = sides["after"]
-            await side.create_ahead(PROFILE_S)
-            running = asyncio.create_task(side.run_period(PROFILE_S + 1))
-            figures |= dict(await top_frames(server.pid, PROFILE_S, server.database_path.parent))
-            await running
-    report(_name(arguments), figures)
-    return 1 if figures["errors"] else 0
+    rounds, seconds = (3, 0.7) if arguments.quick else (arguments.rounds, arguments.seconds)
+    rows, errors = [], 0
+    for name in arguments.loads:
+        with _sides(arguments, LOADS[name]) as (sides, engine, servers):
+            for side in sides.values():
+                await side.warm_up(min(2.0, seconds))
+            periods: dict[str, list[Figures]] = {who: [] for who in sides}
+            for number in range(rounds):
+                for who in sorted(sides, reverse=number % 2 == 1):
+                    await sides[who].create_ahead(seconds)
+                    figures = (await sides[who].run_period(seconds)).figures()
+                    if LOADS[name].clients == 1:
+                        figures["added p50 ms"] = figures["p50 ms"] - await _direct_ms(engine)
+                    periods[who].append(figures)
+            if arguments.profile:
+                await _profile(name, sides[AFTER], servers[AFTER])
+        rows += _compared(name, periods)
+        errors += sum(figures["errors"] for own in periods.values() for figures in own)
+        print(f"{name}: {errors} errors so far", flush=True)
+    table(rows)
+    save_figures("turns", rows)
+    return 1 if errors else 0
 
 
-def _name(arguments: argparse.Namespace) -> str:
-    """Of the file with the results."""
-    given = vars(arguments)
-    parts = [f"{arguments.clients}x{arguments.size or arguments.request_bytes}", arguments.protocol]
-    parts += [name for name in ("known", "postgres") if given[name]]
-    return "-".join(["turns", *parts, f"{arguments.processes}p", *(["before"] if arguments.before else [])])
+Figures = dict[str, Any]
+COMPARED = ("server CPU ms a turn", "database CPU ms a turn", "turns/s", "p50 ms", "added p50 ms")
 
 
-def _script(arguments: argparse.Namespace, turns: int) -> Script:
-    if arguments.size is not None:
-        return SIZES[arguments.size].script()
-    script = short_turns(arguments.request_bytes, TURNS_PER_SESSION if arguments.known else turns)
-    return script._replace(wire=WIRES[arguments.protocol], is_known=arguments.known)
+def _compared(name: str, periods: Mapping[str, Sequence[Figures]]) -> list[Figures]:
+    """A row for each figure: the median of each side, and of the ratios to each other side with their quartiles."""
+    rows = []
+    for what in COMPARED:
+        if what not in periods[AFTER][0]:
+            continue
+        row: Figures = {"load": name, "figure": what}
+        for who in (BEFORE, BESIDE, AFTER):
+            row[who] = statistics.median(one[what] for one in periods[who]) if who in periods else None
+        for who in (BEFORE, BESIDE):
+            pairs = zip(periods[AFTER], periods.get(who, ()), strict=False)
+            ratios = sorted(after[what] / other[what] for after, other in pairs)
+            row[f"after/{who}"] = statistics.median(ratios) if ratios else None
+            row[f"quartiles, {who}"] = f"{percentile(ratios, 25):.3f}-{percentile(ratios, 75):.3f}" if ratios else None
+        rows.append(row)
+    return rows
+
+
+async def _direct_ms(engine: SimulatorProcess) -> float:
+    """The median latency of the same requests at the engine itself."""
+    times = []
+    async with await Connection.connect(engine.base_url) as connection:
+        for _ in range(DIRECT_TURNS):
+            body = Conversation(LOADS["1"].script.opening, SIM, REQUESTED_FIELDS).body()
+            times.append((await timed_turn(connection, "/v1/chat/completions", body))[1])
+    return percentile(times, 50) * 1000
+
+
+async def _profile(name: str, side: Side, server: OwnProcess) -> None:
+    await side.create_ahead(PROFILE_S)
+    running: asyncio.Task[Period] = asyncio.create_task(side.run_period(PROFILE_S + 1))
+    report(f"profile-{name}", dict(await top_frames(server.pid, PROFILE_S, server.log_path.parent)))
+    await running
+
+
+Sides = tuple[dict[str, Side], SimulatorProcess, dict[str, OwnProcess]]
 
 
 @contextlib.contextmanager
-def _sides(arguments: argparse.Namespace) -> Iterator[dict[str, tuple[Side, ServerProcess]]]:
-    """This tree's servers as "after", and the other commit's as "before": all of a side, and one of its servers."""
+def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[Sides]:
+    """All sides by name, the engine of all, and of each side the first server."""
     cpu_sets = cores(arguments.spread)
-    size = None if arguments.size is None else SIZES[arguments.size]
-    usual = KNOWN_TURNS if arguments.known else TURNS_PER_SESSION if size is None else size.turns_per_session
-    turns = arguments.turns_per_session or usual
-    script = _script(arguments, turns)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(folder_for_bench(arguments.folder))
-        postgres = stack.enter_context(primary(arguments.folder)) if arguments.postgres else None
+        postgres = stack.enter_context(primary(arguments.folder)) if case.processes else None
         engine = stack.enter_context(simulator(cpu_sets))
-        trees = {"before": source_tree(arguments.before, folder)} if arguments.before else {}
-        sides = {}
-        for name, root in {**trees, "after": ROOT}.items():
-            (own := folder / f"{name}-store").mkdir()
+        sides, servers = {}, {}
+
+        def add(who: str, own: Sequence[OwnProcess], **database: Any) -> None:
+            for server in own:
+                stack.enter_context(started(server, cpu_sets))
+            turns = case.turns_per_session
+            sides[who] = Side(own, case.script, clients=case.clients, turns_per_session=turns, **database)
+            servers[who] = own[0]
+
+        trees = {BEFORE: source_tree(arguments.before, folder)} if arguments.before else {}
+        for who, root in {**trees, AFTER: ROOT}.items():
+            (place := folder / f"{who}-store").mkdir()
             database = None if postgres is None else postgres.new_database()
             url = None if database is None else database.url
-            servers = [
-                ServerProcess(own, upstreams=[engine.base_url], database_url=url, root=root)
-                for _ in range(arguments.processes)
+            own = [
+                ServerProcess(place, upstreams=[engine.base_url], database_url=url, root=root)
+                for _ in range(max(case.processes, 1))
             ]
-            servers[0].migrate()
-            for server in servers:
-                stack.enter_context(started(server, cpu_sets))
-            side = Side(servers, script, clients=arguments.clients, turns_per_session=turns, database=database)
-            sides[name] = side, servers[0]
-        yield sides
+            own[0].migrate()
+            add(who, own, database=database)
+        if arguments.beside and case.wire == "chat" and not case.processes:
+            add(BESIDE, [_beside(arguments.beside, folder, engine.base_url)])
+        yield sides, engine, servers
 
 
-def _compared(pairs: Sequence[dict[str, Period]]) -> dict[str, Any]:
-    """Medians over the periods of each side, and over the ratios of adjacent ones."""
-    periods = {name: [pair[name] for pair in pairs] for name in ("before", "after")}
-    figures: dict[str, Any] = {"rounds": len(pairs), "turns": sum(one.turns for pair in pairs for one in pair.values())}
-    for name, side in periods.items():
-        own = [period.figures() for period in side]
-        figures |= {
-            f"{what} {name}": statistics.median(one[what] for one in own) for what in PER_SIDE if what in own[0]
-        }
-    for what in ("server CPU ms a turn", "p50 ms"):
-        ratios = sorted(pair["after"].figures()[what] / pair["before"].figures()[what] for pair in pairs)
-        margin, middle = math.ceil(0.98 * math.sqrt(len(ratios))), len(ratios) // 2
-        interval = ratios[max(0, middle - margin) : middle + margin + 1]
-        figures[f"{what}, after / before"] = statistics.median(ratios)
-        figures[f"{what}, its 95 %"] = [round(interval[0], 3), round(interval[-1], 3)]
-    every = [one.figures() for pair in pairs for one in pair.values()]
-    return {**figures, **{name: sum(one[name] for one in every) for name in ("sessions created within", "errors")}}
+def _beside(command: str, folder: Path, engine: str) -> OwnProcess:
+    """The other server, run from the working folder."""
+    parts = [part.format(port=PORT, db=folder / "beside.db", engine=engine) for part in shlex.split(command)]
+    return OwnProcess(parts, folder / "beside.log", environment=dict(os.environ), root=Path.cwd())

@@ -15,13 +15,12 @@ from sqlalchemy import Connection
 
 from app.domain.events import ChunkRef
 from app.errors import StoreDamaged
+from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
 from app.store import damaged
 from app.store import projections as heads
+from app.store.chunk_reader import live_objects, load_chunks
 from app.store.engine import Database
-from app.store.objects.bucket import open_bucket
-from app.store.objects.reader import load_chunks
-from app.store.objects.rows import live_objects
 from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet

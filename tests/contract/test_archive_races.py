@@ -17,13 +17,13 @@ from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
 from app.errors import ArchiveBusy, PayloadsUnavailable, SessionEnded
 from app.features.archive.archive import Archive
 from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Reserve, unfinished
+from app.features.objects.bucket import Bucket
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
 from app.store.leases import ReleaseLease
 from app.store.log_sessions import AssignReward, Create, Existing
-from app.store.objects.bucket import Bucket
 from app.store.schema import sessions, turns
 from app.store.writer import Writer
 

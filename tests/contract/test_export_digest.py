@@ -9,4 +9,5 @@ from tests.tools.export_digest.take import PINNED, digests, taken
 
 def test_fixed_requests_leave_the_bytes_that_are_pinned() -> None:
     pinned = dict(line.split(" ", 1)[::-1] for line in PINNED.read_text().splitlines())
-    assert digests(taken(ROOT, short=True)) == pinned
+    now = digests(taken(ROOT, short=True))
+    assert [name for name in pinned | now if pinned.get(name) != now.get(name)] == []

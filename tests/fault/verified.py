@@ -10,10 +10,10 @@ from collections.abc import Collection
 import httpx
 from integration.stand import Stand
 
+from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
 from app.store import projections as heads
 from app.store.engine import Database
-from app.store.objects.bucket import open_bucket
 from fault.table import Tally
 from ops.verify import Acknowledged, Report, verify
 

@@ -15,7 +15,7 @@ import pytest
 
 from app.crash_points import VARIABLE, CrashPoint
 from app.features.archive.rows import DROPPED_AT_ONCE
-from app.store.objects.names import parsed
+from app.store.object_names import parsed
 from integration.cli import answer
 from integration.places import Places
 from integration.routing import problems

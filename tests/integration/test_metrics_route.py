@@ -34,7 +34,7 @@ Samples = dict[str, list[dict[str, str]]]
 @pytest.fixture(scope="module")
 def watched(places: Places) -> Iterator[Stand]:
     """A server of the module's own, whose counts are those of its tests alone."""
-    environment = {"TURNLOG_LOG_FORMAT": "json", "TURNLOG_STREAM_KEEPALIVE_S": "0"}
+    environment = {"TURNLOG_LOG_FORMAT": "json", "TURNLOG_STREAM_KEEPALIVE_S": "0", "TURNLOG_FEATURES": "all"}
     with standing(places.new("watched"), "--weight-version", "7", environment=environment) as made:
         yield made
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import threading
 import uuid
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -366,3 +370,26 @@ def test_a_created_sessions_reply_has_the_headers_of_every_route(stand: Stand) -
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["cache-control"] == "no-store"
         assert "x-request-id" in response.headers
+
+
+def test_requests_that_are_sent_ahead_have_each_its_own_body(stand: Stand) -> None:
+    """Also one whose body comes in two pieces between others that come whole."""
+    ids = [uuid.uuid4().hex for _ in range(3)]
+    bodies = [json.dumps({"session_id": each}).encode() for each in ids]
+    heads = [b"POST /sessions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) for body in bodies]
+    sent = b"".join(head + body for head, body in zip(heads, bodies, strict=True))
+    address = urlsplit(stand.server.base_url)
+    cut = len(heads[0] + bodies[0] + heads[1]) + 5
+    with socket.create_connection((address.hostname, address.port or 80), timeout=30) as client:
+        client.sendall(sent[:cut])
+        replies = client.recv(1 << 16)
+        client.sendall(sent[cut:])
+        while replies.count(b'"session_id"') < len(ids):
+            replies += client.recv(1 << 16)
+    assert [each.decode() for each in re.findall(rb'"session_id":"(\w+)"', replies)] == ids
+
+
+def test_the_quick_loop_and_parser_are_taken_without_being_asked_for(stand: Stand) -> None:
+    mapped = Path(f"/proc/{stand.server.pid}/maps").read_text()
+    assert "uvloop" in mapped
+    assert "httptools" in mapped

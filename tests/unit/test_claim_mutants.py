@@ -80,6 +80,10 @@ class Shared:
     def has_bytes(self) -> bool:
         return bool(self.alter(lambda tx: any(row[0] is not None for row in tx.all(_bytes, {"sid": "s"}))))
 
+    def staged(self) -> list[int]:
+        """The fences of the turns that have staged tokens."""
+        return [row[0] for row in self.alter(lambda tx: tx.all(select(staged_tokens_table.c.fence), {}))]
+
     def ends(self) -> None:
         """Process 1 is dead."""
         self.alter(lambda tx: incarnations.end(tx, 1))
@@ -87,12 +91,14 @@ class Shared:
     def takes(self, turn: int, at: float = 2.0, *, expected: int = 1, last: float = 1.0, **fields: Any) -> Any:
         """Process 1 claims a tree's turn."""
         known = Known(expected, last, fields.pop("turns", turn - 1))
-        given = {name: fields.pop(name) for name in ("most", "is_retry", "unlike") if name in fields}
+        of_claim = {name: fields.pop(name) for name in ("most", "is_retry", "unlike") if name in fields}
         event = opened(turn, fields.pop("parent", 0), fields.pop("incarnation", 1), **fields)
-        return self.do(Claim("s", known, at, event, LEASE_S, **{"most": 8, **given}))
+        return self.do(Claim("s", known, at, event, LEASE_S, **{"most": 8, **of_claim}))
 
     def commits(self, turn: int, fence: int, *, opened_at: float = 2.0, at: float = 3.0, **fields: Any) -> Any:
-        return self.do(commit("s", fence, 1, turn=turn, at=at, opened_at=opened_at, **fields))
+        stages = fields.pop("stages", None)
+        operation = commit("s", fence, 1, turn=turn, at=at, opened_at=opened_at, **fields)
+        return self.do(msgspec.structs.replace(operation, stages=stages))
 
 
 def a_lost_claim_is_given_again(shared: Shared) -> None:
@@ -121,6 +127,51 @@ def a_clock_stands_still(shared: Shared) -> None:
     assert shared.do(release("s", 2, 1)) == Refused("open")
     assert not shared.do(stage("s", 2, 1, CHUNK))
     assert not shared.do(StageTokens("s", 2, 1, 2.0, "r" * 64, ROW))
+
+
+def a_lost_claim_is_released(shared: Shared) -> None:
+    """A crash undoes a claim; another turn of the same process gets its fence, and the first one's release comes."""
+    shared.takes(1)
+    shared.crash(1)
+    shared.takes(1, 2.5)
+    assert shared.do(release("s", 2, 1)) == Refused("open")
+
+
+def a_claim_that_another_process_got_is_released(shared: Shared) -> None:
+    shared.takes(1)
+    shared.crash(1)
+    shared.takes(1, incarnation=2)
+    assert shared.do(release("s", 2, 1)) == Refused("open")
+
+
+def two_turns_come_first(shared: Shared) -> None:
+    """Each decides what the session's history is; the second has to look at what the first has decided."""
+    shared.takes(1, most=1, history="tree")
+    assert shared.takes(1, 2.5, most=1, turns=0, history="tree", incarnation=2) == Stale()
+
+
+def another_request_is_marked(shared: Shared) -> None:
+    """It is no retry of the turn in flight."""
+    shared.takes(1)
+    assert isinstance(shared.takes(1, 2.5, incarnation=2, is_retry=True, body_hash="o" * 32), Appended)
+
+
+def two_turns_have_staged_tokens(shared: Shared) -> None:
+    """The one that is in flight keeps its own when the other commits."""
+    for at, fence in ((2.0, 2), (2.5, 3)):
+        shared.takes(1, at, turns=0)
+        assert shared.do(StageTokens("s", fence, 1, at, "r" * 64, ROW))
+    staged = shared.commits(1, 2, known=Known(3, 2.5, 0), stages="turn")
+    assert isinstance(staged, Appended)
+    assert shared.staged() == [3]
+
+
+def an_engine_dies(shared: Shared) -> None:
+    """Its turn ends, and the retry goes on from what it has staged."""
+    shared.takes(1)
+    assert shared.do(StageTokens("s", 2, 1, 2.0, "r" * 64, ROW))
+    shared.do(msgspec.structs.replace(release("s", 2, 1), keeps_staged=True))
+    assert shared.staged() == [2]
 
 
 def a_log_was_written_anew(shared: Shared) -> None:
@@ -358,6 +409,15 @@ def _replaced(operation: Any, fields: dict[str, Any]) -> Any:
     return msgspec.structs.replace(operation, **own)
 
 
+def given(kind: type[BaseOperation], **fields: Any) -> Mutant:
+    """The operation has these fields, whatever it was given."""
+
+    def mutant(tx: Tx, operation: Any) -> Any:
+        return _replaced(operation, fields) if isinstance(operation, kind) else operation
+
+    return mutant
+
+
 def no_numbers(tx: Tx, operation: Any) -> Any:
     """A turn's number is that of the committed ones and one more."""
     tx.run(_no_number, {})
@@ -392,6 +452,9 @@ CASES = (
     Case("Commit.incarnation", a_lost_claim_is_given_to_another_process, held(1, Commit, "incarnation")),
     Case("Commit.fence", a_clock_stands_still, held(0, Commit, "fence")),
     Case("Release.fence", a_clock_stands_still, held(0, Release, "fence")),
+    Case("Release.opened_at", a_lost_claim_is_released, held(2, Release, "opened_at")),
+    Case("Release.incarnation", a_claim_that_another_process_got_is_released, held(1, Release, "incarnation")),
+    Case("Release.keeps_staged", an_engine_dies, given(Release, keeps_staged=False)),
     Case("Stage.fence", a_clock_stands_still, held(0, Stage, "fence")),
     Case("StageTokens.fence", a_clock_stands_still, held(0, StageTokens, "fence")),
     Case("Claim.known.last_event_at", a_log_was_written_anew, fits(Claim, "last_event_at")),
@@ -401,6 +464,8 @@ CASES = (
     Case("Claim.is_retry", a_marked_request_is_sent_again, fits(Claim, "is_retry")),
     Case("Claim.unlike", another_agent_sends_the_same, fits(Claim, "unlike")),
     Case("TurnOpened.retry_key", a_request_is_sent_again, fits(Claim, "retry_key")),
+    Case("TurnOpened.body_hash", another_request_is_marked, given(Claim, body_hash=BODY)),
+    Case("TurnOpened.history", two_turns_come_first, given(Claim, history=None)),
     Case("the abandoned", a_dead_turn_is_sent_again, fits(Claim, "retry_key")),
     Case("sessions.last_turn", two_turns_are_numbered, no_numbers),
     Case("Commit.known.turns", another_turn_was_committed, fits(Commit, "turns")),
@@ -408,6 +473,7 @@ CASES = (
     Case("Commit.known.last_event_at", chunks_are_shared_after_a_crash, fits(Commit, "last_event_at")),
     Case("Commit.pinned_upto", a_checkpoint_is_made, fits(Commit, "pinned_upto")),
     Case("Commit.staged", staged_chunks_are_lost, unchanged, ((Commit, "staged", set()),)),
+    Case("Commit.stages", two_turns_have_staged_tokens, given(Commit, stages="session")),
     Case("_is_open", staged_tokens_are_in_use, unchanged, ((staged_tokens, "_take_over", _taken_over),)),
     Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
     Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),

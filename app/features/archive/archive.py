@@ -40,9 +40,9 @@ from app.features.archive import rows
 from app.features.archive.rows import Indexed, Place, Rollout, StoredRows
 from app.sessions.cache import SessionCache
 from app.store import reads
+from app.store.chunk_reader import load_chunks
 from app.store.leases import ReleaseLease, TakeLease
-from app.store.objects.names import PROBE
-from app.store.objects.reader import load_chunks
+from app.store.object_names import PROBE
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile
@@ -50,7 +50,7 @@ from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
     from app.export.exporter import Exporter
-    from app.store.objects.bucket import Bucket
+    from app.features.objects.bucket import Bucket
 
 log = logging.getLogger("turnlog.archive")
 
@@ -419,7 +419,7 @@ class Archive:
             raise InvalidRequest(f"{url:.200}: a URL begins with {', '.join(SCHEMES)}")
         if find_spec("pyarrow") is None:
             raise Unsupported(f"archives need pyarrow on the server (turnlog[parquet]): {install('parquet')}")
-        from app.store.objects.bucket import Bucket
+        from app.features.objects.bucket import Bucket
 
         url = url.rstrip("/")
         if url not in self._buckets:

@@ -33,12 +33,12 @@ from sqlalchemy import (
 )
 
 from app.crash_points import reach
+from app.store import object_names as names
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx, oldest_tx
 from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
-from app.store.objects import names
 from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.schema import (
     archived,

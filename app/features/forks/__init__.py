@@ -25,4 +25,4 @@ def routers() -> list[APIRouter]:
 def add_to(services: Services) -> Forks:
     from app.features.forks.forks import Forks
 
-    return Forks(services.database, services.writer, services.sessions, services.clock, services.objects)
+    return Forks(services.database, services.writer, services.sessions, services.clock, services.features)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from app.store.ports import Database, Writer
 from app.store.writer import HELD_PAUSE_S
 
 if TYPE_CHECKING:
-    from app.store.objects.objects import Objects
+    from app.features.objects.objects import Objects
 
 TRIES = 20
 """Attempts to decide a fork while the source keeps tombstoning payloads."""
@@ -56,13 +56,13 @@ class _Decided(msgspec.Struct, frozen=True):
 
 class Forks:
     def __init__(
-        self, database: Database, writer: Writer, sessions: Sessions, clock: Clock, objects: Objects | None
+        self, database: Database, writer: Writer, sessions: Sessions, clock: Clock, features: Mapping[str, Any]
     ) -> None:
         self._database = database
         self._writer = writer
         self._sessions = sessions
         self._clock = clock
-        self._objects = objects
+        self._features = features
 
     async def fork(self, order: ForkOrder, fork_ids: Sequence[str]) -> None:
         """Create a session for each of these ids, each in one transaction; idempotent for the same ids and order.
@@ -96,16 +96,17 @@ class Forks:
         """Create one fork; False if the source has changed and the fork must be decided again."""
         forked = decided.forked
         copies = None
-        if self._objects is not None and forked.chunks:
-            copies = await self._objects.copied(order.source, fork_id, forked.chunks)
+        objects: Objects | None = self._features.get("objects")
+        if objects is not None and forked.chunks:
+            copies = await objects.copied(order.source, fork_id, forked.chunks)
         operation = Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone, copies)
         outcome = None
         try:
             outcome = await self._writer.submit(operation)
         finally:
             # Where the outcome is not known, a fork that was created has taken them already.
-            if self._objects is not None and copies is not None and not isinstance(outcome, Appended):
-                await self._objects.end_copies(fork_id, copies)
+            if objects is not None and copies is not None and not isinstance(outcome, Appended):
+                await objects.end_copies(fork_id, copies)
         if isinstance(outcome, Refused):
             raise refusal(order.source, outcome.status)
         if isinstance(outcome, Existing):

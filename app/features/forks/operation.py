@@ -23,7 +23,7 @@ from app.store.reads import EventRow
 from app.store.schema import SESSION_ID, blobs, chunks, events, turns
 
 if TYPE_CHECKING:
-    from app.store.objects.objects import Copies
+    from app.features.objects.objects import Copies
 
 AT_ONCE = 8
 """Rows copied in one call, which must end within the database's statement timeout. A row has at most about 1 MiB."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import text
 
 from app.errors import AppError
+from app.metrics import Family
 from app.store.sqlite_engine import file_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from app.store.engine import Database
 
 log = logging.getLogger("turnlog.search")
+
+METRICS = (
+    Family("turnlog_search_failures_total", "counter", "Steps of the search index that failed."),
+    Family("turnlog_search_behind_events", "largest", "Events that the search index lacks."),
+)
 
 TABLES = ("search_messages", "search_state")
 """PostgreSQL's; the index makes them, no migration does."""

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import aiohttp
 
+from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
 from app.store.engine import Database
-from app.store.objects.bucket import open_bucket
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Problem, verify_url

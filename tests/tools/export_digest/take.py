@@ -43,6 +43,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
 NORMALISED: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("an engine's request id has random digits", re.compile(r"turnlog-[0-9a-f][0-9a-f-]{30,40}"), "turnlog-RID"),
     ("it hashes the form in which a turn is stored", re.compile(r'"content_hash":"\w+"'), '"content_hash":"H"'),
+    ("an engine is asked for its version now and then", re.compile(r'"dispatched":"\w+"'), '"dispatched":"V"'),
     ("stages of a turn take their time", re.compile(r'"timing":(\[[\d,]+\]|\{[^}]+\})'), '"timing":"S"'),
     ("a request's id begins with its process's", re.compile(r'"request_id":"[^"]+"'), '"request_id":"ID"'),
     ("servers and engines listen on free ports", re.compile(r"127\.0\.0\.1:\d{4,5}"), "127.0.0.1:PORT"),

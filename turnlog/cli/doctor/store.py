@@ -81,9 +81,9 @@ def _revision(found: str) -> Generator[Finding, None, bool]:
 async def _opened(url: str) -> tuple[Fleet, str | None]:
     """The fleet, and the object storage that has replay payloads of this store, if any has."""
     from app.domain import fleet as domain
+    from app.features.objects.rows import has_objects, url_of_objects
     from app.store import fleet as store
     from app.store.engine import Database
-    from app.store.objects.rows import has_objects, url_of_objects
 
     database = Database(url)
     try:

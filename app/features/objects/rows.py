@@ -6,7 +6,7 @@ writing, and waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from sqlalchemy import (
@@ -25,12 +25,12 @@ from sqlalchemy import (
     update,
 )
 
-from app.domain.events import ChunkKey
+from app.store import object_names as names
 from app.store import statements as sql
+from app.store.chunk_reader import is_live
 from app.store.dialect import ForEach, Tx, now
 from app.store.leases import holds_lease
 from app.store.log import StoreOperation
-from app.store.objects import names
 from app.store.reads import log_epoch
 from app.store.schema import SESSION_ID, chunks, dead_objects, incarnations, open_turns, sessions, store_meta
 
@@ -39,7 +39,6 @@ LEASE = "objects"
 OWNER = "objects_owner"
 """Key of `store_meta`: the random name of the store in object storage."""
 
-_is_live = chunks.c.tombstoned_by.is_(None) & chunks.c.location.is_not(None)
 _of_session = dead_objects.c.session_id == bindparam("sid", type_=SESSION_ID)
 _is_written = dead_objects.c.incarnation.is_not(None)
 _waits = exists().where(_of_session, _is_written)
@@ -53,22 +52,6 @@ class DeadObject(NamedTuple):
     session_id: str
 
 
-class LiveObject(NamedTuple):
-    name: str
-    kind: str
-    number: int
-
-
-def live_objects(
-    connection: Connection, session_id: str, keys: Collection[ChunkKey] | None = None
-) -> dict[ChunkKey, LiveObject]:
-    """The objects that chunks of a session refer to; of these keys, if any are given."""
-    query = select(chunks.c.fence, chunks.c.number, chunks.c.location, chunks.c.kind)
-    rows = connection.execute(query.where(chunks.c.session_id == session_id, _is_live))
-    found = {(row[0], row[1]): LiveObject(row[2], row[3], row[1]) for row in rows}
-    return found if keys is None else {key: found[key] for key in keys if key in found}
-
-
 def has_head(connection: Connection, session_id: str) -> bool:
     query = select(sessions.c.session_id).where(sessions.c.session_id == session_id)
     return connection.execute(query).first() is not None
@@ -76,7 +59,7 @@ def has_head(connection: Connection, session_id: str) -> bool:
 
 def has_objects(connection: Connection) -> bool:
     """Does the store refer to any object, or wait for its deletion?"""
-    queries = (select(chunks.c.number).where(_is_live), select(dead_objects.c.name))
+    queries = (select(chunks.c.number).where(is_live), select(dead_objects.c.name))
     return any(connection.execute(query.limit(1)).first() is not None for query in queries)
 
 
@@ -264,6 +247,6 @@ _lives = exists().where(incarnations.c.id == dead_objects.c.incarnation, ~sql.ho
 _of_dead = select(dead_objects.c.name).where(_is_written, ~_lives).limit(1)
 _end_writing_of_dead = update(dead_objects).where(_is_written, ~_lives).values(incarnation=None)
 _open_fences = select(open_turns.c.fence).where(open_turns.c.session_id == bindparam("sid", type_=SESSION_ID))
-_locations = select(chunks.c.location).where(chunks.c.session_id == bindparam("sid", type_=SESSION_ID), _is_live)
+_locations = select(chunks.c.location).where(chunks.c.session_id == bindparam("sid", type_=SESSION_ID), is_live)
 _queued = select(dead_objects.c.name).where(_of_session)
 _hurry = update(dead_objects).where(_of_session).values(since=0.0)

@@ -6,15 +6,21 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from typing import NamedTuple
+
+from sqlalchemy import Connection, select
 
 from app.domain.events import ChunkKey
 from app.errors import PayloadsUnavailable
 from app.store import reads
 from app.store.bulk import StoredSession
-from app.store.objects.rows import live_objects
 from app.store.ports import Database
+from app.store.schema import chunks
 
 log = logging.getLogger("turnlog.objects")
+
+is_live = chunks.c.tombstoned_by.is_(None) & chunks.c.location.is_not(None)
+"""Condition on chunks: in an object that nobody may delete."""
 
 Frames = dict[ChunkKey, bytes | None]
 
@@ -66,3 +72,19 @@ async def _fetched(database: Database, session_id: str, objects: Mapping[ChunkKe
             else:
                 del frames[key]
     return frames
+
+
+class LiveObject(NamedTuple):
+    name: str
+    kind: str
+    number: int
+
+
+def live_objects(
+    connection: Connection, session_id: str, keys: Collection[ChunkKey] | None = None
+) -> dict[ChunkKey, LiveObject]:
+    """The objects that chunks of a session refer to; of these keys, if any are given."""
+    query = select(chunks.c.fence, chunks.c.number, chunks.c.location, chunks.c.kind)
+    rows = connection.execute(query.where(chunks.c.session_id == session_id, is_live))
+    found = {(row[0], row[1]): LiveObject(row[2], row[3], row[1]) for row in rows}
+    return found if keys is None else {key: found[key] for key in keys if key in found}

@@ -15,15 +15,17 @@ import msgspec
 from app.crash_points import reach
 from app.domain.events import ChunkKey
 from app.errors import AppError, ClaimLost, Overloaded
+from app.features.objects import rows
+from app.features.objects.rows import DeadObject
+from app.store import object_names as names
+from app.store.chunk_reader import live_objects
 from app.store.leases import ReleaseLease, TakeLease
 from app.store.log import StoredChunk
-from app.store.objects import names, rows
-from app.store.objects.rows import DeadObject
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 
 if TYPE_CHECKING:
-    from app.store.objects.bucket import Bucket
+    from app.features.objects.bucket import Bucket
 
 log = logging.getLogger("turnlog.objects")
 
@@ -97,9 +99,10 @@ class Objects:
     async def finish_uploads(self) -> None:
         await cancelled(*self._uploads.values())
 
-    def hurry(self) -> None:
-        """A session is being erased: look at the queue now."""
+    async def is_erased(self, root_id: str) -> bool:
+        """Are the objects of an erased rollout gone? Otherwise the queue is looked at now."""
         self._hurried.set()
+        return not await self._database.read(partial(rows.is_being_erased, root_id=root_id))
 
     async def stored(self, session_id: str, fence: int, chunks: Sequence[StoredChunk]) -> list[StoredChunk]:
         """The chunks, of which the large ones are durable in the bucket. Raises ClaimLost, Overloaded,
@@ -143,7 +146,7 @@ class Objects:
         exists already. Raises PayloadsUnavailable, StoreFull, StoreUnavailable.
 
         The caller ends it with `end_copies`, unless the fork was created."""
-        live = await self._database.read(partial(rows.live_objects, session_id=source_id), session_id=source_id)
+        live = await self._database.read(partial(live_objects, session_id=source_id), session_id=source_id)
         wanted = {key: live[old] for key, old in chunks.items() if old in live}
         if not wanted or await self._database.read(partial(rows.has_head, session_id=fork_id)):
             return None

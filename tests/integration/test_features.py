@@ -1,0 +1,90 @@
+"""The service without its features: a copy of the code that lacks a folder, and the line that names it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.settings import FEATURES
+from integration.places import Place
+from integration.stand import Stand, user
+from ops.server import ROOT, ServerProcess
+from ops.simulator.process import SimulatorProcess
+
+CODE = ("app", "workers", "turnlog", "migrations", "alembic.ini")
+
+NEEDED_BY = {"objects": ("archive",)}
+"""Features whose code imports another's (import-linter has the list)."""
+
+
+def without(folder: Path, *names: str) -> Path:
+    """A copy of the code without these features."""
+    for part in CODE:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.js"))
+        else:
+            shutil.copy(ROOT / part, folder / part)
+    main = folder / "app" / "main.py"
+    text = main.read_text()
+    for name in names:
+        shutil.rmtree(folder / "app" / "features" / name)
+    listed = re.search(r"FEATURES = \(([^)]*)\)", text)
+    assert listed is not None
+    left = "".join(f"{name}, " for name in re.findall(r"\w+", listed[1]) if name not in names)
+    text = text.replace(listed[0], f"FEATURES = ({left})")
+    line = f"from app.features import {left.rstrip(', ')}\n" if left else ""
+    text, count = re.subn(r"from app\.features import (\([^)]*\)|.*)\n", line, text)
+    assert count == 1
+    main.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    with SimulatorProcess() as simulator:
+        yield simulator.base_url
+
+
+@pytest.mark.parametrize("gone", [*((name, *NEEDED_BY.get(name, ())) for name in FEATURES), FEATURES], ids="-".join)
+def test_the_kernel_works_without(gone: tuple[str, ...], tmp_path: Path, engine: str) -> None:
+    place = Place(tmp_path)
+    with place.database() as url:
+        code = without(tmp_path / "code", *gone)
+        server = ServerProcess(tmp_path, upstreams=[engine], database_url=url, root=code).start()
+        try:
+            _play(Stand(server, engine))
+            server.stop()
+            server.start()  # what was acknowledged is there
+            _look(Stand(server, engine))
+        finally:
+            server.stop()
+
+
+def _play(api: Stand) -> None:
+    linear = api.talk(session_id="linear")
+    first = linear.say("Hello", headers={"idempotency-key": "one"})
+    again = linear.chat([user("Hello")], headers={"idempotency-key": "one"})
+    assert again.headers["x-turnlog-replayed"] == "true"
+    assert again.json()["id"] == first.json()["id"]
+    linear.say("and on")
+    assert api.http.put("/sessions/linear/reward", json={"reward": 1.0}).status_code == 200
+    assert api.http.delete("/sessions/linear").status_code == 204
+    tree = api.talk(session_id="tree", history="tree")
+    tree.say("Hello")
+    tree.say("left")
+    del tree.messages[2:]
+    tree.say("right")
+    assert api.http.delete("/sessions/tree").status_code == 204
+    api.close()
+
+
+def _look(api: Stand) -> None:
+    assert {row["session_id"] for row in api.rows()} == {"linear", "tree"}
+    assert len(api.rows(session_id="tree")) == 2
+    assert api.http.delete("/sessions/linear", params={"erase": True}).status_code == 204
+    assert api.get("/sessions/linear/state")["status"] == "erased"
+    api.close()

@@ -1,0 +1,123 @@
+"""Features against the lists that name them: the composition, the settings, and the schema's tables."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from app import features, main
+from app.api.openapi import routes_of
+from app.main import chosen, create_app
+from app.settings import FEATURES, Settings
+from app.store import schema
+
+FOLDERS = {path.parent.name for path in Path(features.__file__).parent.glob("*/__init__.py")}
+
+
+class Part(NamedTuple):
+    """What becomes of a table's rows: `module:name` of the code that does it, or why nothing needs to be done."""
+
+    of: str
+    erase: str
+    fork: str
+    restore: str
+
+
+NO_SESSION = "no: it holds nothing of a session"
+LATER = "no: it is of what happens from now on"
+MADE = "app.features.checkpoints.operations:Make"
+LOG = "app.features.checkpoints.operations:RestoreSession"
+OF_GROUPS = "app.features.checkpoints.operations:RestoreGroups"
+COPIED = "app.features.forks.operation:Fork"
+SESSION = "app.store.log_sessions:Erase"
+
+TABLES = {
+    "store_meta": Part("kernel", NO_SESSION, NO_SESSION, "app.features.checkpoints.operations:FinishRestore"),
+    "incarnations": Part("kernel", NO_SESSION, NO_SESSION, LATER),
+    "leases": Part("kernel", NO_SESSION, NO_SESSION, LATER),
+    "sessions": Part("kernel", "app.store.statements:erase_head", COPIED, LOG),
+    "open_turns": Part("kernel", "no: a closed session has none", "no: a fork has no turn in flight", LOG),
+    "events": Part("kernel", "app.store.erasure:erase_remaining", COPIED, LOG),
+    "turns": Part("kernel", "app.store.statements:drop_content", COPIED, "no: content stays, events refer to it"),
+    "blobs": Part("kernel", "app.store.statements:drop_content", COPIED, "no: content stays, events refer to it"),
+    "refused_replies": Part("kernel", "app.store.statements:drop_content", "no: for diagnosis alone", "no: as before"),
+    "snapshots": Part("kernel", "app.store.statements:drop_content", "no: it is made again", "no: a fold skips it"),
+    "chunks": Part("replay", "app.store.statements:drop_content", COPIED, "no: a tombstone stays one"),
+    "staged_tokens": Part(
+        "resume", "app.store.staged_tokens:drop_of_session", "no: of a turn in flight", "app.store.log:abandon"
+    ),
+    "dead_objects": Part("objects", "app.store.statements:queue_prefix", "app.store.statements:take_copies", LATER),
+    "archived": Part("archive", "app.features.archive.archive:Archive.erase", "app.store.statements:archived", LATER),
+    "fleet_events": Part("gates", NO_SESSION, NO_SESSION, "no: engines and gates are as they are now"),
+    "affinities": Part("session_control", "no: its engine and its times alone", "no: a fork is bound anew", LATER),
+    "groups": Part(
+        "groups",
+        "app.features.groups.operations:Settle",
+        "app.features.groups.operations:Settle",
+        OF_GROUPS,
+    ),
+    "group_changes": Part(
+        "groups",
+        "app.store.rollouts:note",
+        "app.store.rollouts:note",
+        OF_GROUPS,
+    ),
+    "checkpoints": Part("checkpoints", NO_SESSION, NO_SESSION, MADE),
+    "checkpoint_sessions": Part(
+        "checkpoints",
+        "no: ids and numbers alone",
+        "no: a fork is a new session",
+        "app.features.checkpoints.operations:Make",
+    ),
+    "checkpoint_groups": Part("checkpoints", NO_SESSION, NO_SESSION, MADE),
+}
+
+
+def test_every_table_has_its_part_in_erasures_forks_and_restores() -> None:
+    assert set(TABLES) == set(schema.metadata.tables)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_what_is_said_of_a_table_is_there(table: str) -> None:
+    for where in TABLES[table][1:]:
+        if where.startswith("no: "):
+            continue
+        module, _, name = where.partition(":")
+        made = importlib.import_module(module)
+        for part in name.split("."):
+            made = getattr(made, part)
+    owner = TABLES[table].of
+    if owner in FOLDERS:  # and is used there
+        source = "".join(path.read_text() for path in (Path(features.__file__).parent / owner).glob("*.py"))
+        assert table in source
+
+
+def test_each_folder_is_in_the_composition_and_may_be_named() -> None:
+    assert set(chosen(Settings(features=FEATURES))) == set(FEATURES) == FOLDERS
+
+
+def test_a_feature_says_what_it_adds() -> None:
+    for feature in main.FEATURES:
+        assert inspect.getdoc(feature)
+        assert callable(feature.add_to)
+        assert callable(feature.routers)
+
+
+def test_settings_of_what_is_off_have_their_defaults() -> None:
+    given = Settings(features=("page",), payloads="file:///payloads", payloads_keep_s=5, retain_until_ack=True)
+    assert (given.payloads, given.payloads_keep_s, given.retain_until_ack) == ("database", 600, False)
+    assert Settings(features=("objects",), payloads="file:///payloads").payloads == "file:///payloads"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_is_off_has_no_routes(name: str) -> None:
+    feature = chosen(Settings(features=(name,)))[name]
+    others = tuple(other for other in FEATURES if other != name)
+    routes = {route.path for route in routes_of(create_app(Settings(features=others)).routes)}
+    own = {route.path for router in feature.routers() for route in routes_of(router.routes)}
+    assert not routes & own
+    assert routes | own == {route.path for route in routes_of(create_app(Settings(features=FEATURES)).routes)}
