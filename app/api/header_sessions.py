@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import uuid
 from collections.abc import Awaitable, Collection, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from app.api.auth import unknown_session
-from app.api.sessions import CreateSession, new_session
+from app.api.sessions import CreateSession, made_session_id, new_session
 from app.domain import control
 from app.domain.patterns import ID
 from app.errors import AppError, HistoryMismatch, InvalidRequest, RollbackTooDeep, SessionBusy, SessionClosed
@@ -302,7 +301,7 @@ def session_of_request(
 def _made_up(headers: Headers) -> str:
     """A new session's id. A retry with the same idempotency key gets the same one."""
     key = next((value for name, value in headers if name == "idempotency-key" and value), None)
-    return uuid.uuid4().hex if key is None else f"key-{_digest(key)}"
+    return made_session_id() if key is None else f"key-{_digest(key)}"
 
 
 def agent_of(headers: Headers) -> str | None:

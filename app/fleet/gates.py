@@ -6,7 +6,7 @@ import asyncio
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -36,6 +36,10 @@ class GatedTurn(Protocol):
 
     @property
     def has_claim(self) -> bool: ...
+
+
+Wait = Callable[[GatedTurn], Awaitable[None]]
+"""`Gates.wait`, for a turn that must."""
 
 
 class _HeldTurn(msgspec.Struct, eq=False):
@@ -71,7 +75,7 @@ class Gates:
         """Seconds after which no process uses a state from before a gate was shut; 0 for a process that is alone."""
         return 0.0 if self._fleet.is_alone else max(STALE_S + 2 * POLL_S, 2 * self._fleet.stale_s)
 
-    def arrive(self, turn: GatedTurn) -> Awaitable[None] | None:
+    def arrive(self, turn: GatedTurn) -> Wait | None:
         """Give an arriving turn its place in the order, which it keeps if it waits more than once; None if it may pass
         at once, which it may not while earlier turns are being let through."""
         turn.ticket = next(self._tickets)
@@ -79,11 +83,11 @@ class Gates:
             return None
         if self.is_open(turn) and not self._is_line_moving(turn.adapter):
             return None
-        return self.wait(turn)
+        return self.wait
 
-    def pass_again(self, turn: GatedTurn) -> Awaitable[None] | None:
+    def pass_again(self, turn: GatedTurn) -> Wait | None:
         """None if a turn that has arrived may go on at once."""
-        return None if self._fleet.is_calm or self.is_open(turn) else self.wait(turn)
+        return None if self._fleet.is_calm or self.is_open(turn) else self.wait
 
     def is_shut(self, adapter: str | None, *, has_claim: bool = False) -> bool:
         return self._fleet.fleet.is_shut(adapter, has_claim=has_claim)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -263,8 +263,8 @@ class EngineCalls:
         """Choose the engines to try, once the gates are open. Raises as `before_engine`, NoUpstream, StoreUnavailable,
         SessionClosed, ClaimLost."""
         for may_pass in self._points.before_engine:
-            if (opened := may_pass(turn)) is not None:
-                await self._held(turn, opened)
+            if (wait := may_pass(turn)) is not None:
+                await self._held(turn, wait)
         await self._services.placement.place(turn)
         if turn.controlled is not None:
             await turn.controlled.place(turn)
@@ -310,8 +310,8 @@ class EngineCalls:
                 )
             except Withheld:
                 for may_pass in self._points.before_engine:
-                    if (opened := may_pass(turn)) is not None:
-                        await self._held(turn, opened)
+                    if (wait := may_pass(turn)) is not None:
+                        await self._held(turn, wait)
                 continue
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
             if crash_points.ARMED:
@@ -371,7 +371,7 @@ class EngineCalls:
         turn.engine_asked = True
         return True
 
-    async def _held(self, turn: InFlightTurn, opened: Awaitable[None]) -> None:
+    async def _held(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait at a gate. Before an engine was asked, a turn whose clients are all gone is cancelled here.
 
         Raises as `Gates.wait`, SessionClosed, ClaimLost.
@@ -379,7 +379,7 @@ class EngineCalls:
         stages = turn.stages
         with contextlib.nullcontext() if turn.engine_asked else turn.waiting_at_gate():
             stages.marks.append((TurnStage.GATE, stages.clock()))
-            await opened
+            await wait(turn)
             stages.marks.append((TurnStage.PREPARE, stages.clock()))
         await self.require_still_open(turn)
 

@@ -16,7 +16,7 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -151,8 +151,8 @@ class Turns:
         has_waited = False
         try:
             for may_pass in points.before_claim:
-                if (opened := may_pass(turn)) is not None:
-                    await self._wait_at_gate(turn, opened)
+                if (wait := may_pass(turn)) is not None:
+                    await self._wait_at_gate(turn, wait)
                     has_waited = True
             if not await claims.take(turn, entry, has_waited=has_waited, is_alone=self.in_flight == 1):
                 return None
@@ -164,8 +164,9 @@ class Turns:
                 await self._calls.prepare(turn)
                 await self._generate(turn)
                 if turn.reply is None:
-                    is_settled = is_generated = True
+                    is_generated = True
                     reply = await self._refused(turn)
+                    is_settled = True
                 else:
                     await self._calls.finish(turn, turn.reply)
                     is_generated = True
@@ -315,7 +316,7 @@ class Turns:
 
     # wait, cancel, refuse
 
-    async def _wait_at_gate(self, turn: InFlightTurn, opened: Awaitable[None]) -> None:
+    async def _wait_at_gate(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait before the claim, so that no claim exists while a gate is shut.
 
         Raises SessionClosed, ClientGone, Overloaded, StoreUnavailable.
@@ -324,7 +325,7 @@ class Turns:
         stages.marks.append((TurnStage.GATE, stages.clock()))
         try:
             with turn.waiting_at_gate(), turn.cancellable():
-                await opened
+                await wait(turn)
         except TurnCancelled:
             raise turn.cancel_error() from None
         stages.marks.append((TurnStage.CLAIM, stages.clock()))

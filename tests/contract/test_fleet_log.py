@@ -185,9 +185,9 @@ async def test_a_process_that_polls_late_looks_before_it_lets_a_turn_pass(postgr
         await asyncio.sleep(2 * STALE_S)
         assert not gates.is_shut("a"), "it does not know"
         turn = Passing("a")
-        opened = gates.arrive(turn)
-        assert opened is not None
-        waiting = asyncio.ensure_future(opened)
+        wait = gates.arrive(turn)
+        assert wait is not None
+        waiting = asyncio.ensure_future(wait(turn))
         async with asyncio.timeout(20):
             while not gates.held():
                 await asyncio.sleep(0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 
 import pytest
 from helpers.gates import Passing
@@ -11,7 +11,7 @@ from helpers.store import Store
 
 from app.domain.fleet import AdapterPaused, AdapterResumed, FleetPaused, FleetResumed, Placed
 from app.errors import Overloaded
-from app.fleet.gates import AT_ONCE, REST_S, Gates
+from app.fleet.gates import AT_ONCE, REST_S, Gates, Wait
 from app.fleet.state import FleetState
 
 pytestmark = pytest.mark.anyio
@@ -42,9 +42,9 @@ class Crowd:
         turns = [Passing(adapter) for _ in range(count)]
         self.tasks = [asyncio.create_task(self._one(turn, gates.arrive(turn))) for turn in turns]
 
-    async def _one(self, turn: Passing, opened: Awaitable[None] | None) -> None:
-        if opened is not None:
-            await opened
+    async def _one(self, turn: Passing, wait: Wait | None) -> None:
+        if wait is not None:
+            await wait(turn)
         self.passed.append(turn.ticket)
 
     async def all(self) -> None:
@@ -73,9 +73,10 @@ async def test_who_comes_while_they_pass_stands_behind_them_and_holds_nobody_els
     await asyncio.sleep(0)
     assert 0 < len(crowd.passed) <= 2 * AT_ONCE, "not all at once"
     assert gates.arrive(Passing("other")) is None
-    opened = gates.arrive(Passing("lora"))
-    assert opened is not None
-    late = asyncio.ensure_future(opened)
+    arriving = Passing("lora")
+    wait = gates.arrive(arriving)
+    assert wait is not None
+    late = asyncio.ensure_future(wait(arriving))
     await asyncio.sleep(0)
     assert not late.done()
     await shut(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -11,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.api.bodies import body_of, require_finite, require_small
 from app.api.describe import BODY, SESSION, WRITE, describe, json_reply
 from app.api.parameters import SessionId
-from app.api.sessions import created
+from app.api.sessions import created, made_session_id
 from app.api.state import services
 from app.domain.history import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
@@ -72,5 +71,5 @@ async def fork_session(
 def _fork_id(session_id: str, key: str | None, nth: int) -> str:
     """With a key the id is derived from the request, so that a retry finds the sessions of the first attempt."""
     if not key:
-        return uuid.uuid4().hex
+        return made_session_id()
     return digest(f"{session_id}\n{nth}\n{key}".encode())
