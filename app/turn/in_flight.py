@@ -13,7 +13,6 @@ import msgspec
 from app.domain.completion import IncomingPrompt
 from app.domain.events import GivenIds, History, TurnOpened
 from app.domain.history import Incoming
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
 from app.domain.session import Session
@@ -26,6 +25,7 @@ from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.headers import Headers
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.turn.engine_call import EngineCall, PromptIds, SharedBlob

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from app.domain.events import LogprobsOf
 from app.domain.request import ChatRequest, value_of
 from app.errors import AppError
 from app.settings import Settings
@@ -35,6 +34,7 @@ from app.upstream.streams import BadStream, Push, ReplyStream
 from workers import codec
 from workers.codec import CorruptContent
 from workers.join_text import CALL, text_of
+from workers.reply import LogprobsOf
 
 log = logging.getLogger("turnlog.staging")
 
