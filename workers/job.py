@@ -1,6 +1,6 @@
 """Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
-A reply of the usual shape without payloads is read by `light`; what follows is for all others.
+A reply of the usual shape is read by `light`, without its payload; what follows is for all others.
 Payloads and the ids of a long prompt are most of a large reply and need not be parsed as JSON. So they are first cut
 out of the bytes, where their keys seem to be, and replaced by marks. If a mark is not found where its value belongs,
 the whole reply is parsed.
@@ -22,6 +22,11 @@ from workers.reply import Job, PayloadRange, ValidatedReply
 
 WINDOW = 64 << 10
 """Bytes searched at a time: shared memory has no fast search; a copy that fits the processor's cache has."""
+
+HEAD = 4 * WINDOW
+"""In a reply of the usual shape the payload begins within so many bytes, and ends within the last WINDOW."""
+
+_ROWS_TEXT = b'"routed_experts":"'
 
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
@@ -158,9 +163,29 @@ def decode_done(result: bytes) -> ValidatedReply:
 
 def work(job: Job, body: memoryview) -> ValidatedReply:
     """A valid reply, ready to be committed. Raises Rejected, naming the first rule that the reply breaks."""
-    long_values = find_long_values(body)
-    read = None if long_values.payloads else light.read(job, bytes(body), None)
-    return work_whole(job, body, long_values)[0] if read is None else read[0]
+    read = work_usual(job, body)
+    if read is None:
+        long_values = find_long_values(body)
+        read = None if long_values.payloads else light.read(job, bytes(body), None)
+        read = read or work_whole(job, body, long_values)
+    return read[0]
+
+
+def work_usual(job: Job, body: memoryview, known: KnownText | None = None) -> light.Read | None:
+    """The result for a reply of the usual shape with `routed_experts` as one text; None if other rules must decide.
+
+    The text is decoded before anything is believed of it: so where it ends may be guessed.
+    """
+    key = find(body[:HEAD], _ROWS_TEXT, 0)
+    if key < 0 or not any(want.kind == light.ROWS for want in job.wants):
+        return None
+    start = key + len(_ROWS_TEXT) - 1
+    tail = max(start + 1, len(body) - WINDOW)
+    end = tail + bytes(body[tail:]).find(b'"') + 1
+    if end == tail:
+        return None
+    rest = b'%b""%b' % (body[:start], body[end:])
+    return light.read(job, rest, known, light.CutRows(start, body[start:end]))
 
 
 def work_whole(job: Job, body: memoryview, long_values: LongValues | None = None) -> light.Read:

@@ -1,9 +1,10 @@
 """Reads a chat reply of the shape that SGLang and vLLM usually send, in one step.
 
-It accepts only what `workers.parse` accepts, with that result, and refuses nothing: where anything
-is unusual it returns None, and the rules there decide. Numbers and texts are checked by one typed
-decode, the prompt's ids are compared as text, and what is neither ids nor logprobs must encode to
-the same bytes again: then no key stands twice, every text is UTF-8 and every number in range.
+Its `routed_experts` may have been cut out, if they are one base64 text. It accepts only what
+`workers.parse` accepts, with that result, and refuses nothing: where anything is unusual it returns
+None, and the rules there decide. Numbers and texts are checked by one typed decode, the prompt's ids
+are compared as text, and what is neither ids nor logprobs must encode to the same bytes again: then
+no key stands twice, every text is UTF-8 and every number in range.
 """
 
 from __future__ import annotations
@@ -11,20 +12,29 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import orjson
 from msgspec import UNSET, Raw, UnsetType
 
-from workers import codec, scan
-from workers.codec import TOKEN_BYTES, Facts, Wire
+from workers import codec, payloads, scan
+from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.depth import too_deep
 from workers.parse_json import NULL, Rejected
 from workers.parse_parts import CachedTokens, Dialect, Logprob, Reported, versions_of
 from workers.parse_prompt import LONG_PROMPT, PLAIN_BYTES, PROMPT, Hasher, KnownText, KnownTokens, TokenId, text_of
+from workers.payloads import StoredPayload
 from workers.reply import Job, PayloadRange, ValidatedReply
 
 Read = tuple[ValidatedReply, Callable[[], KnownText] | None]
+
+
+class CutRows(NamedTuple):
+    """The JSON string `text` of `routed_experts`, in whose place at `at` the reply has an empty one."""
+
+    at: int
+    text: memoryview
 
 
 class _Triple(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -118,17 +128,25 @@ _IDS = msgspec.json.Decoder(list[TokenId]).decode
 _NO_USAGE = _Usage()
 _encode = msgspec.json.Encoder().encode
 
+ROWS = "routed_experts"
+_EMPTY = Raw(b'""')
+_EMPTY_ROWS = b'"routed_experts":""'
 _PROMPT = b'"prompt_token_ids":['
 _BARE = _PROMPT + b"]"
 _CONTENT, _TRIPLE_LIST = b'"content":[', b'"output_token_logprobs":['
 """Keys in a compact text. A quote inside a string has a backslash, so nothing else reads like this."""
 
 
-def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
-    """A valid reply without payloads, and what makes the text of all its tokens, if the prompt's ids are long; None if
-    `workers.parse` must decide. `known_text`: that of `job.known`, if it is in memory."""
+def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows | None = None) -> Read | None:
+    """A valid reply without payloads but `cut_rows`, and what makes the text of all its tokens, if the prompt's ids are
+    long; None if `workers.parse` must decide. `known_text`: that of `job.known`, if it is in memory."""
     start = body.find(_PROMPT) + len(_PROMPT)
-    if start < len(_PROMPT) or job.protocol != "chat" or any(want.required for want in job.wants):
+    rows_kind = "" if cut_rows is None else ROWS
+    if (
+        start < len(_PROMPT)
+        or job.protocol != "chat"
+        or any(want.required and want.kind != rows_kind for want in job.wants)
+    ):
         return None
     known, begun = job.known, None
     if known_text is not None and known_text.begins(body, start):
@@ -162,6 +180,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
         tokens = base + len(suffix_ids) // TOKEN_BYTES
         root = _BODY(text)
         [choice] = root.choices
+        rows_raw = NULL if cut_rows is None else _EMPTY
         raw_message = bytes(choice.message)
         message = _MESSAGE(raw_message)
         meta, usage = choice.meta_info, root.usage or _NO_USAGE
@@ -185,7 +204,8 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
                 or (choice.finish_reason is None and meta.finish_reason != NULL)
                 or choice.token_ids not in (None, output)
                 or not root.prompt_token_ids == meta.prompt_token_ids == NULL
-                or not root.sglext == meta.routed_experts == meta.indexer_topk == NULL
+                or not root.sglext == meta.indexer_topk == NULL
+                or meta.routed_experts != rows_raw
             )
         else:
             entries = _ENTRIES(content)
@@ -197,7 +217,8 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
                 or choice.token_ids is None
                 or len(entries) != len(output)
                 or usage.completion_tokens != len(output)
-                or not choice.prompt_token_ids == choice.routed_experts == choice.indexer_topk == NULL
+                or not choice.prompt_token_ids == choice.indexer_topk == NULL
+                or choice.routed_experts != rows_raw
             )
         output_text = _encode(output)
         has_content = message.content is not None or message.tool_calls or message.reasoning_content
@@ -215,6 +236,30 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
         if too_deep(rest) or orjson.dumps(orjson.loads(rest)) != rest:
             return None
         versions = versions_of(spans, version, "weight_versions", len(output))
+        stored: list[StoredPayload] = []
+        cuts: list[Cut] = []
+        places: list[PayloadRange] = []
+        ids_at, ids_place = start - 1, start - 1
+        reply = body[: start - 1] + body[end + 1 :]
+        if cut_rows is not None:
+            at, rows_text = cut_rows
+            [want] = [want for want in job.wants if want.kind == ROWS]
+            # The empty text is the value that was decoded if no other stands there.
+            if text.count(_EMPTY_ROWS) != 1:
+                return None
+            if want.start and not base:  # The prompt drifted: the known rows belong to other tokens.
+                want = msgspec.structs.replace(want, parent=None)
+            payload, cut = payloads.read(rows_text, want, tokens + len(output), npy=dialect == "vllm")
+            if cut.form == "text":
+                return None
+            stored.append(payload)
+            places.append(PayloadRange(ROWS, at, at + len(rows_text)))
+            if at > end:
+                at -= end + 2 - start
+            else:
+                ids_at, ids_place = ids_at - 2, ids_place + len(rows_text) - 2
+            cuts.append(msgspec.structs.replace(cut, at=at))
+            reply = reply[:at] + reply[at + 2 :]
     except (msgspec.MsgspecError, ValueError, RecursionError, Rejected):
         return None
     if cached is None and usage.prompt_tokens_details is not None:
@@ -228,12 +273,13 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
         Wire(
             messages=job.messages,
             message=raw_message,
-            reply=body[: start - 1] + body[end + 1 :],
+            reply=reply,
             headers=job.headers,
             status=job.status,
-            prompt_ids_at=start - 1,
+            prompt_ids_at=ids_at,
             rid=job.rid,
             own=job.own,
+            cuts=cuts,
             ids_field=job.ids_field,
             facts=Facts(suffix_ids, output_ids, array("d", logprobs).tobytes()),
         )
@@ -250,11 +296,11 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
         weight_versions=tuple(versions),
         facts=facts,
         wire=wire,
-        payloads=[],
-        places=[],
+        payloads=stored,
+        places=places,
         cached_tokens=cached,
         output_ids=output_ids if job.sent else b"",
-        prompt=PayloadRange(PROMPT, start - 1, end + 1, True) if is_long else None,
+        prompt=PayloadRange(PROMPT, ids_place, ids_place + end + 2 - start, True) if is_long else None,
     )
     if not is_long or job.sent:
         return result, None

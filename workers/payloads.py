@@ -37,8 +37,12 @@ CHUNK_BYTES = 1 << 20
 MERGE_BYTES = 16 << 10
 """Small chunks are merged up to this size: a session of many short turns has few chunks and rewrites little."""
 
-PIECE = 768 << 10
-"""Base64 characters decoded at a time; a multiple of 16, so that each piece holds whole int32 ids."""
+PIECE = 3 << 20
+"""Base64 characters decoded at a time: most payloads are shorter. A multiple of 16, so that each piece holds whole
+int32 ids."""
+
+LISTS_PIECE = 768 << 10
+"""Characters of lists read at a time: each number becomes an object."""
 
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_VERSIONS = (b"\x01\x00", b"\x02\x00", b"\x03\x00")
@@ -185,7 +189,7 @@ def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
 
 def _from_lists(text: memoryview, kind: str, rows: int) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
     """As `_from_base64`. Only evenly spaced and nested lists can be restored byte for byte."""
-    first = bytes(text[:PIECE])
+    first = bytes(text[:LISTS_PIECE])
     separator = ", " if b", " in first else ","
     dims = _dims(first, separator.encode())
     outline = b"".join(piece.translate(None, b"0123456789-") for piece in _pieces(text))
@@ -202,7 +206,7 @@ def _from_lists(text: memoryview, kind: str, rows: int) -> tuple[Ids, tuple[int,
 
 
 def _pieces(text: memoryview) -> Iterator[bytes]:
-    return (bytes(text[at : at + PIECE]) for at in range(0, len(text), PIECE))
+    return (bytes(text[at : at + LISTS_PIECE]) for at in range(0, len(text), LISTS_PIECE))
 
 
 def _numbers(text: memoryview, kind: str) -> tuple[Ids, bool]:

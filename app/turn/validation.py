@@ -121,9 +121,10 @@ class ReplyValidator:
             if not weighed.is_light:
                 return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
             whole, long_values = body.joined(), weighed.long_values
-            read = None
             if long_values is not None and not long_values.payloads:
                 read = light.read(work, whole, text)
+            else:
+                read = job.work_usual(work, memoryview(whole), text)
             return read or job.work_whole(work, memoryview(whole), long_values)
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error

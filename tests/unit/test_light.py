@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import itertools
 import json
 from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from helpers.amounts import cases
 from helpers.replies import CHATS, Changes, Text, body_of, doubled, known_as, paths
@@ -17,11 +20,11 @@ from hypothesis import strategies as st
 from test_malformed import ROWS
 from test_parse_fuzz import BYTES, JUNK, mutated
 
-from workers import codec, job, light
+from workers import codec, job, light, payloads
 from workers.codec import Facts, Wire
 from workers.parse import REPLAY, Rejected, token_text
 from workers.parse_prompt import KnownText
-from workers.payloads import Want
+from workers.payloads import Parent, Want
 from workers.reply import Job, ValidatedReply
 
 COMPACT = (",", ":")
@@ -54,7 +57,17 @@ def content_of(result: ValidatedReply) -> tuple[ValidatedReply, Facts, Wire]:
 
 def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, before: list[int] | None = None) -> bool:
     """Is it read lightly? Then all rules have that result; `before` are the known ids."""
-    read = light.read(asked, body, text)
+    return is_right(light.read(asked, body, text), body, asked, before)
+
+
+def is_read_without_rows(
+    body: bytes, asked: Job, text: KnownText | None = None, before: list[int] | None = None
+) -> bool:
+    """The same, after its payload was cut out."""
+    return is_right(job.work_usual(asked, memoryview(body), text), body, asked, before)
+
+
+def is_right(read: light.Read | None, body: bytes, asked: Job, before: list[int] | None) -> bool:
     try:
         whole = job.work_whole(asked, memoryview(body))
     except Rejected:
@@ -65,7 +78,9 @@ def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, befo
     assert content_of(read[0]) == content_of(whole[0])
     wire, facts = codec.unpack(read[0].wire, Wire), codec.unpack_facts(read[0].facts, read[0].wire)
     ids = [*(before or [])[: read[0].base], *memoryview(facts.suffix_ids).cast("i")]
-    assert codec.paste(wire, memoryview(msgspec_ids(ids)).cast("i"), {}) == body
+    values = {cut.kind: payloads.render(cut, rows_of(read[0])) for cut in wire.cuts}
+    assert codec.paste(wire, memoryview(msgspec_ids(ids)).cast("i"), values) == body
+    assert [body[place.start : place.end] for place in read[0].places] == list(values.values())
     assert (read[1] is None) == (whole[1] is None)
     if read[1] is not None:
         made = read[1]()
@@ -73,6 +88,10 @@ def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, befo
         assert made.known == read[0].sequence == known_as([*ids, *output])
         assert made.begins(token_text([*ids, *output]), 0)
     return True
+
+
+def rows_of(result: ValidatedReply) -> Any:
+    return payloads.join([payloads.load(new.chunk, new.frame) for new in result.payloads[0].new])
 
 
 def msgspec_ids(ids: list[int]) -> bytes:
@@ -149,6 +168,99 @@ def test_payloads_are_for_the_other_rules(kind: str) -> None:
     assert light.read(PLAIN, a_body("sglang", {"sglext": {kind: "AAAA"}}), None) is None
 
 
+META = {"sglang": "choices.0.meta_info", "vllm": "choices.0"}
+ASKED = msgspec.structs.replace(PLAIN, wants=[Want("routed_experts", required=True), Want("indexer_topk")])
+
+
+def rows_text(shape: str, rows: int) -> str:
+    ids = np.arange(6 * rows, dtype="<i4").reshape(rows, 2, 3) % 300
+    file = io.BytesIO()
+    np.save(file, ids)
+    return base64.b64encode(ids.tobytes() if shape == "sglang" else file.getvalue()).decode()
+
+
+def with_rows(shape: str, ids: list[int], *changes: Changes) -> bytes:
+    return long_body(shape, ids, {f"{META[shape]}.routed_experts": rows_text(shape, len(ids) + 1)}, *changes)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("ids", [[1, 2, 3], LONG], ids=["short", "long"])
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_rows_are_cut_out_of_the_usual_reply(shape: str, ids: list[int], at_hand: bool) -> None:
+    body = with_rows(shape, ids)
+    assert is_read_without_rows(body, ASKED)
+    for known in (ids, ids[:-1], [*ids[:-1], 50_001], []):
+        asked = msgspec.structs.replace(ASKED, known=known_as(known))
+        assert is_read_without_rows(body, asked, text_of(known) if at_hand else None, before=known)
+    assert not is_read_without_rows(body, PLAIN)
+    assert not is_read_without_rows(body, msgspec.structs.replace(ASKED, wants=[Want("routed_experts")] * 2))
+
+
+@pytest.mark.parametrize("shape", CHATS)
+def test_rows_before_the_prompts_ids(shape: str) -> None:
+    fields = json.loads(with_rows(shape, LONG))
+    for name, value in fields["choices"][0].items():
+        if name in ("meta_info", "prompt_token_ids"):
+            fields["choices"][0] = {name: value, **fields["choices"][0]}
+    fields["choices"][0] = dict(reversed(fields["choices"][0].items()))
+    body = json.dumps(dict(reversed(fields.items())), separators=COMPACT, ensure_ascii=False).encode()
+    assert is_read_without_rows(body, ASKED)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("start", [1, 2])
+@pytest.mark.parametrize("before", [[], [1, 2, 3]])
+def test_rows_after_those_that_are_known(shape: str, start: int, before: list[int]) -> None:
+    first = job.work(ASKED, memoryview(with_rows(shape, [1, 2])))
+    [new] = first.payloads[0].new
+    parent = Parent(0, start, 6, [msgspec.structs.replace(new.chunk, rows=start)])
+    want = Want("routed_experts", start=start, parent=parent)
+    asked = msgspec.structs.replace(ASKED, known=known_as(before), wants=[want])
+    rows = {f"{META[shape]}.routed_experts": rows_text(shape, 4 - start)}
+    read = job.work_usual(asked, memoryview(long_body(shape, [1, 2, 3], rows)))
+    assert read is not None
+    whole, _ = job.work_whole(asked, memoryview(long_body(shape, [1, 2, 3], rows)))
+    assert content_of(read[0]) == content_of(whole)
+    assert read[0].payloads[0].shared == (1 if before else 0)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("rows", ["", "A", "AAAA", "AAA=", "A\\nAA", "é", "AA==AAAA", None, [1], [[1]] * 4, 3])
+def test_rows_that_are_none(shape: str, rows: Any) -> None:
+    assert not is_read_without_rows(with_rows(shape, [1, 2, 3], {f"{META[shape]}.routed_experts": rows}), ASKED)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("kind", REPLAY)
+@pytest.mark.parametrize("value", ["", "AAAA", None, [], 'A","routed_experts":"'])
+def test_rows_elsewhere_as_well(shape: str, kind: str, value: Any) -> None:
+    own = META[shape]
+    for home in ("", "choices.0.", "choices.0.message.", f"{own}.", "usage."):
+        for change in ({f"{home}{kind}": value}, {f"{home}sglext": {kind: value}}, {f"{home}sglext": value}):
+            if f"{own}.routed_experts" not in change:
+                is_read_without_rows(with_rows(shape, [1, 2, 3], change), ASKED)
+            first = json.dumps({key.rpartition(".")[2]: one for key, one in change.items()}, separators=COMPACT)
+            is_read_without_rows(first.encode()[:-1] + b"," + with_rows(shape, [1, 2, 3])[1:], ASKED)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("other", ["", "AAAA", "same"])
+def test_rows_twice(shape: str, other: str) -> None:
+    text = rows_text(shape, 4)
+    for twice in ((text, other.replace("same", text)), (other.replace("same", text), text)):
+        rows = Text('"{}","routed_experts":"{}"'.format(*twice))
+        assert not is_read_without_rows(with_rows(shape, [1, 2, 3], {f"{META[shape]}.routed_experts": rows}), ASKED)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@settings(max_examples=cases(500), deadline=None)
+@given(at=st.floats(0, 1), length=st.integers(0, 4), junk=st.sampled_from(BYTES) | st.binary(max_size=3))
+def test_mutated_bytes_of_a_reply_with_rows(shape: str, at: float, length: int, junk: bytes) -> None:
+    body = with_rows(shape, [1, 2, 3])
+    start = int(at * len(body))
+    is_read_without_rows(body[:start] + junk + body[start + length :], ASKED)
+
+
 def compact(body: bytes) -> bytes:
     return body.replace(b", ", b",").replace(b": ", b":").replace(b"\\u00e9", "é".encode())
 
@@ -162,6 +274,7 @@ def test_no_malformed_reply_is_read() -> None:
             asked = Job(dialect, known, list(row.wants), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
             for body in (row.body, compact(row.body)):
                 is_read(body, asked)
+                is_read_without_rows(body, asked)
 
 
 @pytest.mark.parametrize("shape", CHATS)
