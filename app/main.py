@@ -43,7 +43,7 @@ from app.api.replies import error_parts, send_reply
 from app.api.tokens import Tokens
 from app.api.turns import TurnRequest
 from app.errors import StartupError
-from app.features import archive, checkpoints, forks, groups, objects, page, search
+from app.features import archive, checkpoints, forks, groups, live, objects, page, resume, search, session_control
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
 from app.services import Services, running
@@ -57,9 +57,12 @@ FEATURES = (
     checkpoints,
     forks,
     groups,
+    live,
     objects,
     page,
+    resume,
     search,
+    session_control,
 )
 """What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on."""
 

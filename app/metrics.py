@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
 from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
-from app.turn import staging
 from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
@@ -117,13 +116,6 @@ FAMILIES = (
     ),
     _gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate."),
     _counter("turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."),
-    _counter(
-        "turnlog_turns_staged_total",
-        "Turns whose tokens are staged, and what became of them.",
-        "outcome",
-        staging.OUTCOMES,
-    ),
-    _counter("turnlog_tokens_restored_total", "Staged tokens that a retry did not have to generate again."),
     _gauge("turnlog_turns_gated", "Turns that wait at a gate until a pause ends."),
     # traffic
     _counter(

@@ -94,13 +94,17 @@ BUCKETS = ("s3", "gs", "az", "file")
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
-Feature = Literal["archive", "checkpoints", "forks", "groups", "objects", "page", "search"]
+Feature = Literal[
+    "archive", "checkpoints", "forks", "groups", "live", "objects", "page", "resume", "search", "session_control"
+]
 """The folders of `app.features`."""
 
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
     "groups": ("retain_until_ack",),
     "objects": ("payloads", "payloads_keep_s"),
+    "resume": ("stage_tokens_s",),
+    "session_control": ("engine_sessions",),
 }
 """Settings of features. Where the feature is off they have their defaults, whatever is set."""
 

@@ -18,7 +18,7 @@ from workers import codec, light, payloads, scan
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.parse import REPLAY, Parsed, PromptDiffers, Rejected, parse_reply
 from workers.parse_prompt import LONG_PROMPT, PROMPT, CutPrompt, KnownText, Prompt
-from workers.reply import Job, PayloadRange, WorkerResult
+from workers.reply import Job, PayloadRange, ValidatedReply
 
 WINDOW = 64 << 10
 """Bytes searched at a time: shared memory has no fast search; a copy that fits the processor's cache has."""
@@ -140,7 +140,7 @@ def find(body: memoryview, needle: bytes, start: int, gaps: Sequence[PayloadRang
 
 
 _JOB = msgspec.msgpack.Decoder(Job)
-_DONE = msgspec.msgpack.Decoder(WorkerResult)
+_DONE = msgspec.msgpack.Decoder(ValidatedReply)
 
 
 def run(job: bytes | memoryview, body: memoryview) -> bytes:
@@ -152,11 +152,11 @@ def encode(job: Job) -> bytes:
     return msgspec.msgpack.encode(job)
 
 
-def decode_done(result: bytes) -> WorkerResult:
+def decode_done(result: bytes) -> ValidatedReply:
     return _DONE.decode(result)
 
 
-def work(job: Job, body: memoryview) -> WorkerResult:
+def work(job: Job, body: memoryview) -> ValidatedReply:
     """A valid reply, ready to be committed. Raises Rejected, naming the first rule that the reply breaks."""
     long_values = find_long_values(body)
     read = None if long_values.payloads else light.read(job, bytes(body), None)
@@ -175,7 +175,7 @@ def work_whole(job: Job, body: memoryview, long_values: LongValues | None = None
     return result, partial(found.read.known_text, result.sequence)
 
 
-def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:
+def _result(job: Job, body: memoryview, found: _Found) -> ValidatedReply:
     parsed = found.parsed
     stored: list[payloads.StoredPayload] = []
     edits: list[_Edit] = []
@@ -200,7 +200,7 @@ def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:
         edits += [_Edit(value.start, value.end, cut, replacement) for value in values]
     suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
     facts, wire = codec.pack_turn(_wire(job, found, edits, parsed.base + suffix_tokens))
-    return WorkerResult(
+    return ValidatedReply(
         dialect=parsed.dialect,
         message=parsed.message,
         base=parsed.base,
@@ -208,7 +208,7 @@ def _result(job: Job, body: memoryview, found: _Found) -> WorkerResult:
         output_tokens=len(parsed.output_ids) // TOKEN_BYTES,
         sequence=parsed.sequence,
         finish_reason=parsed.finish_reason,
-        weight_versions=parsed.weight_versions,
+        weight_versions=tuple(parsed.weight_versions),
         facts=facts,
         wire=wire,
         payloads=stored,

@@ -17,7 +17,7 @@ import numpy as np
 import pybase64
 
 from workers.join_text import MessageParts, Stop, joined_message, raw_text, stop_across, token_texts
-from workers.parse import REPLAY, Protocol, Rejected, Span
+from workers.parse import REPLAY, Protocol, Rejected, VersionSpan
 from workers.parse_json import NULL, Fields, is_null, object_at, typed
 
 _RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -100,7 +100,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     body: bytes
     tokens: int
-    versions: Sequence[Span]
+    versions: Sequence[VersionSpan]
     rows: dict[str, tuple[int, int]]
 
 
@@ -178,17 +178,17 @@ def join(
     return _Joint([_split(piece) for piece in pieces[:used]], kept[:used], shape, stop, finish).body()
 
 
-def versions(pieces: Sequence[Piece], tokens: int) -> list[Span]:
+def versions(pieces: Sequence[Piece], tokens: int) -> list[VersionSpan]:
     """The weight versions of the first `tokens` tokens of all generations."""
-    spans: list[Span] = []
+    spans: list[VersionSpan] = []
     start = 0
     for piece in pieces:
         for span in piece.versions:
             begin, end = start + span.start, min(start + span.end, tokens)
             if spans and spans[-1].version == span.version and begin < end:
-                spans[-1] = Span(span.version, spans[-1].start, end)
+                spans[-1] = VersionSpan(span.version, spans[-1].start, end)
             elif begin < end:
-                spans.append(Span(span.version, begin, end))
+                spans.append(VersionSpan(span.version, begin, end))
         start += piece.tokens
     return spans
 

@@ -20,11 +20,11 @@ from workers import codec, scan
 from workers.codec import TOKEN_BYTES, Facts, Wire
 from workers.depth import too_deep
 from workers.parse_json import NULL, Rejected
-from workers.parse_parts import CachedTokens, Dialect, Logprob, Span, versions_of
+from workers.parse_parts import CachedTokens, Dialect, Logprob, Reported, versions_of
 from workers.parse_prompt import LONG_PROMPT, PLAIN_BYTES, PROMPT, Hasher, KnownText, KnownTokens, TokenId, text_of
-from workers.reply import Job, PayloadRange, WorkerResult
+from workers.reply import Job, PayloadRange, ValidatedReply
 
-Read = tuple[WorkerResult, Callable[[], KnownText] | None]
+Read = tuple[ValidatedReply, Callable[[], KnownText] | None]
 
 
 class _Triple(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -60,7 +60,7 @@ class _Meta(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     finish_reason: Raw = NULL
     weight_version: str | int | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[Reported] | None = None
     cached_tokens: CachedTokens | None = None
     prompt_token_ids: Raw = NULL
     routed_experts: Raw = NULL
@@ -83,7 +83,7 @@ class _Choice(msgspec.Struct, gc=False):
     prompt_token_ids: Raw = NULL
     token_ids: list[TokenId] | None = None
     response_token_ids: Raw = NULL
-    weight_versions: list[Span] | None = None
+    weight_versions: list[Reported] | None = None
     routed_experts: Raw = NULL
     indexer_topk: Raw = NULL
 
@@ -239,7 +239,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
         )
     )
     is_long = end - start > LONG_PROMPT
-    result = WorkerResult(
+    result = ValidatedReply(
         dialect=dialect,
         message=raw_message,
         base=base,
@@ -247,7 +247,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
         output_tokens=len(output),
         sequence=sequence,
         finish_reason=choice.finish_reason,
-        weight_versions=versions,
+        weight_versions=tuple(versions),
         facts=facts,
         wire=wire,
         payloads=[],

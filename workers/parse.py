@@ -38,8 +38,8 @@ from workers.parse_parts import (
     DialectChoice,
     Logprob,
     Parsed,
-    Span,
     Top,
+    VersionSpan,
     cached_tokens,
     extension,
     finish_reason,
@@ -139,7 +139,7 @@ __all__ = [
     "PromptDiffers",
     "Protocol",
     "Rejected",
-    "Span",
+    "VersionSpan",
     "parse_reply",
     "token_text",
 ]

@@ -35,8 +35,16 @@ Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB, le=MAX_LOGPROB)]
 CachedTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
-class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled under weight version `version`."""
+class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Output tokens [start, end) of one turn were sampled under the weight version `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Reported(msgspec.Struct):
+    """A span as an engine tells it, perhaps with other fields."""
 
     version: str
     start: int
@@ -62,7 +70,7 @@ class Parsed(msgspec.Struct, frozen=True):
     logprobs: bytes
     sequence: KnownTokens
     finish_reason: str | None
-    weight_versions: list[Span]
+    weight_versions: list[VersionSpan]
     payloads: list[tuple[str, msgspec.Raw]] = []
     cached_tokens: int | None = None
     miscounted: str | None = None
@@ -85,7 +93,7 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
-_SPANS = msgspec.json.Decoder(list[Span])
+_SPANS = msgspec.json.Decoder(list[Reported])
 _CACHED = msgspec.json.Decoder(CachedTokens)
 _USAGE = msgspec.json.Decoder(_Usage)
 
@@ -129,7 +137,7 @@ def finish_reason(choice: Fields, meta: Fields) -> str | None:
 
 def weight_versions(
     spans_raw: msgspec.Raw | None, where: str, version_raw: msgspec.Raw | None, tokens: int
-) -> list[Span]:
+) -> list[VersionSpan]:
     """Spans that cover the output; the engine's own list overrides its single version. Raises Rejected."""
     if spans_raw is not None and not is_null(spans_raw):
         return versions_of(typed(_SPANS, spans_raw, where), None, where, tokens)
@@ -139,14 +147,14 @@ def weight_versions(
     return versions_of(None, version, where, tokens)
 
 
-def versions_of(spans: list[Span] | None, version: str | int | None, where: str, tokens: int) -> list[Span]:
+def versions_of(spans: list[Reported] | None, version: str | int | None, where: str, tokens: int) -> list[VersionSpan]:
     """As `weight_versions`, of decoded values."""
     if spans is None:
-        return [Span(_version(version), 0, tokens)] if tokens else []
+        return [VersionSpan(_version(version), 0, tokens)] if tokens else []
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
         raise Rejected(f"{where} must cover the {tokens} output tokens in order")
-    return [Span(_version(span.version), span.start, span.end) for span in spans]
+    return [VersionSpan(_version(span.version), span.start, span.end) for span in spans]
 
 
 def _version(version: str | int | None) -> str:

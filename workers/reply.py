@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from workers.parse import KnownTokens, Protocol, Span
+from workers.parse import KnownTokens, Protocol, VersionSpan
 from workers.payloads import StoredPayload, Want
+
+LogprobsOf = Literal["raw", "scaled", "processed", "logits"]
+"""Which distribution an engine's logprobs are of: the model's at temperature 1; that at the turn's temperature; the one
+that was sampled from, also less what top-k, top-p and min-p left out. `logits`: the numbers are no logprobs."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens [start, end) of a turn came from one generation, of the engine with this base URL."""
+
+    engine: str
+    start: int
+    end: int
+
+
+class SampledCall(msgspec.Struct, frozen=True):
+    """A call of a committed reply. `id` is the engine's, of any type, None where there is none; `arguments` are kept
+    where they are no object (`is_object`)."""
+
+    id: Any
+    arguments: Any = msgspec.UNSET
+
+    @property
+    def has_object(self) -> bool:
+        return self.arguments is msgspec.UNSET
 
 
 class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
@@ -39,12 +63,21 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     is_part: bool = False
 
 
-class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
-    """A valid reply, ready to be committed. `facts` and `wire` are compressed frames (`codec.pack_turn`); the rest is
-    as in `Parsed`.
+class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
+    """A valid reply, the source of a turn's event and of its stored content.
 
-    `output_ids` are set if the prompt was sent as ids, since the next one will be too. A `miscounted` reply is valid
-    only if its request carries images. `prompt` is the place of the prompt's ids in the body, if they are long.
+    From its bytes: `message` is the raw JSON of the assistant message (of a completion: of its text). The prompt is
+    `base` known tokens and `suffix_tokens` others; `sequence` describes prompt and output together, for the next turn.
+    `facts` and `wire` are compressed frames (`codec.pack_turn`). `output_ids` are set if the prompt was sent as ids,
+    since the next one will be too. A `miscounted` reply is valid only if its request carries images. `places` are those
+    of its payloads in the body, `prompt` that of the prompt's ids, if they are long.
+
+    What the caller adds: `engine` was asked at `requested_at` (seconds since the epoch) with weight version
+    `dispatched`, if known. `message_hash` is the canonical hash of the message, `calls_hash`, `bare_hash` and
+    `logprobs_of` are as in `TurnCommitted`, `calls` are the message's. `sent_ids`: the prompt was sent as ids.
+    `trimmed`: how many of the parent's last tokens it leaves out. `parts`: which engine generated which output tokens,
+    if there were several. `text` makes the text of all tokens (a function without arguments, to `KnownText`), if the
+    reply was validated in the API process and has a long prompt.
     """
 
     dialect: Literal["sglang", "vllm"]
@@ -54,7 +87,7 @@ class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     sequence: KnownTokens
     finish_reason: str | None
-    weight_versions: list[Span]
+    weight_versions: tuple[VersionSpan, ...]
     facts: bytes | None
     wire: bytes
     payloads: list[StoredPayload]
@@ -63,3 +96,15 @@ class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
     output_ids: bytes = b""
     miscounted: str | None = None
     prompt: PayloadRange | None = None
+    engine: str = ""
+    requested_at: float = 0.0
+    message_hash: str = ""
+    calls_hash: str | None = None
+    bare_hash: str | None = None
+    calls: tuple[SampledCall, ...] = ()
+    trimmed: int = 0
+    sent_ids: bool = False
+    dispatched: str | None = None
+    parts: tuple[Part, ...] = ()
+    logprobs_of: LogprobsOf | None = None
+    text: Any = None

@@ -17,6 +17,7 @@ import msgspec
 from app.domain import bounds
 from app.domain.events import GivenIds
 from app.domain.request import join_object
+from workers.reply import SampledCall
 
 Message = Mapping[str, Any]
 
@@ -34,18 +35,6 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _CALLS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _MESSAGE: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
-
-
-class SampledCall(msgspec.Struct, frozen=True):
-    """A call of a committed reply. `id` is the engine's, of any type, None where there is none; `arguments` are kept
-    where they are no object (`is_object`)."""
-
-    id: Any
-    arguments: Any = msgspec.UNSET
-
-    @property
-    def has_object(self) -> bool:
-        return self.arguments is msgspec.UNSET
 
 
 def is_object(arguments: Any) -> bool:

@@ -17,6 +17,7 @@ from app.domain.events import (
     Event,
     GivenIds,
     History,
+    PayloadRef,
     Recorded,
     RewardAssigned,
     RolledBack,
@@ -27,12 +28,12 @@ from app.domain.events import (
 )
 from app.domain.fold import fold
 from app.domain.history import Incoming
-from app.domain.reply import ValidatedReply
 from app.domain.rules import RULES, Branch, NewTurn, Plan, TreeIndex, branch_of
 from app.domain.session import Session
 from app.domain.turns import Turn
 from app.errors import InvalidRequest, Restored, SessionClosed, SessionNotFound
 from workers import codec
+from workers.reply import ValidatedReply
 
 
 def open_turn(
@@ -87,6 +88,7 @@ def commit_turn(
     reply: ValidatedReply,
     *,
     blobs: TurnBlobs,
+    payloads: tuple[PayloadRef, ...] = (),
     given_ids: GivenIds | None = None,
     odd_arguments: bool = False,
     binding: AffinityBound | AffinityReleased | None = None,
@@ -96,22 +98,22 @@ def commit_turn(
     uses: retention.ChunkUses | None = None,
     pinned_upto: int = 0,
 ) -> list[Event]:
-    """The events that commit the turn. `given_ids` as in `TurnCommitted`; `odd_arguments`: a new message's are so.
-    `binding` is a new binding to its engine.
+    """The events that commit the turn. `payloads` and `given_ids` as in `TurnCommitted`;
+    `odd_arguments`: a new message's are so. `binding` is a new binding to its engine.
 
     A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window, but for what
     checkpoints pin (`pinned_upto`). They hold for
     `session` alone, of which `index` and `uses` are: in a tree, where another turn may commit first, they are decided
     again.
     """
-    result, hashes = reply.result, incoming.new_hashes(plan.base_messages)
-    if plan.base_messages and result.base and plan.parent not in index.by_parent:
+    hashes = incoming.new_hashes(plan.base_messages)
+    if plan.base_messages and reply.base and plan.parent not in index.by_parent:
         # The first child that continues its parent's tokens continues its branch.
         branch = Branch(session.turns[plan.parent].branch)
     else:
         new = NewTurn(plan.parent if plan.base_messages else 0, hashes, incoming.whole_hash, opened.agent_id)
         branch = branch_of(session, index, new)
-    segment, cause = RULES[session.history].segment(session, plan, result.base, branch)
+    segment, cause = RULES[session.history].segment(session, plan, reply.base, branch)
     committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
@@ -122,26 +124,26 @@ def commit_turn(
         new_messages=len(hashes),
         message_hashes=(*hashes, reply.message_hash),
         client_hash=incoming.client_hash,
-        base_tokens=result.base,
-        suffix_tokens=result.suffix_tokens,
-        output_tokens=result.output_tokens,
-        tokens_hash=result.sequence.hash,
-        tokens_text_bytes=result.sequence.text_bytes,
-        finish_reason=result.finish_reason,
+        base_tokens=reply.base,
+        suffix_tokens=reply.suffix_tokens,
+        output_tokens=reply.output_tokens,
+        tokens_hash=reply.sequence.hash,
+        tokens_text_bytes=reply.sequence.text_bytes,
+        finish_reason=reply.finish_reason,
         weight_versions=reply.weight_versions,
-        dialect=result.dialect,
+        dialect=reply.dialect,
         engine=reply.engine,
         requested_at=reply.requested_at,
         body_hash=opened.body_hash,
         retry_key=opened.retry_key,
-        content_hash=codec.content_hash(result.facts, result.wire),
+        content_hash=codec.content_hash(reply.facts, reply.wire),
         params=blobs.params,
         tools=blobs.tools,
         new_blobs=blobs.new,
-        payloads=reply.payloads,
+        payloads=payloads,
         protocol=opened.protocol,
-        trimmed=reply.trimmed if result.base else 0,
-        cached_tokens=result.cached_tokens,
+        trimmed=reply.trimmed if reply.base else 0,
+        cached_tokens=reply.cached_tokens,
         sent_ids=reply.sent_ids,
         adapter=opened.adapter,
         dispatched=reply.dispatched,
@@ -167,7 +169,7 @@ def commit_turn(
         )
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
-    if reply.payloads or session.payloads or session.undone_payloads:
+    if payloads or session.payloads or session.undone_payloads:
         before = msgspec.structs.replace(session, turns=session.turns.tentative())
         after = fold(session.session_id, _numbered(session, events), before)
         tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)

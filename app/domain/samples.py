@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from app.domain.branches import BranchRow, Place, branch_rows, place_of
-from app.domain.events import Part, TurnCommitted, VersionSpan, is_number
+from app.domain.events import TurnCommitted, is_number
 from app.domain.session import Session
 from workers.codec import TOKEN_BYTES
+from workers.parse_parts import VersionSpan
+from workers.reply import Part
 
 Status = Literal["completed", "truncated", "aborted"]
 

@@ -9,13 +9,14 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy.typing as npt
 
-from app.domain.events import LogprobsOf, TurnCommitted
+from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
 from app.domain.samples import Sample
 from app.domain.session import Session
 from app.export.links import Links
 from workers.codec import describe
+from workers.reply import LogprobsOf
 
 
 class TurnSampling(msgspec.Struct, frozen=True):

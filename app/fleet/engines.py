@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import EngineShape, LogprobsOf
+from app.domain.events import EngineShape
 from app.domain.fleet import EngineListed
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
@@ -22,6 +22,7 @@ from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.http import EngineError, Lost, NotSent, TimedOut
 from app.upstream.streams import BadStream, CutStream, StreamReader
 from app.upstream.token_in import IdsField, ProbeRefused, probe
+from workers.reply import LogprobsOf
 
 log = logging.getLogger("turnlog.engines")
 

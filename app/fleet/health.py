@@ -23,7 +23,6 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from app.domain.events import LogprobsOf
 from app.fleet.engines import Engines
 from app.fleet.member import Member
 from app.fleet.versions import weight_version
@@ -33,6 +32,7 @@ from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control
 from app.upstream.http import EngineError, NotSent, TimedOut
 from workers.codec import describe
+from workers.reply import LogprobsOf
 
 SERVER_INFO = "/server_info?config_format=json"
 

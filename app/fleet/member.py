@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.events import LogprobsOf, is_number
+from app.domain.events import is_number
 from app.domain.rids import RID_CHARACTERS, RID_MARK
 from app.upstream.body import Body
 from app.upstream.generate import ServerInfo
 from app.upstream.token_in import IdsField
+from workers.reply import LogprobsOf
 
 log = logging.getLogger("turnlog.engines")
 

@@ -9,16 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import asdict
 
-from app.domain.events import (
-    ForkRef,
-    Recorded,
-    RolledBack,
-    TurnAbandoned,
-    TurnCommitted,
-    TurnOpened,
-    TurnRejected,
-    VersionSpan,
-)
+from app.domain.events import ForkRef, Recorded, RolledBack, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
 from app.domain.session import OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
@@ -29,6 +20,7 @@ from app.store.engine import Database
 from turnlog.parameters import SessionState
 from turnlog.replies import Tree
 from workers.codec import CorruptContent
+from workers.parse_parts import VersionSpan
 
 
 class StageTimes(msgspec.Struct, frozen=True):

@@ -14,11 +14,11 @@ from typing import ClassVar, NamedTuple
 import msgspec
 from sqlalchemy import BigInteger, Connection, Text, bindparam, delete, exists, insert, or_, select, update
 
-from app.domain.events import LogprobsOf
 from app.store import statements as sql
 from app.store.dialect import ForEach, Tx
 from app.store.log import TurnOperation
 from app.store.schema import open_turns, staged_tokens
+from workers.reply import LogprobsOf
 
 _rows = staged_tokens.c
 _of_turn = sql.of_session(staged_tokens) & (_rows.fence == bindparam("fenced"))

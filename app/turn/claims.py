@@ -16,7 +16,6 @@ from app.domain.decide import TurnBlobs
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.fold import fold
 from app.domain.history import Incoming
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest
 from app.domain.rids import rid_of
 from app.domain.session import Session
@@ -55,9 +54,10 @@ from app.turn.engine_call import blobs_of
 from app.turn.in_flight import InFlightTurn
 from app.turn.retries import has_key
 from app.turn.token_in import added_text
-from app.turn.validation import stored_chunks
+from app.turn.validation import payload_refs, stored_chunks
 from app.upstream.body import Body
 from workers import codec
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -258,10 +258,10 @@ class Claims:
     async def commit(self, turn: InFlightTurn, reply: ValidatedReply, *, is_alone: bool) -> None:
         """Commit the turn: it is on disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable,
         StoreFull."""
-        session_id, stages, result = turn.session_id, turn.stages, reply.result
-        chunks: Sequence[StoredChunk] = stored_chunks(result) if reply.payloads else ()
+        session_id, stages = turn.session_id, turn.stages
+        chunks: Sequence[StoredChunk] = stored_chunks(reply) if reply.payloads else ()
         stages.reply_bytes = len(turn.answer.body)
-        stages.stored_bytes = len(result.facts or b"") + len(result.wire)
+        stages.stored_bytes = len(reply.facts or b"") + len(reply.wire)
         try:
             if chunks:
                 stages.stored_bytes += size_of(chunks)
@@ -296,7 +296,7 @@ class Claims:
     ) -> Appended | Refused:
         """Other turns may have been committed since the claim: the events are decided for the state that they are
         written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
-        services, session_id, result = self._services, turn.session_id, reply.result
+        services, session_id = self._services, turn.session_id
         while True:
             if entry.pinned_upto:
                 entry.pinned_upto = await self._read_pins(session_id)
@@ -319,6 +319,7 @@ class Claims:
                 turn.history,
                 reply,
                 blobs=blobs,
+                payloads=payload_refs(turn.fence, reply) if reply.payloads else (),
                 given_ids=turn.given_ids,
                 odd_arguments=turn.odd_arguments,
                 binding=None if is_bound else services.placement.binding(turn, session, reply.engine),
@@ -336,12 +337,12 @@ class Claims:
                 self._clock(),
                 Known(session.version, session.last_event_at, session.turns.count),
                 events,
-                result.facts,
-                result.wire,
+                reply.facts,
+                reply.wire,
                 new_blobs,
                 chunks,
                 is_alone=is_alone,
-                stages=("turn" if session.is_tree else "session") if services.staging.is_on else None,
+                stages=("turn" if session.is_tree else "session") if services.settings.stage_tokens_s else None,
                 pinned_upto=entry.pinned_upto,
             )
             if crash_points.ARMED:
@@ -383,13 +384,13 @@ class Claims:
 
     def _remember(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
         """Keep what the next request repeats of the committed turn."""
-        result, prompt, request = reply.result, turn.call.prompt, turn.request
+        prompt, request = turn.call.prompt, turn.request
         if reply.calls or turn.odd_arguments:
             odd = turn.entry.index.odd_calls
             if turn.opened.turn in odd:
                 odd.learn(turn.opened.turn, reply.calls)
-        tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)
-        messages = b",".join((*turn.new, result.message))
+        tokens = None if prompt is None else added_text(prompt, reply.base, reply.output_ids)
+        messages = b",".join((*turn.new, reply.message))
         layout = request.layout if isinstance(request, ChatRequest) else None
         spelled = text = None
         if layout is not None:

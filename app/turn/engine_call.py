@@ -24,7 +24,6 @@ from app.domain.fleet import Fleet
 from app.domain.history import Incoming
 from app.domain.images import may_hold_image, take_out
 from app.domain.left_out import bounded
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, join_object, value_of
 from app.domain.rids import engine_session_of
 from app.domain.session import Session
@@ -47,6 +46,7 @@ from app.upstream.token_in import IdsField
 from workers import codec
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -421,7 +421,7 @@ class EngineCalls:
         spans = validated.weight_versions
         version = spans[-1].version if spans else UNKNOWN_VERSION
         reported = None if version in (UNKNOWN_VERSION, answer.dispatched) else version
-        engines.seen(answer.engine, reported, answer.known, validated.result.dialect)
+        engines.seen(answer.engine, reported, answer.known, validated.dialect)
         return validated
 
     async def validate_body(
@@ -437,7 +437,7 @@ class EngineCalls:
 
     async def finish(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
         """What a whole reply needs before its commit. Raises TokenPrefixMismatch, SessionUnreadable."""
-        if turn.plan.base_messages and not reply.result.base:
+        if turn.plan.base_messages and not reply.base:
             await self._require_no_drift(turn, reply)
         if reply.calls and isinstance(turn.request, ChatRequest):
             turn.given_ids = await self._services.large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
@@ -447,15 +447,15 @@ class EngineCalls:
 
         It must if it was built on them, or if the session rejects drift.
         """
-        session, result, prompt = turn.session, reply.result, turn.call.prompt
+        session, prompt = turn.session, turn.call.prompt
         parent = decide.token_parent(session, turn.plan)
         if parent is None or not (session.config.on_drift == "reject" or (prompt is not None and prompt.extends)):
             return
         at = await self._services.token_in.first_difference(
-            turn, parent, lambda: memoryview(codec.unpack_facts(result.facts, result.wire).suffix_ids).cast("i")
+            turn, parent, lambda: memoryview(codec.unpack_facts(reply.facts, reply.wire).suffix_ids).cast("i")
         )
         raise TokenPrefixMismatch(
-            f"the prompt's {result.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
+            f"the prompt's {reply.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
             f"they differ at position {at}"
         )
 

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from app.domain.completion import IncomingPrompt
-from app.domain.events import GivenIds, History, TurnOpened
+from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, TurnOpened
 from app.domain.history import Incoming
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
 from app.domain.session import Session
@@ -26,11 +25,11 @@ from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.headers import Headers
+from app.upstream.streams import Push, StreamReader
+from workers.reply import LogprobsOf, ValidatedReply
 
 if TYPE_CHECKING:
     from app.turn.engine_call import EngineCall, PromptIds, SharedBlob
-    from app.turn.session_control import ControlledTurn
-    from app.turn.staging import StagedTurn
 
 CancelReason = Literal["session_closed", "disconnect"]
 
@@ -47,6 +46,39 @@ _LATER: Any = None
 
 def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+class EngineChoice(Protocol):
+    """What a client has said of its turn's engine (session control)."""
+
+    async def place(self, turn: InFlightTurn) -> None:
+        """Choose the turn's engine; its `order` is the choice without it. Raises StoreUnavailable, Overloaded."""
+
+    async def prepare(self, engine: str) -> None:
+        """Prepare `engine` before the turn is sent to it. Raises NotSent, SessionOpenFailed, StoreUnavailable."""
+
+    def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None:
+        """The binding event of the turn's commit, for the engine that answered."""
+
+    def finish(self, aborts: Collection[asyncio.Task[None]]) -> None:
+        """The turn has ended in any way; `aborts` are tasks that may still abort its generation."""
+
+
+class StreamKeeper(Protocol):
+    """Keeps the tokens of a stream that the engine sends (resume)."""
+
+    def stream(
+        self, push: Push | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
+    ) -> StreamReader:
+        """What reads the next stream of this engine, whose weight version is `version` if known."""
+
+    def cut(self) -> EngineReply | None:
+        """What had come when the engine died; None: nothing."""
+        ...
+
+    async def end_part(self) -> None:
+        """The stream is over, and what came of it is kept."""
+        ...
 
 
 class TemplateInputs(msgspec.Struct, frozen=True):
@@ -160,10 +192,10 @@ class InFlightTurn(msgspec.Struct, eq=False):
     call: EngineCall = _LATER
     order: EngineOrder = _LATER
     away: AwayCause | None = None
-    controlled: ControlledTurn | None = None
-    control: ControlledTurn | None = None
+    controlled: EngineChoice | None = None
+    control: EngineChoice | None = None
     aborts: Collection[asyncio.Task[None]] = ()
-    staged: StagedTurn | None = None
+    staged: StreamKeeper | None = None
     live: LiveStream | None = None
     received: Body | None = None
     answer: EngineReply = _LATER

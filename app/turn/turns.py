@@ -27,7 +27,6 @@ from app.domain.history import Incoming
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rids import rid_of
 from app.domain.rules import RULES
@@ -48,6 +47,7 @@ from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
 from app.turn.points import Generate
 from app.turn.stages import TurnStage
 from app.upstream.dialects import asked_for
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -355,25 +355,20 @@ class Turns:
 
     def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
         """The engine's reply without what the client did not ask for, or what no other protocol has."""
-        mode, result, request, body = (
-            self._services.settings.client_reply,
-            reply.result,
-            turn.request,
-            turn.answer,
-        )
+        mode, request, body = self._services.settings.client_reply, turn.request, turn.answer
         hidden: list[tuple[int, int]] = []
-        if result.places:
+        if reply.places:
             kinds = shown_kinds(asked_for(request.params), mode)
-            hidden = [(place.start, place.end) for place in result.places if place.kind not in kinds]
-        if result.prompt is not None and not PROTOCOLS[request.protocol].is_native:
-            hidden.append((result.prompt.start, result.prompt.end))
+            hidden = [(place.start, place.end) for place in reply.places if place.kind not in kinds]
+        if reply.prompt is not None and not PROTOCOLS[request.protocol].is_native:
+            hidden.append((reply.prompt.start, reply.prompt.end))
         parts = body.body.without(hidden) if hidden else body.body.pieces
         return TurnReply(
             200,
             body.headers,
             shown(parts, request.params, mode) if mode == "asked" else parts,
             turn=turn.opened.turn,
-            is_aborted=result.finish_reason == "abort",
+            is_aborted=reply.finish_reason == "abort",
             rolled_back=len(turn.plan.discarded),
             left_out=turn.left_out,
             given_ids=turn.given_ids,

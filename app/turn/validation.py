@@ -14,9 +14,8 @@ import msgspec
 
 from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
-from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan
+from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind
 from app.domain.history import Incoming
-from app.domain.reply import ValidatedReply
 from app.domain.request import has_more_than_text
 from app.domain.session import Session
 from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
@@ -30,11 +29,11 @@ from app.upstream.dialects import returns
 from workers import job, light
 from workers.job import LongValues
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
-from workers.parse_parts import UNKNOWN_VERSION
+from workers.parse_parts import UNKNOWN_VERSION, VersionSpan
 from workers.parse_prompt import KnownText
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, Pool, PoolError
-from workers.reply import Job, WorkerResult
+from workers.reply import Job, ValidatedReply
 
 LIGHTER = 16
 """How much cheaper a byte of base64 payload, or of the ids of the parent's tokens, is to validate than one of triples
@@ -91,7 +90,7 @@ class ReplyValidator:
         message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
         # Tokens without a reported weight version get the one known at dispatch.
         unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
-        return ValidatedReply(
+        return msgspec.structs.replace(
             result,
             engine=answer.engine,
             requested_at=turn.requested_at,
@@ -101,11 +100,10 @@ class ReplyValidator:
             calls=() if calls_hash is None else sampled_calls(result.message),
             weight_versions=tuple(
                 [
-                    VersionSpan(unknown if span.version == UNKNOWN_VERSION else span.version, span.start, span.end)
+                    VersionSpan(unknown, span.start, span.end) if span.version == UNKNOWN_VERSION else span
                     for span in result.weight_versions
                 ]
             ),
-            payloads=_payload_refs(turn.fence, result) if result.payloads else (),
             trimmed=0 if prompt is None else prompt.trimmed,
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
@@ -123,8 +121,9 @@ class ReplyValidator:
             if not weighed.is_light:
                 return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
             whole, long_values = body.joined(), weighed.long_values
-            has_payloads = long_values is not None and long_values.payloads
-            read = None if has_payloads else light.read(work, whole, text)
+            read = None
+            if long_values is not None and not long_values.payloads:
+                read = light.read(work, whole, text)
             return read or job.work_whole(work, memoryview(whole), long_values)
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
@@ -183,7 +182,7 @@ def _parent(session: Session, number: int, kind: ReplayKind) -> Parent | None:
     return Parent(payload.start, payload.stop, payload.row_ids, chunks)
 
 
-def _payload_refs(fence: int, result: WorkerResult) -> tuple[PayloadRef, ...]:
+def payload_refs(fence: int, result: ValidatedReply) -> tuple[PayloadRef, ...]:
     """The payloads as stored in events; their new chunks are numbered within the turn."""
     numbers = itertools.count()
     return tuple(
@@ -204,7 +203,7 @@ def _chunk_ref(fence: int, number: int, chunk: Chunk) -> ChunkRef:
     return ChunkRef(fence, number, chunk.start, chunk.rows, cast(Dtype, chunk.dtype), chunk.size, chunk.hash)
 
 
-def stored_chunks(result: WorkerResult) -> list[StoredChunk]:
+def stored_chunks(result: ValidatedReply) -> list[StoredChunk]:
     """The payloads' new chunks, in the order of their numbers."""
     new = [(payload.kind, one) for payload in result.payloads for one in payload.new]
     return [

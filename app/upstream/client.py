@@ -10,12 +10,12 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from app.domain.events import LogprobsOf
 from app.upstream.body import Body, pieces_of
 from app.upstream.encoding import Decoder, Undecodable, decoder, is_bomb
 from app.upstream.headers import Headers
 from app.upstream.http import Connection, Connections, EngineError, Lost, NotSent, Origin
 from app.upstream.streams import EVENT_STREAM, StreamReader
+from workers.reply import LogprobsOf
 
 MMAP_BYTES = 4 << 20
 """Replies larger than this get their own memory map."""
@@ -222,8 +222,9 @@ class EngineClient:
             grow(length)
             if length > MMAP_BYTES:
                 return await _read_to_mmap(connection, length)
-            connection.takes_whole = True
-            await connection.more()
+            if not connection.is_complete:
+                connection.takes_whole = True
+                await connection.more()
             return Body(connection.take())
         pieces: list[bytes] = []
         size = 0

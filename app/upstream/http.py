@@ -70,18 +70,22 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, connections: Connections, origin: Origin) -> None:
         self.origin = origin
-        self.was_used = False
-        self.is_busy = False
         self.is_bad = False
-        self.deadline = self.idle_since = 0.0
+        self.idle_since = 0.0
         self.transport = cast(asyncio.Transport, None)
         self._connections = connections
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
-        self._is_write_paused = self._is_read_paused = False
-        self._clear()
+        self._is_write_paused = self.is_read_paused = False
+        self.begin(0.0)
+        self.is_busy = self.was_used = False
 
-    def _clear(self) -> None:
+    # the request's side
+
+    def begin(self, deadline: float) -> None:
+        """Before a request is written."""
+        self.deadline = deadline
+        self.is_busy = self.was_used = True
         self.status = 0
         self.headers: list[tuple[str, str]] = []
         self.named: dict[str, str] = {}
@@ -93,15 +97,6 @@ class Connection(asyncio.Protocol):
         self._held = 0
         self._head = b""
         self.heads = 0
-
-    # the request's side
-
-    def begin(self, deadline: float) -> None:
-        """Before a request is written."""
-        if self.was_used:
-            self._clear()
-        self.deadline = deadline
-        self.is_busy = self.was_used = True
 
     def has_input(self) -> bool:
         """Has it unread bytes, or was it closed? A new TLS connection may have tickets to read."""
@@ -142,13 +137,13 @@ class Connection(asyncio.Protocol):
         return pieces
 
     def pause_reading(self) -> None:
-        if not self.transport.is_closing() and not self._is_read_paused:
-            self._is_read_paused = True
+        if not self.transport.is_closing() and not self.is_read_paused:
+            self.is_read_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if not self.transport.is_closing() and self._is_read_paused:
-            self._is_read_paused = False
+        if not self.transport.is_closing() and self.is_read_paused:
+            self.is_read_paused = False
             self.transport.resume_reading()
 
     def fail(self, error: EngineError) -> None:
@@ -283,7 +278,8 @@ class Connections:
         """It may be used again: its reply has come, and nothing else."""
         connection.is_busy = False
         connection.idle_since = self.loop.time()
-        connection.resume_reading()
+        if connection.is_read_paused:
+            connection.resume_reading()
         self._idle.setdefault(connection.origin, []).append(connection)
 
     async def connect(self, origin: Origin) -> Connection:

@@ -13,15 +13,7 @@ from typing import Any
 
 import msgspec
 
-from app.domain.events import (
-    BlobRef,
-    RewardAssigned,
-    SessionConfig,
-    SessionCreated,
-    TurnCommitted,
-    TurnOpened,
-    VersionSpan,
-)
+from app.domain.events import BlobRef, RewardAssigned, SessionConfig, SessionCreated, TurnCommitted, TurnOpened
 from app.domain.history import canonical_hash, decode_message
 from app.sessions.recovery import register
 from app.store.batch import apply_all
@@ -33,6 +25,7 @@ from ops.bench.load import opening_messages
 from workers import codec
 from workers.codec import TOKEN_BYTES, Facts, Wire
 from workers.parse import token_text
+from workers.parse_parts import VersionSpan
 
 SESSIONS_AT_ONCE = 250
 """Sessions of one transaction, which has a turn of each."""

@@ -12,9 +12,9 @@ from helpers.groups import Groups
 from helpers.log import rolled_back
 from helpers.store import Store, two_stores
 
-from app.domain.events import VersionSpan
 from app.export.exporter import Exporter
 from app.features.groups.feed import Feed, FeedQuery
+from workers.parse_parts import VersionSpan
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,6 @@ from helpers.log import BODY, created
 from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert
 
-from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
 from app.sessions.session_list import SessionList, SessionQuery, Sort
 from app.store import heads_view
@@ -21,6 +20,7 @@ from app.store import projections as heads
 from app.store.log_sessions import Create
 from app.store.schema import sessions
 from turnlog.replies import ListedSession
+from workers.parse_parts import VersionSpan
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,8 @@ from app.domain.events import (
     SessionCreated,
     TurnCommitted,
     TurnOpened,
-    VersionSpan,
 )
+from workers.parse_parts import VersionSpan
 
 BODY = "b" * 32
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.log import BODY, committed, created, float64, int32
 from helpers.store import CLAIMED_AT, Store
 
-from app.domain.events import BlobRef, RewardAssigned, VersionSpan
+from app.domain.events import BlobRef, RewardAssigned
 from app.export.exporter import Exporter
 from app.export.query import ExportQuery
 from app.store.log import Appended, StoredBlob
@@ -18,6 +18,7 @@ from integration.corpus import SINGLE, parts
 from integration.reading import CONTAINERS, Row, differences, read
 from workers import codec
 from workers.codec import Facts, Wire
+from workers.parse_parts import VersionSpan
 
 pytestmark = pytest.mark.anyio
 

@@ -194,7 +194,6 @@ class Tree:
             base,
             len(one.output),
             canonical_hash(reply, self.session.config.matcher),
-            payloads=(self._payload(one),) if one.ask.brings else (),
             trimmed=self.trim,
         )
         events = commit_turn(
@@ -206,6 +205,7 @@ class Tree:
             one.incoming,
             answer,
             blobs=TurnBlobs(0),
+            payloads=(self._payload(one),) if one.ask.brings else (),
             max_replay_bytes=self.max_bytes,
         )
         [one.committed] = [event for event in events if isinstance(event, TurnCommitted)]

@@ -23,15 +23,14 @@ from app.domain.events import (
     TurnCommitted,
     TurnOpened,
     TurnRejected,
-    VersionSpan,
 )
 from app.domain.fold import fold
 from app.domain.history import Incoming
-from app.domain.reply import ValidatedReply
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session
-from workers.reply import WorkerResult
+from workers.parse_parts import VersionSpan
+from workers.reply import ValidatedReply
 
 SESSION = "s"
 
@@ -57,8 +56,10 @@ def validated(
 ) -> ValidatedReply:
     """A reply whose prompt and output are `tokens`: `base` of them the parent's, the last `output` sampled."""
     counts = (base, len(tokens) - base - output, output)
-    result = WorkerResult("sglang", b"", *counts, known_as(tokens), finish_reason, [], b"", b"", [], [])
-    return ValidatedReply(result, "http://engine", 0.0, message_hash, **rest)
+    fields = {"engine": "http://engine", "message_hash": message_hash, "weight_versions": (), **rest}
+    frames: Any = (b"", b"", [], [])
+    reply = ValidatedReply("sglang", b"", *counts, known_as(tokens), finish_reason, (), *frames)
+    return msgspec.structs.replace(reply, **fields)
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -177,7 +178,6 @@ class Book:
             calls=sampled_calls(bytes(raw(reply))),
             finish_reason=finish_reason,
             weight_versions=tuple(VersionSpan(*span) for span in versions),
-            payloads=payloads(fence),
             trimmed=trimmed,
         )
         logprobs = [-0.1 * (len(self.made) + index + 1) for index in range(len(output))]
@@ -190,6 +190,7 @@ class Book:
             incoming,
             answer,
             blobs=TurnBlobs(0),
+            payloads=payloads(fence),
             max_replay_bytes=max_replay_bytes,
         )
         self.add(*events)

@@ -12,12 +12,12 @@ import pytest
 from integration.corpus import identity
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 
-from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
 from app.export import formats, jsontext
 from app.export.containers.writer import EXCLUSION
 from app.export.row import ITEMS, Column, Routing, Row, depth
 from app.export.shapes import miles, skyrl, slime, verl
+from workers.parse_parts import VersionSpan
 
 JSON = dict[str, Any]
 

@@ -20,7 +20,6 @@ from app.domain.events import (
     SessionClosed,
     SessionErased,
     TurnCommitted,
-    VersionSpan,
 )
 from app.domain.fold import fold
 from app.domain.groups import oldest_version
@@ -30,6 +29,7 @@ from app.domain.session import Session
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
 from app.features.forks.rules import Forked, config_of_fork, fork
+from workers.parse_parts import VersionSpan
 
 LOST_BY_PLACE = (
     *("number", "parent", "retry_key", "body_hash", "seq", "params", "tools"),

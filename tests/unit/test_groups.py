@@ -11,10 +11,10 @@ from helpers.log import committed, rolled_back
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from app.domain.events import VersionSpan
 from app.domain.groups import EPSILON, grpo, oldest_version
 from app.features.groups.groups import MAX_MISSING, missing_attempts
 from app.features.groups.rules import statistics
+from workers.parse_parts import VersionSpan
 
 REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=64)
 ANY = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=16)

@@ -17,7 +17,7 @@ from workers.codec import Wire
 from workers.job import WINDOW
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import Want
-from workers.reply import Job, WorkerResult
+from workers.reply import Job, ValidatedReply
 
 EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
 BOTH = (EXPERTS, POSITIONS)
@@ -42,15 +42,15 @@ def a_job(*wants: Want, dialect: Any = "auto", known: KnownTokens | None = None)
     return Job(dialect, known, list(wants), [b'{"role":"user"}'], [("a", "b")], 200, "rid", b"")
 
 
-def done_of(body: bytes, *wants: Want, **fields: Any) -> WorkerResult:
+def done_of(body: bytes, *wants: Want, **fields: Any) -> ValidatedReply:
     return job.work(a_job(*(wants or BOTH), **fields), memoryview(body))
 
 
-def wire_of(done: WorkerResult) -> Wire:
+def wire_of(done: ValidatedReply) -> Wire:
     return codec.unpack(done.wire, Wire)
 
 
-def pasted(done: WorkerResult, kinds: tuple[str, ...] = REPLAY) -> bytes:
+def pasted(done: ValidatedReply, kinds: tuple[str, ...] = REPLAY) -> bytes:
     """The reply as it would be given again."""
     wire, facts = wire_of(done), codec.unpack_facts(done.facts, done.wire)
     values: dict[str, bytes] = {}
@@ -72,7 +72,7 @@ def vllm(rows: Any = ROWS) -> bytes:
     return body_of("vllm", {"choices.0.routed_experts": base64.b64encode(raw).decode()})
 
 
-def check(body: bytes, done: WorkerResult, **values: str) -> None:
+def check(body: bytes, done: ValidatedReply, **values: str) -> None:
     """The values of these kinds, and nothing else, were taken out where they stand."""
     assert pasted(done) == body
     assert {place.kind: body[place.start : place.end].decode() for place in done.places} == values

@@ -11,7 +11,7 @@ import pybase64
 import pytest
 
 from workers.join import Piece, Shape, join, stopped
-from workers.parse import Rejected, Span, parse_reply
+from workers.parse import Rejected, VersionSpan, parse_reply
 
 PROMPT = [1, 2, 3]
 CHAT = Shape("sglang", "chat", len(PROMPT))
@@ -75,7 +75,7 @@ def chat(
     return Piece(
         json.dumps(body).encode(),
         len(ids),
-        [Span(version, 0, len(ids))] if ids else [],
+        [VersionSpan(version, 0, len(ids))] if ids else [],
         {name: (meta.get("rows_from", 0), rows) for name in ("routed_experts", "indexer_topk") if name in meta},
     )
 
@@ -296,7 +296,7 @@ def completed(tokens: Sequence[str], text: str, finish: str = "abort") -> Piece:
     usage = {"prompt_tokens": 3, "completion_tokens": len(ids), "total_tokens": 3 + len(ids)}
     body = {"id": "rid", "choices": [{**choice, "token_ids": ids, "prompt_token_ids": PROMPT}], "usage": usage}
     body["metadata"] = {"weight_version": "1"}
-    return Piece(json.dumps(body).encode(), len(ids), [Span("1", 0, len(ids))], {})
+    return Piece(json.dumps(body).encode(), len(ids), [VersionSpan("1", 0, len(ids))], {})
 
 
 def test_tokens_of_a_completion_that_lack_their_spaces_make_no_stop_string() -> None:

@@ -13,7 +13,7 @@ import pytest
 from ops.simulator.config import Config, Dialect
 from ops.simulator.engine import Engine
 from workers.join import Piece, Shape, join, stopped
-from workers.parse import Protocol, Span, parse_reply
+from workers.parse import Protocol, VersionSpan, parse_reply
 
 CASES = 200
 PATIENCE_S = 60.0
@@ -102,7 +102,7 @@ class Cutting:
         rows = {"routed_experts": (first_row, len(seen) + len(ids) - 1)}
         if self.protocol == "chat":
             rows["indexer_topk"] = (0, rows["routed_experts"][1])
-        versions = [Span(span.version, span.start, span.end) for span in parsed.weight_versions]
+        versions = [VersionSpan(span.version, span.start, span.end) for span in parsed.weight_versions]
         pieces.append(Piece(json.dumps(reply).encode(), len(ids), versions, rows))
         shape = Shape(
             dialect=self.dialect,

@@ -22,7 +22,7 @@ from workers.codec import Facts, Wire
 from workers.parse import REPLAY, Rejected, token_text
 from workers.parse_prompt import KnownText
 from workers.payloads import Want
-from workers.reply import Job, WorkerResult
+from workers.reply import Job, ValidatedReply
 
 COMPACT = (",", ":")
 LONG = [place * 7919 % 50_000 for place in range(3000)]
@@ -44,7 +44,7 @@ def text_of(ids: list[int]) -> KnownText:
     return KnownText(known_as(ids), bytearray(text), hashlib.sha256(text))
 
 
-def content_of(result: WorkerResult) -> tuple[WorkerResult, Facts, Wire]:
+def content_of(result: ValidatedReply) -> tuple[ValidatedReply, Facts, Wire]:
     """A result with its frames unpacked. Where the prompt's ids were taken out differs, if they are there twice."""
     wire = codec.unpack(result.wire, Wire)
     facts = codec.unpack_facts(result.facts, result.wire)

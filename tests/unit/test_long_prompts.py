@@ -18,7 +18,7 @@ from workers import codec, job, scan
 from workers.codec import Facts, Wire
 from workers.parse import MAX_TOKEN_ID, KnownTokens, Parsed, Rejected, parse_reply, token_text
 from workers.parse_prompt import KnownText
-from workers.reply import Job, WorkerResult
+from workers.reply import Job, ValidatedReply
 
 IDS = [place * 7919 % 50_000 for place in range(3000)]
 TEXT = "[" + ",".join(map(str, IDS)) + "]"
@@ -40,7 +40,7 @@ def long_body(shape: str, text: str = TEXT, *changes: dict[str, Any]) -> bytes:
     return body_of(shape, dict.fromkeys(COUNTS[shape], len(IDS)), {PROMPT[shape]: Text(text)}, *changes)
 
 
-def judged(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> WorkerResult:
+def judged(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> ValidatedReply:
     """The same with the text of the known ids at hand, which are then compared instead of hashed."""
     protocol: Any = "completions" if "completion" in shape else "chat"
     asked = Job("auto", known, [], [], [], 200, "", b"", protocol, sent)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.replies import CHATS, COMPLETIONS, GONE, SHAPES, Changes, Reply, Text, body_of, doubled, sglang, vllm
 
-from workers.parse import Parsed, Span, parse_reply
+from workers.parse import Parsed, VersionSpan, parse_reply
 
 CHOICE = "choices.0"
 META = f"{CHOICE}.meta_info"
@@ -55,7 +55,7 @@ def test_a_sound_completion(shape: str) -> None:
     assert array("i", parsed.output_ids).tolist() == [10, 11]
     assert array("d", parsed.logprobs).tolist() == [-0.25, -1.0]
     assert parsed.finish_reason == "stop"
-    assert parsed.weight_versions == [Span("12" if "sglang" in shape else "unknown", 0, 2)]
+    assert parsed.weight_versions == [VersionSpan("12" if "sglang" in shape else "unknown", 0, 2)]
     assert parsed.payloads == []
 
 
@@ -120,7 +120,7 @@ SPANS = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "e
     ],
 )
 def test_weight_versions(shape: str, changes: Changes, spans: list[tuple[str, int, int]]) -> None:
-    assert sound(shape, changes).weight_versions == [Span(*span) for span in spans]
+    assert sound(shape, changes).weight_versions == [VersionSpan(*span) for span in spans]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "abort", None])

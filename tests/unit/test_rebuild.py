@@ -14,12 +14,12 @@ from app.domain.events import (
     RewardAssigned,
     SessionClosed,
     TurnRejected,
-    VersionSpan,
 )
 from app.domain.fold import fold
 from app.sessions.event_log import described
 from app.store.projections import HEAD, OPEN_TURN, FoldedLog
 from app.store.schema import open_turns, sessions
+from workers.parse_parts import VersionSpan
 
 
 def log_of(new: Sequence[Event]) -> FoldedLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from making import SESSION, Book, assistant, user
 
 from app.domain.events import History, Matcher
 from app.domain.fold import fold
-from app.domain.history import canonical_hash
+from app.domain.history import Incoming, canonical_hash
 from app.domain.reasoning import REASONING_TAGS, without_reasoning
 from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
 from app.errors import HistoryMismatch
@@ -56,6 +57,15 @@ TEXTS: list[tuple[str, Any, Any]] = [
 @pytest.mark.parametrize(("content", "bare"), [t[1:] for t in TEXTS], ids=[t[0] for t in TEXTS])
 def test_leading_reasoning_is_left_out_of_content(content: Any, bare: Any) -> None:
     assert without_reasoning({"role": "assistant", "content": content})["content"] == bare
+
+
+@pytest.mark.parametrize("content", [t[1] for t in TEXTS if isinstance(t[1], str)])
+def test_a_reply_is_hashed_with_and_without_its_reasoning(content: str) -> None:
+    message = {"role": "assistant", "content": content}
+    bare = without_reasoning(message)
+    bare_hash = None if bare is message else canonical_hash(bare, "tolerant")
+    hashes = Incoming([], "tolerant").reply_hashes(json.dumps(message).encode())
+    assert hashes == (canonical_hash(message, "tolerant"), None, bare_hash)
 
 
 def test_an_empty_reply_has_its_own_hash() -> None:

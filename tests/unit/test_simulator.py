@@ -24,7 +24,7 @@ from ops.simulator.faults import FAULTS
 from ops.simulator.prefixes import PrefixCache
 from ops.simulator.tokenizer import Tokenizer
 from ops.simulator.wire import ChatRequest, Sim
-from workers.parse import PromptDiffers, Rejected, Span, parse_reply, token_text
+from workers.parse import PromptDiffers, Rejected, VersionSpan, parse_reply, token_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SGLANG_ASKS = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True, "return_token_ids": True}
@@ -316,7 +316,10 @@ async def test_what_the_validator_reads(dialect: Dialect) -> None:
             assert array("d", parsed.logprobs).tolist() == choice["logprobs"]["token_logprobs"]
             assert json.loads(parsed.message) == choice["text"]
             half = parsed.weight_versions[0].end
-            assert parsed.weight_versions == [Span("7", 0, half), Span("8", half, len(choice["token_ids"]))]
+            assert parsed.weight_versions == [
+                VersionSpan("7", 0, half),
+                VersionSpan("8", half, len(choice["token_ids"])),
+            ]
             assert parsed.cached_tokens == number
             ((kind, raw),) = parsed.payloads
             data = base64.b64decode(json.loads(bytes(raw)))

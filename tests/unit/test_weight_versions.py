@@ -13,13 +13,15 @@ from integration.reading import CONTAINERS, read
 from making import Book, assistant, user
 from shape_rows import TWO_TURNS, rows
 
-from app.domain.events import Part, TurnCommitted, VersionSpan
+from app.domain.events import TurnCommitted
 from app.domain.groups import staleness, too_stale
 from app.domain.samples import Sample, TurnTokens, samples
 from app.export import formats
 from app.export.query import Cursor, ExportQuery, session_excluded
 from app.export.rows import Known
 from app.store.reads import Position
+from workers.parse_parts import VersionSpan
+from workers.reply import Part
 
 Spans = Sequence[tuple[str, int, int]]
 

@@ -13,19 +13,19 @@ import msgspec
 
 from app.domain import decide
 from app.domain.events import OnAbort
-from app.domain.reply import ValidatedReply
 from app.domain.request import value_of
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
+from app.features.resume.continuation import Continuation, GeneratedPart, can_continue
+from app.features.resume.staging import StagedTurn, Staging
 from app.sessions.cache import id_text
-from app.turn.continuation import Continuation, GeneratedPart, can_continue
 from app.turn.engine_call import TakesNoIds
 from app.turn.in_flight import InFlightTurn
 from app.turn.points import Generate
 from app.turn.stages import TurnStage
-from app.turn.staging import StagedTurn
 from app.upstream.client import EngineReply
 from app.upstream.streams import STREAM
 from workers import codec
+from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -40,20 +40,21 @@ EMPTY_TRIES = 5
 class Resume:
     """The turns of this process that go on from tokens that exist already."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, staging: Staging) -> None:
         self._services = services
+        self._staging = staging
         self._calls = services.engine_calls
 
     async def around(self, generate: Generate, turn: InFlightTurn) -> None:
         """Generate the turn, with whatever goes on from earlier tokens. Raises as `generate`, GenerationAborted."""
         services = self._services
-        if services.staging.is_on:
-            turn.staged = services.staging.begin(turn, services.engines.dialect)
-        if turn.staged is not None:
-            await self._staged(turn, turn.staged)
-            return
+        if self._staging.is_on:
+            turn.staged = staged = self._staging.begin(turn, services.engines.dialect)
+            if staged is not None:
+                await self._staged(turn, staged)
+                return
         await generate(turn)
-        if turn.reply is not None and turn.reply.result.finish_reason == "abort":
+        if turn.reply is not None and turn.reply.finish_reason == "abort":
             await self._ended_early(turn, GeneratedPart(turn.answer, turn.reply))
 
     def on_abort(self, turn: InFlightTurn) -> OnAbort:
@@ -88,7 +89,7 @@ class Resume:
             elif not is_cut and staged.has_ended:
                 answer = await self._as_chat(turn, answer)
         turn.reply = await self._calls.validate(turn, call, answer, turn.stored)
-        if turn.reply is not None and turn.reply.result.finish_reason == "abort":
+        if turn.reply is not None and turn.reply.finish_reason == "abort":
             await self._ended_early(turn, GeneratedPart(turn.answer, turn.reply, is_cut))
 
     def _cut(self, turn: InFlightTurn, error: UpstreamUnreachable) -> EngineReply:
@@ -202,7 +203,7 @@ class Resume:
             await continuation.add(part)
             if part.is_cut or await self._services.gates.was_shut(turn):
                 misses = 0
-            elif misses == EMPTY_TRIES or part.reply.result.output_tokens:
+            elif misses == EMPTY_TRIES or part.reply.output_tokens:
                 break
             else:
                 misses += 1
@@ -253,9 +254,9 @@ class Resume:
 
     async def _reported_ids(self, turn: InFlightTurn, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""
-        suffix = id_text(codec.unpack_facts(reply.result.facts, reply.result.wire).suffix_ids)
+        suffix = id_text(codec.unpack_facts(reply.facts, reply.wire).suffix_ids)
         parent = decide.token_parent(turn.session, turn.plan)
-        if parent is None or not reply.result.base:
+        if parent is None or not reply.base:
             return suffix
         stored = await self._services.cache.tokens(turn.entry, parent.number)
         return b",".join(filter(None, (stored, suffix)))

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from app.domain.events import Part, VersionSpan
-from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, has_more_than_text, join_object, value_of
 from app.errors import UpstreamInvalid
 from app.sessions.cache import id_text
@@ -22,7 +20,9 @@ from app.upstream.dialects import FIRST_ROW_NAMES, from_row
 from workers import codec, join
 from workers.join import Piece, Shape
 from workers.join_text import Stop
-from workers.parse import Rejected, Span
+from workers.parse import Rejected
+from workers.parse_parts import VersionSpan
+from workers.reply import Part, ValidatedReply
 
 INLINE = 96 << 10
 """Replies up to this size in total are joined on the loop: about 1 ms."""
@@ -92,11 +92,11 @@ class Continuation:
         self._generations: list[GeneratedPart] = []
         self._pieces: list[Piece] = []
         self._stop: Stop | None = None
-        result = first.reply.result
+        reply = first.reply
         self._shape = Shape(
-            dialect=result.dialect,
+            dialect=reply.dialect,
             protocol=request.shape,
-            prompt_tokens=result.base + result.suffix_tokens,
+            prompt_tokens=reply.base + reply.suffix_tokens,
             stops=_stops(request),
             keeps_stop=any(self._param(name) is True for name in ("no_stop_trim", "include_stop_str_in_output")),
             is_raw=first.answer.is_native,
@@ -127,7 +127,7 @@ class Continuation:
     @property
     def is_complete(self) -> bool:
         """Is the generation complete?"""
-        return self.newest.reply.result.finish_reason != "abort" or self._stop is not None or self.is_budget_spent
+        return self.newest.reply.finish_reason != "abort" or self._stop is not None or self.is_budget_spent
 
     async def add(self, part: GeneratedPart) -> None:
         """Raises UpstreamInvalid."""
@@ -135,12 +135,11 @@ class Continuation:
         self._stop = await self._run(lambda: join.stopped(self._pieces, self._shape))
 
     def _append(self, part: GeneratedPart) -> None:
-        reply, result = part.reply, part.reply.result
-        spans = [Span(span.version, span.start, span.end) for span in reply.weight_versions]
-        rows = {str(payload.kind): (payload.sent, payload.stop) for payload in reply.payloads}
+        reply = part.reply
+        rows = {payload.kind: (payload.sent, payload.stop) for payload in reply.payloads}
         self._generations.append(part)
-        self._pieces.append(Piece(part.answer.body.joined(), result.output_tokens, spans, rows))
-        output = codec.unpack_facts(result.facts, result.wire).output_ids
+        self._pieces.append(Piece(part.answer.body.joined(), reply.output_tokens, reply.weight_versions, rows))
+        output = codec.unpack_facts(reply.facts, reply.wire).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
     def next_call(self) -> EngineCall:
@@ -179,12 +178,12 @@ class Continuation:
     async def join(self) -> EngineReply:
         """Join all generations to one answer, from the last engine. Raises UpstreamInvalid."""
         finish: Literal["length"] | None = None
-        if self._stop is None and self.newest.reply.result.finish_reason == "abort" and self.is_budget_spent:
+        if self._stop is None and self.newest.reply.finish_reason == "abort" and self.is_budget_spent:
             finish = "length"
         body = await self._run(lambda: join.join(self._pieces, self._shape, stop=self._stop, finish=finish))
-        first = next((one for one in self._generations if one.reply.result.output_tokens), self._generations[0])
+        first = next((one for one in self._generations if one.reply.output_tokens), self._generations[0])
         answer = self.newest.answer
-        modes = {one.answer.logprobs_of for one in self._generations if one.reply.result.output_tokens}
+        modes = {one.answer.logprobs_of for one in self._generations if one.reply.output_tokens}
         logprobs_of = modes.pop() if len(modes) == 1 else None
         dispatched = first.answer.dispatched
         return msgspec.structs.replace(answer, body=Body([body]), dispatched=dispatched, logprobs_of=logprobs_of)
