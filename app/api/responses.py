@@ -13,8 +13,8 @@ from app.api.header_sessions import session_of_request
 from app.api.parameters import LIMIT, SessionId
 from app.api.replies import rendered
 from app.api.state import services
+from app.domain.session import Turn
 from app.domain.split import ITEMS
-from app.domain.turns import Turn
 from app.errors import InvalidRequest, NotFound, SessionUnreadable
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS

@@ -12,8 +12,7 @@ from msgspec.structs import asdict
 
 from app.domain.events import BlobRef, Recorded, SessionErased, UnknownEvent, name_of, to_fields
 from app.domain.rules import superseded
-from app.domain.session import Payload, Session
-from app.domain.turns import Turn
+from app.domain.session import Payload, Session, Turn
 from app.errors import NotFound, SessionNotFound, SessionUnreadable
 from app.store import heads_view, reads
 from app.store.ports import Database

@@ -14,11 +14,10 @@ from app import crash_points
 from app.domain import decide
 from app.domain.decide import TurnBlobs
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
-from app.domain.fold import fold
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest
 from app.domain.rids import rid_of
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.errors import (
     AppError,
     ClaimLost,

@@ -30,9 +30,8 @@ from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rids import rid_of
 from app.domain.rules import RULES
-from app.domain.session import Session
+from app.domain.session import Session, Turn
 from app.domain.split import ITEMS
-from app.domain.turns import Turn
 from app.errors import AppError, InvalidRequest, Restored, SessionBusy
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS

@@ -10,8 +10,7 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.fleet import EngineListed
-from app.domain.fold import fold
-from app.domain.session import Session, encode_session
+from app.domain.session import Session, encode_session, fold
 from app.fleet.engines import Engines
 from app.store import heads_view, incarnations, reads, session_load
 from app.store.dialect import Tx, now
