@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from app.api.auth import route_path
+from app.api.head import route_path
 from app.api.replies import INTERNAL, error_parts
 from app.api.state import services
 from app.errors import AppError, InvalidRequest

@@ -32,9 +32,8 @@ from app.fleet.engines import PATHS, OpenStream
 from app.sessions import transcript
 from app.sessions.cache import require_open
 from app.store.log import StoredBlob
-from app.turn.in_flight import InFlightTurn, Request, TurnCancelled
+from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
 from app.turn.large_bodies import INLINE_BYTES
-from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import FIRST_ROW_NAMES, clients_first_row, complete, for_adapter, from_row, takes_rid

@@ -40,10 +40,9 @@ from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
 from app.turn.client_reply import shown, shown_kinds
 from app.turn.engine_call import adapter_of
-from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply
+from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage
 from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
 from app.turn.points import Generate
-from app.turn.stages import TurnStage
 from app.upstream.dialects import asked_for
 from workers.reply import ValidatedReply
 
