@@ -28,9 +28,8 @@ from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash, require_own
-from app.domain.rids import rid_of
 from app.domain.rules import RULES
-from app.domain.session import Session, Turn
+from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.errors import AppError, InvalidRequest, Restored, SessionBusy
 from app.protocols.base import StoredTurn, WireProtocol
