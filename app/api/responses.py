@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from app.api.auth import TOKEN_SESSION
 from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
+from app.api.head import TOKEN_SESSION
 from app.api.header_sessions import session_of_request
 from app.api.parameters import LIMIT, SessionId
 from app.api.replies import rendered

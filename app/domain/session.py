@@ -6,6 +6,7 @@ the prompt, and can be dropped at any time.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
@@ -696,6 +697,24 @@ def _payload(session: Session, parent: int, ref: PayloadRef) -> Payload:
     if len(shared) != ref.shared:
         raise UnknownEvent(f"session {session.session_id}: {ref.kind} shares chunks that turn {parent} does not have")
     return Payload(ref.kind, ref.start, ref.stop, ref.sent, ref.shape, (*shared, *ref.chunks))
+
+
+RID_MARK = "turnlog-"
+
+RID_CHARACTERS = 32
+"""Length after the mark. All rids have one length, so that none is a prefix of another: engines abort by prefix."""
+
+
+def rid_of(session_id: str, fence: int, incarnation: int) -> str:
+    """A generation's id at the engine. A claim is not synced: one that is lost with the power leaves its fence to
+    another process's turn, which must not be taken for it."""
+    name = f"{session_id}\0{fence}\0{incarnation}"
+    return RID_MARK + hashlib.sha256(name.encode()).hexdigest()[:RID_CHARACTERS]
+
+
+def engine_session_of(session_id: str) -> str:
+    """A session's id at the engine. It holds a character that no id chosen by a client may have."""
+    return "turnlog~" + hashlib.sha256(session_id.encode()).hexdigest()[:RID_CHARACTERS]
 
 
 describe(Session, list[Turn])

@@ -21,8 +21,7 @@ from app.domain.events import (
     SessionCreated,
 )
 from app.domain.history import digest
-from app.domain.rids import engine_session_of
-from app.domain.session import fold
+from app.domain.session import engine_session_of, fold
 from app.errors import (
     AppError,
     InvalidRequest,

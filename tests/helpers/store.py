@@ -16,7 +16,7 @@ from app.store import heads_view, incarnations, reads, session_load
 from app.store.dialect import Tx, now
 from app.store.engine import Database
 from app.store.heads_view import HeadRow
-from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk
+from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk, size_of
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
 from app.store.log_turns import Claim, Commit, Known, Release, Stage
 from app.store.schema import chunks as chunks_table
@@ -80,7 +80,8 @@ def commit(
     event: TurnCommitted = committed(turn, parent, fence, **fields)
     known = known or Known(fence, opened_at, turn - 1)
     every = [*before, event, *after]
-    return Commit(session_id, fence, incarnation, opened_at, at, known, every, facts, wire, blobs, chunks)
+    size = len(facts) + len(wire) + size_of([*blobs, *chunks])
+    return Commit(session_id, fence, incarnation, opened_at, at, known, every, facts, wire, blobs, chunks, size=size)
 
 
 def release(session_id: str, fence: int, incarnation: int, *, turn: int = 1) -> Release:
