@@ -184,7 +184,7 @@ def work_usual(job: Job, body: memoryview, known: KnownText | None = None) -> li
     end = tail + bytes(body[tail:]).find(b'"') + 1
     if end == tail:
         return None
-    rest = b'%b""%b' % (body[:start], body[end:])
+    rest = b"".join((body[:start], b'""', body[end:]))
     return light.read(job, rest, known, light.CutRows(start, body[start:end]))
 
 
