@@ -30,7 +30,7 @@ from app.fleet.health import HealthWatch
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
-from app.metrics import Metrics
+from app.metrics import Metrics, RecentTurnStats
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
@@ -53,7 +53,6 @@ from app.turn.large_bodies import LargeBodies
 from app.turn.placement import Placement
 from app.turn.points import TurnPoints
 from app.turn.retries import Retries
-from app.turn.stages import RecentTurnStats
 from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 from app.turn.validation import ReplyValidator

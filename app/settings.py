@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal, get_args
 
@@ -313,7 +314,7 @@ class Settings(BaseSettings):
         learned = self.upstream_dialect == "vllm" or self.expert_shape is not None
         return [] if learned or "routed_experts" not in self.replay else [FLAT_ROWS_WARNING]
 
-    @property
+    @cached_property
     def abort_after_s(self) -> float | None:
         """Seconds after its client's disconnect at which a turn is aborted; None: it is finished (`finish`)."""
         mode, _, seconds = self.on_disconnect.partition(":")

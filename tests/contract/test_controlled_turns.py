@@ -17,8 +17,7 @@ from app.fleet.engines import EngineOrder, Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store.affinities import Use
-from app.turn.in_flight import InFlightTurn, Waiter
-from app.turn.stages import Stages
+from app.turn.in_flight import InFlightTurn, Stages, Waiter
 from app.upstream.client import EngineClient
 from app.upstream.sessions import EngineSessions
 from ops.simulator.process import SimulatorProcess

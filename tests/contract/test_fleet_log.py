@@ -26,7 +26,7 @@ from app.domain.fleet import (
     FleetResumed,
     fold,
 )
-from app.domain.rids import rid_of
+from app.domain.session import rid_of
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.fleet.engines import Engines

@@ -19,9 +19,8 @@ from app.features.resume.continuation import Continuation, GeneratedPart, can_co
 from app.features.resume.staging import StagedTurn, Staging
 from app.sessions.cache import id_text
 from app.turn.engine_call import TakesNoIds
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import InFlightTurn, TurnStage
 from app.turn.points import Generate
-from app.turn.stages import TurnStage
 from app.upstream.client import EngineReply
 from app.upstream.streams import STREAM
 from workers import codec

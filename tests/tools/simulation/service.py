@@ -12,7 +12,7 @@ from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
 from app.features import checkpoints, gates, groups, live, resume, session_control
-from app.metrics import Metrics
+from app.metrics import Metrics, RecentTurnStats
 from app.services import Services
 from app.sessions.lifecycle import Clock
 from app.sessions.recovery import Registration
@@ -21,7 +21,6 @@ from app.store import incarnations, ports, reads, schema
 from app.store.dialect import Tx, now
 from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
-from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
 from workers import codec
 from workers.pool import Pool
