@@ -61,6 +61,12 @@ class Engine:
         return head
 
 
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Servers run on uvloop where it is installed; their transports differ where a connection ends."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
     made = Engine()
@@ -408,7 +414,11 @@ async def test_all_addresses_of_a_name_are_tried(
     places = [("127.0.0.1", 1), ("silent", 0), ("127.0.0.1", port)]
     connecting = loop.sock_connect
 
+    looking_up = loop.getaddrinfo
+
     async def addresses(host: str, port: int, **kind: Any) -> list[Any]:
+        if not host.endswith(".example"):
+            return await looking_up(host, port, **kind)  # uvloop does so where it connects
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
 
     async def connect(sock: socket.socket, place: Any) -> None:
