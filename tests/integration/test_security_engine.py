@@ -232,9 +232,7 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.threat("decompression bomb from an engine")
 @pytest.mark.parametrize(("status", "told"), [(200, 502), (500, 500)])
-def test_eight_bombs_at_once_take_little_memory(
-    tmp_path: Path, large_bomb: bytes, status: int, told: int
-) -> None:
+def test_eight_bombs_at_once_take_little_memory(tmp_path: Path, large_bomb: bytes, status: int, told: int) -> None:
     headers = (("content-type", "application/json"), ("content-encoding", "gzip"))
     with (
         Answering(lambda asked: Answer(large_bomb, headers, status)) as bombing,
