@@ -32,18 +32,17 @@ from app.api import (
 from app.api import engines as engine_routes
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
-from app.api.auth import Guard, with_single_slashes
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
-from app.api.direct import serve_direct
+from app.api.direct import by_head, serve_direct
 from app.api.error_handlers import handle_faults
-from app.api.head import Head, request_ids
+from app.api.head import Guard, Head, request_ids, with_single_slashes
 from app.api.ng_rollout import PREFIX, without_prefix
-from app.api.replies import error_parts, send_reply
+from app.api.replies import error_parts
 from app.api.tokens import Tokens
-from app.api.turns import TurnRequest
+from app.api.turns import TurnRequest, send_reply
 from app.errors import StartupError
-from app.features import archive, checkpoints, forks, groups, objects, page, search
+from app.features import archive, checkpoints, forks, groups, live, objects, page, resume, search, session_control
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
 from app.services import Services, running
@@ -57,9 +56,12 @@ FEATURES = (
     checkpoints,
     forks,
     groups,
+    live,
     objects,
     page,
+    resume,
     search,
+    session_control,
 )
 """What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on."""
 
@@ -68,7 +70,8 @@ SWITCH_S = 0.0005
 tenth of Python's default, because the loop waits at each of its steps while a thread reads a large request."""
 
 
-_DIRECT = {(route.method, route.has_session, route.route): route.endpoint for route in sessions.DIRECT_ROUTES}
+_DIRECT_ROUTES = (*sessions.DIRECT_ROUTES, *service.DIRECT_ROUTES)
+_DIRECT = by_head(_DIRECT_ROUTES)
 
 
 class Turnlog(FastAPI):
@@ -85,7 +88,7 @@ class Turnlog(FastAPI):
         self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
         self._services: Services
-        self.state.direct_routes = sessions.DIRECT_ROUTES
+        self.state.direct_routes = _DIRECT_ROUTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

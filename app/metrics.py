@@ -1,4 +1,6 @@
-"""The metrics of this process, for Prometheus. Values that are only read at a scrape are in `app/api/metrics.py`.
+"""The metrics of this process, for Prometheus, and the statistics of its last minute.
+
+Values that are only read at a scrape are in `app/api/metrics.py`.
 
 A turn counts in plain numbers, which are rendered at a scrape. Labels have few values, all known here or set
 by an operator: never a session, a model, or a name that a client chose. With several processes
@@ -8,17 +10,20 @@ over the living ones.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_type_hints
+
+import msgspec
 
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
 from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
-from app.turn import staging
-from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
+from app.turn.in_flight import NEW_TURNS, OUTCOMES, SUCCEEDED, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
 
@@ -117,13 +122,6 @@ FAMILIES = (
     ),
     _gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate."),
     _counter("turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."),
-    _counter(
-        "turnlog_turns_staged_total",
-        "Turns whose tokens are staged, and what became of them.",
-        "outcome",
-        staging.OUTCOMES,
-    ),
-    _counter("turnlog_tokens_restored_total", "Staged tokens that a retry did not have to generate again."),
     _gauge("turnlog_turns_gated", "Turns that wait at a gate until a pause ends."),
     # traffic
     _counter(
@@ -285,6 +283,99 @@ class Metrics:
         else:
             processes = list(metric_files.read(FOLDER))
         return [_merged(family, processes) for family in self._families]
+
+
+WINDOW_S = 60
+
+PER_OCTAVE = 8
+"""Histogram slots per factor of two: a percentile is accurate to about 5 %."""
+
+SLOT_ZERO_S = 1e-6
+
+
+class _Second(msgspec.Struct):
+    """The turns that ended in one second. Times are counted by histogram slot."""
+
+    number: int = -1
+    turns: int = 0
+    overhead: dict[int, int] = msgspec.field(default_factory=dict)
+    engine: dict[int, int] = msgspec.field(default_factory=dict)
+    errors: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+class RecentTurnsSummary(msgspec.Struct, frozen=True):
+    """Statistics of the last minute, or since the start if shorter; None where no turn was committed.
+
+    `errors` counts the minute's errors by code (`engine_error`: the engine's own), `errors_total` all since the start.
+    """
+
+    turns_per_s: float
+    overhead_p50_ms: float | None
+    overhead_p99_ms: float | None
+    engine_p50_ms: float | None
+    engine_p99_ms: float | None
+    errors: dict[str, int]
+    errors_total: dict[str, int]
+
+
+class RecentTurnStats:
+    """Statistics of the turns that ended in this process within the last minute. `clock` is
+    monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._seconds = [_Second() for _ in range(WINDOW_S + 1)]
+        self._errors: Counter[str] = Counter()
+
+    def turn_ended(self, outcome: str, overhead: float, engine: float) -> None:
+        """A reply or an error was sent. `outcome` is one of `OUTCOMES`, or an `AppError`'s code; the others are seconds
+        of Turnlog's own work and of the engine's."""
+        number = int(self._clock())
+        index = number % len(self._seconds)
+        second = self._seconds[index]
+        if second.number != number:
+            second = self._seconds[index] = _Second(number)
+        if outcome in NEW_TURNS:
+            second.turns += 1
+            for slots, seconds in ((second.overhead, overhead), (second.engine, engine)):
+                slot = int(math.log2(seconds / SLOT_ZERO_S) * PER_OCTAVE) if seconds > SLOT_ZERO_S else 0
+                slots[slot] = slots.get(slot, 0) + 1
+        elif outcome not in SUCCEEDED:
+            second.errors[outcome] += 1
+            self._errors[outcome] += 1
+
+    def summary(self) -> RecentTurnsSummary:
+        """Includes the second that has only begun."""
+        now = self._clock()
+        kept = [second for second in self._seconds if now - WINDOW_S < second.number + 1]
+        overhead: Counter[int] = Counter()
+        engine: Counter[int] = Counter()
+        errors: Counter[str] = Counter()
+        for second in kept:
+            overhead.update(second.overhead)
+            engine.update(second.engine)
+            errors.update(second.errors)
+        elapsed = min(max(now - self._began, 1.0), float(WINDOW_S))
+        return RecentTurnsSummary(
+            turns_per_s=sum(second.turns for second in kept) / elapsed,
+            overhead_p50_ms=_percentile_ms(overhead, 0.5),
+            overhead_p99_ms=_percentile_ms(overhead, 0.99),
+            engine_p50_ms=_percentile_ms(engine, 0.5),
+            engine_p99_ms=_percentile_ms(engine, 0.99),
+            errors=dict(errors),
+            errors_total=dict(self._errors),
+        )
+
+
+def _percentile_ms(slots: Counter[int], share: float) -> float | None:
+    """The middle of the slot that holds the percentile `share`, in ms."""
+    left = math.ceil(share * slots.total())
+    for slot in sorted(slots):
+        left -= slots[slot]
+        if left <= 0:
+            return SLOT_ZERO_S * 1000 * math.exp2((slot + 0.5) / PER_OCTAVE)
+    return None
 
 
 def _merged(family: Family, processes: Sequence[tuple[bool, Mapping[tuple[str, str], list[float]]]]) -> Metric:

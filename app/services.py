@@ -32,7 +32,7 @@ from app.fleet.native import NativeRoutes
 from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
-from app.metrics import Metrics
+from app.metrics import Metrics, RecentTurnStats
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
@@ -52,20 +52,14 @@ from app.tito.families import check_family
 from app.turn.claims import Claims
 from app.turn.engine_call import EngineCalls
 from app.turn.large_bodies import LargeBodies
-from app.turn.live import LiveTurns
 from app.turn.placement import Placement
 from app.turn.points import TurnPoints
-from app.turn.resume import Resume
 from app.turn.retries import Retries
-from app.turn.session_control import SessionControls
-from app.turn.stages import RecentTurnStats
-from app.turn.staging import Staging
 from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 from app.turn.validation import ReplyValidator
 from app.upstream.client import EngineClient
 from app.upstream.control import EngineControl
-from app.upstream.sessions import EngineSessions
 from workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -105,6 +99,7 @@ class Services:
         self.settings = settings
         self.release = release
         self.database = database
+        self.client = client
         self.pool = pool
         self.registration = registration
         self.metrics = metrics
@@ -121,7 +116,8 @@ class Services:
         self.registered_calls: list[Callable[[], None]] = []  # `registered`
         self.waits: list[Callable[[], None]] = []  # `end_waits`
         self.ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the rest, in this order
-        self.last_ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, when no turn is left
+        self.turn_ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, when the turns have ended
+        self.last_ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the store is closed
         self.refreshes: list[Callable[[], None]] = []  # before the metrics are read
         self.restored: list[Callable[[], Awaitable[object]]] = []  # after the store was taken back to a checkpoint
         self.instance_id = uuid.uuid4().hex
@@ -178,29 +174,14 @@ class Services:
             lease_s=lease,
         )
         self.claims = Claims(self, incarnation=incarnation, lease_s=lease, lease_left=self.lease_left)
-        self.controls = SessionControls(
-            database=database,
-            writer=self.writer,
-            cache=self.cache,
-            engines=self.engines,
-            calls=EngineSessions(client, api_key),
-            settings=settings,
-            incarnation=incarnation,
-            lease_s=lease,
-        )
         self.placement = Placement(self.engines, self.cache, settings, clock)
         self.validator = ReplyValidator(pool, settings)
-        self.staging = Staging(database, self.writer, settings)
         self.large_bodies = LargeBodies()
         self.engine_calls = EngineCalls(self)
         points = self.points
         points.before_claim.append(self.gates.arrive)
         points.before_engine.append(self.gates.pass_again)
         points.may_send.append(self.gates.take)
-        points.claimed.append(self.controls.claimed)
-        points.ended.append(self.controls.ended)
-        points.around_engine.append(Resume(self).around)
-        points.streaming.append(LiveTurns(self).streaming)
         self.turns = Turns(self)
 
         # sessions
@@ -213,7 +194,6 @@ class Services:
             names_engine_sessions=settings.engine_session_ids,
         )
         self.sessions.on_close(self.turns.close)
-        self.sessions.on_close(self.controls.session_closed)
         self.erasure = Erasure(
             database=database,
             writer=self.writer,
@@ -263,7 +243,6 @@ class Services:
         """The process is registered in the store, so it may take over from dead ones."""
         self.recovery.start()
         self.claims.start()
-        self.controls.start()
         for begin in self.registered_calls:
             begin()
 
@@ -294,7 +273,7 @@ class Services:
             self.counted.stop,
             self.janitor.stop,
             lambda: self.turns.drain(DRAIN_S),
-            self.controls.stop,
+            *self.turn_ends,
             lambda: self.pool.stop(0),
             self.health.stop,
             self.token_in.close,

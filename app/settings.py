@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal, get_args
 
@@ -94,13 +95,17 @@ BUCKETS = ("s3", "gs", "az", "file")
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
-Feature = Literal["archive", "checkpoints", "forks", "groups", "objects", "page", "search"]
+Feature = Literal[
+    "archive", "checkpoints", "forks", "groups", "live", "objects", "page", "resume", "search", "session_control"
+]
 """The folders of `app.features`."""
 
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
     "groups": ("retain_until_ack",),
     "objects": ("payloads", "payloads_keep_s"),
+    "resume": ("stage_tokens_s",),
+    "session_control": ("engine_sessions",),
 }
 """Settings of features. Where the feature is off they have their defaults, whatever is set."""
 
@@ -299,7 +304,7 @@ class Settings(BaseSettings):
         learned = self.upstream_dialect == "vllm" or self.expert_shape is not None
         return [] if learned or "routed_experts" not in self.replay else [FLAT_ROWS_WARNING]
 
-    @property
+    @cached_property
     def abort_after_s(self) -> float | None:
         """Seconds after its client's disconnect at which a turn is aborted; None: it is finished (`finish`)."""
         mode, _, seconds = self.on_disconnect.partition(":")

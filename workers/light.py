@@ -18,9 +18,9 @@ from msgspec import UNSET, Raw, UnsetType
 
 from workers import codec, scan
 from workers.codec import TOKEN_BYTES, Facts, Wire
-from workers.depth import too_deep
+from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_json import NULL, Rejected
-from workers.parse_parts import CachedTokens, Dialect, Logprob, Reported, versions_of
+from workers.parse_parts import MAX_VERSION, CachedTokens, Dialect, Logprob, Reported, VersionSpan, versions_of
 from workers.parse_prompt import LONG_PROMPT, PLAIN_BYTES, PROMPT, Hasher, KnownText, KnownTokens, TokenId, text_of
 from workers.reply import Job, PayloadRange, ValidatedReply
 
@@ -212,9 +212,14 @@ def read(job: Job, body: bytes, known_text: KnownText | None) -> Read | None:
         ):
             return None
         rest = _without(rest, _CONTENT, content)
-        if too_deep(rest) or orjson.dumps(orjson.loads(rest)) != rest:
+        if rest.count(b"[") + rest.count(b"{") > MAX_DEPTH and too_deep(rest):
             return None
-        versions = versions_of(spans, version, "weight_versions", len(output))
+        if orjson.dumps(orjson.loads(rest)) != rest:
+            return None
+        if spans is None and output and type(version) is str and len(version) <= MAX_VERSION:
+            versions = [VersionSpan(version, 0, len(output))]
+        else:
+            versions = versions_of(spans, version, "weight_versions", len(output))
     except (msgspec.MsgspecError, ValueError, RecursionError, Rejected):
         return None
     if cached is None and usage.prompt_tokens_details is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.auth import TOKEN_SESSION
 from app.api.describe import BODY, ENGINE, READ, SESSION, describe, json_reply
+from app.api.head import TOKEN_SESSION
 from app.api.limits import peer_of, read_body
 from app.api.parameters import SessionId
 from app.api.state import services

@@ -1,12 +1,13 @@
-"""Answers routes without FastAPI's routing and parameters, which cost more than what they lead to: those that every
-session needs beside its turns. The document describes them with the others."""
+"""Answers routes without FastAPI's routing and parameters, which cost more than what they lead to:
+those that every session needs beside its turns, and those that are asked every few seconds. The
+document describes them with the others."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -35,14 +36,19 @@ Endpoint = Callable[["Services", Head, Receive], Awaitable[tuple[int, Any]]]
 
 
 class DirectRoute(NamedTuple):
-    """A route, below `/sessions/{session_id}` if it `has_session`. `parameters` are those of its query, for the
-    document."""
+    """A route, below `/sessions/{session_id}` if it `has_session`. The document has it under `tag`;
+    `parameters` are those of its query."""
 
     method: str
     has_session: bool
     route: str
     endpoint: Endpoint
+    tag: str
     parameters: tuple[Schema, ...] = ()
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return ("GET", "HEAD") if self.method == "GET" else (self.method,)
 
     @property
     def path(self) -> str:
@@ -50,7 +56,8 @@ class DirectRoute(NamedTuple):
         return ("/sessions/{session_id}" if self.has_session else "") + self.route
 
     def matches(self, path: str) -> bool:
-        return re.fullmatch(("/sessions/[^/]+" if self.has_session else "") + self.route, path) is not None
+        prefix = "/sessions/[^/]+" if self.has_session else ""
+        return re.fullmatch(f"{prefix}{self.route}/?", path) is not None
 
     @property
     def fields(self) -> Schema:
@@ -59,7 +66,22 @@ class DirectRoute(NamedTuple):
         session_id = {"name": "session_id", "in": "path", "required": True, "schema": text}
         own = [{**session_id, "description": "A session's id."}] if self.has_session else []
         parameters = [*own, *self.parameters]
-        return {"description": inspect.getdoc(self.endpoint), "tags": ["Sessions"], "parameters": parameters}
+        description = inspect.getdoc(self.endpoint)
+        return {"description": description, "tags": [self.tag], "parameters": parameters}
+
+
+def by_head(routes: Iterable[DirectRoute]) -> dict[tuple[str, bool, str], Endpoint]:
+    """The endpoints by what a request's head says: its method, has its path a session, and its route.
+
+    A slash at the end does not matter: a redirect, which other routes answer with, is not followed
+    by every client that sends a body.
+    """
+    return {
+        (method, route.has_session, route.route + slash): route.endpoint
+        for route in routes
+        for method in route.methods
+        for slash in ("", "/")
+    }
 
 
 async def serve_direct(app: Services, endpoint: Endpoint, head: Head, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from app.api.auth import route_path
+from app.api.head import route_path
 from app.api.replies import INTERNAL, error_parts
 from app.api.state import services
 from app.errors import AppError, InvalidRequest
@@ -103,7 +103,8 @@ def _allowed(request: Request) -> list[str]:
     if _TURN.fullmatch(route_path(request.scope)):
         return ["POST"]
     direct: Collection[DirectRoute] = app.state.direct_routes
-    allowed = {route.method for route in direct if route.matches(route_path(request.scope))}
+    path = route_path(request.scope)
+    allowed = {method for route in direct if route.matches(path) for method in route.methods}
     return [
         method
         for method in METHODS

@@ -1,17 +1,49 @@
-"""What the head of a request says, read once before a route is chosen; and the headers that every reply gets."""
+"""What the head of a request says, read once before a route is chosen; whether it is allowed; and the headers that
+every reply gets.
+
+The guard authorises every request:
+
+    no admin token is set    clients on this machine, except pages of other sites in a browser; trusted networks
+    admin token              everything
+    session token            the session's own routes; on routes that name a session in a header, the session itself and
+                             its agents' sessions (checked by `header_sessions`, which finds the token's session in the
+                             scope under TOKEN_SESSION)
+    the page's cookie        GET and HEAD; PUT of a session's note, where the page itself sends it
+
+A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
+
+It uses the path that the routers match, so a new route is protected by default.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from starlette.types import Message, Scope, Send
 
-from app.api.limits import CONNECTION, PEER
+from app.api.limits import CONNECTION, MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES, PEER
+from app.api.tokens import Tokens
+from app.domain.patterns import ID
+from app.errors import (
+    AppError,
+    Forbidden,
+    HeadersTooLarge,
+    InvalidRequest,
+    SessionNotFound,
+    TargetTooLong,
+    Unauthorized,
+)
+from app.fleet.engines import COUNT_TOKENS, MODELS
 from app.logs import LogContext
+from app.protocols.registry import ROUTES
+from app.settings import Network
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -40,6 +72,39 @@ _MESSAGES = "/v1/messages"
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
+TOKEN_SESSION = "turnlog.token_session"
+"""Key in a scope: the session of the request's session token; missing for an admin."""
+
+COOKIE = b"turnlog_ui"
+SIGN_IN, SIGN_OUT = "/ui/sign-in", "/ui/sign-out"
+
+_READS = frozenset({"GET", "HEAD"})
+_OPEN = frozenset({"/", "/health", "/ready"})
+_PAGE = frozenset({"/ui", "/ui/", "/docs"})
+_STATIC = "/ui/static/"
+_BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")
+_FORK = "/fork"
+_STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
+"""A response by its id; the route checks that it is the token's session's."""
+
+_LEASES = "/export/groups"
+"""A GET that changes something, so the page's cookie does not allow it."""
+
+_NOTE = re.compile(rf"/sessions/{ID[1:-1]}/note")
+"""What the page may write: PUT alone, and only if the page itself sends it (`_is_sent_by_page`)."""
+
+PAGE_HEADER = b"x-turnlog-page"
+"""The page sends it with what it writes. A page of another site cannot: a browser would first ask this server, which
+answers no such question (CORS)."""
+
+_LOOPBACK_HOST = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_CACHED_ADDRESSES, _MAX_ADDRESS = 1024, 64
+
+AuthHeaders = dict[bytes, list[bytes]]
+"""The values of each header by its name."""
+
+Address = tuple[str, int | None] | None
+
 
 def request_ids() -> Iterator[str]:
     """Ids that no other process gives. They are not secret; a random id each would cost ten times as much."""
@@ -65,12 +130,8 @@ class Head(LogContext):
     def __init__(self, scope: Scope, ids: Iterator[str]) -> None:
         self.scope = scope
         self.method: str = scope["method"]
-        path: str = scope["path"]
-        root: str = scope.get("root_path", "")
-        if root and path.startswith(root):  # as in Starlette
-            rest = path[len(root) :]
-            path = rest if not rest or rest[0] == "/" else path
-        self.path = path
+        self.path: str = scope["path"] if not scope.get("root_path") else route_path(scope)
+        path = self.path
         self.path_session: str | None = None
         self.route = path
         if path.startswith(_SESSIONS):
@@ -122,3 +183,203 @@ def _adding(send: Send, own: Headers, others: RawHeaders) -> Send:
         await send(message)
 
     return sending
+
+
+def route_path(scope: Scope) -> str:
+    """The path that the routers match: decoded and without the root path, as in Starlette."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if not root or not path.startswith(root):
+        return path
+    rest = path[len(root) :]
+    return rest if not rest or rest[0] == "/" else path
+
+
+def with_single_slashes(scope: Scope) -> Scope:
+    """The scope of the same request without the slashes that a base URL ended with: `//sessions/x/v1//messages`.
+
+    Names of groups and adapters may hold several, so behind the first part of a path only the routes of sessions and
+    turns lose them. Authorisation and routers must both see the result.
+    """
+    path = route_path(scope)
+    if "//" not in path:
+        return scope
+    single = "/" + path.lstrip("/")
+    if single.startswith(_BELOW_BASE_URLS):
+        single = re.sub("//+", "/", single)
+    root: str = scope["path"][: len(scope["path"]) - len(path)]
+    return {**scope, "path": root + single}
+
+
+class Guard:
+    """Authorises requests. `clock` returns seconds since the epoch."""
+
+    def __init__(self, tokens: Tokens, trusted: Sequence[Network] = (), clock: Callable[[], float] = time.time) -> None:
+        self._tokens = tokens
+        self._check = self._check_token if tokens.are_needed else self._check_connection
+        self._trusted = tuple(trusted)
+        self._clock = clock
+        self._is_loopback = lru_cache(_CACHED_ADDRESSES)(_is_loopback)
+        self._is_in_trusted_network = lru_cache(_CACHED_ADDRESSES)(self._is_in_trusted)
+
+    def refusal(self, head: Head) -> AppError | None:
+        """The error for a request that is not allowed, else None. Stores the token's session in the scope."""
+        if head.header_bytes > MAX_HEADER_BYTES:
+            return HeadersTooLarge(f"the headers have {head.header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+        scope = head.scope
+        query: bytes = scope["query_string"]
+        size = len(scope.get("raw_path") or scope["path"].encode()) + len(query)
+        if size > MAX_TARGET_BYTES:
+            return TargetTooLong(f"path and query have {size} bytes; the limit is {MAX_TARGET_BYTES}")
+        if query and query.count(b"&") >= MAX_PARAMETERS:
+            return InvalidRequest(f"the query has more than {MAX_PARAMETERS} parameters")
+        if head.path in _OPEN and head.method in _READS:
+            return None
+        return self._check(head)
+
+    def _check_connection(self, head: Head) -> AppError | None:
+        """Without admin tokens: decide by the connection. Only this machine itself is served, by a loopback address and
+        Host, and trusted networks."""
+        headers = head.headers
+        peer: Address = head.scope["client"]
+        server: Address = head.scope["server"]
+        hosts = headers.get(b"host", ())
+        fault = None
+        if self._trusted and self._is_trusted(head):
+            pass
+        elif head.is_forwarded:
+            fault = "the request came through a proxy"
+        elif peer is None or server is None or not self._is_loopback(peer[0]):
+            fault = "the client's address is not a loopback address"
+        elif not self._is_loopback(server[0]):
+            fault = "the client did not connect to a loopback address"
+        elif len(hosts) != 1 or not _LOOPBACK_HOST.fullmatch(hosts[0]):
+            fault = "the Host header is not that of a loopback address"
+        if fault is not None:
+            return Forbidden(
+                f"{fault}, and no TURNLOG_ADMIN_TOKEN is set, so only this machine itself is served: set one, or name "
+                "the client's network in TURNLOG_TRUSTED_NETWORKS"
+            )
+        if (b"origin" in headers or b"sec-fetch-site" in headers) and _is_foreign(headers):
+            if head.path in _PAGE and head.method in _READS:
+                return None
+            return Forbidden("another site's page sent this: without TURNLOG_ADMIN_TOKEN it is not served")
+        return None
+
+    def _is_trusted(self, head: Head) -> bool:
+        """Is the peer's address in a trusted network? No if only a proxy's header tells the address."""
+        state = head.scope.get("state") or {}
+        if PEER not in state and head.is_forwarded:
+            return False
+        peer: Address = state[PEER] if PEER in state else head.scope["client"]
+        return peer is not None and len(peer[0]) <= _MAX_ADDRESS and self._is_in_trusted_network(peer[0])
+
+    def _is_in_trusted(self, host: str) -> bool:
+        address = _address(host)
+        return address is not None and any(address in network for network in self._trusted)
+
+    def _check_token(self, head: Head) -> AppError | None:
+        """With admin tokens: decide by the request's token or cookie."""
+        method, path, headers = head.method, head.path, head.headers
+        if method in _READS and (path in _PAGE or path.startswith(_STATIC)):
+            return None
+        if method == "POST" and path in (SIGN_IN, SIGN_OUT):
+            return Forbidden("another site's page sent this") if _is_foreign(headers) else None
+        token = _token(headers)
+        if token is None:
+            return None if self._is_signed_in(method, path, headers) else Unauthorized("a bearer token is needed")
+        if isinstance(token, AppError):
+            return token
+        if self._tokens.is_admin(token):
+            return None
+        token_session = self._tokens.session_of(token)
+        if token_session is None:
+            return Unauthorized("the bearer token is unknown")
+        head.scope[TOKEN_SESSION] = token_session
+        return _check_session_token(token_session, head)
+
+    def _is_signed_in(self, method: str, path: str, headers: AuthHeaders) -> bool:
+        """Does the page's cookie allow the request?"""
+        if b"cookie" not in headers or _is_foreign(headers):
+            return False
+        reads = method in _READS and path != _LEASES
+        if not reads and not (method == "PUT" and _NOTE.fullmatch(path) and _is_sent_by_page(headers)):
+            return False
+        now = self._clock()
+        return any(self._tokens.is_signed_in(cookie, now) for cookie in _cookies(headers[b"cookie"]))
+
+
+def unknown_session(session_id: str) -> SessionNotFound:
+    """The error for a session that does not exist, and for another token's session: a client cannot tell them apart."""
+    if re.fullmatch(ID, session_id) is None:
+        return SessionNotFound("the session id is invalid")
+    return SessionNotFound(f"session {session_id} does not exist")
+
+
+def _token(headers: AuthHeaders) -> bytes | Unauthorized | None:
+    """The request's token; None if it brings none."""
+    bearers, keys = headers.get(b"authorization", []), headers.get(b"x-api-key", [])
+    tokens = {key.strip(b" \t") for key in keys}
+    for value in bearers:
+        scheme, _, token = value.partition(b" ")
+        tokens.add(token.strip(b" \t") if scheme.lower() == b"bearer" else b"")
+    if len(bearers) > 1 or len(keys) > 1 or b"" in tokens:
+        return Unauthorized("one Authorization header with a bearer token, or one x-api-key, is needed")
+    if len(tokens) > 1:
+        return Unauthorized("Authorization and x-api-key hold different tokens: send one of them, or the same in both")
+    return tokens.pop() if tokens else None
+
+
+def _check_session_token(token_session: str, head: Head) -> AppError | None:
+    method, path = head.method, head.path
+    if path.startswith(_SESSIONS):
+        if head.path_session != token_session:
+            return unknown_session(head.path_session or "")
+        return Forbidden("a session token cannot create sessions") if head.route == _FORK else None
+    if method == "POST" and (path in ROUTES or path == COUNT_TOKENS):
+        return None
+    if method in _READS and (path == MODELS or _STORED.fullmatch(path)):
+        return None
+    return Forbidden("a session token is only valid for its own session's routes")
+
+
+def _is_foreign(headers: AuthHeaders) -> bool:
+    """Did a browser send this for a page of another site? Browsers set these headers, and pages cannot change them."""
+    sites = headers.get(b"sec-fetch-site")
+    if sites is not None:
+        return any(site not in (b"same-origin", b"none") for site in sites)
+    own = headers.get(b"host", [b""])[0].lower()
+    return any(origin.partition(b"://")[2].lower() != own for origin in headers.get(b"origin", ()))
+
+
+def _is_sent_by_page(headers: AuthHeaders) -> bool:
+    """Does the request prove that a page of this server sent it? Unlike `_is_foreign`, absent marks prove nothing."""
+    if headers.get(PAGE_HEADER) != [b"1"]:
+        return False
+    sites, origins = headers.get(b"sec-fetch-site", []), headers.get(b"origin", [])
+    if sites:  # else an old browser, or one that does not trust the connection: plain HTTP
+        return sites == [b"same-origin"]
+    own = headers.get(b"host", [b""])[0].lower()
+    return len(origins) == 1 and origins[0].partition(b"://")[2].lower() == own != b""
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The parsed address, or None if invalid. An IPv4 address mapped to IPv6 is returned as IPv4."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
+
+
+def _cookies(headers: Sequence[bytes]) -> list[bytes]:
+    """The values of all cookies with the page's cookie name."""
+    pairs = [pair.strip().partition(b"=") for header in headers for pair in header.split(b";")]
+    return [value for name, _, value in pairs if name == COOKIE]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from app.api.auth import unknown_session
+from app.api.head import unknown_session
 from app.api.sessions import CreateSession, made_session_id, new_session
 from app.domain import control
 from app.domain.patterns import ID

@@ -85,8 +85,6 @@ def refresh(app: Services) -> None:
     metrics.set("turnlog_connections", app.connection_limit.connections)
     metrics.set("turnlog_connections_refused_total", app.connection_limit.refused)
     metrics.set("turnlog_loop_lag_seconds", app.lag.largest_s)
-    metrics.set_all("turnlog_turns_staged_total", app.staging.counters.turns)
-    metrics.set("turnlog_tokens_restored_total", app.staging.counters.tokens_restored)
     _refresh_cache(app)
     _refresh_pool(app)
     _refresh_writer(app)

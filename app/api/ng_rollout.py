@@ -14,7 +14,7 @@ import re
 
 from starlette.types import Scope
 
-from app.api.auth import route_path
+from app.api.head import route_path
 from app.api.header_sessions import AGENT, HARNESSES, agent_of
 
 PREFIX = "/ng-rollout/"

@@ -11,7 +11,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from app.api.auth import COOKIE
 from app.api.describe import (
     ANYTHING,
     BODY,
@@ -29,6 +28,7 @@ from app.api.describe import (
     Who,
     operation_of,
 )
+from app.api.head import COOKIE
 from app.api.header_sessions import AGENT, FINAL, HARNESSES, PARENT
 from app.api.replies import LEFT_OUT, ROLLED_BACK
 from app.domain.patterns import ID

@@ -1,4 +1,4 @@
-"""Sends complete replies over ASGI, and builds errors as the OpenAI SDKs read them."""
+"""What replies have in common: their headers, how large ones are rendered, and errors as the OpenAI SDKs read them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 from starlette.types import Send
 
-from app.crash_points import reach
 from app.errors import AppError
 from app.protocols.base import WireProtocol
 from app.protocols.errors import own_error
-from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
 
 INTERNAL = "an internal error; the server's log has it"
@@ -20,16 +18,11 @@ INTERNAL = "an internal error; the server's log has it"
 RENDER_INLINE = 64 << 10
 """Bytes. What is rendered from a larger body is rendered on a thread."""
 
-SMALL_BODY = 64 << 10
-"""Bytes of a body that is sent in one piece."""
-
 ROLLED_BACK = "x-turnlog-rolled-back"
 """Header with the number of live turns that the reply's turn superseded when it was committed."""
 
 LEFT_OUT = "x-turnlog-left-out"
 """Header with what of the request the engine was not sent (`app.domain.left_out`)."""
-
-Part = bytes | memoryview
 
 
 def left_out_header(left_out: Sequence[str]) -> Headers:
@@ -40,26 +33,6 @@ async def start_reply(send: Send, status: int, headers: Headers) -> None:
     """Send status and headers."""
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) -> None:
-    """Send a complete reply; its body is `parts` joined."""
-    size = 0
-    for part in parts:
-        size += len(part)
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    raw.append((b"content-length", b"%d" % size))
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    if size <= SMALL_BODY:
-        await send({"type": "http.response.body", "body": parts[0] if len(parts) == 1 else b"".join(parts)})
-        return
-    sent = 0
-    for piece in pieces_of(parts):
-        sent += len(piece)
-        await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
-        if sent < size:
-            await asyncio.sleep(0)
-            reach("during_reply")
 
 
 async def rendered(size: int, render: Callable[[], bytes]) -> bytes:

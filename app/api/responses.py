@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from app.api.auth import TOKEN_SESSION
 from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
+from app.api.head import TOKEN_SESSION
 from app.api.header_sessions import session_of_request
 from app.api.parameters import LIMIT, SessionId
 from app.api.replies import rendered
 from app.api.state import services
+from app.domain.session import Turn
 from app.domain.split import ITEMS
-from app.domain.turns import Turn
 from app.errors import InvalidRequest, NotFound, SessionUnreadable
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS

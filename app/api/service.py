@@ -6,18 +6,23 @@ import asyncio
 import base64
 import hashlib
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import Receive
 
 from app.api.describe import ANYTHING, JSON, TEXT, Reply, describe, json_reply
+from app.api.direct import DirectRoute
+from app.api.head import Head
 from app.api.openapi import document
-from app.api.state import services
 from app.errors import AppError
 from app.store import reads
 from turnlog import replies as wire
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 router = APIRouter(tags=["Service"])
 
@@ -49,35 +54,29 @@ async def root(request: Request) -> Response:
     return JSONResponse({"service": "turnlog", "page": "/ui", "routes": "/docs", "health": "/health"})
 
 
-@router.head("/health", include_in_schema=False)
-@router.get("/health")
 @describe("Is the process alive?", "anyone", json_reply(wire.Health, "It is alive."))
-async def health(request: Request) -> dict[str, Any]:
+async def health(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Answers at once while the process is alive; it does not wait for the database or an engine."""
-    app = services(request)
-    return {
+    return 200, {
         "status": "ok",
         "session_server_instance_id": app.instance_id,
         "in_flight": app.turns.in_flight,
-        "writer": msgspec.to_builtins(app.writer.counters),
-        "pool": msgspec.to_builtins(app.pool.counters()),
+        "writer": app.writer.counters,
+        "pool": app.pool.counters(),
     }
 
 
-@router.head("/ready", include_in_schema=False)
-@router.get("/ready")
 @describe(
     "Can the process serve turns?",
     "anyone",
     json_reply(wire.Readiness, "It can."),
     json_reply(wire.Readiness, "It cannot; `checks` says why.", 503),
 )
-async def ready(request: Request) -> JSONResponse:
+async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Can the process serve turns: does the database answer and accept writes, are a worker and an engine alive?
 
     `warnings` concern the settings and do not change the status.
     """
-    app = services(request)
     read_only = app.registration.read_only
     checks = {
         "database": True,
@@ -89,14 +88,19 @@ async def ready(request: Request) -> JSONResponse:
         await app.database.read(reads.epoch)
     except AppError:
         checks["database"] = False
-    good = all(checks.values())
-    found = {
-        "status": "ready" if good else "not_ready",
+    is_ready = all(checks.values())
+    return 200 if is_ready else 503, {
+        "status": "ready" if is_ready else "not_ready",
         "checks": checks,
         "read_only": read_only,
         "warnings": app.settings.warnings,
     }
-    return JSONResponse(found, 200 if good else 503)
+
+
+DIRECT_ROUTES = (
+    DirectRoute("GET", False, "/health", health, "Service"),
+    DirectRoute("GET", False, "/ready", ready, "Service"),
+)
 
 
 @router.get("/docs")

@@ -404,7 +404,7 @@ ERASE: Schema = {
 }
 
 DIRECT_ROUTES = (
-    DirectRoute("POST", False, "/sessions", create_session),
-    DirectRoute("DELETE", True, "", delete_session, (ERASE,)),
-    DirectRoute("PUT", True, "/reward", put_reward),
+    DirectRoute("POST", False, "/sessions", create_session, "Sessions"),
+    DirectRoute("DELETE", True, "", delete_session, "Sessions", (ERASE,)),
+    DirectRoute("PUT", True, "/reward", put_reward, "Sessions"),
 )

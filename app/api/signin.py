@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.auth import COOKIE, SIGN_IN, SIGN_OUT
 from app.api.bodies import read_model
 from app.api.describe import BODY, describe, json_reply
+from app.api.head import COOKIE, SIGN_IN, SIGN_OUT
 from app.api.state import services, whole_body
 from app.api.tokens import COOKIE_S
 from app.errors import Forbidden, Unauthorized

@@ -16,23 +16,36 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
 
-from app.api.auth import TOKEN_SESSION
 from app.api.client_stream import ClientStream
 from app.api.disconnect import disconnected
-from app.api.head import Head
+from app.api.head import TOKEN_SESSION, Head
 from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
 from app.api.limits import SMALL, BodyReservation, read_body
-from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
+from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered
+from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.sse import SEARCHED, is_set, wants_stream
-from app.turn.in_flight import InFlightTurn, TurnReply, Waiter, hash_key
+from app.turn.in_flight import (
+    ABORTED,
+    COMMITTED,
+    ENGINE_ERROR,
+    JOINED,
+    REPLAYED,
+    SUCCEEDED,
+    InFlightTurn,
+    Stages,
+    TurnReply,
+    TurnStage,
+    Waiter,
+    hash_key,
+)
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
-from app.turn.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, SUCCEEDED, Stages, TurnStage
+from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -41,6 +54,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("turnlog.chat")
 
 _ID = re.compile(ID)
+
+SMALL_BODY = 64 << 10
+"""Bytes of a body that is sent in one piece."""
 
 
 class TurnRequest:
@@ -139,7 +155,7 @@ class TurnRequest:
             streams = (len(body) > SEARCHED or b'"stream"' in body) and wants_stream(body)
         live = LiveStream() if streams else None
         waiter = Waiter(reservation.grow, self._watch, self._token_session, self._is_lost, live)
-        if settings.abort_after_s is not None:
+        if settings.on_disconnect != "finish":
             self._watch(waiter)
         headers = head.headers
         turn = InFlightTurn(session_id, waiter, self._stages, self._headers)
@@ -270,6 +286,26 @@ class TurnRequest:
         if abort_after_s is not None:
             await asyncio.sleep(abort_after_s)
             waiter.leave()
+
+
+async def send_reply(send: Send, status: int, headers: Headers, *parts: bytes | memoryview) -> None:
+    """Send a complete reply; its body is `parts` joined."""
+    size = 0
+    for part in parts:
+        size += len(part)
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    raw.append((b"content-length", b"%d" % size))
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    if size <= SMALL_BODY:
+        await send({"type": "http.response.body", "body": parts[0] if len(parts) == 1 else b"".join(parts)})
+        return
+    sent = 0
+    for piece in pieces_of(parts):
+        sent += len(piece)
+        await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
+        if sent < size:
+            await asyncio.sleep(0)
+            reach("during_reply")
 
 
 def _large_size(body: bytes) -> int:

@@ -9,8 +9,7 @@ import msgspec
 
 from app.domain.events import BranchCause
 from app.domain.rules import leaves, superseded
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 
 Branches = Literal["kept", "main", "longest", "all"]
 """Which leaves become rows: those that nothing superseded, the newest turn's, the longest of the kept, or every one."""

@@ -17,8 +17,7 @@ from app.domain import split
 from app.domain.history import digest as _digest
 from app.domain.request import CompletionRequest
 from app.domain.rules import Plan, TreeIndex, diverging
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 from app.errors import HistoryMismatch, RollbackTooDeep
 
 

@@ -26,11 +26,9 @@ from app.domain.events import (
     TurnCommitted,
     TurnOpened,
 )
-from app.domain.fold import fold
 from app.domain.history import Incoming
 from app.domain.rules import RULES, Branch, NewTurn, Plan, TreeIndex, branch_of
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn, fold
 from app.errors import InvalidRequest, Restored, SessionClosed, SessionNotFound
 from workers import codec
 from workers.reply import ValidatedReply

@@ -3,15 +3,18 @@
 An event holds ids, counts, hashes and references to blobs, never content: prompts and completions are in the store's
 content tables, so that erasing them leaves the log whole. The components of a reward, a note and tags are the
 exceptions; an erasure removes them from the event. Events are stored under the name of their class with its `VERSION`
-(`app.domain.encoding`). Hashes are lower-case hex.
+(`encode`). Hashes are lower-case hex.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from workers.codec import describe
 from workers.parse_parts import VersionSpan
 from workers.reply import LogprobsOf, Part
 
@@ -500,3 +503,44 @@ def to_fields(event: Event) -> dict[str, Any]:
     """The event as JSON-able fields, defaults left out."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
     return fields
+
+
+# How an event is stored: its name, the version of its fields, and the fields as JSON, a hash sign and a checksum, since
+# JSON with a flipped bit is usually still JSON.
+
+CHECK_BYTES = 8
+"""CRC-32 as hex."""
+
+
+def encode(event: Event) -> bytes:
+    """The stored data of an event, without its name and version."""
+    fields = msgspec.json.encode(event)
+    return b"%b#%08x" % (fields, zlib.crc32(fields))
+
+
+def decode(name: str, version: int, data: bytes, types: Mapping[str, type[Event]] = TYPES) -> Event:
+    """A stored row as an event; an older version is brought up to date (`Event.upcast`).
+
+    Raises UnknownEvent for a name or version that this code does not know, since guessing could lose its meaning, and
+    for data that is damaged or does not fit its version.
+    """
+    kind = types.get(name)
+    if kind is None:
+        raise UnknownEvent(f"event {name!r} is not known to this version")
+    if not 1 <= version <= kind.VERSION:
+        raise UnknownEvent(f"event {name!r} has version {version}; this version reads up to {kind.VERSION}")
+    raw = memoryview(data)[: -1 - CHECK_BYTES]
+    if b"#%08x" % zlib.crc32(raw) != data[-1 - CHECK_BYTES :]:
+        raise UnknownEvent(f"event {name!r} version {version} is not what was stored")
+    try:
+        if version == kind.VERSION:
+            return msgspec.json.decode(raw, type=kind)
+        fields = msgspec.json.decode(raw)
+        for before in range(version, kind.VERSION):
+            fields = kind.upcast(before, fields)
+        return msgspec.convert(fields, kind)
+    except msgspec.MsgspecError as error:
+        raise UnknownEvent(f"event {name!r} version {version} cannot be read: {error}") from error
+
+
+describe(*TYPES.values())

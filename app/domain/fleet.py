@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.events import Event
+from workers.codec import describe
 
 PauseMode = Literal["abort", "in_place", "retract"]
 """What engines do with running generations: SGLang's `/pause_generation`."""
@@ -145,6 +146,8 @@ TYPES: dict[str, type[FleetEvent]] = {
         TurnsFreed,
     )
 }
+
+describe(*TYPES.values())
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -22,9 +22,8 @@ from app.domain.known_body import HistoryPrefix
 from app.domain.reasoning import without_reasoning
 from app.domain.returned import ReturnedCalls, StoredReplies
 from app.domain.rules import NOTHING, RULES, Plan, TreeIndex, running_hash
-from app.domain.session import Session
+from app.domain.session import Session, Turn
 from app.domain.split import LONG, quoted_parts
-from app.domain.turns import Turn
 from app.errors import InvalidRequest
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import Hasher

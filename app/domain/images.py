@@ -19,9 +19,11 @@ from app.errors import InvalidRequest
 REFERENCE = "turnlog_image"
 
 # A JSON text can hold these only as a whole string: within a text its quotation marks are escaped.
-_REFERENCE_MARK = b'"turnlog_image"'
-_IMAGE_MARK = b'"image_url"'
-_ESCAPED_LETTER = b"\\u00"
+REFERENCE_MARK = b'"turnlog_image"'
+IMAGE_MARK = b'"image_url"'
+ESCAPED_LETTER = b"\\u00"
+"""A message without any of these three has no inline image and no reference. A client may spell the marks with escapes;
+what is stored spells a reference without."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -74,18 +76,12 @@ def _url_of(part: Any) -> str | None:
     return url if isinstance(url, str) else None
 
 
-def may_hold_image(message: bytes) -> bool:
-    """May a raw message have an inline image or a reference? A client may spell the marks with escapes; what is stored
-    spells a reference without."""
-    return _IMAGE_MARK in message or _REFERENCE_MARK in message or _ESCAPED_LETTER in message
-
-
 def take_out(message: bytes) -> tuple[bytes, list[Image]]:
     """A raw message with references in the places of its inline images, and these in their order.
 
     Raises InvalidRequest for a content part of the reference's type.
     """
-    if not may_hold_image(message):
+    if not (IMAGE_MARK in message or REFERENCE_MARK in message or ESCAPED_LETTER in message):
         return message, []
     images: list[Image] = []
 
@@ -117,7 +113,7 @@ def take_out(message: bytes) -> tuple[bytes, list[Image]]:
 
 def put_back(message: bytes, data: Mapping[str, bytes]) -> bytes:
     """A stored message with its images inline, as base64. `data` are the images' bytes by SHA-256."""
-    if _REFERENCE_MARK not in message:
+    if REFERENCE_MARK not in message:
         return message
 
     def replaced(raw: msgspec.Raw) -> msgspec.Raw:
@@ -137,7 +133,7 @@ def put_back(message: bytes, data: Mapping[str, bytes]) -> bytes:
 
 def shown(message: bytes) -> Iterator[ShownImage]:
     """The images of a stored message, in their order."""
-    if _REFERENCE_MARK not in message and _IMAGE_MARK not in message:
+    if REFERENCE_MARK not in message and IMAGE_MARK not in message:
         return
     for raw in _parts_of(_FIELDS.decode(message)):
         part = msgspec.json.decode(raw)
@@ -149,13 +145,13 @@ def shown(message: bytes) -> Iterator[ShownImage]:
 
 def hashes(messages: Sequence[bytes]) -> set[str]:
     """The SHA-256 of each image that the stored messages refer to."""
-    found = (image.sha256 for message in messages if _REFERENCE_MARK in message for image in shown(message))
+    found = (image.sha256 for message in messages if REFERENCE_MARK in message for image in shown(message))
     return {sha256 for sha256 in found if sha256 is not None}
 
 
 def holds_images(messages: Sequence[msgspec.Raw]) -> bool:
     """Does a request's message have an image, inline or elsewhere?"""
-    return any(_IMAGE_MARK in message and any(shown(message)) for message in map(bytes, messages))
+    return any(IMAGE_MARK in message and any(shown(message)) for message in map(bytes, messages))
 
 
 def _is_reference(part: Any) -> bool:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.domain.calls import Message, answer_key, ids_of
 from app.domain.rules import EMPTY_REPLY, TreeIndex
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 
 if TYPE_CHECKING:
     from app.domain.history import Incoming

@@ -17,8 +17,7 @@ import msgspec
 
 from app.domain.calls import OddCalls
 from app.domain.events import BranchCause, History
-from app.domain.session import Session
-from app.domain.turns import Turn, Turns
+from app.domain.session import Session, Turn, Turns
 from app.errors import HistoryMismatch, RollbackTooDeep
 
 if TYPE_CHECKING:

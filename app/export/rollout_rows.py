@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from app.domain.branches import Branches, Picker, pick
-from app.domain.fold import fold
+from app.domain.session import fold
 from app.export.faults import told
 from app.store import bulk, rollouts
 from app.store.bulk import ExportHead, StoredSession

@@ -14,11 +14,10 @@ import msgspec
 from app.domain import images
 from app.domain.branches import Branches, Loss, Picker, branch_rows
 from app.domain.events import ChunkRef, ReplayKind, TurnCommitted, UnknownEvent, shape_of
-from app.domain.fold import fold
 from app.domain.groups import Root
 from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
-from app.domain.session import Payload, Session
+from app.domain.session import Payload, Session, fold
 from app.export.links import Links, links
 from app.export.row import Routing, Row, RowImage, Source, TurnContent, TurnSampling, sampling_of
 from app.sessions import replay_payloads as replay

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.events import is_number
-from app.domain.rids import RID_CHARACTERS, RID_MARK
+from app.domain.session import RID_CHARACTERS, RID_MARK
 from app.upstream.body import Body
 from app.upstream.generate import ServerInfo
 from app.upstream.token_in import IdsField

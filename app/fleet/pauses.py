@@ -30,7 +30,7 @@ from app.domain.fleet import (
     Gate,
     PauseMode,
 )
-from app.domain.rids import rid_of
+from app.domain.session import rid_of
 from app.errors import AppError, NotFound
 from app.fleet.engines import Engines
 from app.fleet.gates import Gates

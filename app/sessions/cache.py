@@ -26,12 +26,10 @@ from app.domain.events import (
     TurnOpened,
     UnknownEvent,
 )
-from app.domain.fold import apply
 from app.domain.known_body import ContinuedBody, KnownBodies, KnownBody
 from app.domain.retention import ChunkUses
 from app.domain.rules import TreeIndex
-from app.domain.session import Session, encode_session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn, apply, encode_session
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
 from app.sessions import images
 from app.store import reads, session_load

@@ -12,8 +12,7 @@ from msgspec.structs import asdict
 
 from app.domain.events import BlobRef, Recorded, SessionErased, UnknownEvent, name_of, to_fields
 from app.domain.rules import superseded
-from app.domain.session import Payload, Session
-from app.domain.turns import Turn
+from app.domain.session import Payload, Session, Turn
 from app.errors import NotFound, SessionNotFound, SessionUnreadable
 from app.store import heads_view, reads
 from app.store.ports import Database
@@ -29,29 +28,30 @@ class Followers:
 
     def __init__(self) -> None:
         self.stopping = False
-        self._following: dict[str, set[asyncio.Event]] = {}
+        self.following: dict[str, set[asyncio.Event]] = {}
+        """By session; one without followers has no entry."""
 
     def stop(self) -> None:
         """End all followers, since a stopping server waits for open replies."""
         self.stopping = True
-        for session_id in self._following:
+        for session_id in self.following:
             self.notify(session_id)
 
     @contextlib.contextmanager
     def follow(self, session_id: str) -> Iterator[asyncio.Event]:
         """An event that is set when the session's log grows. Clear it before reading and wait for it afterwards."""
         changed = asyncio.Event()
-        following = self._following.setdefault(session_id, set())
+        following = self.following.setdefault(session_id, set())
         following.add(changed)
         try:
             yield changed
         finally:
             following.discard(changed)
             if not following:
-                self._following.pop(session_id, None)
+                self.following.pop(session_id, None)
 
     def notify(self, session_id: str) -> None:
-        for changed in self._following.get(session_id, ()):
+        for changed in self.following.get(session_id, ()):
             changed.set()
 
 

@@ -20,9 +20,8 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
 )
-from app.domain.fold import fold
 from app.domain.history import digest
-from app.domain.rids import engine_session_of
+from app.domain.session import engine_session_of, fold
 from app.errors import (
     AppError,
     InvalidRequest,

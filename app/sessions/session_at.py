@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from app.domain.events import Recorded, TurnCommitted, UnknownEvent
-from app.domain.fold import states
-from app.domain.session import Session
+from app.domain.session import Session, states
 from app.errors import InvalidRequest, NotFound, SessionNotFound, SessionUnreadable
 from app.store import reads
 from app.store.engine import Database

@@ -11,8 +11,7 @@ from app.domain import split
 from app.domain.calls import sendable
 from app.domain.events import TurnCommitted, UnknownEvent, shape_of
 from app.domain.request import join_object
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
 from app.fleet.engines import PATHS
 from app.sessions import images

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
 from app.store import reads
 from app.store.ports import Database

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from app.domain.branches import Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
 from app.domain.events import Event, TurnCommitted, UnknownEvent
 from app.domain.rules import superseded
-from app.domain.session import OpenTurn, Session
-from app.domain.turns import Turn
+from app.domain.session import OpenTurn, Session, Turn
 from app.errors import SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
 from app.store.engine import Database

@@ -20,8 +20,7 @@ from typing import Any
 from sqlalchemy import ARRAY, String, any_, bindparam, select
 
 from app import crash_points
-from app.domain.encoding import encode
-from app.domain.events import BlobsTombstoned, Recorded, TurnCommitted
+from app.domain.events import BlobsTombstoned, Recorded, TurnCommitted, encode
 from app.store import staged_tokens
 from app.store import statements as sql
 from app.store.dialect import SqliteTx, Tx

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Select, case, or_, select
 
-from app.domain.encoding import decode
-from app.domain.events import ChunkKey, RewardAssigned, SessionErased, UnknownEvent
-from app.domain.fold import fold
+from app.domain.events import ChunkKey, RewardAssigned, SessionErased, UnknownEvent, decode
 from app.domain.groups import Root
+from app.domain.session import fold
 from app.store import rollouts
 from app.store.broken import BrokenRow
 from app.store.damaged import attempt_or, session_ids, split

@@ -13,8 +13,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 from sqlalchemy import Connection, bindparam, select, update
 
-from app.domain.encoding import decode, encode
-from app.domain.events import Event, RewardAssigned, SessionNoted, UnknownEvent
+from app.domain.events import Event, RewardAssigned, SessionNoted, UnknownEvent, decode, encode
 from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx

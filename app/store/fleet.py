@@ -8,9 +8,8 @@ from typing import ClassVar
 import msgspec
 from sqlalchemy import BigInteger, Connection, bindparam, func, insert, literal, select
 
-from app.domain.encoding import decode, encode
-from app.domain.events import UnknownEvent, name_of
-from app.domain.fleet import AdapterPaused, FleetEvent, FleetPaused, Placed
+from app.domain.events import UnknownEvent, decode, encode, name_of
+from app.domain.fleet import TYPES, AdapterPaused, FleetEvent, FleetPaused, Placed
 from app.errors import StoreUnavailable
 from app.store.dialect import Row, Tx, now
 from app.store.log import StoreOperation
@@ -74,7 +73,7 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
     placed = []
     for seq, at, name, version, data in rows:
         try:
-            event = decode(name, version, data)
+            event = decode(name, version, data, TYPES)
         except UnknownEvent as error:
             raise StoreUnavailable(f"the fleet's log cannot be read at {seq}: {error}") from error
         assert isinstance(event, FleetEvent)

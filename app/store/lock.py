@@ -33,7 +33,7 @@ class Held(Exception):
         self.pid = pid
 
 
-class _File(NamedTuple):
+class LockedFile(NamedTuple):
     """A file's identity (device, inode), and the descriptor that holds its lock, if locked."""
 
     path: Path
@@ -61,8 +61,9 @@ class SqliteLock:
         self._path = path
         self._lock_file = Path(f"{path.resolve()}.lock")
         self._create = create
-        self._locked: list[_File] = []
-        self._watched: list[_File] = []
+        self._locked: list[LockedFile] = []
+        self.watched: list[LockedFile] = []
+        """The files whose paths must go on leading to them; `LockedFile.lost` says why one does not."""
 
     def acquire(self) -> None:
         """Create the folder and lock the file. Raises Held, and OSError if either cannot be written."""
@@ -70,16 +71,16 @@ class SqliteLock:
             _make(self._path.parent)
             if sys.platform == "linux" and file_system(self._lock_file.parent) not in REMOTE:
                 self._lock(self._path, create=self._create)
-                self._watched = list(self._locked)
+                self.watched = list(self._locked)
             else:
                 self._lock(self._lock_file, create=True)
-                self._watched = [*self._locked, *_current(self._path)]
+                self.watched = [*self._locked, *_current(self._path)]
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
-        self._watched = []
+        self.watched = []
         while self._locked:
             handle = self._locked.pop().handle
             assert handle is not None
@@ -92,7 +93,7 @@ class SqliteLock:
 
         Costs some microseconds.
         """
-        for file in self._watched:
+        for file in self.watched:
             if (reason := file.lost()) is not None:
                 return reason
         return None
@@ -111,7 +112,7 @@ class SqliteLock:
                     raise
                 return
             found = os.fstat(handle)
-            self._locked.append(_File(path, (found.st_dev, found.st_ino), handle))
+            self._locked.append(LockedFile(path, (found.st_dev, found.st_ino), handle))
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -139,13 +140,13 @@ def _make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
 
 
-def _current(path: Path) -> list[_File]:
+def _current(path: Path) -> list[LockedFile]:
     """The file as it is now, without a lock; empty if there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
         return []
-    return [_File(path, (found.st_dev, found.st_ino), None)]
+    return [LockedFile(path, (found.st_dev, found.st_ino), None)]
 
 
 def lock_owner(path: Path) -> int | None:

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from app.domain.encoding import encode
 from app.domain.events import (
     BlobsTombstoned,
     ChunkKey,
     Event,
     Recorded,
     TurnAbandoned,
+    encode,
     name_of,
 )
 from app.store import object_names as names

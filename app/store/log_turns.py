@@ -86,6 +86,7 @@ class Claim(SetOperation, frozen=True):
     is_retry: bool = False
     unlike: Collection[int] = ()
     is_alone: bool = False
+    size: int = 512
 
     @classmethod
     def apply_set(cls, tx: Tx, operations: Sequence[Claim]) -> list[Appended | Stale | Busy | TooMany | Refused]:
@@ -195,6 +196,10 @@ class Pinned(msgspec.Struct, frozen=True):
     upto: int
 
 
+COMMIT_BYTES = 1024
+"""About what a commit writes besides contents, blobs and chunks."""
+
+
 class Commit(SetOperation, TurnOperation, frozen=True):
     """Commit the open turn if this process still holds it; else nothing is written.
 
@@ -218,11 +223,7 @@ class Commit(SetOperation, TurnOperation, frozen=True):
     is_alone: bool = False
     stages: Literal["turn", "session"] | None = None
     pinned_upto: int = 0
-
-    @property
-    def size(self) -> int:
-        size = 1024 + len(self.facts or b"") + len(self.wire)
-        return size + size_of([*self.blobs, *self.chunks]) if self.blobs or self.chunks else size
+    size: int = COMMIT_BYTES
 
     @property
     def staged(self) -> set[int]:

@@ -16,8 +16,7 @@ from sqlalchemy.exc import DBAPIError
 
 from app.domain import notes
 from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
-from app.domain.fold import fold
-from app.domain.session import OpenTurn, Session
+from app.domain.session import OpenTurn, Session, fold
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
 from app.store.dialect import AlchemyTx, Row, Tx, WriteConflict

@@ -9,11 +9,9 @@ import msgspec
 from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
-from app.domain.encoding import decode
-from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent
-from app.domain.fold import fold
+from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent, decode
 from app.domain.patterns import MAX_INTEGER
-from app.domain.session import Session, decode_session
+from app.domain.session import Session, decode_session, fold
 from app.store import pins, rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes

@@ -37,8 +37,7 @@ from sqlalchemy import (
     update,
 )
 
-from app.domain.encoding import decode
-from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent
+from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent, decode
 from app.domain.groups import Root
 from app.store.dialect import ForEach, Tx
 from app.store.schema import events, group_changes, sessions

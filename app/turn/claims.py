@@ -14,11 +14,9 @@ from app import crash_points
 from app.domain import decide
 from app.domain.decide import TurnBlobs
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
-from app.domain.fold import fold
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest
-from app.domain.rids import rid_of
-from app.domain.session import Session
+from app.domain.session import Session, fold, rid_of
 from app.errors import (
     AppError,
     ClaimLost,
@@ -37,6 +35,7 @@ from app.sessions.lifecycle import refusal
 from app.store import pins
 from app.store.log import Appended, Refused, StoredBlob, StoredChunk, size_of
 from app.store.log_turns import (
+    COMMIT_BYTES,
     AbandonLost,
     Busy,
     Claim,
@@ -108,6 +107,7 @@ class Claims:
         self._followers = services.followers
         self._clock = services.clock
         self._incarnation = incarnation
+        self._own_number: int | None = None  # Known once the process is registered, which the first claim may not be.
         self._lease_s = lease_s
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
@@ -174,7 +174,9 @@ class Claims:
         except (RollbackTooDeep, HistoryMismatch):
             await self._require_not_held(session)
             raise
-        incarnation = turn.incarnation = self._incarnation()
+        if self._own_number is None:
+            self._own_number = self._incarnation()
+        incarnation = turn.incarnation = self._own_number
         opened = decide.open_turn(
             session,
             plan,
@@ -329,6 +331,9 @@ class Claims:
                 uses=entry.uses,
                 pinned_upto=entry.pinned_upto,
             )
+            size = COMMIT_BYTES + len(reply.facts or b"") + len(reply.wire)
+            if new_blobs or chunks:
+                size += size_of([*new_blobs, *chunks])
             commit = Commit(
                 session_id,
                 turn.fence,
@@ -342,8 +347,9 @@ class Claims:
                 new_blobs,
                 chunks,
                 is_alone=is_alone,
-                stages=("turn" if session.is_tree else "session") if services.staging.is_on else None,
+                stages=("turn" if session.is_tree else "session") if services.settings.stage_tokens_s else None,
                 pinned_upto=entry.pinned_upto,
+                size=size,
             )
             if crash_points.ARMED:
                 crash_points.reach("before_commit")
@@ -488,7 +494,8 @@ class Claims:
     def appended(self, session_id: str, outcome: Appended) -> None:
         """Apply events that this process has written to the cache, and notify the session's followers."""
         self._cache.advance(session_id, outcome.events)
-        self._followers.notify(session_id)
+        if session_id in self._followers.following:
+            self._followers.notify(session_id)
 
     def start(self) -> None:
         self._looking = asyncio.create_task(self._look_for_lost(), name="turnlog-claims")

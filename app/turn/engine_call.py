@@ -22,20 +22,18 @@ from app.domain.decide import TurnBlobs
 from app.domain.events import BlobRef, EngineShape, GivenIds
 from app.domain.fleet import Fleet
 from app.domain.history import Incoming
-from app.domain.images import may_hold_image, take_out
+from app.domain.images import ESCAPED_LETTER, IMAGE_MARK, REFERENCE_MARK, take_out
 from app.domain.left_out import bounded
 from app.domain.request import ChatRequest, join_object, value_of
-from app.domain.rids import engine_session_of
-from app.domain.session import Session
+from app.domain.session import Session, engine_session_of
 from app.domain.split import ITEMS
 from app.errors import ClaimLost, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
 from app.fleet.engines import PATHS, OpenStream
 from app.sessions import transcript
 from app.sessions.cache import require_open
 from app.store.log import StoredBlob
-from app.turn.in_flight import InFlightTurn, Request, TurnCancelled
+from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
 from app.turn.large_bodies import INLINE_BYTES
-from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import FIRST_ROW_NAMES, clients_first_row, complete, for_adapter, from_row, takes_rid
@@ -187,7 +185,7 @@ class EngineCalls:
             turn.shared = _shared_blobs(turn.session, tools, request.echo)
         messages: Sequence[bytes] = new
         for message in new:
-            if calls.NAME in message or may_hold_image(message):
+            if calls.NAME in message or IMAGE_MARK in message or REFERENCE_MARK in message or ESCAPED_LETTER in message:
                 messages = [calls.sendable(raw) for raw in new]
                 turn.odd_arguments = messages != new
                 turn.stored, images = _without_images(turn.session, new)

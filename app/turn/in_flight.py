@@ -1,4 +1,5 @@
-"""A turn in flight: one object from a request's arrival to its reply, and the clients that wait for it."""
+"""A turn in flight: one object from a request's arrival to its reply, the clients that wait for it, and the stages in
+which it spends its time."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from app.domain.completion import IncomingPrompt
-from app.domain.events import GivenIds, History, TurnOpened
+from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, Timing, TurnOpened
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
@@ -21,16 +23,14 @@ from app.fleet.engines import EngineOrder
 from app.fleet.gates import Closings
 from app.sessions.cache import CacheEntry
 from app.turn.live import LiveStream
-from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.headers import Headers
-from workers.reply import ValidatedReply
+from app.upstream.streams import Push, StreamReader
+from workers.reply import LogprobsOf, ValidatedReply
 
 if TYPE_CHECKING:
     from app.turn.engine_call import EngineCall, PromptIds, SharedBlob
-    from app.turn.session_control import ControlledTurn
-    from app.turn.staging import StagedTurn
 
 CancelReason = Literal["session_closed", "disconnect"]
 
@@ -47,6 +47,39 @@ _LATER: Any = None
 
 def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+class EngineChoice(Protocol):
+    """What a client has said of its turn's engine (session control)."""
+
+    async def place(self, turn: InFlightTurn) -> None:
+        """Choose the turn's engine; its `order` is the choice without it. Raises StoreUnavailable, Overloaded."""
+
+    async def prepare(self, engine: str) -> None:
+        """Prepare `engine` before the turn is sent to it. Raises NotSent, SessionOpenFailed, StoreUnavailable."""
+
+    def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None:
+        """The binding event of the turn's commit, for the engine that answered."""
+
+    def finish(self, aborts: Collection[asyncio.Task[None]]) -> None:
+        """The turn has ended in any way; `aborts` are tasks that may still abort its generation."""
+
+
+class StreamKeeper(Protocol):
+    """Keeps the tokens of a stream that the engine sends (resume)."""
+
+    def stream(
+        self, push: Push | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
+    ) -> StreamReader:
+        """What reads the next stream of this engine, whose weight version is `version` if known."""
+
+    def cut(self) -> EngineReply | None:
+        """What had come when the engine died; None: nothing."""
+        ...
+
+    async def end_part(self) -> None:
+        """The stream is over, and what came of it is kept."""
+        ...
 
 
 class TemplateInputs(msgspec.Struct, frozen=True):
@@ -160,10 +193,10 @@ class InFlightTurn(msgspec.Struct, eq=False):
     call: EngineCall = _LATER
     order: EngineOrder = _LATER
     away: AwayCause | None = None
-    controlled: ControlledTurn | None = None
-    control: ControlledTurn | None = None
+    controlled: EngineChoice | None = None
+    control: EngineChoice | None = None
     aborts: Collection[asyncio.Task[None]] = ()
-    staged: StagedTurn | None = None
+    staged: StreamKeeper | None = None
     live: LiveStream | None = None
     received: Body | None = None
     answer: EngineReply = _LATER
@@ -325,3 +358,85 @@ class Waiter(msgspec.Struct, eq=False):
 
 class TurnCancelled(Exception):
     """The turn was cancelled by `InFlightTurn.cancel`."""
+
+
+class TurnStage(IntEnum):
+    """A turn is in exactly one stage at any moment. Its stages add up to the time from the last byte
+    of the request to the last byte of the reply:
+
+        claim ─▶ (gate ─▶) prepare ─▶ (gate ─▶) engine ─▶ validate ─▶ commit ─▶ reply
+                              ▲                             │
+                              └──── cut off by a pause ─────┘
+
+    `gate`: waiting while a gate is shut. `claim`: parsing, matching and writing the claim.
+    `prepare`: building the prompt and choosing an engine. `engine`: from dispatch to the reply's last
+    byte. `validate`: validating the reply. `commit`: writing the turn to disk. `reply`: sending the
+    reply, until the last byte is handed to the connection.
+    """
+
+    GATE = 0
+    CLAIM = 1
+    PREPARE = 2
+    ENGINE = 3
+    VALIDATE = 4
+    COMMIT = 5
+    REPLY = 6
+
+
+class Stages:
+    """When one turn entered each of its stages, beginning with `claim`; repeated stages add up.
+
+    `clock` is monotonic, in seconds. `marks` are the stages in their order, each with the time at
+    which it was entered. The turn appends to them itself: a function for it would be six calls a
+    turn. `ended_at` is when the last byte of the reply or error was sent.
+
+    For a committed turn: `request_bytes` and `reply_bytes` (from the engine) as received,
+    `stored_bytes` as stored.
+    """
+
+    __slots__ = ("clock", "ended_at", "marks", "reply_bytes", "request_bytes", "stored_bytes")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.marks = [(TurnStage.CLAIM, clock())]
+        self.ended_at: float | None = None
+        self.request_bytes = 0
+        self.reply_bytes = 0
+        self.stored_bytes = 0
+
+    def seconds(self) -> list[float]:
+        """Seconds by stage. A stage that has not ended counts as 0."""
+        seconds = [0.0] * len(TurnStage)
+        stage, since = self.marks[0]
+        for following, at in self.marks:
+            seconds[stage] += at - since
+            stage, since = following, at
+        if self.ended_at is not None:
+            seconds[stage] += self.ended_at - since
+        return seconds
+
+    def timing(self) -> Timing:
+        """What the log keeps: it is written before the commit ends, so without the later stages."""
+        gate, claim, prepare, engine, validate = self.seconds()[: TurnStage.COMMIT]
+        return Timing(
+            round(gate * 1e6), round(claim * 1e6), round(prepare * 1e6), round(engine * 1e6), round(validate * 1e6)
+        )
+
+
+COMMITTED = "committed"
+ABORTED = "aborted"
+"""Committed, but an engine ended the generation early."""
+
+REPLAYED, JOINED = "replayed", "joined"
+"""A retry that got the stored reply, or that waited for the turn in flight."""
+
+ENGINE_ERROR = "engine_error"
+"""An engine's own 4xx or 5xx, passed to the client."""
+
+OUTCOMES = (COMMITTED, ABORTED, REPLAYED, JOINED, ENGINE_ERROR)
+"""How a request for a turn ends; an `AppError` has its code as outcome instead."""
+
+NEW_TURNS = frozenset((COMMITTED, ABORTED))
+
+SUCCEEDED = frozenset((COMMITTED, ABORTED, REPLAYED, JOINED))
+"""Outcomes in which the client got its turn."""

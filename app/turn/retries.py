@@ -16,8 +16,7 @@ from typing import Any
 
 from app.domain.events import ReplyRedelivered, ReplyUndelivered
 from app.domain.history import decode_message, is_beginning
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 from app.errors import AppError, IdempotencyMismatch, SessionUnreadable
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers

@@ -25,9 +25,8 @@ from app.domain.history import Incoming
 from app.domain.images import holds_images
 from app.domain.left_out import SILENT_MESSAGE, left_out_at
 from app.domain.request import ChatRequest, TokenIds, value_of
-from app.domain.session import Session
+from app.domain.session import Session, Turn
 from app.domain.split import ITEMS
-from app.domain.turns import Turn
 from app.errors import InvalidRequest, SessionUnreadable, TokenPrefixMismatch, Unsupported
 from app.sessions.cache import SessionCache, id_text
 from app.store import reads

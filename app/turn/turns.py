@@ -28,11 +28,9 @@ from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash, require_own
-from app.domain.rids import rid_of
 from app.domain.rules import RULES
-from app.domain.session import Session
+from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
-from app.domain.turns import Turn
 from app.errors import AppError, InvalidRequest, Restored, SessionBusy
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
@@ -42,10 +40,9 @@ from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
 from app.turn.client_reply import shown, shown_kinds
 from app.turn.engine_call import adapter_of
-from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply
+from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage
 from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
 from app.turn.points import Generate
-from app.turn.stages import TurnStage
 from app.upstream.dialects import asked_for
 from workers.reply import ValidatedReply
 

@@ -166,9 +166,11 @@ class _Log:
         self._tokens += stored.suffix_tokens + stored.output_tokens
         blobs = [self._params] if event.new_blobs else []
         held = (self._session_id, fence, self._incarnation, self._at)
+        known = Known(fence, self._at, opened.turn - 1)
+        size = len(stored.facts or b"") + len(stored.wire)
         return (
             Claim(self._session_id, Known(fence - 1, self._at, opened.turn - 1), self._at, opened, 8.0),
-            Commit(*held, self._at, Known(fence, self._at, opened.turn - 1), [event], stored.facts, stored.wire, blobs),
+            Commit(*held, self._at, known, [event], stored.facts, stored.wire, blobs, size=size),
         )
 
     def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:

@@ -9,9 +9,18 @@ from typing import get_args
 import msgspec
 from sqlalchemy import Connection, select
 
-from app.domain.encoding import decode
-from app.domain.events import UnknownEvent
-from app.domain.fleet import AdapterPaused, AdapterResumed, Fleet, FleetEvent, FleetPaused, FleetResumed, Placed, apply
+from app.domain import events, fleet
+from app.domain.events import UnknownEvent, decode
+from app.domain.fleet import (
+    AdapterPaused,
+    AdapterResumed,
+    Fleet,
+    FleetEvent,
+    FleetPaused,
+    FleetResumed,
+    Placed,
+    apply,
+)
 from app.store.affinities import State
 from app.store.engine import Database
 from app.store.schema import affinities, fleet_events, sessions
@@ -43,6 +52,10 @@ def _rows(connection: Connection, after: int) -> Sequence[_Row]:
     return [tuple(row) for row in connection.execute(query.order_by(fleet_events.c.seq).limit(EVENTS))]
 
 
+_EITHER = {**events.TYPES, **fleet.TYPES}
+"""An event of a session is told from one that cannot be read."""
+
+
 class _Log:
     """The state of the fleet's log up to event `seq`, the last one read."""
 
@@ -57,7 +70,7 @@ class _Log:
             self._found(seq, f"follows event {self.seq}")
         self.seq = seq
         try:
-            event = decode(name, version, data)
+            event = decode(name, version, data, _EITHER)
         except UnknownEvent as error:
             self._found(seq, f"cannot be read: {error}")
             return

@@ -25,8 +25,7 @@ from app.domain.events import (
     UnknownEvent,
     name_of,
 )
-from app.domain.fold import fold
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.sessions.replay_payloads import keys_of
 from app.store import projections as heads
 from app.store import reads

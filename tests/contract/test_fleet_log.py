@@ -26,7 +26,7 @@ from app.domain.fleet import (
     FleetResumed,
     fold,
 )
-from app.domain.rids import rid_of
+from app.domain.session import rid_of
 from app.fleet.engines import Engines
 from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses

@@ -10,8 +10,7 @@ from helpers.log import committed, created
 from helpers.store import Store
 from sqlalchemy import insert
 
-from app.domain.encoding import encode
-from app.domain.events import Event, name_of
+from app.domain.events import Event, encode, name_of
 from app.features.page import conversation
 from app.features.page.conversation import MAX_MESSAGES, Conversations
 from app.sessions.session_view import SessionViews

@@ -11,7 +11,7 @@ from sqlalchemy import delete
 
 from app.domain import retention
 from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, TurnRejected
-from app.domain.fold import fold
+from app.domain.session import fold
 from app.store import bulk, reads
 from app.store.log import Appended, Refused, StoredChunk
 from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay

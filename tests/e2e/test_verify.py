@@ -18,8 +18,7 @@ from helpers.databases import run_module
 from integration.routing import BOTH
 from integration.stand import Talk, standing, user
 
-from app.domain.encoding import decode, encode
-from app.domain.events import AffinityBound, Event, SessionClosed, TurnCommitted, name_of
+from app.domain.events import AffinityBound, Event, SessionClosed, TurnCommitted, decode, encode, name_of
 from app.domain.fleet import FleetPaused, FleetResumed
 from app.store.engine import Database
 from ops.verify import Acknowledged, Report, verify, verify_url

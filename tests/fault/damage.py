@@ -11,7 +11,7 @@ from helpers.databases import connected
 from helpers.looking import change
 from sqlalchemy import text
 
-from app.domain.encoding import CHECK_BYTES
+from app.domain.events import CHECK_BYTES
 from app.store.schema import metadata
 from workers import codec
 from workers.codec import CorruptContent

@@ -20,8 +20,7 @@ from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database
 from app.store.ports import Database as Port
-from app.turn.in_flight import InFlightTurn, TurnReply, Waiter, hash_key
-from app.turn.stages import Stages
+from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow
 from app.upstream.headers import Headers

@@ -10,14 +10,13 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.fleet import EngineListed
-from app.domain.fold import fold
-from app.domain.session import Session, encode_session
+from app.domain.session import Session, encode_session, fold
 from app.fleet.engines import Engines
 from app.store import heads_view, incarnations, reads, session_load
 from app.store.dialect import Tx, now
 from app.store.engine import Database
 from app.store.heads_view import HeadRow
-from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk
+from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk, size_of
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
 from app.store.log_turns import Claim, Commit, Known, Release, Stage
 from app.store.schema import chunks as chunks_table
@@ -81,7 +80,8 @@ def commit(
     event: TurnCommitted = committed(turn, parent, fence, **fields)
     known = known or Known(fence, opened_at, turn - 1)
     every = [*before, event, *after]
-    return Commit(session_id, fence, incarnation, opened_at, at, known, every, facts, wire, blobs, chunks)
+    size = len(facts) + len(wire) + size_of([*blobs, *chunks])
+    return Commit(session_id, fence, incarnation, opened_at, at, known, every, facts, wire, blobs, chunks, size=size)
 
 
 def release(session_id: str, fence: int, incarnation: int, *, turn: int = 1) -> Release:

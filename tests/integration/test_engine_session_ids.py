@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.domain.rids import engine_session_of
+from app.domain.session import engine_session_of
 from integration.places import Places
 from integration.stand import Stand, Talk, standing, until
 

@@ -18,13 +18,13 @@ from uvicorn.server import ServerState
 
 from app.api import connection as protocol
 from app.api import limits
-from app.api.auth import Guard
 from app.api.connection import BoundedProtocol
 from app.api.connection_limit import Capacity, ConnectionLimit
-from app.api.head import Head, request_ids
+from app.api.head import Guard, Head, request_ids
 from app.api.limits import RequestMemory, read_body
-from app.api.replies import error_parts, send_reply
+from app.api.replies import error_parts
 from app.api.tokens import Tokens
+from app.api.turns import send_reply
 from app.errors import AppError, BodyGivenUp
 from ops.server import ServerProcess
 

@@ -342,11 +342,38 @@ def test_health_ready_and_models(stand: Stand) -> None:
         ("PATCH", "/sessions", "GET, POST"),
         ("PUT", "/sessions/x", "GET, HEAD, DELETE"),
         ("POST", "/sessions/x/reward", "PUT"),
+        ("POST", "/sessions/x/reward/", "PUT"),
+        ("POST", "/health", "GET, HEAD"),
+        ("POST", "/ready/", "GET, HEAD"),
     ],
 )
 def test_a_route_names_all_its_methods(stand: Stand, method: str, path: str, allowed: str) -> None:
     response = stand.http.request(method, path)
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/sessions/", 200),
+        ("PUT", "/sessions/{id}/reward/", 200),
+        ("DELETE", "/sessions/{id}/", 204),
+        ("GET", "/health/", 200),
+        ("HEAD", "/ready/", 200),
+        ("POST", "/sessions//", 200),
+        ("PUT", "/sessions/{id}//reward//", 200),
+        ("DELETE", "/sessions/none/", 404),
+        ("DELETE", "/sessions/", 405),
+        ("POST", "/sessions/{id}/v1/chat/completions/", 404),
+    ],
+)
+def test_a_slash_at_the_end(stand: Stand, method: str, path: str, status: int) -> None:
+    until(lambda: stand.http.get("/ready").is_success)
+    path = path.format(id=stand.talk().id)
+    response = stand.http.request(
+        method, path, json={"reward": 1.0} if method == "PUT" else None, follow_redirects=True
+    )
+    assert response.status_code == status
 
 
 @pytest.mark.parametrize("query", ["erase=maybe", "erase=", "erase=true&erase=7"])

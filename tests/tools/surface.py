@@ -53,9 +53,9 @@ def settings() -> Iterator[str]:
 
 def events() -> Iterator[str]:
     """Each event with the version under which it is written, and its fields."""
-    from app.domain.encoding import TYPES
+    from app.domain import events, fleet
 
-    for name, kind in TYPES.items():
+    for name, kind in {**events.TYPES, **fleet.TYPES}.items():
         yield f"event {name} {kind.VERSION} {' '.join(kind.__struct_fields__)}"
 
 

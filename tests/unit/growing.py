@@ -23,11 +23,10 @@ from app.domain.events import (
     TurnOpened,
     TurnRejected,
 )
-from app.domain.fold import fold
 from app.domain.history import Incoming, canonical_hash
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
-from app.domain.session import Session
+from app.domain.session import Session, fold
 
 Message = dict[str, Any]
 Plain = tuple[tuple[str, str], ...]

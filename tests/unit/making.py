@@ -24,11 +24,10 @@ from app.domain.events import (
     TurnOpened,
     TurnRejected,
 )
-from app.domain.fold import fold
 from app.domain.history import Incoming
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from workers.parse_parts import VersionSpan
 from workers.reply import ValidatedReply
 

@@ -12,9 +12,8 @@ from helpers.log import committed, float64, int32
 from hypothesis import strategies as st
 
 from app.domain.events import Recorded, SessionConfig, TurnCommitted
-from app.domain.fold import fold
 from app.domain.samples import TurnTokens, samples
-from app.domain.session import AssignedReward, Session, Status
+from app.domain.session import AssignedReward, Session, Status, fold
 from app.export.row import Routing, Row, Source, TurnContent, TurnSampling, sampling_of
 from workers.parse_parts import VersionSpan
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.auth import PEER, TOKEN_SESSION, Guard, route_path, with_single_slashes
-from app.api.head import Head, request_ids
+from app.api.head import PEER, TOKEN_SESSION, Guard, Head, request_ids, route_path, with_single_slashes
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
 from app.api.tokens import Tokens
 from app.errors import AppError

@@ -16,9 +16,8 @@ from making import validated
 from app.domain.completion import IncomingPrompt
 from app.domain.decide import TurnBlobs, commit_turn, open_turn
 from app.domain.events import Event, Recorded, SessionConfig, SessionCreated, TurnCommitted
-from app.domain.fold import fold
 from app.domain.rules import Plan, TreeIndex
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
 from app.protocols.completions import parse_completion
 from workers.parse import token_text

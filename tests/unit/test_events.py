@@ -9,9 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.domain import events
-from app.domain.encoding import CHECK_BYTES, TYPES, decode, encode
-from app.domain.events import Event, RewardAssigned, RolledBack, SessionClosed, UnknownEvent, name_of, to_fields
+from app.domain import events, fleet
+from app.domain.events import (
+    CHECK_BYTES,
+    Event,
+    RewardAssigned,
+    RolledBack,
+    SessionClosed,
+    UnknownEvent,
+    decode,
+    encode,
+    name_of,
+    to_fields,
+)
 
 CONTRIBUTING = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 
@@ -22,9 +32,10 @@ def stored(fields: bytes) -> bytes:
 
 def test_every_event_has_a_name_of_its_own_and_is_of_the_first_version() -> None:
     """Rows in every database carry these."""
-    assert {name: kind.VERSION for name, kind in TYPES.items()} == dict.fromkeys(TYPES, 1)
-    assert {kind.__name__ for kind in TYPES.values()} == set(TYPES)
-    assert set(events.EXPORTED) <= set(TYPES)
+    types = {**events.TYPES, **fleet.TYPES}
+    assert {name: kind.VERSION for name, kind in types.items()} == dict.fromkeys(types, 1)
+    assert {kind.__name__ for kind in types.values()} == set(types)
+    assert set(events.EXPORTED) <= set(types)
 
 
 @pytest.mark.parametrize("event", [SessionClosed(), RolledBack(1, (2, 3)), RewardAssigned(0.1, {"a": 1.0}, 2)])

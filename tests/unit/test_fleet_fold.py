@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.encoding import decode, encode
+from app.domain.events import decode, encode
 from app.domain.fleet import (
     TYPES,
     AdapterPaused,
@@ -79,7 +79,7 @@ def test_it_is_known_whether_turns_were_held_back_lately() -> None:
 def test_events_are_read_as_they_were_written(event: FleetEvent) -> None:
     name = type(event).__name__
     assert TYPES[name] is type(event)
-    assert decode(name, event.VERSION, encode(event)) == event
+    assert decode(name, event.VERSION, encode(event), TYPES) == event
 
 
 def test_the_fleets_weights_are_those_that_the_last_resume_named() -> None:

@@ -8,8 +8,7 @@ import pytest
 from helpers.log import committed, created, opened
 
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.fold import fold
-from app.domain.session import Session
+from app.domain.session import Session, fold
 
 
 def folded(**changes: dict[str, Any]) -> Session:

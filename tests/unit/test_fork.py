@@ -21,11 +21,10 @@ from app.domain.events import (
     SessionErased,
     TurnCommitted,
 )
-from app.domain.fold import fold
 from app.domain.groups import oldest_version
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens, samples
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
 from app.features.forks.rules import Forked, config_of_fork, fork

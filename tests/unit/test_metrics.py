@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app import errors
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
-from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics, Sample, render
+from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics, RecentTurnStats, Sample, render
 from app.metrics import Metric as Rendered
 from app.store.writer import EventCounters
-from app.turn.stages import OUTCOMES, RecentTurnStats, Stages, TurnStage
+from app.turn.in_flight import OUTCOMES, Stages, TurnStage
 
 LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action", "code"}
 

@@ -11,7 +11,6 @@ import pytest
 import schemathesis
 
 from app.api import openapi
-from app.api.sessions import DIRECT_ROUTES
 from app.main import create_app
 from app.protocols.registry import ROUTES
 from app.settings import FEATURES, Settings
@@ -34,12 +33,13 @@ def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_every_route_is_in_it(document: dict[str, Any]) -> None:
+    app = create_app(Settings(features=FEATURES))
     routes = {
         f"{method} {KIND.sub('', route.path)}"
-        for route in openapi.routes_of(create_app(Settings(features=FEATURES)).routes)
+        for route in openapi.routes_of(app.routes)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    routes |= {f"{route.method} {route.path}" for route in DIRECT_ROUTES}
+    routes |= {f"{route.method} {route.path}" for route in app.state.direct_routes}
     turns = {f"POST {prefix}{route}" for route in ROUTES for prefix in ("", "/sessions/{session_id}")}
     # A redirect to the page is nothing to call.
     assert set(operations(document)) == (routes - {"GET /ui/"}) | turns

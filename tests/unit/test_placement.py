@@ -13,9 +13,8 @@ from app.errors import SessionUnreadable
 from app.fleet.engines import Engines
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
-from app.turn.in_flight import InFlightTurn, Waiter
+from app.turn.in_flight import InFlightTurn, Stages, Waiter
 from app.turn.placement import Placement
-from app.turn.stages import Stages
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from app.errors import ClientGone
-from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, Waiter
-from app.turn.stages import Stages
+from app.turn.in_flight import InFlightTurn, Stages, TurnCancelled, TurnReply, Waiter
 
 pytestmark = pytest.mark.anyio
 

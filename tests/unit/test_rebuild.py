@@ -15,7 +15,7 @@ from app.domain.events import (
     SessionClosed,
     TurnRejected,
 )
-from app.domain.fold import fold
+from app.domain.session import fold
 from app.sessions.event_log import described
 from app.store.projections import HEAD, OPEN_TURN, FoldedLog
 from app.store.schema import open_turns, sessions

@@ -20,9 +20,8 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
-from app.domain.fold import fold
 from app.domain.restore import in_effect
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.features.checkpoints.rules import restoring
 
 STEPS = st.lists(

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 
 from app.domain.events import History, Matcher
-from app.domain.fold import fold
 from app.domain.history import Incoming, canonical_hash
 from app.domain.reasoning import REASONING_TAGS, without_reasoning
 from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
+from app.domain.session import fold
 from app.errors import HistoryMismatch
 
 Message = dict[str, Any]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.domain.rids import RID_CHARACTERS, RID_MARK, rid_of
+from app.domain.session import RID_CHARACTERS, RID_MARK, rid_of
 from app.fleet.member import Member
 from app.upstream.body import Body
 

@@ -26,9 +26,8 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
-from app.domain.fold import RECENT_BLOBS, apply, fold
 from app.domain.rules import RULES
-from app.domain.session import AssignedReward, OpenTurn, decode_session, encode_session
+from app.domain.session import RECENT_BLOBS, AssignedReward, OpenTurn, apply, decode_session, encode_session, fold
 
 
 def two_turns() -> Book:

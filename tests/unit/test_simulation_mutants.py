@@ -18,6 +18,7 @@ from app.domain.session import Session
 from app.errors import AppError
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
+from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import FleetState
@@ -35,7 +36,6 @@ from app.turn.claims import Claims
 from app.turn.in_flight import InFlightTurn
 from app.turn.placement import Placement
 from app.turn.retries import Retries
-from app.turn.session_control import ControlledTurn, SessionControls
 from app.turn.turns import Turns
 from tests.tools.simulation.schedule import Simulation
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from app.domain.events import Timing
-from app.turn.stages import WINDOW_S, RecentTurnStats, Stages, TurnStage
+from app.metrics import WINDOW_S, RecentTurnStats
+from app.turn.in_flight import Stages, TurnStage
 
 
 class Clock:

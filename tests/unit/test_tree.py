@@ -10,9 +10,8 @@ from making import Book, assistant, user
 
 from app.domain.branches import Branches, Loss, branch_rows
 from app.domain.events import TurnCommitted
-from app.domain.fold import fold
 from app.domain.rules import Plan, superseded
-from app.domain.turns import Turns
+from app.domain.session import Turns, fold
 
 A, B, C, D = user("a"), user("b"), user("c"), user("d")
 X, Y, Z = assistant("x"), assistant("y"), assistant("z")

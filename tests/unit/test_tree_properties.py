@@ -13,11 +13,10 @@ from making import SESSION
 
 from app.domain.branches import Branches, Loss, branch_rows
 from app.domain.events import SessionConfig
-from app.domain.fold import fold
 from app.domain.retention import chunk_keys
 from app.domain.rules import TreeIndex, leaves, superseded
 from app.domain.samples import Sample, sample, segments
-from app.domain.session import decode_session, encode_session
+from app.domain.session import decode_session, encode_session, fold
 
 TEXTS = st.sampled_from("aab")
 SOME = st.sampled_from((0, 0, 1, 2, 3, 5))

@@ -21,8 +21,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.fold import fold
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.errors import NotFound, SessionUnreadable
 from app.features.checkpoints import operations as store
 from app.features.checkpoints.operations import (

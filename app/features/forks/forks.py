@@ -11,8 +11,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, ForkRef, Recorded, UnknownEvent
-from app.domain.fold import fold
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.errors import (
     IdempotencyMismatch,
     Overloaded,

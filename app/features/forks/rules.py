@@ -24,8 +24,7 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
-from app.domain.fold import apply, fold
-from app.domain.session import Session
+from app.domain.session import Session, apply, fold
 from app.errors import NotFound, SessionClosed
 
 

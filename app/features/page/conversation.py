@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from app.domain.branches import newest_of
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 from app.errors import NotFound, SessionUnreadable
 from app.export.rows import as_messages
 from app.sessions.session_at import SessionAt, session_at

@@ -11,12 +11,12 @@ from typing import Literal
 import msgspec
 
 from app.fleet.pauses import Pauses
+from app.metrics import RecentTurnStats
 from app.sessions.recovery import Registration
 from app.sessions.session_list import SessionList
 from app.store import heads_view, reads
 from app.store.engine import Database
 from app.store.heads_view import HeadCounts
-from app.turn.stages import RecentTurnStats
 from turnlog import replies as wire
 
 MAX_AGE_S = 0.9

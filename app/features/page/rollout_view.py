@@ -12,8 +12,7 @@ import numpy as np
 
 from app.domain.branches import newest_of, place_of
 from app.domain.history import Message, canonical_hash, decode_message
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 from app.export.rows import as_messages
 from app.features.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.sessions.session_at import session_at

@@ -10,8 +10,7 @@ from typing import TypeVar
 from sqlalchemy import Connection, select
 
 from app.domain import fleet
-from app.domain.fold import fold
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.errors import AppError
 from app.features.checkpoints import operations as store
 from app.features.checkpoints.checkpoints import Checkpoints

@@ -22,8 +22,7 @@ from app.errors import (
 )
 from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
-from app.turn.in_flight import InFlightTurn, TurnReply, Waiter, hash_key
-from app.turn.stages import Stages
+from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
 from tests.tools.simulation.engine import Message, digest
 from tests.tools.simulation.history import Acknowledged, Fact, Seen
 from tests.tools.simulation.process import Disconnected, Process

@@ -11,8 +11,8 @@ from sqlalchemy import insert
 from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
-from app.features import checkpoints, groups
-from app.metrics import Metrics
+from app.features import checkpoints, groups, live, resume, session_control
+from app.metrics import Metrics, RecentTurnStats
 from app.services import Services
 from app.sessions.lifecycle import Clock
 from app.sessions.recovery import Registration
@@ -21,7 +21,6 @@ from app.store import incarnations, ports, reads, schema
 from app.store.dialect import Tx, now
 from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
-from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
 from workers import codec
 from workers.pool import Pool
@@ -63,8 +62,8 @@ def made(
         lease_left=lease_left,
         poll_s=poll_s,
     )
-    services.features["checkpoints"] = checkpoints.add_to(services)
-    services.features["groups"] = groups.add_to(services)
+    for feature in (checkpoints, groups, live, resume, session_control):
+        services.features[feature.__name__.rpartition(".")[2]] = feature.add_to(services)
     return services
 
 

@@ -9,8 +9,7 @@ from sqlalchemy import Connection
 
 from app.domain.branches import Branches
 from app.domain.rules import superseded
-from app.domain.session import Session
-from app.domain.turns import Turn
+from app.domain.session import Session, Turn
 from app.export.rows import SessionRows, known
 from app.store import bulk, reads
 

@@ -20,11 +20,12 @@ import msgspec
 
 from app.domain.request import ChatRequest, value_of
 from app.errors import AppError
+from app.features.resume import OUTCOMES
+from app.features.resume.continuation import can_continue
 from app.settings import Settings
 from app.store import staged_tokens
 from app.store.ports import Database, Writer
 from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
-from app.turn.continuation import can_continue
 from app.turn.in_flight import InFlightTurn
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -39,10 +40,6 @@ from workers.reply import LogprobsOf
 log = logging.getLogger("turnlog.staging")
 
 AnyStream = ReplyStream | GenerateStream
-
-OUTCOMES = ("staged", "not_staged", "restored", "anew", "moved")
-"""`not_staged`: the turn is of a kind that cannot be continued. Of a retry: `restored`, it goes on from staged tokens,
-or `anew`, it cannot. `moved`: the engine died, and the same turn went on at another or after its restart."""
 
 
 class StagingCounters(msgspec.Struct):

@@ -15,13 +15,12 @@ from app.domain import decide
 from app.domain.events import OnAbort
 from app.domain.request import value_of
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
+from app.features.resume.continuation import Continuation, GeneratedPart, can_continue
+from app.features.resume.staging import StagedTurn, Staging
 from app.sessions.cache import id_text
-from app.turn.continuation import Continuation, GeneratedPart, can_continue
 from app.turn.engine_call import TakesNoIds
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import InFlightTurn, TurnStage
 from app.turn.points import Generate
-from app.turn.stages import TurnStage
-from app.turn.staging import StagedTurn
 from app.upstream.client import EngineReply
 from app.upstream.streams import STREAM
 from workers import codec
@@ -40,18 +39,19 @@ EMPTY_TRIES = 5
 class Resume:
     """The turns of this process that go on from tokens that exist already."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, staging: Staging) -> None:
         self._services = services
+        self._staging = staging
         self._calls = services.engine_calls
 
     async def around(self, generate: Generate, turn: InFlightTurn) -> None:
         """Generate the turn, with whatever goes on from earlier tokens. Raises as `generate`, GenerationAborted."""
         services = self._services
-        if services.staging.is_on:
-            turn.staged = services.staging.begin(turn, services.engines.dialect)
-        if turn.staged is not None:
-            await self._staged(turn, turn.staged)
-            return
+        if self._staging.is_on:
+            turn.staged = staged = self._staging.begin(turn, services.engines.dialect)
+            if staged is not None:
+                await self._staged(turn, staged)
+                return
         await generate(turn)
         if turn.reply is not None and turn.reply.finish_reason == "abort":
             await self._ended_early(turn, GeneratedPart(turn.answer, turn.reply))

@@ -1,0 +1,37 @@
+"""Which turns go to their client while the engine still generates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.domain.request import ChatRequest
+from app.upstream.dialects import asked_for
+from app.upstream.streams import STREAM
+
+if TYPE_CHECKING:
+    from app.services import Services
+    from app.turn.engine_call import EngineCall
+    from app.turn.in_flight import InFlightTurn
+
+
+class LiveTurns:
+    """Decides which turns are sent live, when their first request is about to be sent (`points.streaming`)."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def streaming(self, turn: InFlightTurn, call: EngineCall) -> None:
+        """Have the engine stream. Not if the engines may not stream with ids, if a replay payload is needed, which no
+        stream has, or if the generation may be continued by another."""
+        live, request, session = turn.waiter.live, turn.request, turn.session
+        if live is None or not isinstance(request, ChatRequest):
+            return
+        if (request.stream_mode or session.config.stream_mode) == "whole" or live.mode is not None:
+            return
+        settings = self._services.settings
+        if self._services.engines.dialect != "vllm" or settings.replay or asked_for(request.params):
+            return
+        if (session.config.on_abort or settings.abort_policy) == "continue":
+            return
+        live.go_live(turn.opened.turn, request.echo, turn.left_out)
+        turn.live, call.push, call.own = live, live.push, STREAM
