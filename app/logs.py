@@ -113,7 +113,10 @@ def _for_people(colours: bool) -> Callable[[dict[str, Any]], str]:
         level, exception = rest.pop("level"), rest.pop("exception", None)
         shown = f"\x1b[{COLOURS.get(level, '32')}m{level:8}\x1b[0m" if colours else f"{level:8}"
         first = f"{rest.pop('timestamp')} {shown} {rest.pop('event')} [{rest.pop('logger')}]"
-        fields = " ".join(f"{name}={value}" for name, value in rest.items())
+        # A session's id may be any text of a request's path: line breaks or a terminal's codes.
+        fields = " ".join(
+            f"{name}={value if str(value).isprintable() else ascii(value)}" for name, value in rest.items()
+        )
         return "\n".join(filter(None, (f"{first} {fields}".rstrip(), exception)))
 
     return render
@@ -160,10 +163,10 @@ def _trace(error: BaseException, seen: set[int]) -> Iterator[str]:
         yield from traceback.format_tb(error.__traceback__, limit=-FRAMES)
     yield _headline(error)
     if isinstance(error, BaseExceptionGroup):
-        for one in error.exceptions:
-            if id(one) not in seen:
+        for member in error.exceptions:
+            if id(member) not in seen:
                 yield "with:\n"
-                yield from _trace(one, seen)
+                yield from _trace(member, seen)
 
 
 def _headline(error: BaseException) -> str:

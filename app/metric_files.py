@@ -78,13 +78,13 @@ def read(folder: Path, name: str = "*") -> Iterator[tuple[bool, dict[tuple[str, 
             is_alive = _is_locked(file.fileno())
             content = file.read()
         (length,) = _HEAD.unpack_from(content)
-        numbers = memoryview(content)[_HEAD.size + length :].cast("d")
-        found: dict[tuple[str, str], list[float]] = {}
+        values = memoryview(content)[_HEAD.size + length :].cast("d")
+        numbers: dict[tuple[str, str], list[float]] = {}
         place = 0
-        for name, label, width in _SERIES.decode(content[_HEAD.size : _HEAD.size + length]):
-            found[name, label] = list(numbers[place : place + width])
+        for metric, label, width in _SERIES.decode(content[_HEAD.size : _HEAD.size + length]):
+            numbers[metric, label] = list(values[place : place + width])
             place += width
-        yield is_alive, found
+        yield is_alive, numbers
 
 
 def _is_locked(descriptor: int) -> bool:

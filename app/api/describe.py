@@ -109,5 +109,5 @@ def describe(
 
 
 def operation_of(endpoint: Callable[..., Any]) -> RouteDescription:
-    found: RouteDescription = getattr(endpoint, _OPERATION)
-    return found
+    operation: RouteDescription = getattr(endpoint, _OPERATION)
+    return operation

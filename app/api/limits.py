@@ -191,7 +191,7 @@ class RequestMemory:
         if of_session > self._session_limit:
             raise Overloaded(f"the session's requests hold its share of {self._session_limit} bytes in flight")
         missing = 0 if reservation.peer is None else self.peers.get(reservation.peer, 0) + size - self._peer_limit
-        same_peer = (one for one in self.arriving if one.peer == reservation.peer)
+        same_peer = (other for other in self.arriving if other.peer == reservation.peer)
         if missing > 0 and not self.free_memory(reservation, missing, same_peer):
             raise Overloaded(f"bodies of this address that have not ended hold its {self._peer_limit} bytes")
 
@@ -202,17 +202,17 @@ class RequestMemory:
         skipped: otherwise two slow requests would give each other up in turns.
         """
         latest = self.clock() - HELD_S
-        older = itertools.takewhile(lambda one: one is not requester and one.since < latest, arriving)
+        older = itertools.takewhile(lambda other: other is not requester and other.since < latest, arriving)
         chosen = []
-        for one in sorted((one for one in older if one.arriving), key=lambda one: one.arriving <= SMALL):
-            chosen.append(one)
-            missing -= one.arriving
+        for other in sorted((other for other in older if other.arriving), key=lambda other: other.arriving <= SMALL):
+            chosen.append(other)
+            missing -= other.arriving
             if missing <= 0:
                 break
         else:
             return False
-        for one in chosen:
-            one.give_up()
+        for other in chosen:
+            other.give_up()
         return True
 
 

@@ -25,9 +25,9 @@ _SESSION = HARNESSES[0].session.encode()
 def without_prefix(scope: Scope) -> Scope:
     """The scope of the same request without Gym's prefix; the same scope if it has none."""
     path = route_path(scope)
-    if not path.startswith(PREFIX) or (found := _PATH.fullmatch(path)) is None:
+    if not path.startswith(PREFIX) or (match := _PATH.fullmatch(path)) is None:
         return scope
-    rollout_id, rest = found.groups()
+    rollout_id, rest = match.groups()
     given = [(name, value) for name, value in scope["headers"] if name != _SESSION]
     agent = agent_of([(name.decode("latin-1"), value.decode("latin-1")) for name, value in given])
     if agent is not None:

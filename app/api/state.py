@@ -19,8 +19,8 @@ def services(request: Request) -> Services:
 
 
 def of_scope(scope: Scope) -> Services:
-    found: Services = scope["app"].state.services
-    return found
+    app: Services = scope["app"].state.services
+    return app
 
 
 CONTROL_BYTES = 1 << 20

@@ -110,6 +110,7 @@ class TurnRequest:
             await self._send_error(error)
             stages.ended_at = stages.clock()
         except Exception:
+            reservation.release()
             outcome = AppError.code
             log.exception("an unexpected fault in a turn")
             await self._send_error(AppError(INTERNAL))

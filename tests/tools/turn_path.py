@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dis
 import http.client
 import json
 import os
@@ -27,6 +28,7 @@ ROOT = Path.cwd()
 TURNS = 12
 ROOMS = tuple(f"{ROOT / room}{os.sep}" for room in ("app", "workers"))
 FEATURES = ROOT / "app" / "features"
+RESUME = dis.opmap["RESUME"]
 PARTS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 """Of functions, which no step is named after."""
 
@@ -70,8 +72,9 @@ class Tracer:
                 self._see(argument)
                 self._answered |= name[0].startswith("app/upstream/") and argument is not None
             return
-        if frame.f_lasti > 5:  # a coroutine or generator that goes on: no new call
-            return
+        code = frame.f_code.co_code
+        if code[frame.f_lasti] == RESUME and code[frame.f_lasti + 1] & 3:
+            return  # A coroutine or generator that goes on is no new call.
         self.python += 1
         if name is None or frame.f_code.co_name in PARTS:
             return

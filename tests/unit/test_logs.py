@@ -92,6 +92,15 @@ def test_a_line_names_its_request_and_session_until_the_request_has_ended(lines:
     assert not {"request_id", "session_id"} & set(lines.last)
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_session_in_a_path_forges_no_line(form: str, about: LogContext) -> None:
+    lines = Lines(form)
+    about.session_id = "x\nforged\x1b[2J\u2028y"
+    lines.of("turnlog.chat").info("turn failed")
+    assert len(lines.text.splitlines()) == 1
+    assert "\x1b" not in lines.text
+
+
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
     try:
         raise error from cause
