@@ -163,6 +163,7 @@ class EngineClient:
                     is_sent = await _send(connection, head, parts)
                 await connection.head()
                 reply = await self._read(connection, grow, stream)
+                is_sent = is_sent and not connection.transport.get_write_buffer_size()
                 is_kept = is_sent and connection.keeps_alive and not connection.is_bad and ONCE not in headers
                 return reply
             except Lost:
@@ -255,16 +256,14 @@ class EngineClient:
 
 
 async def _send(connection: Connection, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-    """Write a long request in pieces, as fast as the connection takes them; False if it ended before all was written:
-    the reply came first, or none will."""
+    """Write a long request in pieces, as fast as the connection takes them; False if not all was written: the reply
+    came first, or none will."""
     connection.transport.write(head)
     for piece in pieces_of(parts):
-        await connection.drained()
-        if connection.is_complete or connection.error is not None:
+        if not await connection.may_write():
             return False
         connection.transport.write(piece)
-    await connection.drained()
-    return not connection.transport.get_write_buffer_size()
+    return True
 
 
 async def _plain_pieces(connection: Connection) -> AsyncIterator[bytes]:

@@ -25,6 +25,10 @@ SWEEP_S = 0.5
 HEAD_BYTES = 64 << 10
 """Largest head of a reply, with those of the informational replies before it."""
 
+FRAMING_TIMES = 8
+"""Past HEAD_BYTES, no more bytes may come than so many times those of the body: a chunk of one byte takes six, but
+extensions of chunks and trailers have no end of their own."""
+
 READ_AHEAD = 512 << 10
 """So many bytes of a reply are held before they are taken: twice what uvloop reads at once."""
 
@@ -94,7 +98,7 @@ class Connection(asyncio.Protocol):
         self.is_complete = self.keeps_alive = False
         self.takes_whole = False
         self.error: EngineError | None = None
-        self._held = 0
+        self._came = self._body = self._held = 0
         self._head = b""
         self.heads = 0
 
@@ -119,10 +123,14 @@ class Connection(asyncio.Protocol):
             self.resume_reading()
             await self._wait()
 
-    async def drained(self) -> None:
-        """Wait until more may be written; not if the reply has come or the connection has ended before."""
-        while self._is_write_paused and not self.is_complete and self.error is None:
+    async def may_write(self) -> bool:
+        """Wait until more may be written; False if the reply has come before, or so much of it that it must be read,
+        or the connection has ended."""
+        while not (self.is_complete or self.is_read_paused or self.error is not None):
+            if not self._is_write_paused:
+                return True
             await self._wait()
+        return False
 
     async def _wait(self) -> None:
         self._waiter = self._connections.loop.create_future()
@@ -165,15 +173,18 @@ class Connection(asyncio.Protocol):
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
         self._connections.opened(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.forget(self)
-        if not self.is_busy or self.is_complete:
-            return
+    def eof_received(self) -> None:
+        """Nothing more comes, so nothing more is sent either: it might never be taken."""
         is_framed = self.length is not None or "transfer-encoding" in self.named
-        if self.error is None and exc is None and self.status and not is_framed:
+        if self.is_busy and self.status and not is_framed and self.error is None:
             self.is_complete = True  # such a body ends with its connection
             self._wake()
-        else:
+        elif self.is_busy and not self.is_complete:
+            self.fail(Lost("it closed the connection"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.forget(self)
+        if self.is_busy and not self.is_complete:
             self.fail(Lost("it closed the connection" if exc is None else type(exc).__name__))
 
     def data_received(self, data: bytes) -> None:
@@ -183,6 +194,7 @@ class Connection(asyncio.Protocol):
             if not self.is_busy:
                 self.transport.abort()
             return
+        self._came += len(data)
         if not self.status:
             self._head += data
         try:
@@ -192,8 +204,8 @@ class Connection(asyncio.Protocol):
             if not self.is_complete:
                 self.fail(Lost(f"it sent no HTTP: {error}"))
                 return
-        if not self.status and len(self._head) > HEAD_BYTES:
-            self.fail(Lost("its head is too large"))
+        if self._came > HEAD_BYTES + FRAMING_TIMES * self._body and not self.is_complete:
+            self.fail(Lost("its head, or what frames its body, is too large"))
         elif self.is_complete or (self.pieces and not self.takes_whole) or (self.status and self._head):
             self._head = b""
             if self._held > READ_AHEAD and not self.takes_whole:
@@ -216,7 +228,9 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if self.status or (100 <= status < 200 and status != 101):
+        if status < 100:
+            raise ValueError("no status")
+        if self.status or (status < 200 and status != 101):
             return
         start = 0
         for _ in range(self.heads - 1):
@@ -240,6 +254,7 @@ class Connection(asyncio.Protocol):
             raise ValueError("an informational reply has a body")
         if not self.is_complete:
             self.pieces.append(piece)
+            self._body += len(piece)
             self._held += len(piece)
 
     def on_message_complete(self) -> None:
@@ -259,9 +274,10 @@ class Connections:
         self.open: set[Connection] = set()
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[Origin, list[Connection]] = {}
-        self._addresses: dict[Origin, tuple[float, list[Any]]] = {}
+        self._addresses: dict[Origin, tuple[float, asyncio.Task[list[Any]]]] = {}
         self._tls: ssl.SSLContext | None = None
         self._sweeping: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self._ended: asyncio.Future[None] | None = None
 
     def idle(self, origin: Origin) -> Connection | None:
@@ -296,13 +312,14 @@ class Connections:
         except OSError as error:
             self._addresses.pop(origin, None)
             raise NotSent(type(error).__name__) from error
-        if connection.has_input():
+        if connection.has_input() or self._is_closed:
             connection.transport.abort()
-            raise NotSent("the connection brings bytes before it is asked")
+            raise NotSent("the connection brings bytes before it is asked, or the client was closed")
         return connection
 
     async def close(self) -> None:
         """End all connections, and with them what waits for a reply."""
+        self._is_closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
         for connection in tuple(self.open):
@@ -345,15 +362,20 @@ class Connections:
     async def _connected(self, origin: Origin) -> socket.socket:
         """Raises OSError."""
         now = self.loop.time()
-        until, addresses = self._addresses.get(origin, (now, []))
-        if until <= now:
+        until, asked = self._addresses.get(origin, (now, None))
+        if until <= now or asked is None:
             self._addresses = {known: entry for known, entry in self._addresses.items() if entry[0] > now}
-            addresses = list(await self.loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM))
-            self._addresses[origin] = now + ADDRESSES_S, addresses
+            asked = self.loop.create_task(self._look_up(origin))
+            self._addresses[origin] = now + ADDRESSES_S, asked
+        # All that connect at once share one look-up, which goes on if one of them is cancelled.
+        addresses = await asyncio.shield(asked)
         if len(addresses) == 1:
             return await self._connected_to(addresses[0])
         addresses.append(addresses.pop(0))  # the next connection begins with another address
         return await self._first_connected(addresses[-1:] + addresses[:-1])
+
+    async def _look_up(self, origin: Origin) -> list[Any]:
+        return list(await self.loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM))
 
     async def _first_connected(self, addresses: Sequence[Any]) -> socket.socket:
         """The first address that connects; each gets a head start before the next."""

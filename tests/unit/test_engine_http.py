@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import shutil
 import socket
 import ssl
 import struct
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,12 @@ class Engine:
         sizes = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
         self.asked.append(head + await reader.readexactly(sizes[0] if sizes else 0))
         return head
+
+
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Servers run on uvloop where it is installed; their transports differ where a connection ends."""
+    return "asyncio", {"use_uvloop": request.param}
 
 
 @pytest.fixture
@@ -125,6 +133,17 @@ BROKEN = {
     "a NUL": OK + b"x: a\0b\r\ncontent-length: 2\r\n\r\n{}",
     "a body of information": b"HTTP/1.1 104 X\r\ncontent-length: 2\r\n\r\n{}" + SOUND,
     "HTTP/2": b"HTTP/2.0 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    "a status below 100": b"HTTP/1.1 000 X\r\ncontent-length: 0\r\n\r\n",
+    "a status of four digits": b"HTTP/1.1 2000 X\r\ncontent-length: 0\r\n\r\n",
+    "a space before the colon of chunks": CHUNKED.replace(b":", b" :") + b"2\r\n{}\r\n0\r\n\r\n",
+    "folded chunks": CHUNKED.replace(b": ", b":\r\n ") + b"2\r\n{}\r\n0\r\n\r\n",
+    "no length": OK + b"content-length:\r\n\r\n{}",
+    "a length without end": OK + b"content-length: %b\r\n\r\n{}" % (b"9" * 40),
+    "a chunk's extension ends in LF": CHUNKED + b"2;x\n{}\r\n0\r\n\r\n",
+    "a chunk is longer than its size": CHUNKED + b"2\r\n{}}\r\n0\r\n\r\n",
+    "a chunk's size has a sign": CHUNKED + b"+2\r\n{}\r\n0\r\n\r\n",
+    "a chunk's size has a prefix": CHUNKED + b"0x2\r\n{}\r\n0\r\n\r\n",
+    "a length as a trailer": CHUNKED + b"2\r\n{}\r\n0\r\ncontent-length: 2\r\n\r\n",
     "another protocol": b"RTSP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}",
     "half a head": SOUND[:20],
     "half a body": SOUND[:-1],
@@ -140,6 +159,56 @@ async def test_a_reply_that_is_not_whole_or_can_be_read_in_two_ways_is_lost(
     engine.replies, engine.closes = [BROKEN[name]], True
     with pytest.raises(Lost):
         await post(client, engine)
+
+
+ENDLESS = {
+    "information": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a head": (OK, b"x: y\r\n"),
+    "a header": (OK + b"x: ", b"y"),
+    "a chunk's extension": (CHUNKED + b"2;", b"x"),
+    "extensions of chunks": (CHUNKED, b"1;%b\r\n{\r\n" % (b"x" * 1000)),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"x: y\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_what_has_no_end_but_is_no_body_is_cut_off(engine: Engine, client: EngineClient, name: str) -> None:
+    first, again = ENDLESS[name]
+
+    async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await engine.read(reader)
+        writer.write(first)
+        while True:
+            writer.write(again * (4096 // len(again)))
+            await writer.drain()
+
+    engine.way = way
+    with pytest.raises(Lost):
+        await post(client, engine)
+    await engine.ended.wait()
+
+
+@pytest.mark.parametrize(
+    "first", [b"", OK + b"x: ", CHUNKED + b"2;", OK + b"content-length: 99999\r\n\r\n", OK + b"\r\n"]
+)
+async def test_a_reply_that_drips_is_late_all_the_same(
+    engine: Engine, first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "SWEEP_S", 0.01)
+    client = EngineClient(connect_timeout_s=5, timeout_s=0.1, max_bytes=1 << 20)
+
+    async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await engine.read(reader)
+        writer.write(first)
+        while not reader.at_eof():
+            writer.write(b"x" if first else b"HTTP/1.1 100 Continue\r\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    engine.way = way
+    with pytest.raises(TimedOut):
+        await post(client, engine)
+    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -300,6 +369,65 @@ async def test_a_reply_may_come_before_the_request_is_sent(engine: Engine, clien
     await engine.ended.wait()
 
 
+async def test_a_long_reply_may_come_before_the_request_is_sent(engine: Engine, client: EngineClient) -> None:
+    """It is more than is read ahead, and the engine takes nothing before all of it is taken."""
+    size = http.READ_AHEAD + (400 << 10)
+
+    async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()
+        writer.write(b"HTTP/1.1 413 X\r\ncontent-length: %d\r\n\r\n" % size + bytes(size))
+        await engine.ended.wait()
+
+    engine.way = way
+    reply = await post(client, engine, bytes(64 << 20))
+    assert (reply.status, len(reply.body)) == (413, size)
+    assert client._connections._idle == {}
+    engine.ended.set()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_request_that_nobody_reads_ends(engine: Engine, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SWEEP_S", 0.01)
+    client = EngineClient(connect_timeout_s=5, timeout_s=20 if ends else 0.1, max_bytes=1 << 20)
+
+    async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()
+        if ends:
+            writer.write_eof()
+        await engine.ended.wait()
+
+    engine.way = way
+    with pytest.raises(Lost if ends else TimedOut):
+        await post(client, engine, bytes(64 << 20))
+    engine.ended.set()
+    await client.close()
+
+
+@pytest.mark.parametrize("status", [b"204", b"304"])
+async def test_a_status_without_a_body_has_none(engine: Engine, client: EngineClient, status: bytes) -> None:
+    engine.replies = [b"HTTP/1.1 %b X\r\ncontent-length: 5\r\n\r\n" % status, SOUND]
+    assert (await post(client, engine)).body.joined() == b""
+    assert (await post(client, engine)).body.joined() == b"{}"
+    assert len(engine.connections) == 1
+
+
+@pytest.mark.parametrize("turns", [0, 20], ids=["only the kernel knows", "the loop knows"])
+async def test_a_connection_that_ended_while_it_was_idle_is_not_used(
+    engine: Engine, client: EngineClient, turns: int
+) -> None:
+    engine.replies = [SOUND]
+    await post(client, engine)
+    with socket.socket(fileno=os.dup(engine.connections[-1].get_extra_info("socket").fileno())) as sock:
+        sock.shutdown(socket.SHUT_WR)
+    engine.replies = [SOUND]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    assert (await post(client, engine)).body.joined() == b"{}"
+    assert len(engine.connections) == 2
+
+
 async def test_a_long_request_is_sent_whole_and_its_connection_used_again(engine: Engine, client: EngineClient) -> None:
     engine.replies = [SOUND, SOUND]
     parts = [b"[", bytes(3 << 20), memoryview(b"x" * 100), b"]"]
@@ -335,10 +463,13 @@ async def test_nothing_is_read_ahead_of_what_there_is_room_for(engine: Engine, c
 
 
 async def test_a_reply_that_is_too_large_ends_its_connection(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [OK + b"content-length: %d\r\n\r\n" % (1 << 25)]
+    engine.replies = [OK + b"content-length: %d\r\n\r\n" % (1 << 25) + SOUND]
     with pytest.raises(TooLarge):
         await post(client, engine)
     await engine.ended.wait()
+    engine.replies = [OK + b"content-length: 3\r\n\r\n[2]"]
+    assert (await post(client, engine)).body.joined() == b"[2]"
+    assert len(engine.connections) == 2
 
 
 async def test_a_request_that_is_cancelled_ends_its_connection(engine: Engine, client: EngineClient) -> None:
@@ -408,7 +539,11 @@ async def test_all_addresses_of_a_name_are_tried(
     places = [("127.0.0.1", 1), ("silent", 0), ("127.0.0.1", port)]
     connecting = loop.sock_connect
 
+    looking_up = loop.getaddrinfo
+
     async def addresses(host: str, port: int, **kind: Any) -> list[Any]:
+        if not host.endswith(".example"):
+            return await looking_up(host, port, **kind)  # uvloop does so where it connects
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
 
     async def connect(sock: socket.socket, place: Any) -> None:
@@ -425,6 +560,97 @@ async def test_all_addresses_of_a_name_are_tried(
     del places[1:]
     with pytest.raises(NotSent):
         await client.get("http://others.example/health", [])
+
+
+async def test_connections_share_one_look_up_and_forget_one_that_failed(
+    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    looking_up = loop.getaddrinfo
+    asked: list[str] = []
+
+    async def addresses(host: str, port: int, **kind: Any) -> list[Any]:
+        if host != "engines.example":
+            return await looking_up(host, port, **kind)
+        asked.append(host)
+        if len(asked) == 1:
+            raise socket.gaierror
+        await asyncio.sleep(0)
+        return await looking_up("127.0.0.1", port, **kind)
+
+    monkeypatch.setattr(loop, "getaddrinfo", addresses)
+    url = engine.url.replace("127.0.0.1", "engines.example") + "/health"
+    with pytest.raises(NotSent):
+        await client.get(url, [])
+    engine.replies = [SOUND] * 8
+    waiting = [asyncio.ensure_future(client.get(url, [])) for _ in range(4)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    assert [type(reply) for reply in await asyncio.gather(*waiting, return_exceptions=True)] == [
+        asyncio.CancelledError,
+        *[EngineReply] * 3,
+    ]
+    assert len(asked) == 2
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["late", "cancelled"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_a_connection_that_is_not_made_leaves_no_descriptor(
+    engine: Engine, scheme: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine takes the connection and says nothing of TLS; without TLS it is never connected."""
+    client = EngineClient(connect_timeout_s=20 if is_cancelled else 0.05, timeout_s=20, max_bytes=1 << 20)
+    loop = asyncio.get_running_loop()
+    trying = asyncio.Event()
+    connecting = loop.sock_connect
+
+    async def connect(sock: socket.socket, place: Any) -> None:
+        if scheme == "https":
+            await connecting(sock, place)
+        trying.set()
+        if scheme == "http":
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(loop, "sock_connect", connect)
+    before = descriptors()
+    asking = asyncio.ensure_future(client.get(engine.url.replace("http", scheme) + "/health", []))
+    await trying.wait()
+    if is_cancelled:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        asking.cancel()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else NotSent):
+        await asking
+    for writer in engine.connections:
+        writer.close()
+    if scheme == "https":
+        await engine.ended.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert descriptors() <= before
+    assert client._connections.open == set()
+    await client.close()
+
+
+async def test_a_client_that_was_closed_connects_no_more(
+    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    connecting = loop.sock_connect
+
+    async def connect(sock: socket.socket, place: Any) -> None:
+        await client.close()
+        await connecting(sock, place)
+
+    monkeypatch.setattr(loop, "sock_connect", connect)
+    with pytest.raises(NotSent):
+        await post(client, engine)
+    assert engine.asked == []
 
 
 async def test_a_connection_that_takes_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,10 +682,14 @@ async def test_tls_is_checked(tmp_path: Path, client: EngineClient, monkeypatch:
         await client.get(url, [])
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     trusting = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20)
-    engine.replies = [SOUND, OK + b"content-length: %d\r\n\r\n" % (1 << 20) + bytes(1 << 20)]
+    engine.replies = [SOUND, OK + b"content-length: %d\r\n\r\n" % (1 << 20) + bytes(1 << 20), OK + b"\r\n{}"]
+    engine.closes = True
     assert (await trusting.get(url, [])).status == 200
     assert len((await trusting.get(url, [])).body) == 1 << 20
-    assert len(engine.asked) == 2
+    long = bytes(3 << 20)
+    assert (await trusting.post(url.replace("/health", PATH), long, [])).body.joined() == b"{}"
+    assert engine.asked[2].endswith(b"\r\n\r\n" + long)
+    assert len(engine.asked) == 3
     with pytest.raises(NotSent):
         await trusting.get(url.replace("localhost", "127.0.0.1"), [])
     await trusting.close()
