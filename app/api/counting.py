@@ -12,11 +12,10 @@ from app.api.head import TOKEN_SESSION
 from app.api.limits import peer_of, read_body
 from app.api.parameters import SessionId
 from app.api.state import services
-from app.domain.request import join_object
+from app.domain.request import fields_of, join_object
 from app.errors import Unsupported
 from app.fleet.engines import COUNT_TOKENS
 from app.logs import request_id
-from app.protocols.body import fields_of
 from app.protocols.errors import engine_error
 from app.protocols.messages.parse import parse_count
 from app.protocols.registry import PROTOCOLS

@@ -52,7 +52,7 @@ _WHITE = re.compile(rb"[ \t\r\n]*")
 
 
 class State(NamedTuple):
-    """The translator (`app.protocols.body`) that has read the first `messages` of a body."""
+    """The translator (`app.domain.request`) that has read the first `messages` of a body."""
 
     messages: int
     reader: Any

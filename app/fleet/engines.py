@@ -13,6 +13,7 @@ import msgspec
 
 from app.domain.events import EngineShape
 from app.domain.fleet import EngineListed
+from app.domain.request import IdsField
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
 from app.fleet.versions import WeightVersions
@@ -21,7 +22,7 @@ from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.http import EngineError, Lost, NotSent, TimedOut
 from app.upstream.streams import BadStream, CutStream, StreamReader
-from app.upstream.token_in import IdsField, ProbeRefused, probe
+from app.upstream.token_in import ProbeRefused, probe
 from workers.reply import LogprobsOf
 
 log = logging.getLogger("turnlog.engines")

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.events import is_number
+from app.domain.request import IdsField
 from app.domain.session import RID_CHARACTERS, RID_MARK
 from app.upstream.body import Body
 from app.upstream.generate import ServerInfo
-from app.upstream.token_in import IdsField
 from workers.reply import LogprobsOf
 
 log = logging.getLogger("turnlog.engines")

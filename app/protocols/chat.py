@@ -13,18 +13,21 @@ from app.domain.calls import given_prefix, with_ids
 from app.domain.events import History
 from app.domain.known_body import ContinuedBody
 from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
-from app.domain.request import ChatRequest, CompletionRequest, join_object, value_of
-from app.errors import Unsupported
-from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
-from app.protocols.body import (
+from app.domain.request import (
+    ChatRequest,
+    CompletionRequest,
     engine_params,
     fields_of,
     flag,
     items_of,
+    join_object,
     require_one,
     stream_mode,
     token_ids,
+    value_of,
 )
+from app.errors import Unsupported
+from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
 from app.protocols.errors import ErrorFields, openai_error
 from app.protocols.sse import KEEPALIVE, event
 

@@ -8,17 +8,19 @@ import msgspec
 
 from app.domain import bounds, control, split
 from app.domain.known_body import ContinuedBody
-from app.domain.request import CompletionRequest, TokenIds, value_of
-from app.errors import InvalidRequest, Unsupported
-from app.protocols.base import COMMON, IDS, ONE, TEXT, Schema, nullable
-from app.protocols.body import (
+from app.domain.request import (
+    CompletionRequest,
+    TokenIds,
     engine_params,
     fields_of,
     flag,
     require_one,
     stream_mode,
     token_ids,
+    value_of,
 )
+from app.errors import InvalidRequest, Unsupported
+from app.protocols.base import COMMON, IDS, ONE, TEXT, Schema, nullable
 from app.protocols.chat import Chat
 from workers import scan
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from app.domain import split
 from app.domain.calls import sendable
 from app.domain.events import TurnCommitted, UnknownEvent, shape_of
-from app.domain.request import join_object
+from app.domain.request import chat_body, completion_body
 from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
 from app.fleet.engines import PATHS
@@ -18,60 +17,9 @@ from app.sessions import images
 from app.sessions import replay_payloads as replay
 from app.store import reads
 from app.store.ports import Database
-from app.upstream.token_in import KV_FIELD, KV_MEMBER
 from workers import codec
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import REPLAY
-
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-def chat_body(
-    params: bytes,
-    tools: bytes | None,
-    messages: Sequence[bytes | memoryview],
-    rid: str,
-    own: bytes,
-    ids: bytes | None,
-    field: str = "input_ids",
-) -> list[bytes | memoryview]:
-    """A chat request as raw JSON, in parts. `params` is a non-empty JSON object; messages and the rest are spliced in.
-
-    `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids, if they are
-    sent: the engine then takes its prompt from them. `field` is the one that it reads (`app.upstream.token_in`).
-    """
-    in_kv = ids is not None and field == KV_FIELD
-    kv = b"{"
-    if in_kv and KV_FIELD.encode() in params:
-        params, kv = _without_kv(params)
-    parts: list[bytes | memoryview] = [params[:-1], own, b',"rid":"' + rid.encode() + b'"' if rid else b""]
-    if tools is not None:
-        parts.append(b',"tools":' + tools)
-    parts.append(b',"messages":[')
-    for place, message in enumerate(messages):
-        parts += (b",", message) if place else (message,)
-    parts.append(b"]")
-    if ids is not None and in_kv:
-        parts += [f',"{KV_FIELD}":'.encode(), kv, f'"{KV_MEMBER}":['.encode(), ids, b"]}"]
-    elif ids is not None:
-        parts += [b',"input_ids":[', ids, b"]"]
-    parts.append(b"}")
-    return parts
-
-
-def _without_kv(params: bytes) -> tuple[bytes, bytes]:
-    """The parameters without the client's `kv_transfer_params`, and the beginning of an object with its members."""
-    fields = {name: bytes(raw) for name, raw in _FIELDS.decode(params).items()}
-    raw = fields.pop(KV_FIELD, b"null")
-    kv = {} if raw[:1] != b"{" else {name: bytes(value) for name, value in _FIELDS.decode(raw).items()}
-    kv.pop(KV_MEMBER, None)
-    return join_object(fields), join_object(kv)[:-1] + b"," if kv else b"{"
-
-
-def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> list[bytes]:
-    """As `chat_body`, for a completion: its prompt is `text` or `ids`."""
-    prompt = split.quoted(text or "") if ids is None else b"[" + ids + b"]"
-    return [params[:-1], own, b',"rid":"' + rid.encode() + b'"' if rid else b"", b',"prompt":', prompt, b"}"]
 
 
 async def token_ids(database: Database, session: Session, number: int) -> bytes:

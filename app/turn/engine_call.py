@@ -24,12 +24,11 @@ from app.domain.fleet import Fleet
 from app.domain.history import Incoming
 from app.domain.images import ESCAPED_LETTER, IMAGE_MARK, REFERENCE_MARK, take_out
 from app.domain.left_out import bounded
-from app.domain.request import ChatRequest, join_object, value_of
+from app.domain.request import ChatRequest, IdsField, chat_body, completion_body, join_object, value_of
 from app.domain.session import Session, engine_session_of
 from app.domain.split import ITEMS
 from app.errors import ClaimLost, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
 from app.fleet.engines import PATHS, OpenStream
-from app.sessions import transcript
 from app.sessions.cache import require_open
 from app.store.log import StoredBlob
 from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
@@ -40,7 +39,6 @@ from app.upstream.dialects import FIRST_ROW_NAMES, clients_first_row, complete, 
 from app.upstream.generate import GENERATE, Fields, generate_body
 from app.upstream.http import EngineError
 from app.upstream.streams import STREAM, Push, ReplyStream
-from app.upstream.token_in import IdsField
 from workers import codec
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
@@ -329,7 +327,7 @@ class EngineCalls:
             await self._choose_ids_field(turn, call, engine)
         if turn.large or call.prompt is not None or call.shape != "chat":
             return await self._services.large_bodies.run(turn.large, partial(body_of, call))
-        return transcript.chat_body(call.params, call.tools, call.messages, call.rid, call.own, None)
+        return chat_body(call.params, call.tools, call.messages, call.rid, call.own, None)
 
     async def _choose_ids_field(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
         """May the engine render the messages instead, if it takes no ids? Raises TakesNoIds, Unsupported."""
@@ -468,8 +466,8 @@ def body_of(call: EngineCall) -> Sequence[bytes | memoryview]:
     ids = None if call.prompt is None else call.prompt.text
     if call.shape == "chat":
         field = call.ids_field or "input_ids"
-        return transcript.chat_body(call.params, call.tools, call.messages, call.rid, call.own, ids, field)
-    return transcript.completion_body(call.params, call.text, ids, call.rid, call.own)
+        return chat_body(call.params, call.tools, call.messages, call.rid, call.own, ids, field)
+    return completion_body(call.params, call.text, ids, call.rid, call.own)
 
 
 # what a session stores once

@@ -24,7 +24,7 @@ from app.domain import decide
 from app.domain.history import Incoming
 from app.domain.images import holds_images
 from app.domain.left_out import SILENT_MESSAGE, left_out_at
-from app.domain.request import ChatRequest, TokenIds, value_of
+from app.domain.request import KV_FIELD, KV_MEMBER, ChatRequest, TokenIds, value_of
 from app.domain.session import Session, Turn
 from app.domain.split import ITEMS
 from app.errors import InvalidRequest, SessionUnreadable, TokenPrefixMismatch, Unsupported
@@ -34,7 +34,6 @@ from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
 from app.turn.engine_call import PromptIds, blobs_of, template_arguments
 from app.turn.in_flight import InFlightTurn, Request, TemplateInputs
-from app.upstream.token_in import KV_FIELD, KV_MEMBER
 from workers.codec import CorruptContent
 from workers.parse import KnownTokens
 

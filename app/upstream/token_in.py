@@ -9,19 +9,12 @@ different ids in each field, and the reply says which of them were its prompt.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from app.domain.request import KV_FIELD, KV_MEMBER, IdsField
 from app.errors import UpstreamInvalid
 from app.upstream.client import EngineClient, EngineReply
 from app.upstream.headers import Headers
-
-IdsField = Literal["input_ids", "kv_transfer_params"]
-"""The field of a chat's body that ids are sent in. vLLM reads the member `prompt_token_ids` of its own."""
-
-KV_FIELD: IdsField = "kv_transfer_params"
-KV_MEMBER = "prompt_token_ids"
 
 _IDS: dict[IdsField, list[int]] = {"input_ids": [1, 2, 3], "kv_transfer_params": [1, 2, 3, 2]}
 """Ids that every vocabulary has, in numbers that no template renders the probe's message to."""

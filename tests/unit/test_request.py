@@ -9,9 +9,8 @@ from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.request import TokenIds, canonical_hash
+from app.domain.request import OURS, TokenIds, canonical_hash
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.body import OURS
 from app.protocols.chat import parse_chat
 from app.protocols.completions import parse_completion
 

@@ -13,8 +13,8 @@ import msgspec
 
 from app.domain.known_body import ContinuedBody, State
 from app.domain.proofs import find_proof
+from app.domain.request import translated
 from app.errors import InvalidRequest
-from app.protocols.body import translated
 from app.protocols.messages.content import (
     Block,
     Content,

@@ -9,9 +9,8 @@ import msgspec
 from app.domain import control
 from app.domain.known_body import ContinuedBody, Translation
 from app.domain.left_out import DEFER_LOADING, SERVER_TOOL, left_out_at
-from app.domain.request import ChatRequest, value_of
-from app.errors import InvalidRequest, ThreadUnsupported, Unsupported
-from app.protocols.body import (
+from app.domain.request import (
+    ChatRequest,
     engine_params,
     fields_of,
     flag,
@@ -19,7 +18,9 @@ from app.protocols.body import (
     require_one,
     stream_mode,
     token_ids,
+    value_of,
 )
+from app.errors import InvalidRequest, ThreadUnsupported, Unsupported
 from app.protocols.messages.content import NOTHING, decode, is_given, object_text, required
 from app.protocols.messages.conversation import conversation
 from app.protocols.messages.reply import Echo

@@ -11,10 +11,8 @@ from app.domain import control
 from app.domain.known_body import ContinuedBody, KnownBody, State, Translation
 from app.domain.left_out import INCLUDE, left_out_at
 from app.domain.proofs import find_proof
-from app.domain.request import ChatRequest, value_of
-from app.errors import InvalidRequest, PreviousResponseNotFound
-from app.protocols.base import StoredTurn
-from app.protocols.body import (
+from app.domain.request import (
+    ChatRequest,
     engine_params,
     fields_of,
     flag,
@@ -23,7 +21,10 @@ from app.protocols.body import (
     stream_mode,
     token_ids,
     translated,
+    value_of,
 )
+from app.errors import InvalidRequest, PreviousResponseNotFound
+from app.protocols.base import StoredTurn
 from app.protocols.responses import ids
 from app.protocols.responses.items import (
     BETWEEN_SYSTEM,
