@@ -26,11 +26,9 @@ from app.api import (
     session_lists,
     sessions,
     signin,
-    skyrl,
     trees,
 )
 from app.api import engines as engine_routes
-from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
@@ -42,7 +40,19 @@ from app.api.replies import error_parts
 from app.api.tokens import Tokens
 from app.api.turns import TurnRequest, send_reply
 from app.errors import StartupError
-from app.features import archive, checkpoints, forks, groups, live, objects, page, resume, search, session_control
+from app.features import (
+    archive,
+    checkpoints,
+    forks,
+    gates,
+    groups,
+    live,
+    objects,
+    page,
+    resume,
+    search,
+    session_control,
+)
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
 from app.services import Services, running
@@ -52,6 +62,7 @@ from app.stopping import on_stop_signal
 log = logging.getLogger("turnlog")
 
 FEATURES = (
+    gates,
     archive,
     checkpoints,
     forks,
@@ -63,7 +74,8 @@ FEATURES = (
     search,
     session_control,
 )
-"""What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on."""
+"""What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on. Gates come
+first: checkpoints and resume use them."""
 
 SWITCH_S = 0.0005
 """Switch interval of threads: how long the event loop waits for the interpreter while another thread computes. It is a
@@ -181,8 +193,6 @@ def create_app(settings: Settings) -> Turnlog:
         service.router,
         exports.router,
         metrics_route.router,
-        fleet_routes.router,
-        skyrl.router,
         engine_routes.router,
         signin.router,
     ):

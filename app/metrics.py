@@ -122,7 +122,6 @@ FAMILIES = (
     ),
     _gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate."),
     _counter("turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."),
-    _gauge("turnlog_turns_gated", "Turns that wait at a gate until a pause ends."),
     # traffic
     _counter(
         "turnlog_request_errors_total",

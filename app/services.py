@@ -26,10 +26,8 @@ from app.export.session_samples import SessionSamples
 from app.extras import install
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
-from app.fleet.gates import Gates
 from app.fleet.health import HealthWatch
 from app.fleet.native import NativeRoutes
-from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
 from app.metrics import Metrics, RecentTurnStats
@@ -59,7 +57,6 @@ from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 from app.turn.validation import ReplyValidator
 from app.upstream.client import EngineClient
-from app.upstream.control import EngineControl
 from workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -146,14 +143,6 @@ class Services:
             logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
         )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
-        self.gates = Gates(self.fleet)
-        self.pauses = Pauses(
-            fleet=self.fleet,
-            gates=self.gates,
-            engines=self.engines,
-            control=EngineControl(client, settings.upstream_dialect, api_key),
-            database=database,
-        )
         self.native = NativeRoutes(client, self.engines, api_key)
         self.health = HealthWatch(
             self.engines,
@@ -178,10 +167,6 @@ class Services:
         self.validator = ReplyValidator(pool, settings)
         self.large_bodies = LargeBodies()
         self.engine_calls = EngineCalls(self)
-        points = self.points
-        points.before_claim.append(self.gates.arrive)
-        points.before_engine.append(self.gates.pass_again)
-        points.may_send.append(self.gates.take)
         self.turns = Turns(self)
 
         # sessions
@@ -235,7 +220,6 @@ class Services:
         """Start the background tasks."""
         self.engine_pool.start()
         self.janitor.start()
-        self.pauses.start()
         for begin in self.starts:
             begin()
 
@@ -256,7 +240,6 @@ class Services:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""
         self.followers.stop()
         self.all_events.stop()
-        self.gates.stop()
         for end in self.waits:
             end()
 
@@ -277,7 +260,6 @@ class Services:
             lambda: self.pool.stop(0),
             self.health.stop,
             self.token_in.close,
-            self.pauses.stop,
             self.engine_pool.stop,
             self.fleet.stop,
             self.retries.close,

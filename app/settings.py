@@ -96,7 +96,17 @@ ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
 Feature = Literal[
-    "archive", "checkpoints", "forks", "groups", "live", "objects", "page", "resume", "search", "session_control"
+    "archive",
+    "checkpoints",
+    "forks",
+    "gates",
+    "groups",
+    "live",
+    "objects",
+    "page",
+    "resume",
+    "search",
+    "session_control",
 ]
 """The folders of `app.features`."""
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import platform
 import resource
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,6 @@ from fastapi import APIRouter, Request, Response
 from app.api.describe import TEXT, Reply, describe
 from app.api.state import services
 from app.domain.events import is_number
-from app.domain.fleet import Gate
 from app.fleet.member import Health, Member
 from app.metrics import FOLDER, Kind, Metric, Sample, render
 from app.store.figures import Figures
@@ -79,7 +77,6 @@ def refresh(app: Services) -> None:
     """Copy the components' numbers into this process's metrics."""
     metrics = app.metrics
     metrics.set("turnlog_turns_in_flight", app.turns.in_flight)
-    metrics.set("turnlog_turns_gated", app.gates.held().total())
     metrics.set("turnlog_inflight_bytes", app.inflight.size)
     metrics.set("turnlog_inflight_limit_bytes", app.settings.inflight_bytes)
     metrics.set("turnlog_connections", app.connection_limit.connections)
@@ -177,7 +174,7 @@ def of_process() -> Iterator[Metric]:
 
 
 def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
-    """Metrics of the state that all processes share: version, database, engines and gates."""
+    """Metrics of the state that all processes share: version, database and engines."""
     kind = "sqlite" if app.database.is_sqlite else "postgresql"
     yield _gauge(
         "turnlog_build_info",
@@ -190,16 +187,6 @@ def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
     yield _gauge("turnlog_database_up", "Did the database answer the last request?", {(): app.counted.is_up})
     yield from _of_store(figures, app.database.log_file_bytes())
     yield from _of_engines(app.engines.members.values())
-    fleet = app.fleet.fleet
-    gates = {"fleet": [fleet.gate], "adapter": list(fleet.adapters.values())}
-    shut = {scope: [gate for gate in found if gate.is_shut] for scope, found in gates.items()}
-    yield _gauge("turnlog_gates_shut", "Gates that hold turns back.", {(s,): len(g) for s, g in shut.items()}, "scope")
-    yield _gauge(
-        "turnlog_gate_shut_seconds",
-        "How long the first of the shut gates has been shut; 0 if none is.",
-        {(scope,): _longest_s(found) for scope, found in shut.items()},
-        "scope",
-    )
 
 
 def _of_store(figures: Figures | None, log_file_bytes: int | None) -> Iterator[Metric]:
@@ -226,10 +213,6 @@ def _of_engines(members: Iterable[Member]) -> Iterator[Metric]:
     yield _gauge("turnlog_engine_weight_version", "The engine's weight version, if it is a number.", numbers, "engine")
     different = len({version for version in versions.values() if version is not None})
     yield _gauge("turnlog_weight_versions", "Number of different weight versions of the engines.", {(): different})
-
-
-def _longest_s(gates: Iterable[Gate]) -> float:
-    return max((time.time() - gate.since for gate in gates if gate.since is not None), default=0.0)
 
 
 def _gauge(name: str, help_text: str, values: Mapping[Any, float], *labels: str) -> Metric:

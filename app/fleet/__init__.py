@@ -1,1 +1,1 @@
-"""The engines, their health, and the gates that hold turns back."""
+"""The engines and their health, and the log that all processes share."""

@@ -299,7 +299,7 @@ class EngineCalls:
                     headers,
                     turn.waiter.grow,
                     rid=turn.rid,
-                    version=None if turn.adapter is None else services.gates.version(turn.adapter),
+                    version=None if turn.adapter is None else services.fleet.fleet.gates(turn.adapter)[1].version,
                     may_send=partial(self._may_send, turn),
                     open_stream=self._open_stream(turn, call) if call.own == STREAM else None,
                     path=(lambda: GENERATE if call.is_native else PATHS[call.shape]) if call.wants_native else None,

@@ -20,7 +20,6 @@ from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import AppError, ClientGone, SessionClosed
 from app.fleet.engines import EngineOrder
-from app.fleet.gates import Closings
 from app.sessions.cache import CacheEntry
 from app.turn.live import LiveStream
 from app.upstream.body import Body
@@ -158,7 +157,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
 
     # At a gate: its place in the line, and how often the gates had been shut when it was sent.
     ticket: int = 0
-    closings: Closings = (0, 0)
+    closings: tuple[int, int] = (0, 0)
 
     # Claimed: `session` is the state at the claim (before it, the state for which the request was
     # read); its live turns cannot change while the claim stands. `idle_since` is the time of the

@@ -27,9 +27,9 @@ from app.domain.fleet import (
     fold,
 )
 from app.domain.session import rid_of
+from app.features.gates.gates import Gates
+from app.features.gates.pauses import Pauses
 from app.fleet.engines import Engines
-from app.fleet.gates import Gates
-from app.fleet.pauses import Pauses
 from app.fleet.state import STALE_S, FleetState
 from app.store import fleet as log
 from app.store.dialect import Parameters, Row
@@ -351,7 +351,7 @@ async def test_a_lease_that_was_made_longer_is_the_longer_one(states: Sequence[F
 async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.pauses.SECOND_SWEEP_S", 1.0)
+    monkeypatch.setattr("app.features.gates.pauses.SECOND_SWEEP_S", 1.0)
     rid = rid_of("s", 2, postgres_store.me)
     await postgres_store.create("s")
     with SimulatorProcess() as engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.fleet.gates import Closings
+from app.features.gates.gates import Closings
 
 
 class Passing:

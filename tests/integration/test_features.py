@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 
 from app.settings import FEATURES
@@ -17,7 +19,7 @@ from ops.simulator.process import SimulatorProcess
 
 CODE = ("app", "workers", "turnlog", "migrations", "alembic.ini")
 
-NEEDED_BY = {"objects": ("archive",)}
+NEEDED_BY = {"gates": ("checkpoints",), "objects": ("archive",)}
 """Features whose code imports another's (import-linter has the list)."""
 
 
@@ -60,6 +62,31 @@ def test_the_kernel_works_without(gone: tuple[str, ...], tmp_path: Path, engine:
             server.stop()
             server.start()  # what was acknowledged is there
             _look(Stand(server, engine))
+        finally:
+            server.stop()
+
+
+def test_without_gates_what_was_shut_is_open(tmp_path: Path, engine: str) -> None:
+    place = Place(tmp_path)
+    with place.database() as url:
+        server = ServerProcess(tmp_path, upstreams=[engine], database_url=url)
+        others = ",".join(name for name in FEATURES if name != "gates")
+        try:
+            with closing(Stand(server.start(), engine)) as api:
+                assert api.http.post("/fleet/pause").status_code == 200
+                assert api.http.post("/adapters/one/resume", json={"version": "7"}).status_code == 200
+            server.stop()
+            assert httpx.post(f"{engine}/continue_generation", json={}).status_code == 200
+            server.environment = {**server.environment, "TURNLOG_FEATURES": others}
+            with closing(Stand(server.start(), engine)) as api:
+                assert api.talk(session_id="free").say("Hello").status_code == 200
+                assert api.get("/ui/api/overview")["gate"]["paused"] is False
+                assert api.http.get("/fleet").status_code == 404
+            server.stop()
+            server.environment = {**server.environment, "TURNLOG_FEATURES": "all"}
+            with closing(Stand(server.start(), engine)) as api:
+                assert api.get("/fleet")["paused"] is False
+                assert api.get("/adapters/one")["version"] is None
         finally:
             server.stop()
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import pytest
 
 from app import features, main
 from app.api.openapi import routes_of
+from app.domain.fleet import Fleet, TurnsHeld
+from app.errors import StartupError
+from app.features import checkpoints
 from app.main import chosen, create_app
+from app.services import Services
 from app.settings import FEATURES, Settings
 from app.store import schema
 
@@ -52,7 +57,7 @@ TABLES = {
     ),
     "dead_objects": Part("objects", "app.store.statements:queue_prefix", "app.store.statements:take_copies", LATER),
     "archived": Part("archive", "app.features.archive.archive:Archive.erase", "app.store.statements:archived", LATER),
-    "fleet_events": Part("gates", NO_SESSION, NO_SESSION, "no: engines and gates are as they are now"),
+    "fleet_events": Part("kernel", NO_SESSION, NO_SESSION, "no: engines and gates are as they are now"),
     "affinities": Part("session_control", "no: its engine and its times alone", "no: a fork is bound anew", LATER),
     "groups": Part(
         "groups",
@@ -121,3 +126,13 @@ def test_what_is_off_has_no_routes(name: str) -> None:
     own = {route.path for router in feature.routers() for route in routes_of(router.routes)}
     assert not routes & own
     assert routes | own == {route.path for route in routes_of(create_app(Settings(features=FEATURES)).routes)}
+
+
+@pytest.mark.anyio
+async def test_a_store_that_is_being_restored_is_not_served_without_checkpoints() -> None:
+    def services(held: TurnsHeld) -> Services:
+        return cast(Services, SimpleNamespace(fleet=SimpleNamespace(fleet=Fleet(held=held))))
+
+    await checkpoints.absent(services(TurnsHeld("one", "drain", 1)))
+    with pytest.raises(StartupError, match="checkpoint one is being restored"):
+        await checkpoints.absent(services(TurnsHeld("one", "restore", 1, "before-1-one")))

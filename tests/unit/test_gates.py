@@ -11,7 +11,7 @@ from helpers.store import Store
 
 from app.domain.fleet import AdapterPaused, AdapterResumed, FleetPaused, FleetResumed, Placed
 from app.errors import Overloaded
-from app.fleet.gates import AT_ONCE, REST_S, Gates, Wait
+from app.features.gates.gates import AT_ONCE, REST_S, Gates, Wait
 from app.fleet.state import FleetState
 
 pytestmark = pytest.mark.anyio

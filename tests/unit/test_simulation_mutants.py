@@ -18,9 +18,9 @@ from app.domain.session import Session
 from app.errors import AppError
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
+from app.features.gates.gates import Gates
+from app.features.gates.pauses import Pauses
 from app.features.session_control.controls import ControlledTurn, SessionControls
-from app.fleet.gates import Gates
-from app.fleet.pauses import Pauses
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
 from app.store import log_turns, rollouts, writer

@@ -1,7 +1,7 @@
 """Checkpoints: named cuts over all sessions, groups and acknowledgements, and taking the store back to one.
 
     routes              `/checkpoints`, and the page's view of one
-    drain, restore      turns are held by an event in the fleet's log (`TurnsHeld`), which every process's gates obey
+    drain, restore      turns are held by an event in the fleet's log (`TurnsHeld`), at the gates (`features.gates`)
     what is kept        `store.pins`, which the kernel asks before it frees or erases content, whoever made the pins
     after a restore     `Services.restored`: what else follows from the sessions
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
+
+from app.errors import StartupError
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -31,12 +33,14 @@ def routers() -> list[APIRouter]:
 def add_to(services: Services) -> Checkpoints:
     from app.features.checkpoints.checkpoints import Checkpoints
     from app.features.checkpoints.restores import Restores
+    from app.features.gates import in_turns
 
+    gated = services.features.get("gates")
     checkpoints = Checkpoints(
         database=services.database,
         writer=services.writer,
         fleet=services.fleet,
-        gates=services.gates,
+        gates=in_turns(services) if gated is None else gated.gates,
         restores=Restores(
             database=services.database,
             writer=services.writer,
@@ -56,6 +60,11 @@ def add_to(services: Services) -> Checkpoints:
 
 
 async def absent(services: Services) -> None:
-    """Tell of turns that only this feature lets go on."""
-    if (held := services.fleet.fleet.held) is not None:
+    """Tell of turns that only this feature lets go on. Raises StartupError where a restore is not finished."""
+    held = services.fleet.fleet.held
+    if held is not None and held.reason == "restore":
+        raise StartupError(
+            f"checkpoint {held.checkpoint} is being restored: start with checkpoints in TURNLOG_FEATURES"
+        )
+    if held is not None:
         log.warning("turns are held for checkpoint %s until a process has the feature checkpoints", held.checkpoint)

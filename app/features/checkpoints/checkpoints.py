@@ -32,7 +32,7 @@ from app.features.checkpoints.operations import (
     Restoring,
 )
 from app.features.checkpoints.restores import Restores
-from app.fleet.gates import Gates
+from app.features.gates.gates import Gates
 from app.fleet.state import FleetState
 from app.store import fleet as fleet_store
 from app.store import reads

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
+    from app.features.gates import Paused
     from app.features.page.conversation import Conversations
     from app.features.page.metadata_columns import MetadataColumns
     from app.features.page.overview import Overviews
@@ -48,6 +49,7 @@ def add_to(services: Services) -> Page:
     from app.features.page.watch import Watch
 
     database, sessions = services.database, services.session_list
+    gates: Paused | None = services.features.get("gates")
     watch = Watch(database, sessions, services.log_end)
     services.waits.append(watch.stop)
     return Page(
@@ -55,7 +57,8 @@ def add_to(services: Services) -> Page:
         overviews=Overviews(
             database,
             sessions,
-            services.pauses,
+            services.fleet,
+            None if gates is None else gates.pauses,
             services.metrics.recent,
             services.registration,
             services.clock,

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from app.fleet.pauses import Pauses
+from app.fleet.state import FleetState
 from app.metrics import RecentTurnStats
 from app.sessions.recovery import Registration
 from app.sessions.session_list import SessionList
@@ -18,6 +18,9 @@ from app.store import heads_view, reads
 from app.store.engine import Database
 from app.store.heads_view import HeadCounts
 from turnlog import replies as wire
+
+if TYPE_CHECKING:
+    from app.features.gates.pauses import Pauses
 
 MAX_AGE_S = 0.9
 """Maximum age of an overview: all browsers share one a second."""
@@ -95,13 +98,15 @@ class Overviews:
         self,
         database: Database,
         sessions: SessionList,
-        pauses: Pauses,
+        fleet: FleetState,
+        pauses: Pauses | None,
         recent: RecentTurnStats,
         registration: Registration,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._sessions = sessions
+        self._fleet = fleet
         self._pauses = pauses
         self._recent = recent
         self._registration = registration
@@ -148,13 +153,28 @@ class Overviews:
             errors=recent.errors,
             errors_total=recent.errors_total,
             weight_version=newest,
-            gate=await self._pauses.fleet(),
-            adapters=await self._pauses.adapters(),
+            gate=self._without_gates() if self._pauses is None else await self._pauses.fleet(),
+            adapters=[] if self._pauses is None else await self._pauses.adapters(),
             database=DatabaseSize(
                 counted.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
             ),
             read_only=self._registration.read_only,
             scope="this process",
+        )
+
+    def _without_gates(self) -> wire.FleetGate:
+        return wire.FleetGate(
+            paused=False,
+            mode=None,
+            closings=0,
+            since=None,
+            lease_left_s=None,
+            held=0,
+            in_flight=0,
+            paused_adapters=[],
+            version=self._fleet.fleet.version,
+            weight_version=None,
+            held_for=None,
         )
 
     async def _count(self, at: float) -> _Counted:

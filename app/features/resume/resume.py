@@ -27,6 +27,7 @@ from workers import codec
 from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
+    from app.features.gates import Paused
     from app.services import Services
 
 FIRST_PAUSE_S = 0.1
@@ -43,6 +44,8 @@ class Resume:
         self._services = services
         self._staging = staging
         self._calls = services.engine_calls
+        paused: Paused | None = services.features.get("gates")
+        self._gates = None if paused is None else paused.gates
 
     async def around(self, generate: Generate, turn: InFlightTurn) -> None:
         """Generate the turn, with whatever goes on from earlier tokens. Raises as `generate`, GenerationAborted."""
@@ -58,6 +61,10 @@ class Resume:
 
     def on_abort(self, turn: InFlightTurn) -> OnAbort:
         return turn.session.config.on_abort or self._services.settings.abort_policy
+
+    async def _was_shut(self, turn: InFlightTurn) -> bool:
+        """Was a gate shut since the turn's request was sent? Raises StoreUnavailable."""
+        return self._gates is not None and await self._gates.was_shut(turn)
 
     # a turn that is staged
 
@@ -149,7 +156,7 @@ class Resume:
         if not first.is_cut:
             if policy == "fail":
                 raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
-            if policy == "return" or not await services.gates.was_shut(turn):
+            if policy == "return" or not await self._was_shut(turn):
                 return False
             engine, is_chat = first.answer.engine, turn.request.shape == "chat"
             if not can_continue(turn.request) or (is_chat and services.engines.takes_no_ids(engine)):
@@ -200,7 +207,7 @@ class Resume:
             if part is None:
                 return False
             await continuation.add(part)
-            if part.is_cut or await self._services.gates.was_shut(turn):
+            if part.is_cut or await self._was_shut(turn):
                 misses = 0
             elif misses == EMPTY_TRIES or part.reply.output_tokens:
                 break
@@ -216,7 +223,9 @@ class Resume:
         with turn.cancellable():
             if misses:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
-            await self._services.gates.wait(turn)
+            for may_pass in self._services.points.before_engine:
+                if (wait := may_pass(turn)) is not None:
+                    await wait(turn)
             stages.marks.append((TurnStage.PREPARE, stages.clock()))
             await self._calls.require_still_open(turn)
             await self._place_again(turn, continuation.newest.answer.engine)

@@ -100,7 +100,7 @@ class Process:
     async def stop(self) -> None:
         """An orderly end. Raises AppError where the store cannot be told."""
         self.serving = False
-        self.service.gates.stop()
+        self.service.features["gates"].gates.stop()
         if self._connections:
             await asyncio.wait(list(self._connections), timeout=DRAIN_S)
         await self.service.stop()

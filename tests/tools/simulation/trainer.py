@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from app.errors import AppError
+from app.features.gates import Paused
+from app.features.gates.pauses import Pauses
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.world import World
 
@@ -87,11 +89,16 @@ class Trainer:
 
 def pause(process: Process, name: str | None, lease_s: float, mode: Any = "abort") -> Coroutine[Any, Any, object]:
     """Shut the gate of an adapter, or of all."""
-    if name is None:
-        return process.service.pauses.pause_fleet(mode, lease_s)
-    return process.service.pauses.pause_adapter(name, lease_s)
+    pauses = _pauses(process)
+    return pauses.pause_fleet(mode, lease_s) if name is None else pauses.pause_adapter(name, lease_s)
 
 
 def resume(process: Process, name: str | None) -> Coroutine[Any, Any, object]:
     """Open it."""
-    return process.service.pauses.resume_fleet() if name is None else process.service.pauses.resume_adapter(name, None)
+    pauses = _pauses(process)
+    return pauses.resume_fleet() if name is None else pauses.resume_adapter(name, None)
+
+
+def _pauses(process: Process) -> Pauses:
+    paused: Paused = process.service.features["gates"]
+    return paused.pauses

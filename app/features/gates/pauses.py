@@ -32,8 +32,8 @@ from app.domain.fleet import (
 )
 from app.domain.session import rid_of
 from app.errors import AppError, NotFound
+from app.features.gates.gates import Gates
 from app.fleet.engines import Engines
-from app.fleet.gates import Gates
 from app.fleet.member import Member
 from app.fleet.state import POLL_S, STALE_S, FleetState
 from app.store import fleet as store

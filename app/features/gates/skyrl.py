@@ -12,10 +12,9 @@ from pydantic import BaseModel, Field
 from app.api.bodies import body_of
 from app.api.describe import BODY, WRITE, describe, json_reply
 from app.api.disconnect import disconnected
-from app.api.fleet import LEASE_S, MAX_NAME, reply
-from app.api.state import services
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed
+from app.features.gates.routes import LEASE_S, MAX_NAME, paused, reply
 from turnlog import replies as wire
 
 router = APIRouter(prefix="/skyrl/v1", tags=["SkyRL"])
@@ -45,7 +44,7 @@ class LoraWait(Lora):
 async def abort_lora_requests(request: Request) -> JSONResponse:
     """The same as `POST /adapters/{name}/pause`."""
     order = await body_of(request, Lora)
-    result = await services(request).pauses.pause_adapter(order.lora_name, LEASE_S)
+    result = await paused(request).pauses.pause_adapter(order.lora_name, LEASE_S)
     body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
     if all(engine["ok"] for engine in result.engines.values()):
         return JSONResponse(body)
@@ -64,7 +63,7 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
 async def resume_lora_requests(request: Request) -> dict[str, Any]:
     """The same as `POST /adapters/{name}/resume`."""
     order = await body_of(request, Lora)
-    await services(request).pauses.resume_adapter(order.lora_name, None)
+    await paused(request).pauses.resume_adapter(order.lora_name, None)
     return {"status": "ok"}
 
 
@@ -80,7 +79,7 @@ async def resume_lora_requests(request: Request) -> dict[str, Any]:
 async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
     order = await body_of(request, LoraWait)
-    opening = asyncio.ensure_future(services(request).gates.opens(order.lora_name, order.timeout_s))
+    opening = asyncio.ensure_future(paused(request).gates.opens(order.lora_name, order.timeout_s))
     disconnect = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((opening, disconnect), return_when=asyncio.FIRST_COMPLETED)

@@ -16,6 +16,7 @@ from app.api.state import services
 from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
+from app.features.gates import Paused
 from turnlog import replies as wire
 
 router = APIRouter(tags=["Fleet"])
@@ -74,7 +75,7 @@ class ResumeFleet(ResumeAdapter):
 async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     """Hold the adapter's turns and abort its generations, in every process and at every engine."""
     body = await body_of(request, PauseAdapter, is_optional=True)
-    pauses = services(request).pauses
+    pauses = paused(request).pauses
     result = await pauses.pause_adapter(name, body.lease_s)
     state = await pauses.adapter(name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
@@ -93,7 +94,7 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
 async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
     body = await body_of(request, ResumeAdapter, is_optional=True)
-    pauses = services(request).pauses
+    pauses = paused(request).pauses
     await pauses.resume_adapter(name, body.version)
     return await pauses.adapter(name)
 
@@ -106,13 +107,13 @@ async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, An
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
-    return await services(request).pauses.adapter(name)
+    return await paused(request).pauses.adapter(name)
 
 
 @router.get("/adapters")
 @describe("List the adapters", "page", json_reply(wire.AdapterList, "All adapters."), errors=READ)
 async def list_adapters(request: Request) -> Mapping[str, Any]:
-    return {"adapters": await services(request).pauses.adapters()}
+    return {"adapters": await paused(request).pauses.adapters()}
 
 
 @router.post("/fleet/pause")
@@ -128,7 +129,7 @@ async def list_adapters(request: Request) -> Mapping[str, Any]:
 async def pause_fleet(request: Request) -> JSONResponse:
     """Hold all turns and pause every engine."""
     body = await body_of(request, PauseFleet, is_optional=True)
-    pauses = services(request).pauses
+    pauses = paused(request).pauses
     engines = await pauses.pause_fleet(body.mode, body.lease_s)
     return reply(await pauses.fleet(), engines)
 
@@ -149,7 +150,7 @@ async def resume_fleet(request: Request) -> JSONResponse:
     `version` is the weight version of engines that cannot say theirs.
     """
     body = await body_of(request, ResumeFleet, is_optional=True)
-    pauses = services(request).pauses
+    pauses = paused(request).pauses
     engines = await pauses.resume_fleet(body.version)
     return reply(await pauses.fleet(), engines)
 
@@ -157,7 +158,12 @@ async def resume_fleet(request: Request) -> JSONResponse:
 @router.get("/fleet")
 @describe("The fleet's gate", "page", json_reply(wire.FleetGate, "The state of the gate."), errors=READ)
 async def get_fleet(request: Request) -> Mapping[str, Any]:
-    return await services(request).pauses.fleet()
+    return await paused(request).pauses.fleet()
+
+
+def paused(request: Request) -> Paused:
+    feature: Paused = services(request).features["gates"]
+    return feature
 
 
 def reply(state: Mapping[str, Any], engines: Mapping[str, wire.Told]) -> JSONResponse:

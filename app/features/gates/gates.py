@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -70,6 +71,15 @@ class Gates:
         """How many turns wait in this process, by adapter."""
         return +self._held
 
+    def shut_s(self) -> dict[str, list[float]]:
+        """For how many seconds each shut gate has been shut, the fleet's and those of adapters."""
+        fleet = self._fleet.fleet
+        by_scope = {"fleet": [fleet.gate], "adapter": list(fleet.adapters.values())}
+        return {
+            scope: [time.time() - (gate.since or 0.0) for gate in gates if gate.is_shut]
+            for scope, gates in by_scope.items()
+        }
+
     @property
     def settled_s(self) -> float:
         """Seconds after which no process uses a state from before a gate was shut; 0 for a process that is alone."""
@@ -95,10 +105,6 @@ class Gates:
     def is_open(self, turn: GatedTurn) -> bool:
         """May a turn go to an engine? False also if the state is stale: `wait` refreshes it."""
         return self._fleet.is_fresh and not self._fleet.fleet.is_shut(turn.adapter, has_claim=turn.has_claim)
-
-    def version(self, adapter: str) -> str | None:
-        """An adapter's weight version, if a trainer reported it."""
-        return self._fleet.fleet.gates(adapter)[1].version
 
     def take(self, turn: GatedTurn) -> bool:
         """May the request be sent now? If so, later closings are counted from here."""
