@@ -206,36 +206,33 @@ class EngineClient:
             kind = connection.named.get("content-type", "").partition(";")[0].strip().lower()
             if kind == EVENT_STREAM:
                 return EngineReply(status, _as_json(headers), await self._read_stream(connection, grow, stream))
+        most = ERROR_BYTES if status >= 400 else SMALL if grow is _unbounded else self._max_bytes
+        limit = min(most, self._max_bytes)
+        length = connection.length
         try:
-            return EngineReply(status, headers, await self._read_body(connection, grow))
+            if length is None or "content-encoding" in connection.named:
+                pieces: list[bytes] = []
+                size = 0
+                async for piece in _plain_pieces(connection):
+                    size += len(piece)
+                    if size > limit:
+                        raise TooLarge(f"more than {limit} bytes")
+                    grow(len(piece))
+                    pieces.append(piece)
+                return EngineReply(status, headers, Body(pieces))
+            if length > limit:
+                raise TooLarge(f"{length} bytes")
         except (Unreadable, TooLarge) as error:
             if status < 400:
                 raise
             return EngineReply(status, _as_json(headers), Body([_hidden_error(error)]))
-
-    async def _read_body(self, connection: Connection, grow: Grow) -> Body:
-        most = ERROR_BYTES if connection.status >= 400 else SMALL if grow is _unbounded else self._max_bytes
-        limit = min(most, self._max_bytes)
-        length = connection.length
-        if length is not None and "content-encoding" not in connection.named:
-            if length > limit:
-                raise TooLarge(f"{length} bytes")
-            grow(length)
-            if length > MMAP_BYTES:
-                return await _read_to_mmap(connection, length)
-            if not connection.is_complete:
-                connection.takes_whole = True
-                await connection.more()
-            return Body(connection.take())
-        pieces: list[bytes] = []
-        size = 0
-        async for piece in _plain_pieces(connection):
-            size += len(piece)
-            if size > limit:
-                raise TooLarge(f"more than {limit} bytes")
-            grow(len(piece))
-            pieces.append(piece)
-        return Body(pieces)
+        grow(length)
+        if length > MMAP_BYTES:
+            return EngineReply(status, headers, await _read_to_mmap(connection, length))
+        if not connection.is_complete:
+            connection.takes_whole = True
+            await connection.more()
+        return EngineReply(status, headers, Body(connection.take()))
 
     async def _read_stream(self, connection: Connection, grow: Grow, stream: StreamReader) -> Body:
         """The stream's bytes count as the reply's: what is kept of them is less."""
