@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -13,7 +14,7 @@ from app.domain.fleet import EngineListed
 from app.domain.session import Session, encode_session, fold
 from app.fleet.engines import Engines
 from app.store import heads_view, incarnations, reads, session_load
-from app.store.dialect import Tx, now
+from app.store.dialect import Tx, now, up_since
 from app.store.engine import Database
 from app.store.heads_view import HeadRow
 from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk, size_of
@@ -279,9 +280,12 @@ async def end_incarnation(database: Database, number: int) -> None:
 
 
 async def silence_incarnation(database: Database, number: int, seconds: float) -> None:
-    """As if its last heartbeat were so long ago."""
+    """As if its last heartbeat were so long ago. Silence counts from the start of the database server, at most."""
     late = update(incarnations_table).where(incarnations_table.c.id == number).values(heartbeat_at=now() - seconds)
     await database.write(lambda tx: tx.run(late, {}), durable=False)
+    has_run = select(now() - up_since() >= seconds)
+    while not await database.read(lambda connection: connection.execute(has_run).scalar()):
+        await asyncio.sleep(0.1)
 
 
 def engines_at(*versions: str | None) -> Engines:
