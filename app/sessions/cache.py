@@ -650,6 +650,8 @@ class SessionCache:
         session = live.session
         size = ENTRY_BYTES + TURN_BYTES * (session.turns.count + session.undone.count)
         size += CHUNK_BYTES * live.uses.references + live.messages.size + live.tokens.size + live.bodies.size
+        if live.newest_params is not None:
+            size += len(live.newest_params[0])
         if live.unread.wires or live.unread.facts:
             size += live.unread.size
         self._bytes += size - self._sizes[session_id]

@@ -402,6 +402,7 @@ class Claims:
         if layout is not None:
             spelled = turn.history.spelled() if isinstance(turn.history, Incoming) else None
             text = None if reply.text is None else reply.text()
+        turn.call.messages = ()  # While the stored history is in use, the cache can only append to a copy of it.
         self._cache.remember(turn.session_id, turn.opened.turn, messages, tokens, layout, spelled, text)
 
     # release

@@ -1,0 +1,95 @@
+"""What a commit leaves in memory for the next turn."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from helpers.store import LEASE_S, Store
+from unit.making import assistant, user, validated
+
+from app.domain.history import Incoming
+from app.protocols.registry import PROTOCOLS
+from app.sessions.cache import SessionCache
+from app.sessions.event_log import Followers
+from app.settings import Settings
+from app.turn.claims import Claims
+from app.turn.engine_call import EngineCall
+from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.points import TurnPoints
+from app.upstream.body import Body
+from app.upstream.client import EngineReply
+
+pytestmark = pytest.mark.anyio
+
+PARAMS = b'{"model":"m"}'
+
+
+class Process:
+    """Takes turns of session `s` as a process does, with an engine's replies that are given."""
+
+    def __init__(self, store: Store) -> None:
+        self.cache = SessionCache(store.database, store.writer, 1 << 20)
+        services = SimpleNamespace(
+            points=TurnPoints(),
+            retries=None,
+            settings=Settings(),
+            cache=self.cache,
+            writer=store.writer,
+            followers=Followers(),
+            clock=time.time,
+            placement=SimpleNamespace(binding=lambda turn, session, engine: None),
+        )
+        self._claims = Claims(
+            cast(Any, services),
+            incarnation=lambda: store.me,
+            lease_s=lambda: LEASE_S,
+            lease_left=cast(Any, None),
+        )
+
+    async def take(self, messages: list[dict[str, Any]], answer: dict[str, Any], params: bytes = PARAMS) -> None:
+        entry = await self.cache.open("s")
+        request = PROTOCOLS["chat"].parse(json.dumps({"messages": messages}).encode(), True, None)
+        turn = InFlightTurn("s", Waiter(lambda size: None), Stages(time.monotonic), request=request)
+        turn.history = history = Incoming(cast(Any, request).messages, "tolerant")
+        history.check(entry.index, entry.session)
+        turn.session = entry.session
+        assert await self._claims.take(turn, entry, has_waited=False, is_alone=False)
+        plan = turn.plan
+        turn.new = history.new(plan)
+        turn.call = EngineCall("chat", params, None, turn.new, None, "")
+        if plan.base_messages:
+            turn.call.messages = (await self.cache.messages(entry, plan.parent), *turn.new)
+        turn.answer = EngineReply(200, [], Body([b"{}"]))
+        message = json.dumps(answer).encode()
+        message_hash = history.reply_hashes(message)[0]
+        reply = validated([1, 2, 3], 0, 1, message_hash, message=message, wire=b"wire")
+        await self._claims.commit(turn, cast(Any, reply), is_alone=False)
+        self.turn = turn  # Its reply is still being sent.
+
+
+async def test_a_turns_messages_are_added_to_the_stored_history_without_a_copy_of_it(sqlite_store: Store) -> None:
+    """Also while the turn's reply is being sent: a copy each turn costs the square of a long session."""
+    await sqlite_store.create("s")
+    process = Process(sqlite_store)
+    await process.take([user("a")], assistant("b"))
+    entry = await process.cache.open("s")
+    before = await process.cache.messages(entry, 1)
+    assert isinstance(before, memoryview)
+    text = before.obj
+    del before
+    await process.take([user("a"), assistant("b"), user("c")], assistant("d"))
+    after = await process.cache.messages(entry, 2)
+    assert isinstance(after, memoryview)
+    assert after.obj is text
+    assert json.loads(b"[" + after + b"]") == [user("a"), assistant("b"), user("c"), assistant("d")]
+
+
+async def test_the_parameters_that_are_kept_for_the_next_turn_are_counted(sqlite_store: Store) -> None:
+    await sqlite_store.create("s")
+    process = Process(sqlite_store)
+    await process.take([user("a")], assistant("b"), b'{"guided_json":"%s"}' % (b"x" * 100_000))
+    assert process.cache.size > 100_000
