@@ -187,8 +187,8 @@ class InFlightTurn(msgspec.Struct, eq=False):
     # Generated. `order` are the engines in the order in which they are tried, `away` says why the
     # session's own is not the first. `control` is set if the client chose the engine, `controlled`
     # if it asked for session control at all. `aborts` are tasks that may still abort its generation.
-    # `received` is the body being validated, which is kept
-    # if the reply is rejected. `reply` stays None for an engine's own error.
+    # `received` is the body being validated, which is kept if the reply is rejected. `reply` stays
+    # None for an engine's own error.
     call: EngineCall = _LATER
     order: EngineOrder = _LATER
     away: AwayCause | None = None
@@ -314,7 +314,7 @@ class Waiter(msgspec.Struct, eq=False):
         return self.is_disconnected or self.is_lost()
 
     def wait_for(self, flight: InFlightTurn) -> None:
-        """Wait for this client's own turn."""
+        """Wait for a turn, this client's own or one that it joins."""
         self.flight = flight
         flight.add(self)
 

@@ -124,7 +124,8 @@ class Turns:
             else:
                 if turn.request.refusal is not None:
                     raise InvalidRequest(turn.request.refusal)
-                if flights and (entry.session.history or turn.new_history) != "tree":
+                # Another turn may have begun while an earlier reply was looked for.
+                if self._in_flight.get(session_id) and (entry.session.history or turn.new_history) != "tree":
                     raise SessionBusy(f"session {session_id} has a turn in flight")
                 if not services.engines.members:
                     services.engines.require_some()

@@ -1,4 +1,4 @@
-"""`match`: where a request joins a session, by example and against an oracle over plain lists."""
+"""Where a request joins a session, by example and against an oracle over plain lists."""
 
 from __future__ import annotations
 

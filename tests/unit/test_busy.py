@@ -1,0 +1,73 @@
+"""When a session is busy: told at once, however long it took to look for an earlier reply."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from unit.making import SESSION, Book
+
+from app.errors import SessionBusy
+from app.protocols.registry import PROTOCOLS
+from app.sessions.cache import CacheEntry
+from app.settings import Settings
+from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.points import TurnPoints
+from app.turn.turns import Turns
+
+pytestmark = pytest.mark.anyio
+
+BODY = b'{"model":"m","messages":[{"role":"user","content":"hello"}]}'
+
+
+def request(key: str | None = None) -> InFlightTurn:
+    return InFlightTurn(SESSION, Waiter(lambda size: None), Stages(time.monotonic), retry_key=key)
+
+
+async def test_a_turn_that_begins_while_an_earlier_reply_is_looked_for_makes_the_session_busy() -> None:
+    """The second request does not wait at the shut gate."""
+    entry, at_gate, never = CacheEntry(Book().session), asyncio.Event(), asyncio.Event()
+
+    async def get(session_id: str) -> CacheEntry:
+        return entry
+
+    async def repeated(entry: CacheEntry, turn: InFlightTurn) -> None:
+        await at_gate.wait()
+
+    async def wait(turn: InFlightTurn) -> None:
+        at_gate.set()
+        await never.wait()
+
+    def arrive(turn: InFlightTurn) -> Callable[[InFlightTurn], Awaitable[None]]:
+        return wait
+
+    points = TurnPoints()
+    points.before_claim.append(arrive)
+    services = SimpleNamespace(
+        points=points,
+        settings=Settings(),
+        cache=SimpleNamespace(get=get, current=get, database=SimpleNamespace(is_sqlite=True)),
+        retries=SimpleNamespace(joinable=lambda entry, flights, turn: None, repeated=repeated),
+        claims=SimpleNamespace(forget=lambda turn: None),
+        engines=SimpleNamespace(members={"http://engine": None}),
+        engine_calls=SimpleNamespace(generate=None),
+        fleet=SimpleNamespace(fleet=SimpleNamespace(adapters={})),
+        token_in=SimpleNamespace(prompts=None),
+        large_bodies=None,
+    )
+    turns = Turns(cast(Any, services))
+    second = asyncio.create_task(turns.take(request("key"), PROTOCOLS["chat"], BODY))
+    await asyncio.sleep(0)
+    first = asyncio.create_task(turns.take(request(), PROTOCOLS["chat"], BODY))
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(SessionBusy):
+                await second
+    finally:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    assert turns.in_flight == 0
