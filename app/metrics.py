@@ -383,7 +383,8 @@ def _merged(family: Family, processes: Sequence[tuple[bool, Mapping[tuple[str, s
         numbers = [
             process[family.name, value]
             for is_alive, process in processes
-            if (family.name, value) in process and (is_alive or family.kind in ("counter", "histogram"))
+            if len(process.get((family.name, value), ())) == family.width  # another version may have other buckets
+            and (is_alive or family.kind in ("counter", "histogram"))
         ]
         combine = max if family.kind == "largest" else sum
         merged = [combine(column) for column in zip(*numbers, strict=True)] or [0.0] * family.width

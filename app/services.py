@@ -289,7 +289,7 @@ async def running(
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
-        families = [family for one in features.values() for family in getattr(one, "METRICS", ())]
+        families = [family for feature in features.values() for family in getattr(feature, "METRICS", ())]
         metrics = Metrics(RecentTurnStats(time.monotonic), families)
         stack.callback(metrics.close)
         database = Database(settings.database_url, metrics.committed, end_without_store)
@@ -303,7 +303,9 @@ async def running(
         stack.push_async_callback(client.close)
         check_family(settings.tito_family)
         prompts = await asyncio.to_thread(_load_prompts, settings)  # takes seconds
-        prepared = [await one.prepare(settings, database) for one in features.values() if hasattr(one, "prepare")]
+        prepared = [
+            await feature.prepare(settings, database) for feature in features.values() if hasattr(feature, "prepare")
+        ]
         registration = Registration(database, lambda tx: [note(tx) for note in prepared])
         await registration.attempt()
         services = Services(

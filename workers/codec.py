@@ -271,7 +271,7 @@ def paste(wire: Wire, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:
         values.append((wire.prompt_ids_at, 0, render_ids(ids, wire.separator)))
     parts: list[bytes] = []
     done = 0
-    for at, length, value in sorted(values, key=lambda found: found[0]):
+    for at, length, value in sorted(values, key=lambda value: value[0]):
         parts += [wire.reply[done:at], value]
         done = at + length
     return b"".join((*parts, wire.reply[done:]))

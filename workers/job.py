@@ -193,19 +193,19 @@ def work_whole(job: Job, body: memoryview, long_values: LongValues | None = None
 
     `long_values`: those of the body, if they were looked for.
     """
-    found = _parsed(job, body, long_values)
-    result = _result(job, body, found)
-    if found.read is None or found.separator != "," or job.sent:
+    reply = _parsed(job, body, long_values)
+    result = _result(job, body, reply)
+    if reply.read is None or reply.separator != "," or job.sent:
         return result, None
-    return result, partial(found.read.known_text, result.sequence)
+    return result, partial(reply.read.known_text, result.sequence)
 
 
-def _result(job: Job, body: memoryview, found: _Found) -> ValidatedReply:
-    parsed = found.parsed
+def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
+    parsed = reply.parsed
     stored: list[payloads.StoredPayload] = []
     edits: list[_Edit] = []
     for want in job.wants:
-        values = [value for value in found.values if value.place.kind == want.kind]
+        values = [value for value in reply.values if value.place.kind == want.kind]
         if not values:
             if want.required and parsed.output_ids and (parsed.dialect, want.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{want.kind} was asked for and is not there")
@@ -216,7 +216,7 @@ def _result(job: Job, body: memoryview, found: _Found) -> ValidatedReply:
         text = body[values[0].place.start : values[0].place.end]
         if any(body[value.place.start : value.place.end] != text for value in values[1:]):
             raise Rejected(f"{want.kind} is there twice, with different values")
-        plain = text if found.marked else _unescaped(text)
+        plain = text if reply.marked else _unescaped(text)
         payload, cut = payloads.read(plain, want, parsed.sequence.tokens, npy=parsed.dialect == "vllm")
         if plain is not text:
             cut = Cut(want.kind, 0, "text", len(text))
@@ -224,7 +224,7 @@ def _result(job: Job, body: memoryview, found: _Found) -> ValidatedReply:
         replacement = bytes(text) if cut.form == "text" else b""
         edits += [_Edit(value.start, value.end, cut, replacement) for value in values]
     suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
-    facts, wire = codec.pack_turn(_wire(job, found, edits, parsed.base + suffix_tokens))
+    facts, wire = codec.pack_turn(_wire(job, reply, edits, parsed.base + suffix_tokens))
     return ValidatedReply(
         dialect=parsed.dialect,
         message=parsed.message,
@@ -237,11 +237,11 @@ def _result(job: Job, body: memoryview, found: _Found) -> ValidatedReply:
         facts=facts,
         wire=wire,
         payloads=stored,
-        places=[value.place for value in found.values],
+        places=[value.place for value in reply.values],
         cached_tokens=parsed.cached_tokens,
         output_ids=parsed.output_ids if job.sent else b"",
         miscounted=parsed.miscounted,
-        prompt=found.prompt,
+        prompt=reply.prompt,
     )
 
 
@@ -260,7 +260,7 @@ class _Value(NamedTuple):
     end: int
 
 
-class _Found(NamedTuple):
+class _Reply(NamedTuple):
     """A parsed reply: `text` is the parsed text, in which marks replace the payloads if `marked`. `prompt_mark` is the
     mark that replaces the prompt's ids, which are at `prompt` in the body with `separator` between them, and were read
     by `read`; it is empty if they are in the text."""
@@ -275,7 +275,7 @@ class _Found(NamedTuple):
     read: Prompt | None = None
 
 
-def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Found:
+def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Reply:
     kinds = [want.kind for want in job.wants]
     places, prompt, begun = long_values or find_long_values(body)
     places = [place for place in places if place.kind in kinds]
@@ -283,9 +283,9 @@ def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Foun
     cuts = [] if not places else [None] if begun is None else [begun, None]
     for cut in cuts:
         try:
-            found = _without(job, body, places, prompt, cut)
-            if found is not None:
-                return found
+            reply = _without(job, body, places, prompt, cut)
+            if reply is not None:
+                return reply
         except PromptDiffers:
             raise
         except Rejected:
@@ -294,12 +294,12 @@ def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Foun
     text = bytes(body)
     parsed = _parse_text(job, text)
     whole = [_place(text, kind, raw) for kind, raw in parsed.payloads]
-    return _Found(parsed, text, [_Value(place, place.start, place.end) for place in whole], marked=False)
+    return _Reply(parsed, text, [_Value(place, place.start, place.end) for place in whole], marked=False)
 
 
 def _without(
     job: Job, body: memoryview, places: list[PayloadRange], prompt: PayloadRange | None, begun: KnownText | None
-) -> _Found | None:
+) -> _Reply | None:
     """The reply parsed with marks in these places, of which `prompt` is one, which begins with `begun`; None if one is
     not where it belongs.
 
@@ -315,9 +315,9 @@ def _without(
     parsed = _parse_text(job, text, cut)
     values = _values(parsed, text, places, body, prompt)
     if values is None or cut is None:
-        return None if values is None else _Found(parsed, text, values, marked=True)
+        return None if values is None else _Reply(parsed, text, values, marked=True)
     separator = codec.prompt_ids_separator(cut.text, 2) if parsed.prompt_text is cut.text else None
-    return None if separator is None else _Found(parsed, text, values, True, cut.mark, separator, prompt, cut.prompt)
+    return None if separator is None else _Reply(parsed, text, values, True, cut.mark, separator, prompt, cut.prompt)
 
 
 def _parse_text(job: Job, text: bytes, cut: CutPrompt | None = None) -> Parsed:
@@ -385,14 +385,14 @@ def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
     return []
 
 
-def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wire:
+def _wire(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Wire:
     """The stored form of the reply, without what is stored elsewhere."""
-    text, prompt = found.text, found.parsed.prompt_text
-    separator = found.separator
-    if prompt and not found.prompt_mark:
+    text, prompt = reply.text, reply.parsed.prompt_text
+    separator = reply.separator
+    if prompt and not reply.prompt_mark:
         separator = codec.prompt_ids_separator(prompt, prompt_tokens)
     if separator is not None:
-        edits = [*edits, *_prompt_edit(text, found.prompt_mark or prompt, edits)]
+        edits = [*edits, *_prompt_edit(text, reply.prompt_mark or prompt, edits)]
     parts: list[bytes] = []
     cuts: list[Cut] = []
     ids_at = None
@@ -408,7 +408,7 @@ def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wi
         done = edit.end
     return Wire(
         messages=job.messages,
-        message=found.parsed.message,
+        message=reply.parsed.message,
         reply=b"".join((*parts, text[done:])),
         headers=job.headers,
         status=job.status,
@@ -418,5 +418,5 @@ def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wi
         own=job.own,
         cuts=cuts,
         ids_field=job.ids_field,
-        facts=Facts(found.parsed.suffix_ids, found.parsed.output_ids, found.parsed.logprobs),
+        facts=Facts(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs),
     )

@@ -181,10 +181,10 @@ def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
     prefix = 10 if raw[6:7] == b"\x01" else 12
     length = int.from_bytes(raw[8:prefix], "little")
     head = raw[: prefix + length]
-    found = _NPY_HEAD.fullmatch(head, prefix)
-    if found is None:
+    match = _NPY_HEAD.fullmatch(head, prefix)
+    if match is None:
         raise Rejected(f"{kind} is a .npy file of something else than integers in C order")
-    return head, found[1].decode(), tuple(int(size) for size in found[2].replace(b" ", b"").split(b",") if size)
+    return head, match[1].decode(), tuple(int(size) for size in match[2].replace(b" ", b"").split(b",") if size)
 
 
 def _from_lists(text: memoryview, kind: str, rows: int) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
@@ -234,10 +234,10 @@ def _decoded(numbers: bytes, kind: str) -> Any:
 def _from_odd_lists(text: bytes, kind: str) -> tuple[Ids, tuple[int, ...] | None, None]:
     for decoder in _NESTED:
         try:
-            found = np.array(decoder.decode(text), np.int64)
+            ids = np.array(decoder.decode(text), np.int64)
         except ValueError:
             continue
-        return _narrowed(found.reshape(-1), kind), found.shape if found.ndim > 1 else None, None
+        return _narrowed(ids.reshape(-1), kind), ids.shape if ids.ndim > 1 else None, None
     raise Rejected(f"{kind} must be a list of integers, or lists of equal length of them, at most three deep")
 
 

@@ -254,7 +254,7 @@ OURS = frozenset({"stream", "stream_options", "stream_mode", "n", "rid"})
 
 _CONVERSATIONS = frozenset({"messages", "input"})
 
-_NUMBER = tuple(b"%c" % one for one in b"-0123456789")
+_NUMBER = tuple(b"%c" % first for first in b"-0123456789")
 """How a number begins."""
 
 _PLAIN = 18
@@ -350,12 +350,12 @@ def token_ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
     parts: list[bytes] = []
     for part in split.parts(text[1:-1]):
         try:
-            found = len(_TOKEN_IDS.decode(b"[" + part + b"]"))
+            size = len(_TOKEN_IDS.decode(b"[" + part + b"]"))
         except (msgspec.DecodeError, RecursionError) as error:
             raise _no_ids(name) from error
-        if not found:
+        if not size:
             raise _no_ids(name)
-        count += found
+        count += size
         parts.append(part.translate(None, split.WHITE))
     return TokenIds(count, b",".join(parts))
 

@@ -31,6 +31,7 @@ from app.upstream.client import EngineClient, EngineReply
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control
 from app.upstream.http import EngineError, NotSent, TimedOut
+from app.upstream.streams import UNREADABLE
 from workers.codec import describe
 from workers.reply import LogprobsOf
 
@@ -103,7 +104,7 @@ def _mode(reply: EngineReply) -> LogprobsOf | None:
         return None
     try:
         info = msgspec.json.decode(reply.body.joined(), type=_ServerInfo)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     return MODES.get(info.vllm_config.model_config.logprobs_mode or "")
 
@@ -281,5 +282,5 @@ def _read(reply: Outcome, kind: type[Decoded]) -> Decoded | None:
         return None
     try:
         return msgspec.json.decode(reply.body.joined(), type=kind)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None

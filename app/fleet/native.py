@@ -21,6 +21,7 @@ from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply
 from app.upstream.generate import Fields, ServerInfo
 from app.upstream.headers import to_control
+from app.upstream.streams import UNREADABLE
 
 log = logging.getLogger("turnlog.native")
 
@@ -79,7 +80,7 @@ class NativeRoutes:
             reply = await self._client.get(url + SERVER_INFO, self._headers)
             try:
                 member.server_info = _INFO.decode(reply.body.joined()) if reply.status == 200 else ServerInfo()
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNREADABLE:
                 member.server_info = ServerInfo()
             if not member.server_info.incremental_streaming_output:
                 log.warning("%s does not stream increments: its turns are not staged, docs/fleet.md", url)
@@ -125,7 +126,7 @@ class NativeRoutes:
         try:
             if reply.status == 200:
                 return msgspec.json.decode(reply.body.joined(), type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise UpstreamInvalid(f"{url} returned a malformed reply: {error}") from error
         raise UpstreamInvalid(f"{url} answered {reply.status}")
 

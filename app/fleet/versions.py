@@ -20,6 +20,7 @@ from app.fleet.state import FleetState
 from app.upstream.client import EngineClient
 from app.upstream.headers import Headers, to_control
 from app.upstream.http import EngineError
+from app.upstream.streams import UNREADABLE
 from workers.parse_parts import MAX_VERSION
 
 UNSET = "default"
@@ -41,7 +42,7 @@ async def weight_version(client: EngineClient, base_url: str, headers: Headers) 
         if reply.status != 200:
             return None
         version = msgspec.json.decode(reply.body.joined(), type=_WeightInfo).weight_version
-    except (EngineError, TimeoutError, msgspec.DecodeError):
+    except (EngineError, TimeoutError, *UNREADABLE):
         return None
     return None if version is None or len(str(version)) > MAX_VERSION else str(version)
 

@@ -162,10 +162,10 @@ class Weighed:
         self.is_light = weight <= limit and limit > 0
         if weight <= limit or new_bytes > limit or weight > limit * LIGHTER:
             return
-        self.long_values = found = job.find_long_values(memoryview(body.joined()), text)
-        light = found.base64_bytes
-        if found.prompt is not None:
-            light += min(found.prompt.end - found.prompt.start, known_bytes)
+        self.long_values = long_values = job.find_long_values(memoryview(body.joined()), text)
+        light = long_values.base64_bytes
+        if long_values.prompt is not None:
+            light += min(long_values.prompt.end - long_values.prompt.start, known_bytes)
         self.is_light = weight - light + light // LIGHTER <= limit
 
 
@@ -206,7 +206,8 @@ def _chunk_ref(fence: int, number: int, chunk: Chunk) -> ChunkRef:
 
 def stored_chunks(result: ValidatedReply) -> list[StoredChunk]:
     """The payloads' new chunks, in the order of their numbers."""
-    new = [(payload.kind, one) for payload in result.payloads for one in payload.new]
+    new = [(payload.kind, new_chunk) for payload in result.payloads for new_chunk in payload.new]
     return [
-        StoredChunk(number, kind, one.chunk.size, one.chunk.hash, one.frame) for number, (kind, one) in enumerate(new)
+        StoredChunk(number, kind, new_chunk.chunk.size, new_chunk.chunk.hash, new_chunk.frame)
+        for number, (kind, new_chunk) in enumerate(new)
     ]

@@ -25,6 +25,7 @@ from app.upstream.client import EngineClient
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import to_control
 from app.upstream.http import EngineError, Lost
+from app.upstream.streams import UNREADABLE
 
 Dialect = Literal["sglang", "vllm"]
 
@@ -117,7 +118,7 @@ class EngineControl:
             async with asyncio.timeout(ABORT_S):
                 reply = await self._client.get(url + "/workers", self._headers)
             found = msgspec.json.decode(reply.body.joined(), type=_Workers) if reply.status == 200 else _Workers([])
-        except (EngineError, TimeoutError, msgspec.MsgspecError, UnicodeError):
+        except (EngineError, TimeoutError, *UNREADABLE):
             return []
         return [one.url.rstrip("/") for one in found.workers if one.url.startswith(("http://", "https://"))]
 

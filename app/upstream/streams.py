@@ -96,7 +96,8 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 _ONCE = (b'"choices":', b'"delta":', b'"token_ids":', b'"content":[')
 """Names that such a chunk has once; what has one twice is read field by field. No text can have them in it."""
 
-_UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
+"""What decoding an engine's JSON may raise."""
 
 
 class EventReader:
@@ -129,7 +130,7 @@ class EventReader:
             return
         try:
             self._read(data)
-        except (*_UNREADABLE, Rejected) as error:
+        except (*UNREADABLE, Rejected) as error:
             raise BadStream(f"a chunk of the stream cannot be read: {error}") from error
 
     def _read(self, data: bytes) -> None:
@@ -211,7 +212,7 @@ class ReplyStream(EventReader):
             return False
         try:
             [choice] = _CHUNK.decode(data).choices
-        except _UNREADABLE:
+        except UNREADABLE:
             return False
         if choice.finish_reason is not None or choice.index or choice.logprobs is None:
             return False

@@ -15,6 +15,7 @@ from app.domain.request import KV_FIELD, KV_MEMBER, IdsField
 from app.errors import UpstreamInvalid
 from app.upstream.client import EngineClient, EngineReply
 from app.upstream.headers import Headers
+from app.upstream.streams import UNREADABLE
 
 _IDS: dict[IdsField, list[int]] = {"input_ids": [1, 2, 3], "kv_transfer_params": [1, 2, 3, 2]}
 """Ids that every vocabulary has, in numbers that no template renders the probe's message to."""
@@ -78,7 +79,7 @@ def _field_of(reply: EngineReply, url: str) -> IdsField | None:
     """The field whose ids were the prompt. Raises UpstreamInvalid."""
     try:
         read = _REPLY.decode(reply.body.joined())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise UpstreamInvalid(f"{url} returned a malformed reply when it was asked whether it takes ids") from error
     ids = read.prompt_token_ids or next((choice.prompt_token_ids for choice in read.choices), None)
     count = len(ids) if ids else None if read.usage is None else read.usage.prompt_tokens

@@ -22,6 +22,8 @@ HANGS = None
 INFO = b'{"model_path":"m","is_generation":true,"weight_version":"7"}'
 PAUSED = b'{"is_paused":true}'
 RUNNING = b'{"is_paused":false}'
+NOT_UTF8 = b'{"weight_version":"\xff"}'
+DEEP = b'{"deep":' + b"[" * 100_000
 
 Route = tuple[int, bytes] | None
 
@@ -121,6 +123,19 @@ async def watched(routes: Mapping[str, Route], **options: Any) -> AsyncIterator[
         pytest.param({"/health": (401, b"")}, "healthy", None, id="answers-at-all"),
         pytest.param({"/health": HANGS}, "busy", None, id="unknown-but-answers"),
         pytest.param({"/model_info": (200, b"[1"), "/health": (200, b"")}, "healthy", None, id="odd-info"),
+        pytest.param({"/model_info": (200, NOT_UTF8), "/health": (200, b"")}, "healthy", None, id="not-utf-8"),
+        pytest.param({"/model_info": (200, DEEP), "/health": (200, b"")}, "healthy", None, id="deep"),
+        pytest.param(
+            {
+                "/is_paused": (200, RUNNING),
+                "/weight_info": (200, NOT_UTF8),
+                "/server_info?config_format=json": (200, NOT_UTF8),
+                "/health": (200, b""),
+            },
+            "healthy",
+            "vllm",
+            id="vllm-not-utf-8",
+        ),
     ],
 )
 async def test_an_engine_that_answers_is_never_dead(

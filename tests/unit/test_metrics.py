@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import errors
+from app import errors, metric_files
+from app import metrics as app_metrics
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
 from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics, RecentTurnStats, Sample, render
 from app.metrics import Metric as Rendered
@@ -49,6 +51,19 @@ def test_a_committed_turn_is_observed_in_each_stage_and_without_gate_and_engine(
     assert value(metrics, "turnlog_turn_overhead_seconds_sum") == pytest.approx(0.005)
     assert value(metrics, "turnlog_turn_bytes_total", kind="reply") == 200
     assert metrics.recent.summary().overhead_p50_ms == pytest.approx(5, rel=0.05)
+
+
+def test_a_process_with_other_buckets_is_left_out_of_their_sum(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    older = [(f.name, label, f.width + bool(f.buckets)) for f in app_metrics.FAMILIES for label in f.values]
+    before = metric_files.MetricValues(tmp_path, older)
+    before.values[0] = 2
+    before.close()
+    monkeypatch.setattr(app_metrics, "FOLDER", tmp_path)
+    shared = Metrics(RecentTurnStats(time.monotonic))
+    shared.turn_ended("committed", *turn(engine=5))
+    assert value(shared, "turnlog_turns_total", outcome="committed") == 3
+    assert value(shared, "turnlog_turn_stage_seconds_count", stage="engine") == 1
+    shared.close()
 
 
 def test_a_bucket_counts_what_is_at_most_its_bound(metrics: Metrics) -> None:
