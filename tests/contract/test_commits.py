@@ -67,7 +67,7 @@ class Process:
         message = json.dumps(answer).encode()
         message_hash = history.reply_hashes(message)[0]
         reply = validated([1, 2, 3], 0, 1, message_hash, message=message, wire=b"wire")
-        await self._claims.commit(turn, cast(Any, reply), is_alone=False)
+        await self._claims.commit(turn, reply, is_alone=False)
         self.turn = turn  # Its reply is still being sent.
 
 
