@@ -168,6 +168,7 @@ class TurnRequest:
         if b"idempotency-key" in headers or b"x-stainless-retry-count" in headers:
             turn.retry_key, turn.is_retry = retry_mark(self._headers)
         call = turns.take(turn, protocol, body, continued)
+        del turn  # It holds the engine's reply and payloads, which a client that reads slowly must not keep.
         if session is not None:
             call = session.with_hint(call)
         try:
