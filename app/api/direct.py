@@ -16,7 +16,7 @@ from starlette.types import Receive, Send
 from app.api.describe import Schema
 from app.api.error_handlers import error_reply
 from app.api.head import Head
-from app.api.limits import SMALL, read_body
+from app.api.limits import arrived_body
 from app.api.replies import INTERNAL
 from app.api.state import CONTROL_BYTES
 from app.domain.patterns import ID
@@ -108,13 +108,8 @@ async def serve_direct(app: Services, endpoint: Endpoint, head: Head, receive: R
 
 
 async def small_body(app: Services, head: Head, receive: Receive) -> bytes:
-    """The request's body; empty if the client disconnects. Raises as `read_body`."""
+    """The request's body; empty if the client disconnects. Raises as `arrived_body`."""
     limit = min(CONTROL_BYTES, app.settings.max_request_bytes)
     with app.inflight.reserve(peer=head.peer) as reservation:
-        if head.connection is not None and b"content-encoding" not in head.headers:
-            body = head.connection.take_body(head.scope, min(SMALL, limit))
-            if body is not None:
-                reservation.hold(len(body))
-                return body
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in head.scope["headers"]]
-        return await read_body(receive, headers, limit, reservation) or b""
+        return await arrived_body(head, receive, headers, limit, reservation) or b""

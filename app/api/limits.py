@@ -23,6 +23,7 @@ from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
     from app.api.connection import BoundedProtocol
+    from app.api.head import Head
 
 MAX_HEADER_BYTES = 64 << 10
 """Maximum bytes of all headers' names and values together."""
@@ -231,6 +232,18 @@ def peer_of(scope: Scope) -> str | None:
     """The address of the connection's peer, or None."""
     peer = (scope.get("state") or {}).get(PEER) or scope["client"]
     return None if peer is None else str(peer[0])
+
+
+async def arrived_body(
+    head: Head, receive: Receive, headers: Headers, limit: int, reservation: BodyReservation
+) -> bytes | None:
+    """A body that has come whole and is small is taken as it is; any other is read. As `read_body`."""
+    if head.connection is not None and b"content-encoding" not in head.headers:
+        body = head.connection.take_body(head.scope, min(SMALL, limit))
+        if body is not None:
+            reservation.hold(len(body))
+            return body
+    return await read_body(receive, headers, limit, reservation)
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, reservation: BodyReservation) -> bytes | None:

@@ -20,7 +20,7 @@ from app.api.client_stream import ClientStream
 from app.api.disconnect import disconnected
 from app.api.head import TOKEN_SESSION, Head
 from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
-from app.api.limits import SMALL, BodyReservation, read_body
+from app.api.limits import BodyReservation, arrived_body
 from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
@@ -82,13 +82,7 @@ class TurnRequest:
         session_id, limit = head.path_session, app.settings.max_request_bytes
         reservation = BodyReservation(app.inflight, self._token_session or session_id, head.peer)
         try:
-            body = None
-            if head.connection is not None and b"content-encoding" not in head.headers:
-                body = head.connection.take_body(head.scope, min(SMALL, limit))
-            if body is not None:
-                reservation.hold(len(body))
-            else:
-                body = await read_body(self._receive, self._headers, limit, reservation)
+            body = await arrived_body(head, self._receive, self._headers, limit, reservation)
             if body is None:
                 return  # the client disconnected before the end of its request
             # The request has arrived: its time counts from now on.
