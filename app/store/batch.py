@@ -206,18 +206,7 @@ def _write_here(tx: SqliteTx, claims: Sequence[Claim], commits: Sequence[Commit]
         weight = max(turn.version_numbers, default=None)
         if execute(_ADVANCE, (*held, len(commit.events), at, weight, turn.engine)).rowcount == 1:
             ended.append(commit)
-            content.append(
-                (
-                    session_id,
-                    turn.turn,
-                    turn.parent,
-                    turn.segment,
-                    turn.choice_index,
-                    turn.protocol,
-                    commit.facts,
-                    commit.wire,
-                )
-            )
+            content.append((session_id, *_content(commit, turn)))
             recorded = []
             for seq, new in enumerate(commit.events, known.version + 1):
                 log.append((session_id, seq, type(new).__name__, new.VERSION, at, encode(new), next(positions)))
@@ -284,13 +273,7 @@ def _write_remotely(tx: PostgresTx, claims: Sequence[Claim], commits: Sequence[C
                 commit.at,
                 max(turn.version_numbers, default=None),
                 turn.engine,
-                turn.turn,
-                turn.parent,
-                turn.segment,
-                turn.choice_index,
-                turn.protocol,
-                commit.facts,
-                commit.wire,
+                *_content(commit, turn),
             )
         )
         for seq, new in enumerate(commit.events, known.version + 1):
@@ -309,6 +292,12 @@ def _write_remotely(tx: PostgresTx, claims: Sequence[Claim], commits: Sequence[C
     else:
         _write_rest(tx, opened, ())
     return written
+
+
+def _content(commit: Commit, turn: TurnCommitted) -> tuple[Any, ...]:
+    """The row of the turn's content, in the order of both databases' statements, without its session."""
+    parts = commit.facts, commit.wire
+    return turn.turn, turn.parent, turn.segment, turn.choice_index, turn.protocol, *parts
 
 
 def _plain_turn(commit: Commit) -> TurnCommitted | None:
