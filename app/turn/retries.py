@@ -160,14 +160,6 @@ class Retries:
     def settle(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
         """The reply has left, or its connection ended before it had. Only what is not as usual is written down, in the
         background."""
-        key = session_id, turn
-        if delivered and not is_replay and self._sending[key] == 1 and key not in self._sent:
-            del self._sending[key]
-            self._giving.discard(key)
-            self._sent[key] = True
-            if len(self._sent) > REMEMBERED:
-                self._sent.popitem(last=False)
-            return
         event = self._settled(session_id, turn, delivered=delivered, is_replay=is_replay)
         if event is not None:
             task = asyncio.create_task(self._note(session_id, event))
