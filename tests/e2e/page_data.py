@@ -140,7 +140,7 @@ def _waiting(stand: Stand, found: Filled) -> None:
     """Turns that do not end by themselves; nobody waits for their replies."""
     held = stand.talk(session_id="lora-coder-1", group_id="lora/refactor", attempt=0, adapter=ADAPTER)
     held.say("Rename the class.", max_tokens=24)
-    assert stand.http.post(f"/adapters/{ADAPTER}/pause", json={"lease_s": 600}).status_code == 200
+    assert stand.http.post(f"/adapters/{ADAPTER}/pause", json={"lease_s": 3600}).status_code == 200
     found.waiting.append(_asked(stand, held, [*held.messages, user("And its tests.")]))
     found.held = held.id
     stand.sim.post("/sim/latency", json={"latency_s": 600})
