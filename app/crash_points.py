@@ -7,6 +7,8 @@ variable is not set; where each turn comes by, a point is then one test of `ARME
     in_…                 inside the transaction, between its last statement and COMMIT
     after_staged         after each staged chunk
     during_reply         between the pieces of a large reply
+    in_spent             what a turn has used of its limits is counted, with its end
+    in_limit_noted       that a limit has refused a request
     …_release            where a claim ends without a commit
     after_put            a turn's objects are in the bucket, and no row refers to them yet
     after_copied         a fork's objects are in the bucket, and there is no fork yet
@@ -64,6 +66,8 @@ CrashPoint = Literal[
     "in_commit",
     "after_commit",
     "during_reply",
+    "in_spent",
+    "in_limit_noted",
     "before_release",
     "in_release",
     "after_release",

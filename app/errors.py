@@ -10,7 +10,10 @@ is None, the header is not sent. A message holds ids, lengths and limits, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from app.domain.events import LimitName
 
 
 class AppError(Exception):
@@ -161,11 +164,26 @@ class TooManyTurns(AppError):
     meaning = "the session has as many turns as `TURNLOG_MAX_TURNS` allows"
 
 
+class OverBudget(AppError):
+    """`limit` is the session's limit that was reached. `sampled`: the tokens that were generated in vain."""
+
+    status, code, type, retry = 409, "over_budget", "invalid_request_error", False
+    meaning = "a limit of the session or of its rollout is reached: `limits`"
+    limit: LimitName
+    sampled: int = 0
+
+    @classmethod
+    def of(cls, session_id: str, limit: LimitName, sampled: int = 0) -> OverBudget:
+        error = cls(f"session {session_id} has reached its limit on {limit}")
+        error.limit, error.sampled = limit, sampled
+        return error
+
+
 class SessionBusy(AppError):
     status, code, type, retry = 409, "session_busy", "conflict_error", False
     meaning = (
-        "another turn of the session is in flight, or of a tree as many as `TURNLOG_MAX_OPEN_TURNS`, "
-        "which may be retried"
+        "another turn of the session is in flight; or, which may be retried, of a tree as many as "
+        "`TURNLOG_MAX_OPEN_TURNS`, or turns in flight have reserved what is left of a limit"
     )
 
 

@@ -42,6 +42,7 @@ from app.api.turns import TurnRequest, send_reply
 from app.errors import StartupError
 from app.features import (
     archive,
+    budgets,
     checkpoints,
     forks,
     gates,
@@ -64,6 +65,7 @@ log = logging.getLogger("turnlog")
 FEATURES = (
     gates,
     archive,
+    budgets,
     checkpoints,
     forks,
     groups,

@@ -18,6 +18,7 @@ from app.api.connection_limit import ConnectionLimit
 from app.api.limits import RequestMemory
 from app.api.tokens import Tokens
 from app.domain.proofs import Proofs
+from app.domain.session import Session
 from app.errors import AppError, SessionNotFound, StartupError
 from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter, ExportMetrics, load_picker
@@ -115,6 +116,7 @@ class Services:
         self.ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the rest, in this order
         self.turn_ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, when the turns have ended
         self.last_ends: list[Callable[[], Awaitable[None]]] = []  # `stop`, before the store is closed
+        self.session_fields: list[Callable[[Session], Awaitable[Mapping[str, Any]]]] = []  # of `GET /sessions/{id}`
         self.refreshes: list[Callable[[], None]] = []  # before the metrics are read
         self.restored: list[Callable[[], Awaitable[object]]] = []  # after the store was taken back to a checkpoint
         self.instance_id = uuid.uuid4().hex

@@ -53,6 +53,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "in which they count",
         "max_open_turns": "turns in flight of one tree; past it: 409 `session_busy`",
         "max_turns": "turns of one session; past it: 409 `too_many_turns`",
+        "limits": "default of [`limits`](budgets.md), as JSON: "
+        '`{"turns": 50, "tokens": 100000, "context": 32768, "seconds": 1800}`',
         "on_disconnect": "the turn of a client that left goes on and commits; or `abort_after:<seconds>`",
         "stream_keepalive_s": "how often a waiting stream gets a comment; 0: never",
         "client_reply": "[which values of the reply](api.md#a-turn) are `null`",

@@ -11,9 +11,12 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     ByteSize,
+    ConfigDict,
     Field,
+    FiniteFloat,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -97,6 +100,7 @@ ALL = ("all",)
 
 Feature = Literal[
     "archive",
+    "budgets",
     "checkpoints",
     "forks",
     "gates",
@@ -112,6 +116,7 @@ Feature = Literal[
 
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
+    "budgets": ("limits",),
     "groups": ("retain_until_ack",),
     "objects": ("payloads", "payloads_keep_s"),
     "resume": ("stage_tokens_s",),
@@ -120,6 +125,18 @@ SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
 """Settings of features. Where the feature is off they have their defaults, whatever is set."""
 
 DEFAULT_FEATURES = tuple(name for name in FEATURES if name != "search")
+
+
+class LimitsGiven(BaseModel):
+    """The field `limits` of a new session, and the setting."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    turns: int | None = Field(default=None, ge=1, le=patterns.MAX_INTEGER)
+    tokens: int | None = Field(default=None, ge=1, le=patterns.MAX_INTEGER)
+    context: int | None = Field(default=None, ge=1, le=patterns.MAX_INTEGER)
+    seconds: FiniteFloat | None = Field(default=None, gt=0)
+    per: Literal["rollout", "session"] | None = None
 
 
 class Settings(BaseSettings):
@@ -151,6 +168,7 @@ class Settings(BaseSettings):
     samples_versions: Literal["names", "spans"] = "names"
     max_open_turns: int = Field(default=64, ge=1, le=100_000)
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
+    limits: Annotated[LimitsGiven | None, NoDecode] = None
     max_replay_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=1024 * MIB, ge=MIB)
     picker: str | None = None
     features: Annotated[tuple[Feature, ...], NoDecode] = DEFAULT_FEATURES
@@ -238,6 +256,19 @@ class Settings(BaseSettings):
     @classmethod
     def _features(cls, value: object) -> object:
         return _feature_names(value)
+
+    @field_validator("limits", mode="before")
+    @classmethod
+    def _limits(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return LimitsGiven.model_validate_json(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            message = f"{where}: {first['msg']}" if where else first["msg"]
+            raise ValueError(f'a JSON object such as {{"turns": 50, "tokens": 100000}} ({message})') from None
 
     @field_validator("moe_topk")
     @classmethod

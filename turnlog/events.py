@@ -28,6 +28,7 @@ class SessionCreated(_Event):
     body_hash: str
     metadata: NotRequired[dict[str, Any] | None]
     fork: NotRequired[dict[str, Any] | None]
+    budget: NotRequired[str | None]
 
 
 class TurnOpened(_Event):
@@ -41,6 +42,7 @@ class TurnOpened(_Event):
     adapter: NotRequired[str | None]
     agent_id: NotRequired[str | None]
     history: NotRequired[Literal["linear", "tree"] | None]
+    reserved: NotRequired[int | None]
 
 
 class VersionSpan(TypedDict):
@@ -103,6 +105,7 @@ class TurnCommitted(_Event):
     odd_arguments: NotRequired[bool]
     images: NotRequired[list[int]]
     left_out: NotRequired[list[str]]
+    limit: NotRequired[Literal["turns", "tokens", "context", "seconds"] | None]
 
 
 class TurnRejected(_Event):
@@ -133,6 +136,15 @@ class ReplyUndelivered(_Event):
 class ReplyRedelivered(_Event):
     type: Literal["ReplyRedelivered"]
     turn: int
+
+
+class LimitReached(_Event):
+    """A limit refused a request that continues `turn` (0: none), or ended its generation: `sampled` tokens in vain."""
+
+    type: Literal["LimitReached"]
+    limit: Literal["turns", "tokens", "context", "seconds"]
+    turn: int
+    sampled: NotRequired[int]
 
 
 class RolledBack(_Event):
@@ -173,6 +185,7 @@ class RolloutJoined(_Event):
 
     type: Literal["RolloutJoined"]
     root: str
+    has_limits: NotRequired[bool]
 
 
 class AffinityBound(_Event):
@@ -214,6 +227,7 @@ Event = (
     | ReplyUndelivered
     | ReplyRedelivered
     | RolledBack
+    | LimitReached
     | BlobsTombstoned
     | RewardAssigned
     | SessionNoted

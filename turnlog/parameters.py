@@ -28,6 +28,7 @@ EventType = Literal[
     "ReplyUndelivered",
     "ReplyRedelivered",
     "RolledBack",
+    "LimitReached",
     "BlobsTombstoned",
     "RewardAssigned",
     "SessionNoted",
@@ -38,6 +39,16 @@ EventType = Literal[
     "SessionRestored",
     "SessionErased",
 ]
+
+
+class Limits(TypedDict, total=False):
+    """What a session or its rollout may use; docs/budgets.md."""
+
+    turns: int | None
+    tokens: int | None
+    context: int | None
+    seconds: float | None
+    per: Literal["rollout", "session"] | None
 
 
 class NewSession(TypedDict, total=False):
@@ -60,6 +71,8 @@ class NewSession(TypedDict, total=False):
     model: str | None
     params_mode: Literal["override", "refuse"] | None
     evaluation: bool | None
+    limits: Limits | None
+    on_limit: Literal["error", "length"] | None
     parent_session_id: str | None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from turnlog.events import BranchCause, VersionSpan
-from turnlog.parameters import SessionState, SessionStatus
+from turnlog.parameters import Limits, SessionState, SessionStatus
 from turnlog.rows import Part, Statistics, TurnReward
 
 
@@ -349,6 +349,30 @@ class ForkedFrom(TypedDict):
     parent_loss: bool
 
 
+class BudgetUse(TypedDict):
+    turns: int
+    tokens: int
+    seconds: float
+
+
+class InFlight(TypedDict):
+    """Turns that are in flight, and the tokens that these have reserved."""
+
+    turns: int
+    tokens: int
+
+
+class SessionBudget(TypedDict):
+    """Limits that hold for the session: its own, or those of its rollout's root `session_id`. `left` has what is
+    neither used nor reserved of each limit but `context`."""
+
+    session_id: str
+    limits: Limits
+    used: BudgetUse
+    in_flight: InFlight
+    left: dict[str, float]
+
+
 class SessionGiven(TypedDict):
     """The fields of `POST /sessions`, with their defaults, and the session's note and tags."""
 
@@ -369,10 +393,14 @@ class SessionGiven(TypedDict):
     model: str | None
     params_mode: str
     evaluation: bool
+    limits: Limits | None
+    on_limit: str
     parent_session_id: str | None
     note: str | None
     tags: list[str]
     forked_from: NotRequired[ForkedFrom]
+    budgets: NotRequired[list[SessionBudget]]
+    limit: NotRequired[str | None]
 
 
 class Records(TypedDict):

@@ -138,6 +138,7 @@ class Row(TypedDict):
     sampling: list[TurnSampling]
     note: str | None
     tags: list[str]
+    limit: NotRequired[Literal["turns", "tokens", "context", "seconds"]]
     images: NotRequired[list[RowImage]]
     routed_experts: NotRequired[str | None]
     row_start: NotRequired[int | None]

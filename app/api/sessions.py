@@ -37,7 +37,16 @@ from app.api.head import Head
 from app.api.parameters import SessionId
 from app.api.state import services, start_stream
 from app.domain.branches import Branches
-from app.domain.events import History, OnAbort, OnDivergence, ParamsMode, SessionConfig, StreamMode
+from app.domain.events import (
+    History,
+    Limits,
+    OnAbort,
+    OnDivergence,
+    OnLimit,
+    ParamsMode,
+    SessionConfig,
+    StreamMode,
+)
 from app.domain.patterns import ID, MAX_FLOAT32, MAX_INTEGER, NO_NUL
 from app.domain.pinned import require_pinnable
 from app.domain.session import Session
@@ -57,7 +66,7 @@ from app.sessions import event_log, transcript
 from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
 from app.sessions.lifecycle import NewSession
-from app.settings import Settings
+from app.settings import LimitsGiven, Settings
 from turnlog import replies as wire
 
 if TYPE_CHECKING:
@@ -90,6 +99,8 @@ class CreateSession(BaseModel):
     model: str | None = Field(default=None, min_length=1, max_length=512, pattern=NO_NUL)
     params_mode: ParamsMode = "override"
     evaluation: bool = False
+    limits: LimitsGiven | None = None
+    on_limit: OnLimit = "error"
     parent_session_id: str | None = Field(default=None, pattern=ID)
 
 
@@ -143,6 +154,7 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     require_small("params have", body.params)
     require_pinnable(body.params or {})
     chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}
+    chosen["limits"] = _limits(body, settings)
     if body.rollback_window is None:
         chosen["rollback_window"] = settings.rollback_window
     if body.history is None:
@@ -154,6 +166,23 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
         config=SessionConfig(**chosen, parent=body.parent_session_id),
         metadata=body.metadata,
     )
+
+
+def _limits(body: CreateSession, settings: Settings) -> Limits | None:
+    """The session's own limits. One below another has only those of its rollout, unless it is given some, or each
+    session has the settings'. Raises InvalidRequest, Unsupported."""
+    given, has_parent = body.limits, body.parent_session_id is not None
+    if given is not None and "budgets" not in settings.features:
+        raise Unsupported("limits: budgets is not in TURNLOG_FEATURES")
+    if given is not None and given.per == "rollout" and has_parent:
+        raise InvalidRequest("limits.per: a session with a parent has limits for itself alone")
+    if given is None:
+        given = settings.limits
+        if given is None or (has_parent and given.per != "session"):
+            return None
+    counts = given.turns, given.tokens, given.context, given.seconds
+    per = given.per or ("session" if has_parent else "rollout")
+    return None if counts == (None,) * 4 else Limits(*counts, per=per)
 
 
 def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
@@ -235,6 +264,8 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
     session = live.session
     metadata = await app.samples.metadata(live, session)
     created_with = created_fields(session, await app.samples.metadata_given(session))
+    for fields in app.session_fields:
+        created_with |= await fields(session)
     separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
     async for record in transcript.records(app.database, session):
         yield separator + record

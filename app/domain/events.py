@@ -35,6 +35,27 @@ StreamMode = Literal["whole", "live"]
 ParamsMode = Literal["override", "refuse"]
 """What happens to a request whose parameters differ from those that the session's creator pinned."""
 
+OnLimit = Literal["error", "length"]
+"""What happens to a generation that runs into a limit: the turn is refused, or it ends as `length`."""
+
+LimitName = Literal["turns", "tokens", "context", "seconds"]
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a session may use; None: as much as it wants.
+
+    `turns`: committed turns. `tokens`: sampled tokens, of turns that were rolled back too. `context`: tokens of one
+    turn, its prompt and its output. `seconds`: wall time since its creation. `per`: they hold for the rollout of which
+    the session is the root, all of its sessions together, or for the session alone.
+    """
+
+    turns: int | None = None
+    tokens: int | None = None
+    context: int | None = None
+    seconds: float | None = None
+    per: Literal["rollout", "session"] = "rollout"
+
+
 BranchCause = Literal["start", "retry", "fork", "root", "agent", "compaction", "drift"]
 """Why a turn began a branch: the session's first turn; a sibling's input once more; another child of its parent;
 another beginning; another agent's; a beginning that carries a sampled message of another branch; a prompt whose tokens
@@ -65,7 +86,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     `history` None: the first turn decides (`TurnOpened.history`). `on_abort` None: what the server is set to. `parent`
     is the session whose sub-agent this one is. Every turn has `params` and `model` (`app.domain.pinned`). `evaluation`
-    is kept for the trainer and changes nothing.
+    is kept for the trainer and changes nothing. `limits` are the session's own; a session with a parent has none for
+    its rollout.
     """
 
     rollback_window: int
@@ -84,6 +106,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     model: str | None = None
     params_mode: ParamsMode = "override"
     evaluation: bool = False
+    limits: Limits | None = None
+    on_limit: OnLimit = "error"
 
 
 class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -194,13 +218,14 @@ class SessionCreated(Event, frozen=True):
     """`body_hash` distinguishes a repeated create from a conflicting one.
 
     `fork` says that the session began as a copy; a `TurnCommitted` for each copied turn follows, without a
-    `TurnOpened`: its fence is its own `seq`.
+    `TurnOpened`: its fence is its own `seq`. `budget` is the root of its rollout, where that has limits for all.
     """
 
     config: SessionConfig
     body_hash: str
     metadata: BlobRef | None = None
     fork: ForkRef | None = None
+    budget: str | None = None
 
 
 class TurnOpened(Event, frozen=True):
@@ -209,6 +234,7 @@ class TurnOpened(Event, frozen=True):
     `turn` is never used again, also if the turn does not commit. `body_hash` is of the request's canonical form.
     `adapter` is the adapter that the turn is for, if Turnlog knows of one. `agent_id` names the agent that sent the
     request, if it said so. `history` is the session's from now on, where its creator left that to the first turn.
+    `reserved`: the turn counts against limits, and may sample so many tokens (0: no limit on tokens holds).
     """
 
     turn: int
@@ -220,6 +246,7 @@ class TurnOpened(Event, frozen=True):
     adapter: str | None = None
     agent_id: str | None = None
     history: History | None = None
+    reserved: int | None = None
 
 
 class TurnCommitted(Event, frozen=True):
@@ -253,6 +280,8 @@ class TurnCommitted(Event, frozen=True):
     ids of calls than the engine's. `odd_ids`: a client may return another id of one of the reply's calls.
     `odd_arguments`: those of a call, in the reply or the new messages, are no JSON object. `images` are the blobs of
     the images that the new messages hold, each once.
+
+    `limit` is the limit that ended its generation.
     """
 
     turn: int
@@ -303,6 +332,7 @@ class TurnCommitted(Event, frozen=True):
     odd_ids: bool = False
     odd_arguments: bool = False
     images: tuple[int, ...] = ()
+    limit: LimitName | None = None
 
     @property
     def version_numbers(self) -> list[int]:
@@ -358,6 +388,18 @@ class RolledBack(Event, frozen=True):
     discarded: tuple[int, ...]
 
 
+class LimitReached(Event, frozen=True):
+    """A limit stood in the way of a request that continues turn `turn` (0: none).
+
+    The request was refused before it was opened, then only the first for this turn is written; or its generation ran
+    into the limit, then `TurnRejected` comes before it and `sampled` tokens were generated, which count as used.
+    """
+
+    limit: LimitName
+    turn: int
+    sampled: int = 0
+
+
 TombstoneReason = Literal["window", "closed", "budget"]
 
 
@@ -401,9 +443,11 @@ class SessionNoted(Event, frozen=True):
 
 
 class RolloutJoined(Event, frozen=True):
-    """A parent that the session's line names was created after it: its rollout's root is now `root`."""
+    """A parent that the session's line names was created after it: its rollout's root is now `root`. `has_limits`: it
+    has limits that hold for all of its sessions."""
 
     root: str
+    has_limits: bool = False
 
 
 class AffinityBound(Event, frozen=True):
@@ -458,6 +502,7 @@ TYPES: dict[str, type[Event]] = {
         ReplyUndelivered,
         ReplyRedelivered,
         RolledBack,
+        LimitReached,
         BlobsTombstoned,
         RewardAssigned,
         SessionNoted,
@@ -472,6 +517,7 @@ TYPES: dict[str, type[Event]] = {
 
 EXPORTED = (
     "TurnCommitted",
+    "LimitReached",
     "RewardAssigned",
     "SessionNoted",
     "RolloutJoined",

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from app.domain.branches import BranchRow, Place, branch_rows, place_of
-from app.domain.events import TurnCommitted, is_number
+from app.domain.events import LimitName, TurnCommitted, is_number
 from app.domain.session import Session
 from workers.codec import TOKEN_BYTES
 from workers.parse_parts import VersionSpan
@@ -71,7 +72,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     `weight_version_names`; −1 where not sampled. `version_spans` are the same as the engines' own names.
     `prompt_length` counts the tokens before the first sampled one. `status` and `last_status` are the segment's.
     `branch` is its leaf's, `place` where that begins, `agent_id` who sent the leaf's request, `in_loss` the turns that
-    it has in its loss, cut ones too.
+    it has in its loss, cut ones too. `limit` is the session's limit at which it ended.
     """
 
     segment: int
@@ -93,6 +94,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     status: Status
     last_status: Status
     turns: Sequence[TurnSpan]
+    limit: LimitName | None = None
 
     @property
     def regressed(self) -> bool:
@@ -109,7 +111,8 @@ class Segment(msgspec.Struct, frozen=True):
     """The turns of a sample; `cut`: there is more, which does not fit.
 
     `row` says of which branch, and which turns are in its loss: the others are context here. `end`: the sample's number
-    of tokens if it is cut inside the last turn's output; None: it ends with a whole turn.
+    of tokens if it is cut inside the last turn's output; None: it ends with a whole turn. `limit`: the session's limit
+    at which it ended.
     """
 
     row: BranchRow
@@ -117,6 +120,7 @@ class Segment(msgspec.Struct, frozen=True):
     turns: Sequence[TurnTokens]
     cut: bool
     end: int | None = None
+    limit: LimitName | None = None
 
     @property
     def number(self) -> int:
@@ -134,12 +138,14 @@ class Segment(msgspec.Struct, frozen=True):
         found = {status_of(event.finish_reason) for event in (own or [turn.event for turn in whole])}
         if "aborted" in found:
             return "aborted"
-        return "truncated" if self.cut or "truncated" in found else "completed"
+        return "truncated" if self.cut or self.limit is not None or "truncated" in found else "completed"
 
     @property
     def last_status(self) -> Status:
         """The status of the last turn alone, as miles reports it."""
-        return "truncated" if self.cut else status_of(self.turns[-1].event.finish_reason)
+        status = status_of(self.turns[-1].event.finish_reason)
+        ended = self.limit is not None and status != "aborted"
+        return "truncated" if self.cut or ended else status
 
 
 def segments(
@@ -158,7 +164,11 @@ def segments(
         _fitting(row, place_of(session, row.leaf), [content[number] for number in row.turns], max_seq_len, truncate)
         for row in rows
     )
-    return [one for one in fitting if one.turns]
+    return [
+        one if one.cut or not session.reached else replace(one, limit=session.reached.get(one.row.leaf.number))
+        for one in fitting
+        if one.turns
+    ]
 
 
 def samples(
@@ -231,6 +241,7 @@ def sample(segment: Segment) -> Sample:
         status=segment.status,
         last_status=segment.last_status,
         turns=spans,
+        limit=segment.limit,
     )
 
 

@@ -26,6 +26,8 @@ from app.domain.events import (
     ForkRef,
     GivenIds,
     History,
+    LimitName,
+    LimitReached,
     PayloadRef,
     Recorded,
     ReplayKind,
@@ -265,6 +267,7 @@ class OpenTurn(msgspec.Struct, frozen=True, array_like=True):
     retry_key: str | None
     adapter: str | None = None
     agent_id: str | None = None
+    reserved: int | None = None
 
 
 class Affinity(msgspec.Struct, frozen=True, array_like=True):
@@ -293,6 +296,10 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     `undone_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields. `note`
     and `tags` are what a person wrote on it. `images` are the blobs of its images by their SHA-256; `blobs` has none
     of them.
+
+    `budgets` are the sessions whose limits its turns count against: itself, the root of its rollout. `spent_turns` and
+    `spent_tokens` are what it has used of them. `reached` are the limits that ended or refused something, by the turn
+    that they ended, or after which nothing more was allowed.
     """
 
     session_id: str
@@ -324,6 +331,10 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     note: str | None = None
     tags: tuple[str, ...] = ()
     images: dict[str, int] = {}
+    budgets: tuple[str, ...] = ()
+    spent_turns: int = 0
+    spent_tokens: int = 0
+    reached: dict[int, LimitName] = {}
 
     @property
     def context_turns(self) -> int:
@@ -429,6 +440,7 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             blob_count=0 if event.metadata is None else 1,
             fork=event.fork,
             history=event.config.history,
+            budgets=_budgets(session_id, event.config, event.budget),
         )
     if seq != session.version + 1:
         raise _does_not_follow(session, recorded)
@@ -443,6 +455,7 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             event.retry_key,
             event.adapter,
             event.agent_id,
+            event.reserved,
         )
         return msgspec.structs.replace(
             session,
@@ -514,6 +527,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 _OF_THE_TIME = (
     *("status", "reward", "turn_rewards", "has_roots_reward", "note", "tags"),
     *("history", "closed_at", "is_reclaimed", "deliveries"),
+    *("spent_turns", "spent_tokens", "reached"),
 )
 _UNDONE: dict[str, Any] = {
     "status": "undone",
@@ -524,6 +538,9 @@ _UNDONE: dict[str, Any] = {
     "tags": (),
     "is_reclaimed": False,
     "deliveries": {},
+    "spent_turns": 0,
+    "spent_tokens": 0,
+    "reached": {},
 }
 
 
@@ -540,8 +557,14 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case ReplyUndelivered() | ReplyRedelivered():
             given = isinstance(event, ReplyRedelivered)
             return {"deliveries": {**session.deliveries, event.turn: given}}
-        case RolledBack() | RolloutJoined():
+        case RolledBack():
             return {}
+        case RolloutJoined():
+            root = event.root if event.has_limits else None
+            return {"budgets": _budgets(session.session_id, session.config, root)}
+        case LimitReached():
+            spent = session.spent_tokens + event.sampled
+            return {"reached": {**session.reached, event.turn: event.limit}, "spent_tokens": spent}
         case BlobsTombstoned():
             return _tombstoned(session, set(event.turns))
         case RewardAssigned():
@@ -560,6 +583,11 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return {"status": "erased", **gone, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
+
+
+def _budgets(session_id: str, config: SessionConfig, root: str | None) -> tuple[str, ...]:
+    own = () if config.limits is None else (session_id,)
+    return own if root is None else (*own, root)
 
 
 def _tombstoned(session: Session, dropped: set[int]) -> dict[str, Any]:
@@ -652,6 +680,11 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Se
             new = {ref.hash: ref.number for ref in event.new_blobs if ref.kind == "image"}
             changes["images"] = {**session.images, **new}
         changes["blob_count"] = session.blob_count + len(event.new_blobs)
+    if held is not None and held.reserved is not None:
+        changes["spent_turns"] = session.spent_turns + 1
+        changes["spent_tokens"] = session.spent_tokens + event.output_tokens
+    if event.limit is not None:
+        changes["reached"] = {**session.reached, event.turn: event.limit}
     if event.payloads:
         live = tuple(_payload(session, event.parent, ref) for ref in event.payloads)
         changes["payloads"] = {**session.payloads, event.turn: live}

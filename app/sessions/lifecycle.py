@@ -21,7 +21,7 @@ from app.domain.events import (
     SessionCreated,
 )
 from app.domain.history import digest
-from app.domain.session import engine_session_of, fold
+from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
     AppError,
     InvalidRequest,
@@ -123,7 +123,7 @@ class Sessions:
         self._cache.put(created)
         await asyncio.gather(*map(self._tell_adopted, outcome.adopted))
         if new.config.parent is not None:
-            await self._join_rollout(new.session_id)
+            await self._join_rollout(created)
 
     async def _tell_adopted(self, session_id: str) -> None:
         """Write into a session's log that its root is there now. One that was erased has no rows that change."""
@@ -136,8 +136,9 @@ class Sessions:
         if self.is_full and any([await self._cache.get(session_id) is None for session_id in session_ids]):
             raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
 
-    async def _join_rollout(self, session_id: str) -> None:
+    async def _join_rollout(self, created: Session) -> None:
         """Apply to a new session what happened to its root meanwhile. Raises SessionClosed."""
+        session_id = created.session_id
         root = await self._database.read(partial(rollouts.standing, session_id=session_id))
         if root is None:
             return
@@ -146,6 +147,10 @@ class Sessions:
             raise _of_closed_root(session_id, root.status)
         if root.reward is not None:
             await self._share_reward(session_id)
+        config = await self.config_of(root.root_id)
+        limits = None if config is None else config.limits
+        if limits is not None and limits.per == "rollout" and root.root_id not in created.budgets:
+            await self._tell_adopted(session_id)  # Root and session were created at the same moment.
 
     async def config_of(self, session_id: str) -> SessionConfig | None:
         """A session in any state; None if it does not exist. Raises SessionUnreadable."""

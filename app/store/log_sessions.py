@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -82,7 +82,7 @@ class Create(SetOperation, frozen=True):
                 outcomes[session_id] = Refused(root[1])
             else:
                 roots[session_id] = root_id
-        new = [create for create in operations if create.session_id in roots]
+        new = [create._under(tx, roots) for create in operations if create.session_id in roots]
         tx.insert(sql.insert_session, [create._head_row(roots[create.session_id]) for create in new])
         adopted = rollouts.adopt(tx, roots)
         rollouts.note_groups(tx, sorted({create.group_id for create in new if create.group_id is not None}))
@@ -96,6 +96,13 @@ class Create(SetOperation, frozen=True):
             outcomes[create.session_id] = Appended(appended.events, adopted.get(create.session_id, ()))
         reach("in_create")
         return [outcomes[create.session_id] for create in operations]
+
+    def _under(self, tx: Tx, roots: Mapping[str, str | None]) -> Create:
+        """As it is created, under the limits of its rollout."""
+        root_id = roots[self.session_id]
+        if root_id is None or not rollouts.has_limits(tx, root_id):
+            return self
+        return msgspec.structs.replace(self, event=msgspec.structs.replace(self.event, budget=root_id))
 
     @property
     def parent(self) -> str | None:
@@ -216,7 +223,8 @@ class JoinRollout(BaseOperation, frozen=True):
         if row is None:
             return refused(tx, self.session_id)
         version, _, root_id = row
-        return append(tx, self.session_id, version, self.at, [RolloutJoined(root_id)])
+        joined = RolloutJoined(root_id, rollouts.has_limits(tx, root_id))
+        return append(tx, self.session_id, version, self.at, [joined])
 
 
 def _value(event: RewardAssigned) -> tuple[float, dict[str, float]]:

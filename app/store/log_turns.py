@@ -9,7 +9,15 @@ import msgspec
 from sqlalchemy import Connection
 
 from app import crash_points
-from app.domain.events import BlobsTombstoned, Event, ReplyRedelivered, ReplyUndelivered, TurnCommitted, TurnOpened
+from app.domain.events import (
+    BlobsTombstoned,
+    Event,
+    LimitName,
+    ReplyRedelivered,
+    ReplyUndelivered,
+    TurnCommitted,
+    TurnOpened,
+)
 from app.store import pins, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
@@ -51,6 +59,14 @@ class Busy(msgspec.Struct, frozen=True):
 
 class TooMany(msgspec.Struct, frozen=True):
     """Nothing was claimed: a tree has as many open turns as it may."""
+
+
+class Limited(msgspec.Struct, frozen=True):
+    """Nothing was claimed: a limit stands in the way. `is_reserved`: turns in flight have reserved what is left of it,
+    and may give some back."""
+
+    limit: LimitName
+    is_reserved: bool = False
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -150,6 +166,7 @@ class Claim(SetOperation, frozen=True):
             "retry_key": self.event.retry_key,
             "adapter": self.event.adapter,
             "opened_at": self.at,
+            "reserved": self.event.reserved,
         }
 
     def _failure(self, tx: Tx) -> Stale | Busy | TooMany | Refused:
@@ -322,13 +339,15 @@ class Commit(SetOperation, TurnOperation, frozen=True):
 
 
 class Release(TurnOperation, frozen=True):
-    """End the open turn without a commit. `keeps_staged`: a retry may go on from the tokens that it has staged."""
+    """End the open turn without a commit. `keeps_staged`: a retry may go on from the tokens that it has staged.
+    `then` are further events."""
 
     durable: ClassVar[bool] = False
     runs_inline: ClassVar[bool] = True
     at: float
     event: Event
     keeps_staged: bool = False
+    then: Sequence[Event] = ()
 
     def apply(self, tx: Tx) -> Appended | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
@@ -337,7 +356,7 @@ class Release(TurnOperation, frozen=True):
         tx.run(sql.drop_staged, {"sid": self.session_id, "fenced": self.fence})
         if not self.keeps_staged:
             staged_tokens.drop_of_turn(tx, self.session_id, self.fence)
-        released = advance_head(tx, self.session_id, self.at, [self.event], freed=1)
+        released = advance_head(tx, self.session_id, self.at, [self.event, *self.then], freed=1)
         if crash_points.ARMED:
             crash_points.reach("in_release")
         return released

@@ -85,6 +85,8 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "last_turn": lambda log: log.session.last_turn,
     "note": lambda log: log.session.note,
     "tags": lambda log: notes.joined(log.session.tags),
+    "spent_turns": lambda log: log.session.spent_turns,
+    "spent_tokens": lambda log: log.session.spent_tokens,
 }
 """How each column of `sessions` but the key follows from the log."""
 
@@ -96,6 +98,7 @@ OPEN_TURN: Mapping[str, Callable[[FoldedLog, OpenTurn], Any]] = {
     "retry_key": lambda log, open_turn: open_turn.retry_key,
     "adapter": lambda log, open_turn: open_turn.adapter,
     "opened_at": lambda log, open_turn: log.events[open_turn.fence - 1].at,
+    "reserved": lambda log, open_turn: open_turn.reserved,
 }
 """How each column of `open_turns` but the key follows from the log."""
 

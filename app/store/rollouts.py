@@ -191,6 +191,17 @@ def _parent(tx: Tx, session_id: str) -> str | None:
     return event.config.parent if isinstance(event, SessionCreated) else None
 
 
+def has_limits(tx: Tx, session_id: str) -> bool:
+    """Has the root limits that hold for its whole rollout? False also where its log cannot be read."""
+    row = tx.one(_created, {"sid": session_id})
+    try:
+        event = None if row is None else decode(SessionCreated.__name__, row[0], bytes(row[1]))
+    except UnknownEvent:
+        return False
+    limits = event.config.limits if isinstance(event, SessionCreated) else None
+    return limits is not None and limits.per == "rollout"
+
+
 def last_reward(tx: Tx, session_id: str, *, of_root: bool) -> RewardAssigned | None:
     """The newest of a session's own rewards, or of those of its root in its log; turns' own do not count, nor do those
     that a restore took back.

@@ -105,6 +105,8 @@ sessions = Table(
     Column("last_turn", Integer, server_default="0", nullable=False),
     Column("note", Text),
     Column("tags", Text),
+    Column("spent_turns", Integer, server_default="0", nullable=False),
+    Column("spent_tokens", BigInteger, server_default="0", nullable=False),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
@@ -126,6 +128,8 @@ a number; null where none is. `engine` is that of its newest committed turn, and
 
 `root_id` is the root of its rollout: the last session that its line of parents names, which need not be there (yet);
 null where it names no parent. It follows from several logs: see `store.rollouts`.
+
+`spent_turns` and `spent_tokens` are what its turns have used of limits (`features.budgets`): 0 where none held.
 """
 
 groups = Table(
@@ -183,10 +187,12 @@ open_turns = Table(
     Column("retry_key", String(32)),
     Column("opened_at", Double, nullable=False),
     Column("adapter", Text),
+    Column("reserved", BigInteger),
     PrimaryKeyConstraint("session_id", "fence"),
     sqlite_with_rowid=False,
 )
-"""The claims. A linear session has at most one; the table does not say so, because a tree has many."""
+"""The claims. A linear session has at most one; the table does not say so, because a tree has many. `reserved` are the
+tokens that the turn may sample, of limits that hold for it: given back with the row. Null: none holds."""
 
 events = Table(
     "events",

@@ -21,6 +21,7 @@ from app.errors import (
     AppError,
     ClaimLost,
     HistoryMismatch,
+    OverBudget,
     Restored,
     RollbackTooDeep,
     SessionBusy,
@@ -41,6 +42,7 @@ from app.store.log_turns import (
     Claim,
     Commit,
     Known,
+    Limited,
     Pinned,
     Reject,
     Release,
@@ -138,6 +140,9 @@ class Claims:
                 raise refusal(session_id, outcome.status)
             if isinstance(outcome, TooMany):
                 raise _too_many_open(session_id, self._settings.max_open_turns)
+            if isinstance(outcome, Limited):
+                assert self._points.limits is not None
+                raise await self._points.limits.refused(turn, outcome)
             if isinstance(outcome, Busy):
                 left = await self._check_busy(turn, outcome)
                 if left is not None:
@@ -157,11 +162,11 @@ class Claims:
 
     async def _claim(
         self, turn: InFlightTurn, entry: CacheEntry, is_alone: bool
-    ) -> Refused | Busy | TooMany | Stale | None:
+    ) -> Refused | Busy | TooMany | Limited | Stale | None:
         """Claim the session at `entry`'s version; None if it is claimed.
 
-        Raises TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy (takes precedence over
-        the others), RollbackTooDeep, HistoryMismatch.
+        Raises TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy and OverBudget (these
+        two take precedence over the others), RollbackTooDeep, HistoryMismatch.
         """
         session, session_id, settings = entry.session, turn.session_id, self._settings
         is_tree = session.history == "tree"
@@ -173,6 +178,8 @@ class Claims:
             plan = turn.history.join(session, entry.index, turn.agent_id)
         except (RollbackTooDeep, HistoryMismatch):
             await self._require_not_held(session)
+            if session.budgets and self._points.limits is not None:
+                await self._points.limits.require_left(session)
             raise
         if self._own_number is None:
             self._own_number = self._incarnation()
@@ -204,11 +211,14 @@ class Claims:
             same = turn.body_hash, turn.agent_id
             unlike = [held.fence for held in session.open_turns.values() if (held.body_hash, held.agent_id) != same]
             claim = msgspec.structs.replace(claim, is_retry=True, unlike=unlike)
+        if session.budgets and self._points.limits is not None:
+            turn.plan = plan
+            claim = await self._points.limits.claiming(turn, session, claim)
         if crash_points.ARMED:
             crash_points.reach("before_claim")
         self._known[session_id, at] = self._known.get((session_id, at), 0) + 1
         turn.attempts.append(at)
-        outcome: Appended | Stale | Busy | TooMany | Refused = await self._writer.submit(claim)
+        outcome: Appended | Stale | Busy | TooMany | Limited | Refused = await self._writer.submit(claim)
         if not isinstance(outcome, Appended):
             return outcome
         if crash_points.ARMED:
@@ -219,6 +229,8 @@ class Claims:
         self._unreleased.pop((session_id, fence), None)
         turn.entry, turn.plan, turn.opened, turn.fence, turn.opened_at = entry, plan, event, fence, at
         turn.idle_since, turn.rid = session.last_event_at, rid_of(session_id, fence, incarnation)
+        if turn.limit is not None:
+            turn.limit.claimed(turn)
         self.appended(session_id, outcome)
         turn.session = entry.session
         if entry.session.version != outcome.events[-1].seq:
@@ -351,6 +363,8 @@ class Claims:
                 pinned_upto=entry.pinned_upto,
                 size=size,
             )
+            if turn.limit is not None:
+                commit = turn.limit.committing(commit)
             if crash_points.ARMED:
                 crash_points.reach("before_commit")
             outcome: Appended | Stale | Pinned | Refused = await self._writer.submit(commit)
@@ -435,6 +449,10 @@ class Claims:
         """Release a claim after an error. If the store is unavailable, release it in the background. Of a turn whose
         engine did not finish, or that could not be written, a retry may go on from what it has staged."""
         keeps_staged = isinstance(error, (UpstreamUnreachable, UpstreamTimeout, StoreUnavailable))
+        if turn.limit is not None and isinstance(error, OverBudget):
+            event = TurnRejected(turn.opened.turn, turn.fence, error.code, None, detail)
+            await self._release(turn.limit.ending(_end(turn, self._clock(), event), error))
+            return
         if not isinstance(error, StoreUnavailable):
             await self.reject(turn, error.code, None, detail, reply, keeps_staged=keeps_staged)
             return
@@ -455,10 +473,10 @@ class Claims:
             return  # Nobody can use the session, nor its claim.
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
-            keeps = isinstance(operation, Release) and operation.keeps_staged
-            held = (session_id, fence, operation.incarnation, operation.opened_at)
-            release = Release(*held, operation.at, event, keeps)
-            self._retry_release(release, RELEASE_RETRY_S)
+            if not isinstance(operation, Release):
+                held = (session_id, fence, operation.incarnation, operation.opened_at)
+                operation = Release(*held, operation.at, event)
+            self._retry_release(operation, RELEASE_RETRY_S)
 
     def _retry_release(self, operation: Release, pause_s: float) -> None:
         self._unreleased[operation.session_id, operation.fence] = operation

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,9 +18,10 @@ from app.domain.history import Incoming
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
 from app.domain.session import Session
-from app.errors import AppError, ClientGone, SessionClosed
+from app.errors import AppError, ClientGone, OverBudget, SessionClosed
 from app.fleet.engines import EngineOrder
 from app.sessions.cache import CacheEntry
+from app.store.log_turns import Claim, Commit, Limited, Release
 from app.turn.live import LiveStream
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -31,7 +32,7 @@ from workers.reply import LogprobsOf, ValidatedReply
 if TYPE_CHECKING:
     from app.turn.engine_call import EngineCall, PromptIds, SharedBlob
 
-CancelReason = Literal["session_closed", "disconnect"]
+CancelReason = Literal["session_closed", "disconnect", "limit"]
 
 AwayCause = Literal["listed", "draining", "dead", "expired"]
 
@@ -62,6 +63,40 @@ class EngineChoice(Protocol):
 
     def finish(self, aborts: Collection[asyncio.Task[None]]) -> None:
         """The turn has ended in any way; `aborts` are tasks that may still abort its generation."""
+
+
+class SessionLimits(Protocol):
+    """Holds the turns of sessions to their limits (budgets)."""
+
+    async def claiming(self, turn: InFlightTurn, session: Session, claim: Claim) -> Claim:
+        """The claim that also reserves what the turn may use; sets the turn's `limit`. Raises InvalidRequest,
+        StoreUnavailable."""
+        ...
+
+    async def require_left(self, session: Session) -> None:
+        """Raises OverBudget, StoreUnavailable."""
+
+    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError:
+        """The error of a turn that was not claimed, once the log has it. Raises StoreUnavailable, StoreFull."""
+        ...
+
+
+class TurnLimit(Protocol):
+    """The limits that hold for a turn."""
+
+    def claimed(self, turn: InFlightTurn) -> None:
+        """The turn has its claim: its request asks for no more than that."""
+
+    async def around(self, generate: Callable[[InFlightTurn], Awaitable[None]], turn: InFlightTurn) -> None:
+        """Generate within the limits. Raises as `generate`, OverBudget."""
+
+    def committing(self, commit: Commit) -> Commit:
+        """The commit that also counts what the turn has used."""
+        ...
+
+    def ending(self, release: Release, error: OverBudget) -> Release:
+        """The release of a turn that a limit has ended."""
+        ...
 
 
 class StreamKeeper(Protocol):
@@ -201,6 +236,9 @@ class InFlightTurn(msgspec.Struct, eq=False):
     answer: EngineReply = _LATER
     reply: ValidatedReply | None = None
     given_ids: GivenIds | None = None
+
+    # Claimed, where limits hold for it.
+    limit: TurnLimit | None = None
 
     @property
     def has_client(self) -> bool:

@@ -2,7 +2,7 @@
 made, and called with the turn. With an empty list a line does nothing; nothing is asked in a turn
 that was decided at start-up.
 
-    read ─▶ [before_claim] ─▶ claim ─▶ [claimed] ─▶ [around_engine: ([before_engine] ─▶ place ─▶ [streaming] ─▶
+    read ─▶ [before_claim] ─▶ claim [limits] ─▶ [claimed] ─▶ [around_engine: ([before_engine] ─▶ place ─▶ [streaming] ─▶
         [may_send] ─▶ engine ─▶ validate)] ─▶ [chunks] ─▶ commit ─▶ [ended] ─▶ reply
 
 A feature's own state of a turn is an attribute of `InFlightTurn`, set at a point of its own. Closes,
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from app.store.log import StoredChunk
 from app.turn.engine_call import EngineCall
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import InFlightTurn, SessionLimits
 
 MayPass = Callable[[InFlightTurn], Callable[[InFlightTurn], Awaitable[None]] | None]
 """None where the turn may go on at once; else what waits until it may."""
@@ -31,6 +31,9 @@ class TurnPoints:
         self.before_claim: list[MayPass] = []
         """Before a turn takes a claim, and after the request was found to be a new turn: while it
         waits here it holds nothing, and it is cancelled if its clients leave. Gates."""
+
+        self.limits: SessionLimits | None = None
+        """Holds the turns of sessions that have limits to these. Budgets."""
 
         self.claimed: list[Callable[[InFlightTurn], None]] = []
         """The turn has its claim. Whatever happens from now on, `ended` is called. Session control."""

@@ -160,7 +160,10 @@ class Turns:
                 for claimed in points.claimed:
                     claimed(turn)
                 await self._calls.prepare(turn)
-                await self._generate(turn)
+                if turn.limit is None:
+                    await self._generate(turn)
+                else:
+                    await turn.limit.around(self._generate, turn)
                 if turn.reply is None:
                     is_generated = True
                     reply = await self._refused(turn)

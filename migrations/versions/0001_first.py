@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_4, the first.
+Revision: first_5, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_4"
+revision = "first_5"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -43,6 +43,7 @@ CREATE TABLE sessions (
     created_at {double} NOT NULL, updated_at {double} NOT NULL, body_hash VARCHAR(32) NOT NULL,
     closed_at {double}, attempt INTEGER, weight_version BIGINT, engine TEXT, root_id VARCHAR(128),
     last_turn INTEGER DEFAULT '0' NOT NULL, note TEXT, tags TEXT,
+    spent_turns INTEGER DEFAULT '0' NOT NULL, spent_tokens BIGINT DEFAULT '0' NOT NULL,
     CONSTRAINT pk_sessions PRIMARY KEY (session_id)
 ) {without_rowid};
 CREATE INDEX ix_sessions_created_at_session_id ON sessions (created_at, session_id);
@@ -69,7 +70,7 @@ CREATE TABLE group_changes (
 CREATE TABLE open_turns (
     session_id VARCHAR(128) NOT NULL, fence BIGINT NOT NULL, turn INTEGER NOT NULL, parent_turn INTEGER NOT NULL,
     incarnation BIGINT NOT NULL, body_hash VARCHAR(32) NOT NULL, retry_key VARCHAR(32), opened_at {double} NOT NULL,
-    adapter TEXT,
+    adapter TEXT, reserved BIGINT,
     CONSTRAINT pk_open_turns PRIMARY KEY (session_id, fence)
 ) {without_rowid};
 CREATE TABLE events (

@@ -17,6 +17,7 @@ ON_BOTH = frozenset(
     {
         "test_all_events",
         "test_archive",
+        "test_budgets",
         "test_checkpoints",
         "test_export",
         "test_fork",

@@ -58,11 +58,13 @@ COLUMNS: Columns = {
     "note": "text",
     "tags": "[text]",
     "images": "json",
+    "limit": "text",
 }
 
 
 def fields(row: Row) -> Fields:
-    """`advantage` is there only where the export asks for one, the payloads' fields only where there are any."""
+    """`limit` is there only where one ended the row, `advantage` where the export asks for one, the payloads' fields
+    where there are any."""
     session, sample = row.session, row.sample
     reward, config = session.reward, session.config
     return {
@@ -111,6 +113,7 @@ def fields(row: Row) -> Fields:
         "note": session.note,
         "tags": list(session.tags),
         **({} if row.images is None else {"images": row.images}),
+        **({} if sample.limit is None else {"limit": sample.limit}),
     }
 
 

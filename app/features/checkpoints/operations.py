@@ -278,6 +278,8 @@ _set_head = (
         engine=bindparam("new_engine", type_=sessions.c.engine.type),
         note=bindparam("new_note", type_=sessions.c.note.type),
         tags=bindparam("new_tags", type_=sessions.c.tags.type),
+        spent_turns=bindparam("new_spent_turns", type_=sessions.c.spent_turns.type),
+        spent_tokens=bindparam("new_spent_tokens", type_=sessions.c.spent_tokens.type),
     )
     .returning(sessions.c.group_id, sessions.c.root_id)
 )

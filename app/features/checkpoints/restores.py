@@ -59,7 +59,10 @@ INLINE = 64
 GROUPS_AT_ONCE = 200
 """Groups in one transaction."""
 
-HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine", "note", "tags")
+HEAD = (
+    *("status", "closed_at", "reward", "turns", "weight_version", "engine", "note", "tags"),
+    *("spent_turns", "spent_tokens"),
+)
 """The columns of a session's row that a restore changes, besides those that every event does."""
 
 

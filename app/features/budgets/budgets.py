@@ -1,0 +1,334 @@
+"""Holds the turns of this process to the limits of their sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from app.domain import decide
+from app.domain.events import LimitName, LimitReached, OnLimit, TurnCommitted
+from app.domain.request import CompletionRequest, value_of
+from app.domain.session import Session
+from app.errors import AppError, InvalidRequest, OverBudget, SessionBusy
+from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit, NoteLimit, read_used
+from app.features.budgets.rules import NAMES, NoneLeft, allowance, left, wanted_tokens
+from app.protocols.errors import engine_error
+from app.store.log import Appended
+from app.store.log_turns import Claim, Commit, Limited, Release
+from app.tasks import cancelled
+from app.turn.in_flight import InFlightTurn, TurnCancelled
+from app.turn.points import Generate
+from app.upstream.body import Body
+from app.upstream.control import EngineControl
+from workers.reply import ValidatedReply
+
+if TYPE_CHECKING:
+    from app.services import Services
+
+ABORT_S = 5.0
+"""How long an engine has to return the tokens of a generation that it was told to end."""
+
+COMPLETION_TOKENS = 16
+"""Both engines' default of `max_tokens` for completions."""
+
+FEW_TOKENS = 16
+"""Where an engine has no room for all that is left, half of it is asked for, and so on down to this."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A budget that holds for a session; its time began at `created_at`."""
+
+    budget: Budget
+    created_at: float
+    on_limit: OnLimit
+
+    def seconds_left(self, now: float) -> float | None:
+        seconds = self.budget.limits.seconds
+        return None if seconds is None else self.created_at + seconds - now
+
+
+class Budgets:
+    """The limits of sessions, of this process's turns."""
+
+    def __init__(self, services: Services) -> None:
+        settings = services.settings
+        self._services = services
+        self._control = EngineControl(services.client, settings.upstream_dialect, settings.upstream_api_key)
+
+    async def held(self, session: Session) -> list[Held]:
+        """The budgets that hold for a session: its own, that of its rollout. Raises SessionUnreadable."""
+        held: list[Held] = []
+        for name in session.budgets:
+            of = session
+            if name != session.session_id:
+                entry = await self._services.cache.get(name)
+                if entry is None:
+                    continue
+                of = entry.session
+            if of.config.limits is not None:
+                held.append(Held(Budget(name, of.config.limits), of.created_at, of.config.on_limit))
+        return held
+
+    async def claiming(self, turn: InFlightTurn, session: Session, claim: Claim) -> Claim:
+        """The claim that also reserves what the turn may use. Raises InvalidRequest, StoreUnavailable."""
+        held = await self.held(session)
+        params = turn.request.params
+        try:
+            wanted = wanted_tokens([value_of(params.get(name), name) for name in NAMES])
+        except ValueError:
+            raise InvalidRequest("max_tokens must be an integer, at least 1") from None
+        if wanted is None and isinstance(turn.request, CompletionRequest):
+            wanted = COMPLETION_TOKENS
+        turn.limit = LimitedTurn(self._services, self._control, held, session, wanted)
+        return BudgetClaim(
+            **msgspec.structs.asdict(claim),
+            budgets=[one.budget for one in held],
+            wanted=wanted,
+            reached=self._reached(turn, session, held),
+        )
+
+    def _reached(self, turn: InFlightTurn, session: Session, held: Sequence[Held]) -> LimitName | None:
+        """A limit that needs no look at the store: the time, and the context if the turn continues one that is full."""
+        now = self._services.clock()
+        if any((seconds := one.seconds_left(now)) is not None and seconds <= 0 for one in held):
+            return "seconds"
+        parent = decide.token_parent(session, turn.plan)
+        most = _context(held)
+        return "context" if parent is not None and most is not None and parent.token_count >= most else None
+
+    async def require_left(self, session: Session) -> None:
+        """Raises OverBudget if a limit of the session is used up; StoreUnavailable."""
+        held, now = await self.held(session), self._services.clock()
+        if any((seconds := one.seconds_left(now)) is not None and seconds <= 0 for one in held):
+            raise OverBudget.of(session.session_id, "seconds")
+        used = [(one.budget.limits, await self._used(one)) for one in held]
+        verdict = allowance(used, None)
+        if isinstance(verdict, NoneLeft) and not verdict.is_reserved:
+            raise OverBudget.of(session.session_id, verdict.limit)
+
+    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError:
+        """The error of a turn that was not claimed. What it continues is noted to have reached the limit, once."""
+        session_id = turn.session_id
+        if outcome.is_reserved:
+            busy = SessionBusy(f"turns in flight have reserved what session {session_id} has left of {outcome.limit}")
+            busy.retry, busy.retry_after_s = True, 1
+            return busy
+        session = turn.session
+        if turn.plan.parent not in session.reached:
+            event = LimitReached(outcome.limit, turn.plan.parent)
+            noted = await self._services.writer.submit(NoteLimit(session_id, self._services.clock(), event))
+            if isinstance(noted, Appended):
+                self._services.claims.appended(session_id, noted)
+        return OverBudget.of(session_id, outcome.limit)
+
+    async def fields(self, session: Session) -> dict[str, Any]:
+        """What `GET /sessions/{id}` says of the budgets that hold for the session."""
+        if not session.budgets:
+            return {}
+        told = []
+        for one in await self.held(session):
+            used, limits = await self._used(one), one.budget.limits
+            seconds = max(self._services.clock() - one.created_at, 0.0)
+            told.append(
+                {
+                    "session_id": one.budget.session_id,
+                    "limits": limits,
+                    "used": {"turns": used.turns, "tokens": used.tokens, "seconds": round(seconds, 3)},
+                    "in_flight": {"turns": used.open_turns, "tokens": used.reserved},
+                    "left": left(limits, used, round(seconds, 3)),
+                }
+            )
+        newest = next(reversed(session.reached.values()), None)
+        return {"budgets": told, "limit": newest}
+
+    async def _used(self, held: Held) -> Any:
+        return await self._services.database.read(partial(read_used, budget=held.budget))
+
+
+class LimitedTurn:
+    """The limits of one turn. `wanted`: what its client asked for at most.
+
+    `_most` is what it may sample, and `_cut_by` the limit that made that less than its client wants.
+    """
+
+    def __init__(
+        self, services: Services, control: EngineControl, held: Sequence[Held], session: Session, wanted: int | None
+    ) -> None:
+        self._services = services
+        self._control = control
+        self._held = held
+        self._session_id = session.session_id
+        self._ends_as_length = all(one.on_limit == "length" for one in held)
+        self._wanted = wanted
+        self._parent = 0
+        self._most: int | None = None
+        self._cut_by: LimitName | None = None
+        self._is_late = False
+        self._aborting: asyncio.Task[None] | None = None
+        self._ended_by: LimitName | None = None
+
+    # a claim
+
+    def claimed(self, turn: InFlightTurn) -> None:
+        """The request asks for no more than what was reserved."""
+        self._parent, reserved = turn.opened.parent, turn.opened.reserved
+        if reserved:
+            self._cut(turn, reserved, "tokens")
+
+    def _cut(self, turn: InFlightTurn, most: int, by: LimitName) -> None:
+        if self._most is not None and most >= self._most:
+            return
+        if self._most is None and self._wanted is not None and most >= self._wanted:
+            self._most = self._wanted
+            return
+        self._most, self._cut_by = most, by
+        self._ask_for(turn, most)
+
+    def _ask_for(self, turn: InFlightTurn, most: int) -> None:
+        """Let the request, and the call if that is made already, ask for at most so many tokens."""
+        turn.request = msgspec.structs.replace(turn.request, params=_with_most(turn.request.params, most))
+        if turn.call is not None:
+            turn.call.params = msgspec.json.encode(_with_most(_FIELDS.decode(turn.call.params), most))
+
+    # a generation
+
+    async def around(self, generate: Generate, turn: InFlightTurn) -> None:
+        """Generate within the limits. Raises as `generate`, OverBudget."""
+        self._fit_context(turn)
+        timer = self._start_timer(turn)
+        try:
+            await generate(turn)
+            while self._has_no_room(turn):
+                await generate(turn)
+        except (TurnCancelled, AppError) as error:
+            if self._is_late and turn.cancel_reason in (None, "limit"):
+                raise OverBudget.of(self._session_id, "seconds") from error
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            await cancelled(self._aborting)
+        await self._settle(turn)
+
+    def _fit_context(self, turn: InFlightTurn) -> None:
+        """Where the prompt's ids are known, the reply has what is left of the context. Raises OverBudget."""
+        most, ids = _context(self._held), turn.call.ids
+        if most is None or ids is None:
+            return
+        room = most - (ids.text.count(b",") + 1 if ids.text else 0)
+        if room <= 0:
+            raise OverBudget.of(self._session_id, "context")
+        self._cut(turn, room, "context")
+
+    def _has_no_room(self, turn: InFlightTurn) -> bool:
+        """Has the engine's model no room for what is asked for on behalf of a client that gave no limit? Then the
+        request asks for half."""
+        if turn.reply is not None or self._wanted is not None or self._most is None or self._most <= FEW_TOKENS:
+            return False
+        if turn.answer.status != 400 or not engine_error(400, turn.answer.body.joined()).is_context:
+            return False
+        self._most, self._cut_by = self._most // 2, None
+        self._ask_for(turn, self._most)
+        return True
+
+    def _start_timer(self, turn: InFlightTurn) -> asyncio.TimerHandle | None:
+        now = self._services.clock()
+        times = [seconds for one in self._held if (seconds := one.seconds_left(now)) is not None]
+        if not times:
+            return None
+        loop = asyncio.get_running_loop()
+        return loop.call_later(max(min(times), 0.0), self._time_is_over, turn)
+
+    def _time_is_over(self, turn: InFlightTurn) -> None:
+        """End the generation. An engine that has it returns the tokens so far, for which it has ABORT_S."""
+        self._is_late = True
+        engine = self._services.engines.engine_of(turn.rid)
+        if turn.task is None or engine is None:
+            turn.cancel("limit")  # A reply that is there already is not lost by it.
+        else:
+            self._aborting = asyncio.create_task(self._abort(turn, engine))
+
+    async def _abort(self, turn: InFlightTurn, engine: str) -> None:
+        member = self._services.engines.members.get(engine)
+        await self._control.abort(engine, [turn.rid], None if member is None else member.dialect)
+        await asyncio.sleep(ABORT_S)
+        if turn.task is not None:
+            turn.cancel("limit")
+
+    async def _settle(self, turn: InFlightTurn) -> None:
+        """Did a limit end the generation? Raises OverBudget if the turn ends with it."""
+        reply = turn.reply
+        if reply is None:
+            if self._is_late:
+                raise OverBudget.of(self._session_id, "seconds")
+            return
+        if self._is_late and reply.finish_reason == "abort":
+            self._ended_by = "seconds"
+        elif reply.finish_reason == "length" and self._cut_by is not None and reply.output_tokens >= (self._most or 0):
+            self._ended_by = self._cut_by
+        if self._ended_by is None:
+            return
+        if not self._ends_as_length or not reply.output_tokens or turn.answer.is_native:
+            raise OverBudget.of(self._session_id, self._ended_by, reply.output_tokens)
+        if reply.finish_reason == "abort":
+            await self._end_as_length(turn, reply)
+
+    async def _end_as_length(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+        """What an engine returned of a generation that it was told to end becomes a reply that ended as `length`."""
+        calls = self._services.engine_calls
+        body = _ended_as_length(turn.answer.body.joined(), reply.output_tokens)
+        turn.answer = msgspec.structs.replace(turn.answer, body=Body([body]))
+        ended = await calls.validate_body(turn, turn.call, turn.answer, turn.stored)
+        turn.reply = msgspec.structs.replace(ended, parts=reply.parts, weight_versions=reply.weight_versions)
+
+    # an end
+
+    def committing(self, commit: Commit) -> Commit:
+        """The commit that also counts what the turn has used."""
+        fields = msgspec.structs.asdict(commit)
+        fields["events"] = [
+            msgspec.structs.replace(event, limit=self._ended_by) if isinstance(event, TurnCommitted) else event
+            for event in commit.events
+        ]
+        return BudgetCommit(**fields)
+
+    def ending(self, release: Release, error: OverBudget) -> Release:
+        """The release of a turn that a limit has ended, with what was generated in vain."""
+        reached = LimitReached(error.limit, self._parent, error.sampled)
+        ended = EndAtLimit(**msgspec.structs.asdict(release), sampled=error.sampled)
+        return msgspec.structs.replace(ended, then=[reached])
+
+
+def _context(held: Sequence[Held]) -> int | None:
+    return min((most for one in held if (most := one.budget.limits.context) is not None), default=None)
+
+
+def _with_most(params: Any, most: int) -> dict[str, msgspec.Raw]:
+    """The parameters with at most so many tokens, under the names that they have."""
+    cut = dict(params)
+    named = [name for name in NAMES if value_of(cut.get(name), name) is not None]
+    for name in named or NAMES[:1]:
+        value = value_of(cut.get(name), name)
+        cut[name] = msgspec.Raw(str(most if value is None else min(value, most)).encode())
+    return cut
+
+
+def _ended_as_length(body: bytes, tokens: int) -> bytes:
+    """A reply of either engine with another finish reason."""
+    root = _FIELDS.decode(body)
+    choice = msgspec.json.decode(root["choices"], type=list[dict[str, msgspec.Raw]])[0]
+    choice["finish_reason"] = msgspec.Raw(b'"length"')
+    for name in ("matched_stop", "stop_reason"):
+        if name in choice:
+            choice[name] = msgspec.Raw(b"null")
+    meta = _FIELDS.decode(choice["meta_info"]) if "meta_info" in choice else {}
+    if "finish_reason" in meta:
+        meta["finish_reason"] = msgspec.Raw(msgspec.json.encode({"type": "length", "length": tokens}))
+        choice["meta_info"] = msgspec.Raw(msgspec.json.encode(meta))
+    return msgspec.json.encode({**root, "choices": [choice]})
