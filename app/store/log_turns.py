@@ -62,11 +62,11 @@ class TooMany(msgspec.Struct, frozen=True):
 
 
 class Limited(msgspec.Struct, frozen=True):
-    """Nothing was claimed: a limit stands in the way. `is_reserved`: turns in flight have reserved what is left of it,
-    and may give some back."""
+    """Nothing was claimed: a limit stands in the way. `reserved_by`: turns in flight of these processes have reserved
+    what is left of it, and may give some back."""
 
     limit: LimitName
-    is_reserved: bool = False
+    reserved_by: frozenset[int] = frozenset()
 
 
 class Known(msgspec.Struct, frozen=True):

@@ -142,7 +142,9 @@ class Claims:
                 raise _too_many_open(session_id, self._settings.max_open_turns)
             if isinstance(outcome, Limited):
                 assert self._points.limits is not None
-                raise await self._points.limits.refused(turn, outcome)
+                error = await self._points.limits.refused(turn, outcome)
+                if error is not None:
+                    raise error
             if isinstance(outcome, Busy):
                 left = await self._check_busy(turn, outcome)
                 if left is not None:

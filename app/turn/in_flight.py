@@ -76,8 +76,9 @@ class SessionLimits(Protocol):
     async def require_left(self, session: Session) -> None:
         """Raises OverBudget, StoreUnavailable."""
 
-    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError:
-        """The error of a turn that was not claimed, once the log has it. Raises StoreUnavailable, StoreFull."""
+    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError | None:
+        """The error of a turn that was not claimed, once the log has it; None if it is to be tried again. Raises
+        StoreUnavailable, StoreFull."""
         ...
 
 

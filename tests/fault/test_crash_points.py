@@ -205,6 +205,63 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
         verified(site.url, site.acknowledged[-3:], tally)
 
 
+LIMITED = (
+    *(TurnCase(point, 2, 1) for point in ("before_claim", "in_claim", "after_claim", "before_engine")),
+    *(TurnCase(point, 2, 2) for point in ("after_engine", "before_commit", "in_commit", "in_spent")),
+    TurnCase("after_commit", 2, 1, landed=True),
+    TurnCase("in_release", 1, 2, fault="not_json"),
+)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("case", LIMITED, ids=_name)
+def test_a_turn_that_has_reserved_what_is_left(site: Site, tally: Tally, case: TurnCase) -> None:
+    """Of a rollout. What it had reserved is there for its retry and for the others of the rollout."""
+    fields: dict[str, Any] = {"sim": {"completion_tokens": 5, "reasoning": False}}
+    key = {"idempotency-key": f"limited {case.point}"}
+    with site.armed(case.point, case.times) as stand:
+        root = stand.talk(limits={"tokens": 20}, history="tree")
+        talk = stand.talk(parent_session_id=root.id, history="tree")
+        site.acknowledge(talk, talk.say("First", **fields))
+        if case.fault:
+            assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
+        sent = [*talk.messages, user("Second")]
+        with pytest.raises(httpx.TransportError):
+            talk.chat(sent, headers=key, **fields)
+        tally.tried += 1
+    with site.after() as stand:
+        site.acknowledge(stand.known(root.id), stand.known(root.id).say("Another", **fields))
+        again = stand.known(talk.id)
+        reply = again.chat(sent, headers=key, **fields)
+        assert reply.status_code == 200, reply.text
+        assert ("x-turnlog-replayed" in reply.headers) is case.landed
+        site.acknowledge(again, reply)
+        assert again.generations() == 1 + case.generations
+        [told] = again.state()["session"]["budgets"]
+        assert (told["used"]["tokens"], told["left"], told["in_flight"]["tokens"]) == (15, {"tokens": 5}, 0)
+        verified(site.url, site.acknowledged[-3:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["in_spent", "in_limit_noted"])
+def test_a_limit_that_ends_something(site: Site, tally: Tally, point: CrashPoint) -> None:
+    fields: dict[str, Any] = {"sim": {"completion_tokens": 5, "reasoning": False}}
+    with site.armed(point, 2 if point == "in_spent" else 1) as stand:
+        talk = stand.talk(limits={"tokens": 8 if point == "in_spent" else 5})
+        site.acknowledge(talk, talk.say("First", **fields))
+        sent = [*talk.messages, user("Second")]
+        with pytest.raises(httpx.TransportError):
+            talk.chat(sent, **fields)
+        tally.tried += 1
+    with site.after() as stand:
+        again = stand.known(talk.id)
+        assert again.chat(sent, **fields).status_code == 409
+        assert again.types().count("LimitReached") == 1
+        [row] = again.rows()
+        assert (row["limit"], again.state()["session"]["budgets"][0]["left"]) == ("tokens", {"tokens": 0})
+        verified(site.url, site.acknowledged[-1:], tally)
+
+
 @pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize("point", ["before_create", "in_create", "after_create"])
 def test_a_creation(site: Site, tally: Tally, point: CrashPoint) -> None:

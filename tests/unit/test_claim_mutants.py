@@ -16,7 +16,8 @@ from helpers.store import LEASE_S, commit, create, event_at, release, reward, st
 from sqlalchemy import bindparam, insert, literal, select, update
 from sqlalchemy.exc import IntegrityError
 
-from app.domain.events import BlobsTombstoned, SessionRestored, TurnOpened
+from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRestored, TurnOpened
+from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.store import incarnations, pins, staged_tokens
 from app.store import statements as sql
 from app.store.batch import apply_all
@@ -29,6 +30,7 @@ from app.store.log_turns import (
     Claim,
     Commit,
     Known,
+    Limited,
     Pinned,
     Release,
     Stage,
@@ -94,6 +96,16 @@ class Shared:
         of_claim = {name: fields.pop(name) for name in ("most", "is_retry", "unlike") if name in fields}
         event = opened(turn, fields.pop("parent", 0), fields.pop("incarnation", 1), **fields)
         return self.do(Claim("s", known, at, event, LEASE_S, **{"most": 8, **of_claim}))
+
+    def reserves(self, wanted: int | None, *, expected: int = 1, last: float = 1.0, **fields: Any) -> Any:
+        """Process 1 claims a tree's turn of a session that may sample ten tokens; what it has reserved."""
+        known = Known(expected, last, fields.pop("turns", 0))
+        event = opened(fields.pop("turn", 1), 0, fields.pop("incarnation", 1))
+        reached = fields.pop("reached", None)
+        budgets = (Budget("s", Limits(tokens=10, per="session")),)
+        of_claim = {"most": 8, "budgets": budgets, "wanted": wanted, "reached": reached, **fields}
+        outcome = self.do(BudgetClaim("s", known, fields.pop("at", 2.0), event, LEASE_S, **of_claim))
+        return outcome.events[0].event.reserved if isinstance(outcome, Appended) else outcome
 
     def commits(self, turn: int, fence: int, *, opened_at: float = 2.0, at: float = 3.0, **fields: Any) -> Any:
         stages = fields.pop("stages", None)
@@ -341,6 +353,66 @@ def a_session_is_erased(shared: Shared) -> None:
     assert not shared.alter(lambda tx: tx.all(select(snapshots.c.seq), {}))
 
 
+def two_turns_reserve_tokens(shared: Shared) -> None:
+    """The second gets what the first leaves, and the third nothing before one of them ends."""
+    assert [shared.reserves(6), shared.reserves(6)] == [6, 4]
+    assert shared.reserves(6) == Limited("tokens", frozenset({1}))
+    shared.do(msgspec.structs.replace(release("s", 2, 1), opened_at=2.0))
+    assert shared.reserves(None, expected=4, last=3.0) == 6
+
+
+def a_turn_has_sampled_tokens(shared: Shared) -> None:
+    """It gives back what it has reserved, but for those."""
+    assert shared.reserves(None) == 10
+    operation = commit("s", 2, 1, turn=1, at=3.0, opened_at=2.0)
+    sampled = operation.turn.output_tokens
+    assert isinstance(shared.do(BudgetCommit(**msgspec.structs.asdict(operation))), Appended)
+    assert shared.reserves(None, expected=3, last=3.0, turns=1, turn=2) == 10 - sampled
+
+
+def a_limit_ends_a_turn(shared: Shared) -> None:
+    """What it has sampled is used, though nobody has it."""
+    assert shared.reserves(4) == 4
+    ended = msgspec.structs.asdict(release("s", 2, 1)) | {"then": [LimitReached("tokens", 0, 4)]}
+    assert isinstance(shared.do(EndAtLimit(**ended, sampled=4)), Appended)
+    assert shared.reserves(None, expected=4, last=3.0) == 6
+
+
+def the_time_is_over(shared: Shared) -> None:
+    assert shared.reserves(1, reached="seconds") == Limited("seconds")
+
+
+def a_dead_process_has_reserved_all(shared: Shared) -> None:
+    shared.reserves(None)
+    shared.ends()
+    assert shared.reserves(1, incarnation=2) == Stale()
+    assert shared.reserves(1, expected=3, last=2.0, incarnation=2) == 1
+
+
+def another_process_has_used_all(shared: Shared) -> None:
+    """By the turn that the request repeats: it has to look at the log first."""
+    shared.reserves(None)
+    operation = commit("s", 2, 1, turn=1, at=3.0, opened_at=2.0, output_tokens=10)
+    assert isinstance(shared.do(BudgetCommit(**msgspec.structs.asdict(operation))), Appended)
+    assert shared.reserves(None, incarnation=2) == Stale()
+
+
+def uncounted(tx: Tx, operation: Any) -> Any:
+    """A commit that counts nothing."""
+    return Commit(**msgspec.structs.asdict(operation)) if isinstance(operation, BudgetCommit) else operation
+
+
+def _none(claim: BudgetClaim, tx: Tx, session_ids: list[str]) -> bool:
+    return False
+
+
+_open_row = Claim._open_row
+
+
+def _without_reserved(claim: Claim, fence: int, number: int) -> dict[str, Any]:
+    return {**_open_row(claim, fence, number), "reserved": 0}
+
+
 def _save_anyway(snapshot: SaveSnapshot, tx: Tx) -> None:
     row = {"session_id": snapshot.session_id, "seq": snapshot.seq, "format": snapshot.format, "data": snapshot.data}
     tx.insert(sql.insert_snapshot, [row])
@@ -477,6 +549,14 @@ CASES = (
     Case("_is_open", staged_tokens_are_in_use, unchanged, ((staged_tokens, "_take_over", _taken_over),)),
     Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
     Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),
+    Case("open_turns.reserved", two_turns_reserve_tokens, unchanged, ((Claim, "_open_row", _without_reserved),)),
+    Case("BudgetClaim.wanted", two_turns_reserve_tokens, given(BudgetClaim, wanted=None)),
+    Case("BudgetClaim.budgets", two_turns_reserve_tokens, given(BudgetClaim, budgets=())),
+    Case("BudgetClaim.reached", the_time_is_over, given(BudgetClaim, reached=None)),
+    Case("BudgetClaim.known.turns", another_process_has_used_all, fits(BudgetClaim, "turns")),
+    Case("what the dead reserve", a_dead_process_has_reserved_all, unchanged, ((BudgetClaim, "_abandon_dead", _none),)),
+    Case("sessions.spent_tokens", a_turn_has_sampled_tokens, uncounted),
+    Case("EndAtLimit.sampled", a_limit_ends_a_turn, given(EndAtLimit, sampled=0)),
     Case("FreeReplay.version", a_closed_session_changes, fits(FreeReplay, "version")),
     Case("FreeReplay.unless_pinned", a_closed_session_is_in_a_checkpoint, fits(FreeReplay, "unless_pinned")),
     Case("FreeChunks.by", a_freeing_is_lost, unchanged, ((sql, "tombstone_event", select(literal(1))),)),

@@ -112,10 +112,14 @@ class Budgets:
         if isinstance(verdict, NoneLeft) and not verdict.is_reserved:
             raise OverBudget.of(session.session_id, verdict.limit)
 
-    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError:
-        """The error of a turn that was not claimed. What it continues is noted to have reached the limit, once."""
+    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError | None:
+        """The error of a turn that was not claimed; None if a process that has reserved something is gone, which ends
+        its claims. What the turn continues is noted to have reached the limit, once."""
         session_id = turn.session_id
-        if outcome.is_reserved:
+        if outcome.reserved_by:
+            for incarnation in outcome.reserved_by - {turn.incarnation}:
+                if await self._services.lease_left(incarnation) is None:
+                    return None
             busy = SessionBusy(f"turns in flight have reserved what session {session_id} has left of {outcome.limit}")
             busy.retry, busy.retry_after_s = True, 1
             return busy

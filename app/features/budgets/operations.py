@@ -45,15 +45,16 @@ def _used(per_rollout: bool) -> Executable:
     )
 
 
-def _dead(per_rollout: bool) -> Executable:
-    """The sessions in which dead processes have turns in flight."""
+def _in_flight(per_rollout: bool) -> Executable:
+    """The sessions that have turns in flight, and the processes that hold these."""
     counted = _COUNTED[per_rollout].cte("counted")
-    of_budget = open_turns.c.session_id.in_(select(counted.c.session_id))
-    return select(open_turns.c.session_id).select_from(sql.holders).where(of_budget, sql.holder_is_dead).distinct()
+    of_budget = open_turns.c.session_id.in_(select(counted.c.session_id)) & open_turns.c.reserved.is_not(None)
+    columns = open_turns.c.session_id, open_turns.c.incarnation, sql.holder_is_dead.label("dead")
+    return select(*columns).select_from(sql.holders).where(of_budget).distinct()
 
 
 USED = {per_rollout: _used(per_rollout) for per_rollout in _COUNTED}
-_DEAD = {per_rollout: _dead(per_rollout) for per_rollout in _COUNTED}
+_IN_FLIGHT = {per_rollout: _in_flight(per_rollout) for per_rollout in _COUNTED}
 _lock_if_free = select(sessions.c.session_id).where(sessions.c.session_id == _of).with_for_update(skip_locked=True)
 _spend = ForEach(
     lambda given: (
@@ -139,20 +140,25 @@ class BudgetClaim(Claim, frozen=True):
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open" or head[2] >= self.most or head[4] != self.known.turns:
             return self._failure(tx)
-        if none.is_reserved and self._abandon_dead(tx):
+        if not none.is_reserved:
+            return Limited(none.limit)
+        in_flight: dict[tuple[str, int], bool] = {}
+        for budget in self.budgets:
+            named = {"of": budget.session_id, "lease_s": self.lease_s}
+            in_flight |= {(row[0], row[1]): row[2] for row in tx.all(_IN_FLIGHT[budget.per_rollout], named)}
+        if self._abandon_dead(tx, sorted({session_id for (session_id, _), dead in in_flight.items() if dead})):
             return Stale()
-        return Limited(none.limit, none.is_reserved)
+        return Limited(none.limit, frozenset(incarnation for _, incarnation in in_flight))
 
-    def _abandon_dead(self, tx: Tx) -> bool:
+    def _abandon_dead(self, tx: Tx, session_ids: Sequence[str]) -> bool:
         """Give back what dead processes have reserved, but in sessions that another transaction has locked."""
         abandoned = False
-        for budget in self.budgets:
-            for (session_id,) in tx.all(_DEAD[budget.per_rollout], {"of": budget.session_id, "lease_s": self.lease_s}):
-                if tx.is_remote and tx.one(_lock_if_free, {"of": session_id}) is None:
-                    continue
-                holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
-                dead = [row for row in holders if row[6]]
-                abandoned = bool(abandon(tx, session_id, self.at, dead, "owner_dead").events) or abandoned
+        for session_id in session_ids:
+            if tx.is_remote and tx.one(_lock_if_free, {"of": session_id}) is None:
+                continue
+            holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
+            dead = [row for row in holders if row[6]]
+            abandoned = bool(abandon(tx, session_id, self.at, dead, "owner_dead").events) or abandoned
         return abandoned
 
 
