@@ -88,7 +88,7 @@ def vllm(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Repl
         b',"finish_reason":"%s","stop_reason":%s,"token_ids":%s'
         % (draft.finish.encode(), encode(draft.stop_text), ids[0]),
         b',"prompt_logprobs":%s,"prompt_token_ids":%s,"weight_versions":'
-        % (writer.prompt_logprobs(generation), ids[1]),
+        % (writer.prompt_logprobs(generation.prompt, request.prompt_logprobs), ids[1]),
         encode(generation.versions) if request.return_weight_versions else b"null",
         b',"routed_experts":',
     ]

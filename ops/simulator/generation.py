@@ -172,15 +172,14 @@ class ReplyWriter:
         rows = [self.triples_of([token for _, token in top], [number for number, _ in top]) for top in tops]
         return b"[" + b",".join(rows) + b"]"
 
-    def prompt_logprobs(self, generation: Generation[R]) -> bytes:
+    def prompt_logprobs(self, prompt: Encoded, count: int | None) -> bytes:
         """vLLM's ``prompt_logprobs``: for each token an object by id, with the token itself."""
-        count = generation.request.prompt_logprobs
         if count is None:
             return b"null"
-        ids = list(generation.prompt.ids())[1:]
+        ids = list(prompt.ids())[1:]
         numbers = self.prompt_numbers(ids)
-        rows = [self._by_id(row) for row in sampled_first(self.alternatives(ids, numbers, count), ids, numbers)]
-        return b"[" + b",".join([b"null", *rows]) + b"]"
+        tops = sampled_first(self.alternatives(ids, numbers, count), ids, numbers)
+        return b"[" + b",".join([b"null", *map(self._by_id, tops)]) + b"]"
 
     def _by_id(self, row: Alternatives) -> bytes:
         texts = self._tokenizer.json_texts

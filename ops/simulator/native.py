@@ -78,9 +78,10 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     texts = writer.texts_of(draft.ids, size)
     starts = range(0, max(len(draft.ids), 1), size)
     prompt, first = list(generation.prompt.ids()), generation.request.logprob_start_len
-    given = Raw(b"[]")
+    given: dict[str, Raw] = {}
     if first >= 0:
-        given = Raw(writer.triples_of(prompt[first:], [b"null", *writer.prompt_numbers(prompt[first + 1 :])]))
+        triples = writer.triples_of(prompt[first:], [b"null", *writer.prompt_numbers(prompt[first + 1 :])])
+        given = {"input_token_logprobs": Raw(triples)}
     events = []
     for start, text in zip_longest(starts, texts[: len(starts)], fillvalue=""):
         at = int(start)
@@ -95,7 +96,7 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
             "output_token_logprobs": Raw(writer.triples_of(ids, numbers[at : at + size])),
             "completion_tokens": at + len(ids),
             "cached_tokens": generation.cached_tokens,
-            "input_token_logprobs": given,
+            **given,
             **(speculative_of(generation) if is_last else {}),
         }
         events.append(event({"text": delta, "output_ids": ids, "meta_info": meta}))

@@ -96,10 +96,11 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     if experts is not None:
         parts += [b',"routed_experts":', experts]
     prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
+    of_prompt = writer.prompt_logprobs(generation.prompt, request.prompt_logprobs)
     parts.append(
         b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":%s,'
         b'"prompt_token_ids":%s,"kv_transfer_params":null%s'
-        % (encode(generation.usage), writer.prompt_logprobs(generation), prompt_ids, metrics_of(generation))
+        % (encode(generation.usage), of_prompt, prompt_ids, metrics_of(generation))
     )
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
