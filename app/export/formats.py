@@ -74,9 +74,9 @@ DOCUMENTS: Mapping[str, ShapeEntry] = {
 FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
-def require(format: str, shape: str) -> None:
-    """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
-    without pyarrow."""
+def require(format: str, shape: str, asked: Sequence[str] = ()) -> None:
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or rows that have no
+    place for columns that are `asked` for; Unsupported without pyarrow."""
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -87,6 +87,8 @@ def require(format: str, shape: str) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
+    if asked and (format in DOCUMENTS or takes_groups(shape)):
+        raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
 
 
 def takes_groups(shape: str) -> bool:
@@ -107,7 +109,11 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     is_for_training = shape != DEFAULT or format == "messages"
     if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
         raise Unfit("every sampled token is in another session's loss")
-    return make(row)
+    if row.columns is None:
+        return make(row)
+    columns = {name: None if found is None else found.values for name, found in row.columns.items()}
+    masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+    return {**make(row), "columns": columns, "column_masks": masks}
 
 
 def of_group(shape: str, rows: Sequence[Row]) -> Fields:
@@ -118,9 +124,15 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     return make(rows)
 
 
-def open_writer(format: str, shape: str, explain: bool, instead: Instead = refuse) -> ContainerWriter:
-    """With `explain`, the columns of exclusions are added. `instead`: of a row that the container cannot hold."""
+def open_writer(
+    format: str, shape: str, explain: bool, instead: Instead = refuse, asked: Sequence[str] = ()
+) -> ContainerWriter:
+    """With `explain`, the columns of exclusions are added. `instead`: of a row that the container cannot hold. `asked`:
+    the columns of turns' tokens that rows have; float64 holds whichever type each of them is."""
     columns = _entry(format, shape).columns
+    if asked:
+        given = dict.fromkeys(asked, "[float64]")
+        columns = {**columns, "columns": given, "column_masks": dict.fromkeys(asked, "[uint8]")}
     if format in DOCUMENTS:
         return lines.ndjson(instead)
     return CONTAINERS[format]({**EXCLUSION, **columns} if explain else columns, instead)

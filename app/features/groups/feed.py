@@ -117,7 +117,7 @@ class Feed:
 
     async def hand_out(self, query: FeedQuery) -> AsyncIterator[bytes]:
         """Lease groups, then give a line of JSON for each. Raises InvalidRequest for an unknown shape."""
-        formats.require("ndjson", query.shape)
+        formats.require("ndjson", query.shape, query.column_names)
         # Concurrent requests in one process would only compete for the same groups.
         async with self._leasing:
             await settle_groups(self._database, self._writer)
@@ -257,7 +257,12 @@ class Feed:
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
         wanted = ExportQuery(
-            explain=True, max_seq_len=query.max_seq_len, truncate=query.truncate, shape=query.shape, advantage="grpo"
+            explain=True,
+            max_seq_len=query.max_seq_len,
+            truncate=query.truncate,
+            shape=query.shape,
+            columns=query.columns,
+            advantage="grpo",
         )
         all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
         for part in _parts(all_sessions, query.shape):
