@@ -14,6 +14,7 @@ from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
+from app.export.query import ExportQuery
 from app.export.row import Columns, Fields, Row, Shape, Unfit
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
 from app.extras import install
@@ -74,9 +75,10 @@ DOCUMENTS: Mapping[str, ShapeEntry] = {
 FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
-def require(format: str, shape: str, asked: Sequence[str] = ()) -> None:
+def require(query: ExportQuery) -> None:
     """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or rows that have no
-    place for columns that are `asked` for; Unsupported without pyarrow."""
+    place for the columns asked for; Unsupported without pyarrow."""
+    format, shape = query.format, query.shape
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -87,7 +89,7 @@ def require(format: str, shape: str, asked: Sequence[str] = ()) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
-    if asked and (format in DOCUMENTS or takes_groups(shape)):
+    if query.columns and (format in DOCUMENTS or takes_groups(shape)):
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
 
 
@@ -124,18 +126,21 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     return make(rows)
 
 
-def open_writer(
-    format: str, shape: str, explain: bool, instead: Instead = refuse, asked: Sequence[str] = ()
-) -> ContainerWriter:
-    """With `explain`, the columns of exclusions are added. `instead`: of a row that the container cannot hold. `asked`:
-    the columns of turns' tokens that rows have; float64 holds whichever type each of them is."""
-    columns = _entry(format, shape).columns
-    if asked:
-        given = dict.fromkeys(asked, "[float64]")
-        columns = {**columns, "columns": given, "column_masks": dict.fromkeys(asked, "[uint8]")}
-    if format in DOCUMENTS:
+def columns_of(query: ExportQuery) -> Columns:
+    """The columns of the rows that a query asks for; with `explain`, those of exclusions too. Columns of turns' tokens
+    are of float64, which holds whichever type each of them is."""
+    columns = _entry(query.format, query.shape).columns
+    if names := query.column_names:
+        of_tokens = {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
+        columns = {**columns, **of_tokens}
+    return {**EXCLUSION, **columns} if query.explain else columns
+
+
+def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:
+    """`instead`: of a row that the container cannot hold."""
+    if query.format in DOCUMENTS:
         return lines.ndjson(instead)
-    return CONTAINERS[format]({**EXCLUSION, **columns} if explain else columns, instead)
+    return CONTAINERS[query.format](columns_of(query), instead)
 
 
 def _entry(format: str, shape: str) -> ShapeEntry:
