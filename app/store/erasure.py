@@ -23,6 +23,9 @@ from app.store.schema import events
 WITH_TEXT = (RewardAssigned.__name__, AnnotationWritten.__name__)
 """The types of event that are rewritten."""
 
+IN_HEAD = ("note", "tags")
+"""The session's annotations that are columns of its row, too."""
+
 UNREADABLE = b""
 """Replaces an event that is damaged or of a newer release, since nobody can say which parts may stay. It still counts
 as unreadable."""
@@ -55,10 +58,11 @@ class TextRow(NamedTuple):
 
 
 class Rewritten(NamedTuple):
-    """The new content of event `seq`."""
+    """The new content of event `seq`. `is_in_head`: the session's row shows what it said, so the two change together."""
 
     seq: int
     data: bytes
+    is_in_head: bool = False
 
 
 def text_rows(connection: Connection, session_id: str, after: int, most: int) -> list[TextRow]:
@@ -80,11 +84,10 @@ def without_text(rows: Iterable[TextRow]) -> list[Rewritten]:
         match event:
             case RewardAssigned() if has_text(event):
                 left: Event = msgspec.structs.replace(event, components={}, components_erased=True)
+                found.append(Rewritten(row.seq, encode(left)))
             case AnnotationWritten() if has_text(event):
                 left = msgspec.structs.replace(event, value=None, writer=None, erased=True)
-            case _:
-                continue
-        found.append(Rewritten(row.seq, encode(left)))
+                found.append(Rewritten(row.seq, encode(left), event.turn is None and event.name in IN_HEAD))
     return found
 
 

@@ -21,7 +21,7 @@ from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
-from app.store.erasure import erase_remaining
+from app.store.erasure import Rewritten, erase_remaining, rewrite
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -300,13 +300,14 @@ class FreeChunks(BaseOperation, frozen=True):
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or undone; its events stay.
 
-    A client's text in events up to `texts_upto` was removed before (`EraseTexts`). Its objects are queued, to be
+    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`. Its objects are queued, to be
     deleted at once. `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
     at: float
     texts_upto: int = 0
+    in_head: Sequence[Rewritten] = ()
     unless_pinned: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
@@ -320,6 +321,7 @@ class Erase(BaseOperation, frozen=True):
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
+        rewrite(tx, self.session_id, self.in_head)
         erase_remaining(tx, self.session_id, self.texts_upto)
         tx.run(sql.unqueue_objects, {"sid": self.session_id})
         tx.run(sql.queue_prefix, {"object": names.folder_of(self.session_id), "sid": self.session_id})

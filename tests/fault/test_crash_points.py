@@ -330,7 +330,7 @@ def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
         assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
         talk.noted(note=f"forgotten-{talk.id}", tags=["forgotten"])
         column = {"values": [0.25] * talk.committed()[0]["output_tokens"], "over": "output"}
-        assert stand.http.put(f"{talk.path}/turns/1/annotations/forgotten", json=column).status_code == 200
+        assert stand.http.put(f"{talk.path}/turns/1/annotations/values", json=column).status_code == 200
         frames = stored_frames(site.url, talk)
         with pytest.raises(httpx.TransportError):
             stand.http.delete(talk.path, params={"erase": "true"})

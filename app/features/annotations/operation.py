@@ -12,6 +12,7 @@ from app.domain.events import AnnotationWritten
 from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
+from app.store.erasure import IN_HEAD
 from app.store.log import Appended, BaseOperation, Refused, append, refused
 from app.store.reads import EventRow, decode_events
 from app.store.schema import annotation_columns, events, sessions
@@ -26,7 +27,7 @@ _earlier = select(annotation_columns.c.seq).where(*_of_name)
 _drop_earlier = delete(annotation_columns).where(*_of_name, annotation_columns.c.seq > bindparam("pinned"))
 _in_head = {
     name: update(sessions).where(sql.of_session(sessions)).values({name: bindparam("said", type_=Text)})
-    for name in ("note", "tags")
+    for name in IN_HEAD
 }
 """The session's annotations that stand in its row too, where lists find them."""
 
