@@ -58,7 +58,7 @@ class TextRow(NamedTuple):
 
 
 class Rewritten(NamedTuple):
-    """The new content of event `seq`. `is_in_head`: the session's row shows what it said, so the two change together."""
+    """The new content of event `seq`. `is_in_head`: the session's row shows what it said, and changes with it."""
 
     seq: int
     data: bytes

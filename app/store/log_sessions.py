@@ -300,8 +300,8 @@ class FreeChunks(BaseOperation, frozen=True):
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or undone; its events stay.
 
-    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`. Its objects are queued, to be
-    deleted at once. `unless_pinned`: refused if a checkpoint has the session.
+    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`. Its
+    objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
