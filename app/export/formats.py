@@ -76,8 +76,8 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(query: ExportQuery) -> None:
-    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or rows that have no
-    place for the columns asked for; Unsupported without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or `top_k` or
+    `columns` with rows that have no place for them; Unsupported without pyarrow."""
     format, shape = query.format, query.shape
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
@@ -91,6 +91,8 @@ def require(query: ExportQuery) -> None:
         )
     if query.columns and (format in DOCUMENTS or takes_groups(shape)):
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
+    if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
+        raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
 
 
 def takes_groups(shape: str) -> bool:
@@ -133,6 +135,8 @@ def columns_of(query: ExportQuery) -> Columns:
     if names := query.column_names:
         of_tokens = {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
         columns = {**columns, **of_tokens}
+    if query.top_k is not None:
+        columns = {**columns, **turnlog.TOP_COLUMNS}
     return {**EXCLUSION, **columns} if query.explain else columns
 
 

@@ -21,11 +21,12 @@ from app.domain.samples import sample as made
 from app.domain.session import Payload, Session, fold
 from app.export.links import Links, links
 from app.export.row import Routing, Row, RowImage, Source, TurnContent, TurnSampling, sampling_of
+from app.export.top import top_of
 from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events
 from workers import codec
-from workers.codec import CorruptContent, Messages
+from workers.codec import CorruptContent, Messages, TopLogprobs
 from workers.parse import REPLAY
 
 T = TypeVar("T", covariant=True)
@@ -112,12 +113,15 @@ class SessionRows:
         loss: Loss = "once",
         images: Literal["inline", "hash", "none"] = "none",
         columns: Sequence[str] = (),
+        top_k: int | None = None,
     ) -> None:
         self._columns = columns
         self._stored = stored
         self._known = found
         self._release = release
         self._shown = images
+        self._top_k = top_k
+        self._tops: dict[int, TopLogprobs | None] = {}
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
         self.session = found.session
@@ -154,6 +158,7 @@ class SessionRows:
             annotations=self._annotations(sample) if self.session.annotations else None,
             columns={name: align(sample.turns, found) for name, (found, _) in columns.items()} or None,
             as_of_seq=max([self.session.version, *(seq for _, seq in columns.values())]),
+            top=None if self._top_k is None else top_of(sample, self._tops, self._top_k),
         )
 
     def _annotations(self, sample: Sample) -> Mapping[str, Any] | None:
@@ -191,6 +196,8 @@ class SessionRows:
         if codec.content_hash(facts, wire) != event.content_hash:
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
         found = codec.unpack_facts(facts, wire)
+        if self._top_k is not None:
+            self._tops[number] = found.top
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
 
     def _said(self, number: int) -> Messages:

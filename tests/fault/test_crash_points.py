@@ -180,7 +180,7 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
     fields = {"sim": case.sim, "return_routed_experts": True} if case.sim else {}
     key = {"idempotency-key": f"second {case.point}"}
     with site.armed(case.point, case.times) as stand:
-        talk = stand.talk(group_id="crash")
+        talk = stand.talk(group_id="crash", params={"top_logprobs": 3})
         site.acknowledge(talk, talk.say("First"))
         if case.fault:
             assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
@@ -202,6 +202,8 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
         assert [record["response"] for record in again.state()["records"]][1] == reply.json()
         again.messages = [*sent, reply.json()["choices"][0]["message"]]
         site.acknowledge(again, again.say("Third"))
+        [row] = again.rows(top_k=1)
+        assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
         verified(site.url, site.acknowledged[-3:], tally)
 
 

@@ -61,6 +61,14 @@ COLUMNS: Columns = {
     "annotations": "json",
 }
 
+TOP_COLUMNS: Columns = {
+    "top_ids": "[[int32]]",
+    "top_logprobs": "[[float32]]",
+    "prompt_logprobs": "[float32]",
+    "prompt_logprobs_mask": "[uint8]",
+}
+"""Where the export asks for the most likely tokens (`top_k`)."""
+
 
 def fields(row: Row) -> Fields:
     """`advantage` is there only where the export asks for one, the payloads' fields only where there are any."""
@@ -113,6 +121,7 @@ def fields(row: Row) -> Fields:
         "tags": list(session.tags),
         **({} if row.images is None else {"images": row.images}),
         **({} if row.annotations is None else {"annotations": row.annotations}),
+        **({} if row.top is None else msgspec.structs.asdict(row.top)),
     }
 
 
@@ -125,6 +134,8 @@ def _turn(span: TurnSpan) -> Fields:
     fields = msgspec.structs.asdict(span)
     if span.parts:
         fields["parts"] = [msgspec.structs.asdict(part) for part in span.parts]
+    if span.speculative is not None:
+        fields["speculative"] = msgspec.structs.asdict(span.speculative)
     return fields
 
 
