@@ -41,7 +41,7 @@ def main() -> None:
 def a_reply(dialect: Dialect, k: int, rng: random.Random) -> dict[str, Any]:
     """Most sampled tokens are among the likely ones, of which a few carry most of the weight, as in a model."""
     texts = ["".join(rng.choices("etaoinshrdlu ", k=rng.randint(1, 7))) for _ in range(VOCABULARY)]
-    content, triples, rows = [], [], []
+    content, triples, rows, ids = [], [], [], []
     for _ in range(TOKENS):
         sizes = sorted(rng.expovariate(0.2) for _ in range(k + 1))
         drawn: dict[int, None] = {}
@@ -53,9 +53,9 @@ def a_reply(dialect: Dialect, k: int, rng: random.Random) -> dict[str, Any]:
         content.append(
             {**entry(own, texts, False), "top_logprobs": [entry(one, texts, dialect == "vllm") for one in shown]}
         )
+        ids.append(own[1])
         triples.append([*own, texts[own[1]]])
         rows.append([[*one, texts[one[1]]] for one in shown])
-    ids = [token for _, token, _ in triples]
     message = {"role": "assistant", "content": "".join(texts[token] for token in ids)}
     choice = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 3, "completion_tokens": TOKENS, "total_tokens": TOKENS + 3}
