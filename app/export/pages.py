@@ -96,6 +96,7 @@ class ExportPages:
         url_s: int,
         images: bool,
         branches: Branches | Picker,
+        has_text: bool = False,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._database = database
@@ -106,7 +107,7 @@ class ExportPages:
         self._replay = bool(replay)
         self._images = images
         self._url_s = url_s if replay == "urls" else None
-        self._rollout_rows = RolloutRows(database, high, branches)
+        self._rollout_rows = RolloutRows(database, high, branches, has_text=has_text)
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._heads: dict[str, ExportHead] | None = None
         self._order: list[tuple[str, Position]] | None = None
@@ -131,6 +132,7 @@ class ExportPages:
             url_s=query.url_s,
             images=query.images == "inline",
             branches=branches,
+            has_text=formats.takes_text(query.format),
             part_bytes=part_bytes,
         )
 
