@@ -103,6 +103,7 @@ class TurnCommitted(_Event):
     odd_arguments: NotRequired[bool]
     images: NotRequired[list[int]]
     left_out: NotRequired[list[str]]
+    speculative: NotRequired[dict[str, int] | None]
 
 
 class TurnRejected(_Event):

@@ -143,6 +143,7 @@ def commit_turn(
         protocol=opened.protocol,
         trimmed=reply.trimmed if reply.base else 0,
         cached_tokens=reply.cached_tokens,
+        speculative=reply.speculative,
         sent_ids=reply.sent_ids,
         adapter=opened.adapter,
         dispatched=reply.dispatched,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from workers.codec import describe
-from workers.parse_parts import VersionSpan
+from workers.parse_parts import Speculative, VersionSpan
 from workers.reply import LogprobsOf, Part
 
 Matcher = Literal["tolerant", "strict", "role_content_only"]
@@ -243,8 +243,9 @@ class TurnCommitted(Event, frozen=True):
     numbers, as the upstream counts: `suffix_tokens` is its whole prompt, and the hash is empty.
 
     `trimmed` of the parent's last tokens are not part of the prompt, so that `base_tokens` is that much shorter.
-    `cached_tokens` of the prompt were in the engine's prefix cache, if it says. `sent_ids`: the engine was sent token
-    ids rather than messages or text. `payloads` are the replay payloads that came with the reply.
+    `cached_tokens` of the prompt were in the engine's prefix cache, and `speculative` are its counters of drafts, if it
+    says. `sent_ids`: the engine was sent token ids rather than messages or text. `payloads` are the replay payloads
+    that came with the reply.
 
     Generation: `dispatched` is the weight version that its adapter or engine was known to have when the (first)
     generation began; `parts`, where the reply was joined from several; `logprobs_of`, None where it is not known or the
@@ -311,6 +312,7 @@ class TurnCommitted(Event, frozen=True):
     odd_ids: bool = False
     odd_arguments: bool = False
     images: tuple[int, ...] = ()
+    speculative: Speculative | None = None
 
     @property
     def is_text(self) -> bool:

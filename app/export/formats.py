@@ -76,8 +76,8 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(query: ExportQuery) -> None:
-    """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
-    without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or `top_k` with rows
+    that have no place for it; Unsupported without pyarrow."""
     format, shape = query.format, query.shape
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
@@ -89,6 +89,8 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
+    if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
+        raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
 
 
 def takes_groups(shape: str) -> bool:
@@ -129,6 +131,8 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
 def columns_of(query: ExportQuery) -> Columns:
     """The columns of the rows that a query asks for; with `explain`, those of exclusions too."""
     columns = _entry(query.format, query.shape).columns
+    if query.top_k is not None:
+        columns = {**columns, **turnlog.TOP_COLUMNS}
     return {**EXCLUSION, **columns} if query.explain else columns
 
 

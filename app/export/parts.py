@@ -161,6 +161,7 @@ class PartRows:
             branches=self._branches,
             loss=self._query.loss,
             images=self._query.images,
+            top_k=self._query.top_k,
         )
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
         missing = list(turns_left_out(found.session, made.rows, self._query.branches)) if self._query.explain else []

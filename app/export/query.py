@@ -34,6 +34,7 @@ import msgspec
 
 from app.domain import cursors
 from app.store.reads import Position
+from workers.top_logprobs import MAX_TOP
 
 Text = Annotated[str | None, Field(pattern=NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
@@ -95,6 +96,13 @@ class RowQuery(BaseModel):
         default="hash",
         description="The images of a row's messages: their bytes too (`inline`), only by their hash, or not at all "
         "(`none`). In messages an image is a reference; with `inline` it is a data URL.",
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOP,
+        description="The k most likely tokens at each token, where the engine was asked for them, and the prompts' "
+        "logprobs.",
     )
     truncate: Truncate = Field(
         default="turn", description="Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output."

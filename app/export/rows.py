@@ -20,11 +20,12 @@ from app.domain.samples import sample as made
 from app.domain.session import Payload, Session, fold
 from app.export.links import Links, links
 from app.export.row import Routing, Row, RowImage, Source, TurnContent, TurnSampling, sampling_of
+from app.export.top import top_of
 from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events
 from workers import codec
-from workers.codec import CorruptContent, Messages
+from workers.codec import CorruptContent, Messages, TopLogprobs
 from workers.parse import REPLAY
 
 T = TypeVar("T", covariant=True)
@@ -107,11 +108,14 @@ class SessionRows:
         branches: Branches | Picker = "kept",
         loss: Loss = "once",
         images: Literal["inline", "hash", "none"] = "none",
+        top_k: int | None = None,
     ) -> None:
         self._stored = stored
         self._known = found
         self._release = release
         self._shown = images
+        self._top_k = top_k
+        self._tops: dict[int, TopLogprobs | None] = {}
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
         self.session = found.session
@@ -144,6 +148,7 @@ class SessionRows:
             links=dict(self._links(sample, segment.row.turns)) if payloads == "urls" else None,
             stored_images=self._stored_images(sample),
             images=None if self._shown == "none" else Lazy(lambda: list(self._images(sample))),
+            top=None if self._top_k is None else top_of(sample, self._tops, self._top_k),
         )
 
     def _tokens(self, number: int) -> TurnTokens:
@@ -158,6 +163,8 @@ class SessionRows:
             # Its counts are the upstream's: there are no tokens that they could be checked against.
             return TurnTokens(msgspec.structs.replace(event, suffix_tokens=0, output_tokens=0), b"", b"", b"")
         found = codec.unpack_facts(facts, wire)
+        if self._top_k is not None:
+            self._tops[number] = found.top
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
 
     def _said(self, number: int) -> Messages:

@@ -48,6 +48,10 @@ def adapter(request: Request, config: Config) -> str | None:
     return None
 
 
+def check(request: ChatRequest) -> None:
+    """`refusal` has looked at the fields."""
+
+
 def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     draft = generation.draft
     message: dict[str, object] = {"role": "assistant", "content": draft.content or None, "refusal": None}

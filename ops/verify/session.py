@@ -48,6 +48,7 @@ from ops.verify.report import Report
 from workers import codec, payloads
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import token_text
+from workers.top_logprobs import FLOAT_BYTES, unpacked
 
 _CHUNK = (
     chunks.c.fence,
@@ -306,6 +307,12 @@ class SessionCheck:
             "output_ids": (len(tokens.output_ids), turn.output_tokens * TOKEN_BYTES),
             "logprobs": (len(tokens.logprobs), turn.output_tokens * LOGPROB_BYTES),
         }
+        if tokens.top is not None:
+            rows = 0 if tokens.top.output is None else len(unpacked(tokens.top.output)[0])
+            given = len(tokens.top.prompt_logprobs) // FLOAT_BYTES
+            of_prompt = given if tokens.top.prompt is None else len(unpacked(tokens.top.prompt)[0])
+            is_right = rows in (0, turn.output_tokens) and given == of_prompt <= turn.suffix_tokens
+            self._expect(is_right, f"turn {turn.turn}: the most likely tokens are not as many as its tokens")
         for name, (size, said) in sizes.items():
             self._expect(size == said, f"turn {turn.turn}: {name} has {size} bytes, the log says {said}")
         length, hasher = chains.get((turn.parent, turn.trimmed) if turn.base_tokens else (0, 0), (-1, None))

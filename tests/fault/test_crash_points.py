@@ -200,8 +200,9 @@ def test_a_turn(site: Site, vendor: SimulatorProcess, tally: Tally, case: TurnCa
     fields = {"sim": case.sim, "return_routed_experts": True} if case.sim else {}
     key = {"idempotency-key": f"second {case.point}"}
     generator = vendor if case.of_text else site.engine
+    of_text = {"capture": "text", "upstream": "vendor", "params": None}
     with site.armed(case.point, case.times, generator) as stand:
-        talk = stand.talk(group_id="crash", **({"capture": "text", "upstream": "vendor"} if case.of_text else {}))
+        talk = stand.talk(group_id="crash", **{"params": {"top_logprobs": 3}, **(of_text if case.of_text else {})})
         site.acknowledge(talk, talk.say("First"))
         if case.fault:
             assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
@@ -224,6 +225,10 @@ def test_a_turn(site: Site, vendor: SimulatorProcess, tally: Tally, case: TurnCa
         assert [record["response"] for record in again.state()["records"]][1] == reply.json()
         again.messages = [*sent, reply.json()["choices"][0]["message"]]
         site.acknowledge(again, again.say("Third"))
+        rows = again.rows(top_k=1)
+        assert len(rows) == (not case.of_text)
+        for row in rows:
+            assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
         verified(site.url, site.acknowledged[-3:], tally)
 
 

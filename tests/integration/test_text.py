@@ -20,6 +20,8 @@ KEY = "canary-key-of-a-vendor"
 
 CALL = {"calls": [{"name": "look", "arguments": '{"at": 7}'}], "call_ids": ["call_7"]}
 
+PINNED = {"seed": 7, "top_logprobs": 2}
+
 ROLES = ["user", "assistant", "tool", "assistant", "user", "assistant"]
 
 SENT = {"host", "content-type", "content-length", "accept-encoding", "authorization", "user-agent"}
@@ -74,7 +76,7 @@ def test_a_session_in_each_protocol(
 ) -> None:
     assert stand.sim.post("/sim/reset").status_code == 200
     before = len(asked(sglang.base_url)), len(asked(vendor.base_url))
-    talk = judge(stand, protocol, history=history, params={"seed": 7})
+    talk = judge(stand, protocol, history=history, params=PINNED)
     key = {"idempotency-key": f"{protocol}-{history}", "authorization": "Bearer of-the-client", "traceparent": "00-1"}
     tools = [tool_of(protocol)]
     first = talk.say("Look", headers=key, tools=tools, sim=CALL)
@@ -100,7 +102,7 @@ def test_a_session_in_each_protocol(
         assert set(request["headers"]) == SENT
         assert request["headers"]["authorization"] == f"Bearer {KEY}"
         needed = {"max_tokens"} if protocol == "messages" else set[str]()
-        assert set(request["body"]) - {"tools"} == {"model", "messages", "sim", "seed", *needed}
+        assert set(request["body"]) - {"tools"} == {"model", "messages", "sim", *PINNED, *needed}
         assert (request["body"]["model"], request["body"]["seed"]) == ("large", 7)
     assert len(asked(sglang.base_url)) == before[0]
     state = talk.state()

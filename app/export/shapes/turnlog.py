@@ -60,6 +60,14 @@ COLUMNS: Columns = {
     "images": "json",
 }
 
+TOP_COLUMNS: Columns = {
+    "top_ids": "[[int32]]",
+    "top_logprobs": "[[float32]]",
+    "prompt_logprobs": "[float32]",
+    "prompt_logprobs_mask": "[uint8]",
+}
+"""Where the export asks for the most likely tokens (`top_k`)."""
+
 
 def fields(row: Row) -> Fields:
     """`advantage` is there only where the export asks for one, the payloads' fields only where there are any."""
@@ -111,6 +119,7 @@ def fields(row: Row) -> Fields:
         "note": session.note,
         "tags": list(session.tags),
         **({} if row.images is None else {"images": row.images}),
+        **({} if row.top is None else msgspec.structs.asdict(row.top)),
     }
 
 
@@ -123,6 +132,8 @@ def _turn(span: TurnSpan) -> Fields:
     fields = msgspec.structs.asdict(span)
     if span.parts:
         fields["parts"] = [msgspec.structs.asdict(part) for part in span.parts]
+    if span.speculative is not None:
+        fields["speculative"] = msgspec.structs.asdict(span.speculative)
     return fields
 
 

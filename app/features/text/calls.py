@@ -39,11 +39,12 @@ class TextCalls(EngineCalls):
 
     def __init__(self, services: Services, upstreams: Sequence[TextUpstream]) -> None:
         super().__init__(services)
-        self._replays_experts = self._names_engine_sessions = self._takes_rid = False
-        self._chat = {}
+        self._replays_experts = self._takes_rid = False
+        self._names_engine_sessions = True  # All parameters are those of `_other_params`.
         self._upstreams = {upstream.name: upstream for upstream in upstreams}
 
     def _other_params(self, turn: InFlightTurn) -> bytes:
+        """The client's alone."""
         return join_object({name: bytes(raw) for name, raw in turn.request.params.items()})
 
     async def generate(self, turn: InFlightTurn) -> None:
