@@ -105,11 +105,20 @@ class RowImage(TypedDict):
     turn: int
 
 
+class RowAnnotations(TypedDict):
+    """The JSON values of a session and of a row's turns, by their names; a turn's under its number."""
+
+    session: dict[str, Any]
+    turns: dict[str, dict[str, Any]]
+
+
 class Row(TypedDict):
     """A training row of T tokens in the shape `turnlog`.
 
     `tokens`, `loss_mask`, `sampled_mask`, `logprobs` and `weight_versions` have T entries each. `images` is
-    not there with `images=none`, the fields after it are there only with `replay`, the last four only with `top_k`.
+    not there with `images=none`, `annotations` where there are none. `columns` and `column_masks` are those asked for,
+    T entries each, None where no turn has one. The fields after them are there only with `replay`, the last four only
+    with `top_k`.
     """
 
     session_id: str
@@ -153,6 +162,9 @@ class Row(TypedDict):
     note: str | None
     tags: list[str]
     images: NotRequired[list[RowImage]]
+    annotations: NotRequired[RowAnnotations]
+    columns: NotRequired[dict[str, list[float] | None]]
+    column_masks: NotRequired[dict[str, list[int] | None]]
     routed_experts: NotRequired[str | None]
     row_start: NotRequired[int | None]
     rows: NotRequired[int]

@@ -161,6 +161,7 @@ class PartRows:
             branches=self._branches,
             loss=self._query.loss,
             images=self._query.images,
+            columns=self._query.column_names,
             top_k=self._query.top_k,
         )
         fitting = {segment.row.leaf.number: segment for segment in made.segments}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
-from app.domain.patterns import MAX_INTEGER, NO_NUL
+from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.rules import superseded
 from app.domain.samples import Truncate
 from app.domain.session import Session
@@ -61,6 +62,11 @@ Replay = Annotated[
     PlainValidator(_replay),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]}),
 ]
+
+_NAME = ANNOTATION[1:-1]
+
+MAX_COLUMNS = 16
+"""Columns of one export."""
 
 Images = Literal["inline", "hash", "none"]
 
@@ -107,6 +113,15 @@ class RowQuery(BaseModel):
     truncate: Truncate = Field(
         default="turn", description="Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output."
     )
+    columns: str | None = Field(
+        default=None,
+        pattern=rf"^{_NAME}(,{_NAME}){{0,{MAX_COLUMNS - 1}}}$",
+        description="The columns of numbers that rows have too: names with commas between them.",
+    )
+
+    @property
+    def column_names(self) -> Sequence[str]:
+        return () if self.columns is None else list(dict.fromkeys(self.columns.split(",")))
 
 
 class ExportQuery(RowQuery):

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy.typing as npt
 
+from app.domain.columns import AlignedColumn
 from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
@@ -143,7 +144,9 @@ class Row(msgspec.Struct, frozen=True):
     `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
     `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs. `images` are
     those of `messages`, in their order; None where the export asks for none; `stored_images` counts those that its
-    turns brought inline. `top` is there where the export asks for it.
+    turns brought inline. `top` is there where the export asks for it. `annotations` are the JSON values of the session
+    and of the row's turns, None where there are none. `columns` are those that the export asks for. `as_of_seq` is the
+    last event that the row shows something of.
     """
 
     session: Session
@@ -163,6 +166,9 @@ class Row(msgspec.Struct, frozen=True):
     links: Mapping[str, Links | None] | None = None
     images: Sequence[RowImage] | None = None
     stored_images: int = 0
+    annotations: Mapping[str, Any] | None = None
+    columns: Mapping[str, AlignedColumn | None] | None = None
+    as_of_seq: int = 0
     top: Top | None = None
 
     def with_response(self) -> Sample:

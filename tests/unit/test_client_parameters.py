@@ -71,7 +71,7 @@ def test_replies_are_the_servers(ours: type, theirs: type[msgspec.Struct]) -> No
 
 
 def test_rows_are_the_servers() -> None:
-    assert names(rows.Row) == {*COLUMNS, *TOP_COLUMNS}
+    assert names(rows.Row) == {*COLUMNS, *TOP_COLUMNS, "columns", "column_masks"}
 
 
 def test_events_are_the_servers() -> None:

@@ -58,6 +58,7 @@ COLUMNS: Columns = {
     "note": "text",
     "tags": "[text]",
     "images": "json",
+    "annotations": "json",
 }
 
 TOP_COLUMNS: Columns = {
@@ -82,7 +83,7 @@ def fields(row: Row) -> Fields:
         "adapter": row.adapter,
         "status": sample.status,
         "final": row.final,
-        "as_of_seq": session.version,
+        "as_of_seq": row.as_of_seq or session.version,
         "reward": row.reward,
         "reward_components": {} if reward is None else reward.components,
         "turn_rewards": {
@@ -119,6 +120,7 @@ def fields(row: Row) -> Fields:
         "note": session.note,
         "tags": list(session.tags),
         **({} if row.images is None else {"images": row.images}),
+        **({} if row.annotations is None else {"annotations": row.annotations}),
         **({} if row.top is None else msgspec.structs.asdict(row.top)),
     }
 
