@@ -31,7 +31,7 @@ EventType = Literal[
     "LimitReached",
     "BlobsTombstoned",
     "RewardAssigned",
-    "SessionNoted",
+    "AnnotationWritten",
     "RolloutJoined",
     "AffinityBound",
     "AffinityReleased",
@@ -73,6 +73,8 @@ class NewSession(TypedDict, total=False):
     evaluation: bool | None
     limits: Limits | None
     on_limit: Literal["error", "length"] | None
+    capture: Literal["tokens", "text"] | None
+    upstream: str | None
     parent_session_id: str | None
 
 
@@ -121,6 +123,8 @@ class RowFilters(TypedDict, total=False):
     weight_version: Annotated[int, "The current weight version; default: the newest."]
     max_seq_len: Annotated[int, "Cut rows to at most this many tokens."]
     truncate: Annotated[Literal["turn", "token"], "turn (default: at a turn's end), token (inside one)."]
+    columns: Annotated[str, "Columns of numbers that rows have too: names with commas between them."]
+    top_k: Annotated[int, "The k most likely tokens at each token, and the prompts' logprobs."]
     branches: Annotated[Branches, "Leaves that become rows; default: all but superseded ones."]
     loss: Annotated[Loss, "once (default: a token is in one row's loss), every (in each)."]
 

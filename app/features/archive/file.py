@@ -5,7 +5,7 @@
     metadata                the session's metadata, as JSON
     samples                 its training rows as `/export?format=parquet` gives them: tokens, loss_mask, logprobs,
                             messages, …
-    events_rows, turns_rows, blobs_rows, chunks_rows, refused_replies_rows
+    events_rows, turns_rows, blobs_rows, chunks_rows, annotation_columns_rows, refused_replies_rows
                             its rows in the database, to the byte: what an import writes
     feed                    the row of its group in the training feed
 
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, Table
 
 from app.export import formats
+from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.features.archive.rows import CONTENT, Rollout, StoredRows
 from app.store.schema import blobs, events, groups, sessions
@@ -120,7 +121,7 @@ def _groups(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
 
 
 def _samples(rows: Sequence[Fields]) -> pa.Table:
-    writer = formats.open_writer("parquet", formats.DEFAULT, False)
+    writer = formats.open_writer(ExportQuery(format="parquet"))
     try:
         return pq.read_table(io.BytesIO(b"".join([*writer.write(rows), *writer.finish()])))
     finally:
