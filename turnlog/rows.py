@@ -95,7 +95,8 @@ class Row(TypedDict):
     """A training row of T tokens in the shape `turnlog`.
 
     `tokens`, `loss_mask`, `sampled_mask`, `logprobs` and `weight_versions` have T entries each. `images` is
-    not there with `images=none`, the fields after it are there only with `replay`.
+    not there with `images=none`. `staleness` and `stale_tokens` are there with `stale=mask` and `stale=keep`, the
+    fields after them with `replay`.
     """
 
     session_id: str
@@ -139,6 +140,8 @@ class Row(TypedDict):
     note: str | None
     tags: list[str]
     images: NotRequired[list[RowImage]]
+    staleness: NotRequired[int | None]
+    stale_tokens: NotRequired[int | None]
     routed_experts: NotRequired[str | None]
     row_start: NotRequired[int | None]
     rows: NotRequired[int]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
-from app.domain.samples import Sample
+from app.domain.samples import Age, Sample
 from app.domain.session import Session
 from app.export.links import Links
 from workers.codec import describe
@@ -130,7 +130,8 @@ class Row(msgspec.Struct, frozen=True):
     `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
     `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs. `images` are
     those of `messages`, in their order; None where the export asks for none; `stored_images` counts those that its
-    turns brought inline.
+    turns brought inline. `age` is there where the export masks or keeps stale tokens. `by_turn`: it asks for
+    rewards where turns earned them.
     """
 
     session: Session
@@ -150,6 +151,8 @@ class Row(msgspec.Struct, frozen=True):
     links: Mapping[str, Links | None] | None = None
     images: Sequence[RowImage] | None = None
     stored_images: int = 0
+    age: Age | None = None
+    by_turn: bool = False
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

@@ -43,6 +43,7 @@ from turnlog.parameters import (
     SessionState,
     SessionStatus,
     Shape,
+    Stale,
     TrainerShape,
     TreeParameters,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "SessionStatus",
     "Shape",
     "StageTimes",
+    "Stale",
     "State",
     "StatePayload",
     "StateTurn",
