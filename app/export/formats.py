@@ -98,6 +98,10 @@ def require(query: ExportQuery) -> None:
     if query.rewards == "turn" and not _entry(format, shape).of_turns:
         named = ", ".join(name for name, entry in SHAPES.items() if entry.of_turns)
         raise InvalidRequest(f"rewards=turn needs a shape with rewards of tokens: {named}")
+    if query.columns and (format in DOCUMENTS or takes_groups(shape)):
+        raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
+    if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
+        raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
 
 
 def takes_groups(shape: str) -> bool:
@@ -119,7 +123,12 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     in_loss = row.sample.loss_mask.any() or (row.age is not None and row.age.stale_tokens)
     if is_for_training and row.sample.response_length and not in_loss:
         raise Unfit("every sampled token is in another session's loss")
-    return {**make(row), **({} if row.age is None else msgspec.structs.asdict(row.age))}
+    asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
+    if row.columns is not None:
+        values = {name: None if found is None else found.values for name, found in row.columns.items()}
+        masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+        asked = {**asked, "columns": values, "column_masks": masks}
+    return {**make(row), **asked} if asked else make(row)
 
 
 def of_group(shape: str, rows: Sequence[Row]) -> Fields:
@@ -133,17 +142,19 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
 
 
 def columns_of(query: ExportQuery) -> Columns:
-    """The columns of the rows that a query asks for; with `explain`, those of exclusions too."""
-    columns = {**_entry(query.format, query.shape).columns, **_asked_for(query)}
-    return {**EXCLUSION, **columns} if query.explain else columns
-
-
-def _asked_for(query: ExportQuery) -> Columns:
-    """The columns that rows have only if the query asks for them."""
-    asked = dict(_entry(query.format, query.shape).of_turns) if query.rewards == "turn" else {}
+    """The columns of the rows that a query asks for; with `explain`, those of exclusions too. Columns of turns' tokens
+    are of float64, which holds whichever type each of them is."""
+    entry = _entry(query.format, query.shape)
+    columns = dict(entry.columns)
+    if names := query.column_names:
+        columns |= {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
+    if query.top_k is not None:
+        columns |= turnlog.TOP_COLUMNS
+    if query.rewards == "turn":
+        columns |= entry.of_turns
     if query.stale != "drop":
-        asked |= dict.fromkeys(Age.__struct_fields__, "json" if takes_groups(query.shape) else "int64")
-    return asked
+        columns |= dict.fromkeys(Age.__struct_fields__, "json" if entry.of_group else "int64")
+    return {**EXCLUSION, **columns} if query.explain else columns
 
 
 def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:
