@@ -111,8 +111,9 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 class Age(msgspec.Struct, frozen=True):
     """How old the tokens are that a row has in its loss, before any was masked for its age.
 
-    `staleness`: how many weight versions the oldest is behind, `stale_tokens`: how many tokens are further behind than
-    wanted. None where a version is no number or nobody knows the current one, the second also where nothing is wanted.
+    `staleness`: how many weight versions the oldest is behind, None where that of a token is not known: its version is
+    no number, or nobody knows the current one. `stale_tokens`: how many tokens are further behind than wanted, or of
+    unknown age; None where nothing is wanted.
     """
 
     staleness: int | None
@@ -259,19 +260,21 @@ def aged(sample: Sample, current: int | None, most: int | None, *, masks: bool) 
     """
     mask = sample.loss_mask.copy()
     oldest: int | None = None
-    stale = 0
+    is_known, stale = True, 0
     for span in sample.version_spans:
         own = int(mask[span.start : span.end].sum())
         if not own:
             continue
         if current is None or not is_number(span.version):
-            return sample, Age(None, None)
-        behind = current - int(span.version)
-        oldest = behind if oldest is None else max(oldest, behind)
-        if most is not None and behind > most:
+            is_known, is_stale = False, True
+        else:
+            behind = current - int(span.version)
+            oldest = behind if oldest is None else max(oldest, behind)
+            is_stale = most is not None and behind > most
+        if is_stale:
             stale += own
             mask[span.start : span.end] = 0
-    age = Age(oldest, None if most is None else stale)
+    age = Age(oldest if is_known else None, None if most is None else stale)
     return (msgspec.structs.replace(sample, loss_mask=mask) if masks and stale else sample), age
 
 
