@@ -109,6 +109,11 @@ def takes_groups(shape: str) -> bool:
     return SHAPES[shape].of_group is not None
 
 
+def takes_text(format: str) -> bool:
+    """Has this format rows of sessions without ids?"""
+    return format in DOCUMENTS
+
+
 def status_of(format: str, shape: str, segment: Segment) -> Status:
     """The status that a segment's row has in this shape."""
     return segment.last_status if _entry(format, shape).last_status else segment.status
@@ -119,9 +124,10 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     make = _entry(format, shape).of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
-    is_for_training = shape != DEFAULT or format == "messages"
-    in_loss = row.sample.loss_mask.any() or (row.age is not None and row.age.stale_tokens)
-    if is_for_training and row.sample.response_length and not in_loss:
+    is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
+    is_masked = row.age is not None and bool(row.age.stale_tokens)
+    copied = sample.response_length and not sample.loss_mask.any() and not is_masked
+    if is_for_training and (not sample.in_loss if row.session.is_text else copied):
         raise Unfit("every sampled token is in another session's loss")
     asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
     if row.columns is not None:

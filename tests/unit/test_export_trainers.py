@@ -83,9 +83,7 @@ class TestVerl:
         from turnlog.integrations.transfer_queue import columns
         from turnlog.integrations.verl import _Output
 
-        given = [
-            of_turns(rows(TWO_TURNS, session_id=name, reward=reward)[0]) for name, reward in (("s", 1.0), ("t", 0.0))
-        ]
+        both = [rows(TWO_TURNS, session_id=name, reward=reward)[0] for name, reward in [("s", 1.0), ("t", 0.0)]]
         found = exported(format, "verl", list(map(of_turns, both)), rewards="turn")
         scores = torch.stack([_Output(**row).as_dict()["rm_scores"] for row in found])
         assert scores.tolist() == [[0.25, 0.0, 0.75], [0.25, 0.0, -0.25]]
