@@ -76,8 +76,8 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(query: ExportQuery) -> None:
-    """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
-    without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or `top_k` or
+    `columns` with rows that have no place for them; Unsupported without pyarrow."""
     format, shape = query.format, query.shape
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
@@ -89,11 +89,20 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
+    if query.columns and (format in DOCUMENTS or takes_groups(shape)):
+        raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
+    if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
+        raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
 
 
 def takes_groups(shape: str) -> bool:
     """Does a row of this shape contain a whole group?"""
     return SHAPES[shape].of_group is not None
+
+
+def takes_text(format: str) -> bool:
+    """Has this format rows of sessions without ids?"""
+    return format in DOCUMENTS
 
 
 def status_of(format: str, shape: str, segment: Segment) -> Status:
@@ -106,10 +115,15 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     make = _entry(format, shape).of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
-    is_for_training = shape != DEFAULT or format == "messages"
-    if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
+    is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
+    copied = not sample.in_loss if row.session.is_text else sample.response_length and not sample.loss_mask.any()
+    if is_for_training and copied:
         raise Unfit("every sampled token is in another session's loss")
-    return make(row)
+    if row.columns is None:
+        return make(row)
+    columns = {name: None if found is None else found.values for name, found in row.columns.items()}
+    masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+    return {**make(row), "columns": columns, "column_masks": masks}
 
 
 def of_group(shape: str, rows: Sequence[Row]) -> Fields:
@@ -121,8 +135,14 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
 
 
 def columns_of(query: ExportQuery) -> Columns:
-    """The columns of the rows that a query asks for; with `explain`, those of exclusions too."""
+    """The columns of the rows that a query asks for; with `explain`, those of exclusions too. Columns of turns' tokens
+    are of float64, which holds whichever type each of them is."""
     columns = _entry(query.format, query.shape).columns
+    if names := query.column_names:
+        of_tokens = {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
+        columns = {**columns, **of_tokens}
+    if query.top_k is not None:
+        columns = {**columns, **turnlog.TOP_COLUMNS}
     return {**EXCLUSION, **columns} if query.explain else columns
 
 
