@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from app.domain.samples import Segment, Status
+from app.domain.samples import Age, Segment, Status
 from app.errors import InvalidRequest, Unsupported
 from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
@@ -26,13 +26,15 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 class ShapeEntry(msgspec.Struct, frozen=True):
     """How a shape makes its rows, from one row or from all rows of a group, and its columns.
 
-    `last_status`: a row's status is that of its last turn instead of all its turns.
+    `last_status`: a row's status is that of its last turn instead of all its turns. `of_turns`: the columns that hold
+    the rewards of turns.
     """
 
     columns: Columns
     of_row: Shape | None = None
     of_group: GroupShape | None = None
     last_status: bool = False
+    of_turns: Columns = {}
 
 
 DEFAULT = "turnlog"
@@ -41,8 +43,8 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields),
     "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True),
     "slime": ShapeEntry(slime.COLUMNS, slime.fields),
-    "verl": ShapeEntry(verl.COLUMNS, verl.fields),
-    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields),
+    "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
+    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
     "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
@@ -76,9 +78,11 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(query: ExportQuery) -> None:
-    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or `top_k` or
-    `columns` with rows that have no place for them; Unsupported without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or what these
+    cannot hold; Unsupported without pyarrow."""
     format, shape = query.format, query.shape
+    if query.stale == "mask" and query.max_staleness is None:
+        raise InvalidRequest("stale=mask needs max_staleness")
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -89,6 +93,11 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
+    if format in DOCUMENTS and query.stale != "drop":
+        raise InvalidRequest(f"format={format} has no loss mask and takes no stale={query.stale}")
+    if query.rewards == "turn" and not _entry(format, shape).of_turns:
+        named = ", ".join(name for name, entry in SHAPES.items() if entry.of_turns)
+        raise InvalidRequest(f"rewards=turn needs a shape with rewards of tokens: {named}")
     if query.columns and (format in DOCUMENTS or takes_groups(shape)):
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
     if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
@@ -116,14 +125,16 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
     is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
-    copied = not sample.in_loss if row.session.is_text else sample.response_length and not sample.loss_mask.any()
-    if is_for_training and copied:
+    is_masked = row.age is not None and bool(row.age.stale_tokens)
+    copied = sample.response_length and not sample.loss_mask.any() and not is_masked
+    if is_for_training and (not sample.in_loss if row.session.is_text else copied):
         raise Unfit("every sampled token is in another session's loss")
-    if row.columns is None:
-        return make(row)
-    columns = {name: None if found is None else found.values for name, found in row.columns.items()}
-    masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
-    return {**make(row), "columns": columns, "column_masks": masks}
+    asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
+    if row.columns is not None:
+        values = {name: None if found is None else found.values for name, found in row.columns.items()}
+        masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+        asked = {**asked, "columns": values, "column_masks": masks}
+    return {**make(row), **asked} if asked else make(row)
 
 
 def of_group(shape: str, rows: Sequence[Row]) -> Fields:
@@ -131,18 +142,24 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     make = SHAPES[shape].of_group
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of one row")
-    return make(rows)
+    ages = [row.age for row in rows if row.age is not None]
+    told = {name: [getattr(age, name) for age in ages] for name in Age.__struct_fields__} if ages else {}
+    return {**make(rows), **told}
 
 
 def columns_of(query: ExportQuery) -> Columns:
     """The columns of the rows that a query asks for; with `explain`, those of exclusions too. Columns of turns' tokens
     are of float64, which holds whichever type each of them is."""
-    columns = _entry(query.format, query.shape).columns
+    entry = _entry(query.format, query.shape)
+    columns = dict(entry.columns)
     if names := query.column_names:
-        of_tokens = {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
-        columns = {**columns, **of_tokens}
+        columns |= {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
     if query.top_k is not None:
-        columns = {**columns, **turnlog.TOP_COLUMNS}
+        columns |= turnlog.TOP_COLUMNS
+    if query.rewards == "turn":
+        columns |= entry.of_turns
+    if query.stale != "drop":
+        columns |= dict.fromkeys(Age.__struct_fields__, "json" if entry.of_group else "int64")
     return {**EXCLUSION, **columns} if query.explain else columns
 
 

@@ -270,7 +270,7 @@ async def _plain_pieces(connection: Connection) -> AsyncIterator[bytes]:
     try:
         while True:
             await connection.more()
-            for piece in connection.take():
+            if piece := b"".join(connection.take()):
                 if unpack is None:
                     yield piece
                     continue

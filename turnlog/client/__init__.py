@@ -43,6 +43,7 @@ from turnlog.parameters import (
     SessionState,
     SessionStatus,
     Shape,
+    Stale,
     TrainerShape,
     TreeParameters,
 )
@@ -163,6 +164,7 @@ __all__ = [
     "Shape",
     "Speculative",
     "StageTimes",
+    "Stale",
     "State",
     "StatePayload",
     "StateTurn",
