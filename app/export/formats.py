@@ -15,7 +15,8 @@ from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.row import Columns, Fields, Row, Shape, Unfit
-from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
+from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, tree, trl, turnlog, verl
+from app.export.shapes.tree import SessionTree
 from app.extras import install
 
 GroupShape = Callable[[Sequence[Row]], Fields]
@@ -23,13 +24,14 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 
 
 class ShapeEntry(msgspec.Struct, frozen=True):
-    """How a shape makes its rows, from one row or from all rows of a group, and its columns.
+    """How a shape makes its rows, from one row or from all rows of a session or a group, and its columns.
 
     `last_status`: a row's status is that of its last turn instead of all its turns.
     """
 
     columns: Columns
     of_row: Shape | None = None
+    of_session: Callable[[], SessionTree] | None = None
     of_group: GroupShape | None = None
     last_status: bool = False
 
@@ -47,6 +49,7 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
     "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields),
     "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
+    "tree": ShapeEntry(tree.COLUMNS, of_session=SessionTree),
 }
 
 
@@ -94,6 +97,12 @@ def takes_groups(shape: str) -> bool:
     return SHAPES[shape].of_group is not None
 
 
+def of_session(shape: str) -> SessionTree | None:
+    """What makes a row of a session's rows; None if a row of this shape is not made so."""
+    make = SHAPES[shape].of_session
+    return None if make is None else make()
+
+
 def status_of(format: str, shape: str, segment: Segment) -> Status:
     """The status that a segment's row has in this shape."""
     return segment.last_status if _entry(format, shape).last_status else segment.status
@@ -103,7 +112,7 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     """Raises Unfit."""
     make = _entry(format, shape).of_row
     if make is None:
-        raise ValueError(f"a row of shape {shape} is made of a whole group")
+        raise ValueError(f"a row of shape {shape} is made of several")
     is_for_training = shape != DEFAULT or format == "messages"
     if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
         raise Unfit("every sampled token is in another session's loss")

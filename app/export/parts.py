@@ -60,6 +60,8 @@ class PartRows:
             skip = window.given or 0 if page.at == window.at else 0
             if page.is_group:
                 rows = iter(self._group(members, page))
+            elif formats.takes_sessions(query.shape):
+                rows = (row for member in members for row in self._whole_session(member, page))
             else:
                 every = (row for member in members for row in self._session(member, page))
                 rows = (self._shaped(row) for row in every)
@@ -89,6 +91,24 @@ class PartRows:
                 page.session_id,
                 cursors[0],
             )
+        return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
+
+    def _whole_session(self, member: StoredSession, page: ExportPage) -> list[Fields]:
+        """A session's rows as one, and what is excluded from it."""
+        tree = SessionTree()
+        left_out: list[Fields] = []
+        for row in self._session(member, page):
+            if not isinstance(row, Row):
+                left_out.append(row)
+            elif (why := self._or_excluded(partial(tree.add, row), row)) is not None:
+                left_out.append(why)
+        total = bool(tree) + len(left_out) if self._query.explain else 1
+        cursors = [self._window.behind(page.at, number, total) for number in range(1, 2 + len(left_out))]
+        if not tree:
+            return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
+        whole = tree.fields(cursors[0])
+        if self._counts_only:
+            tokens, sampled = whole["tokens"], whole["sampled_mask"]
         return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
 
     def _shaped(self, row: Row | Fields) -> Fields:
