@@ -14,6 +14,7 @@ from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
+from app.export.query import ExportQuery
 from app.export.row import Columns, Fields, Row, Shape, Unfit
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, tree, trl, turnlog, verl
 from app.export.shapes.tree import SessionTree
@@ -77,9 +78,10 @@ DOCUMENTS: Mapping[str, ShapeEntry] = {
 FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
-def require(format: str, shape: str) -> None:
+def require(query: ExportQuery) -> None:
     """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
     without pyarrow."""
+    format, shape = query.format, query.shape
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -127,12 +129,17 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     return make(rows)
 
 
-def open_writer(format: str, shape: str, explain: bool, instead: Instead = refuse) -> ContainerWriter:
-    """With `explain`, the columns of exclusions are added. `instead`: of a row that the container cannot hold."""
-    columns = _entry(format, shape).columns
-    if format in DOCUMENTS:
+def columns_of(query: ExportQuery) -> Columns:
+    """The columns of the rows that a query asks for; with `explain`, those of exclusions too."""
+    columns = _entry(query.format, query.shape).columns
+    return {**EXCLUSION, **columns} if query.explain else columns
+
+
+def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:
+    """`instead`: of a row that the container cannot hold."""
+    if query.format in DOCUMENTS:
         return lines.ndjson(instead)
-    return CONTAINERS[format]({**EXCLUSION, **columns} if explain else columns, instead)
+    return CONTAINERS[query.format](columns_of(query), instead)
 
 
 def _entry(format: str, shape: str) -> ShapeEntry:
