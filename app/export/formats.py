@@ -16,8 +16,21 @@ from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.query import ExportQuery
 from app.export.row import Columns, Fields, Row, Shape, Unfit
-from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, tree, trl, turnlog, verl
-from app.export.shapes.tree import SessionTree
+from app.export.shapes import (
+    areal,
+    atif,
+    atropos,
+    messages,
+    miles,
+    prime_rl,
+    skyrl,
+    slime,
+    tinker,
+    tree,
+    trl,
+    turnlog,
+    verl,
+)
 from app.extras import install
 
 GroupShape = Callable[[Sequence[Row]], Fields]
@@ -27,12 +40,13 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 class ShapeEntry(msgspec.Struct, frozen=True):
     """How a shape makes its rows, from one row or from all rows of a session or a group, and its columns.
 
-    `last_status`: a row's status is that of its last turn instead of all its turns.
+    `of_session`: `SessionTree` makes them. `last_status`: a row's status is that of its last turn instead of all its
+    turns.
     """
 
     columns: Columns
     of_row: Shape | None = None
-    of_session: Callable[[], SessionTree] | None = None
+    of_session: bool = False
     of_group: GroupShape | None = None
     last_status: bool = False
 
@@ -50,7 +64,7 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
     "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields),
     "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
-    "tree": ShapeEntry(tree.COLUMNS, of_session=SessionTree),
+    "tree": ShapeEntry(tree.COLUMNS, of_session=True),
 }
 
 
@@ -99,10 +113,9 @@ def takes_groups(shape: str) -> bool:
     return SHAPES[shape].of_group is not None
 
 
-def of_session(shape: str) -> SessionTree | None:
-    """What makes a row of a session's rows; None if a row of this shape is not made so."""
-    make = SHAPES[shape].of_session
-    return None if make is None else make()
+def takes_sessions(shape: str) -> bool:
+    """Does a row of this shape contain all rows of a session?"""
+    return SHAPES[shape].of_session
 
 
 def status_of(format: str, shape: str, segment: Segment) -> Status:
@@ -114,7 +127,7 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     """Raises Unfit."""
     make = _entry(format, shape).of_row
     if make is None:
-        raise ValueError(f"a row of shape {shape} is made of several")
+        raise ValueError(f"a row of shape {shape} is made of a whole session or a whole group")
     is_for_training = shape != DEFAULT or format == "messages"
     if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
         raise Unfit("every sampled token is in another session's loss")

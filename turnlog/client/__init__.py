@@ -93,6 +93,7 @@ from turnlog.rows import (
     TurnSpan,
     WaitingGroup,
 )
+from turnlog.trees import PackedTrees, attention_mask, attention_slices, pack_trees, unpack_tree
 
 __all__ = [
     "Acknowledged",
@@ -131,6 +132,7 @@ __all__ = [
     "NotFound",
     "NotTurnlog",
     "OpenTurn",
+    "PackedTrees",
     "Part",
     "PausedAdapter",
     "PayloadRows",
@@ -182,5 +184,9 @@ __all__ = [
     "UnreadableEvent",
     "VersionSpan",
     "WaitingGroup",
+    "attention_mask",
+    "attention_slices",
     "fetch_payload",
+    "pack_trees",
+    "unpack_tree",
 ]

@@ -16,7 +16,7 @@ import numpy as np
 
 from app.domain.events import is_number
 from app.domain.samples import Array
-from app.export.row import Columns, Fields, Routing, Row, RowImage, Unfit, Value
+from app.export.row import Columns, Fields, Routing, Row, RowImage, Unfit
 from app.export.shapes import turnlog
 from workers.parse_parts import VersionSpan
 
@@ -36,7 +36,7 @@ TOLD_ONCE = frozenset(
 )
 """What a leaf leaves out: it follows from the session, its segments, its turns and its `payloads`."""
 
-PAYLOAD: Columns = {"data": "bytes", "dtype": "text", "shape": "[int64]"}
+PAYLOAD: Columns = {"data": "bytes", "rows": "int64", "dtype": "text", "shape": "[int64]"}
 
 COLUMNS: Columns = {
     **{name: turnlog.COLUMNS[name] for name in OF_SESSION},
@@ -59,7 +59,7 @@ COLUMNS: Columns = {
 
 
 class _Turn(msgspec.Struct):
-    """What the rows have of a turn: `span` and `tokens` of the row that has most of it; None if it brings only messages.
+    """What the rows have of a turn: `span` and `tokens` of the row that has most of it, None if none has its tokens.
 
     `ends`: where its tokens end in some row. `lost`: the rows that have it in their loss, and where it ends there.
     """
@@ -138,7 +138,7 @@ class _PayloadRows:
     def fields(self) -> Fields:
         dtype = np.result_type(*self._parts) if self._parts else np.dtype(np.uint8)
         data = b"".join(part.astype(dtype.newbyteorder("<"), copy=False).tobytes() for part in self._parts)
-        return {"data": data, "dtype": dtype.name, "shape": [self._rows, *self.inner]}
+        return {"data": data, "rows": self._rows, "dtype": dtype.name, "shape": [self._rows, *self.inner]}
 
 
 class SessionTree:
@@ -208,7 +208,7 @@ class SessionTree:
         ranges = rows.taken(routing, row.sample.turns)
         return {"row_start": routing.row_start, "dtype": routing.ids.dtype.name, "ranges": ranges}
 
-    def fields(self, cursor: str) -> Fields:
+    def fields(self, cursor: str) -> dict[str, Any]:
         """`cursor` gives what comes after the session."""
         segments, last = self._segments()
         names = list(dict.fromkeys(span.version for one in segments for span in self._turns[one.turn].versions))
