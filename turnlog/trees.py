@@ -18,6 +18,7 @@ OF_TREE = (
     *("segment_starts", "segment_parents", "segment_turns", "segment_owners", "leaves", "turns"),
 )
 OF_LEAF = ("turn", "leaf_segment", "loss_turns", "payloads")
+OF_TURN = ("parent", "first_message", "messages", "images", "sampling")
 KINDS = ("routed_experts", "indexer_topk")
 CODES = {"uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i"}
 """The array type of each type of ids."""
@@ -98,9 +99,8 @@ def _versions(versions: Sequence[int], names: Sequence[str], own: Sequence[str])
 
 def _cut(turn: Mapping[str, Any], end: int) -> dict[str, Any]:
     """The turn's span in a row where it ends so."""
-    names = ("turn", "start", "output_start", "finish_reason", "engine", "dispatched", "adapter")
     parts = [{**part, "end": min(part["end"], end)} for part in turn["parts"] if part["start"] < end]
-    return {**{name: turn[name] for name in names}, "end": end, "parts": parts}
+    return {**{name: value for name, value in turn.items() if name not in OF_TURN}, "end": end, "parts": parts}
 
 
 def _payloads(tree: TrainerRow, payloads: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:

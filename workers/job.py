@@ -223,14 +223,16 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
         stored.append(payload)
         replacement = bytes(text) if cut.form == "text" else b""
         edits += [_Edit(value.start, value.end, cut, replacement) for value in values]
-    suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
+    suffix_tokens, output_tokens = len(parsed.suffix_ids) // TOKEN_BYTES, len(parsed.output_ids) // TOKEN_BYTES
+    if parsed.counts is not None:
+        suffix_tokens, output_tokens = parsed.counts
     facts, wire = codec.pack_turn(_wire(job, reply, edits, parsed.base + suffix_tokens))
     return ValidatedReply(
         dialect=parsed.dialect,
         message=parsed.message,
         base=parsed.base,
         suffix_tokens=suffix_tokens,
-        output_tokens=len(parsed.output_ids) // TOKEN_BYTES,
+        output_tokens=output_tokens,
         sequence=parsed.sequence,
         finish_reason=parsed.finish_reason,
         weight_versions=tuple(parsed.weight_versions),
@@ -241,6 +243,7 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
         cached_tokens=parsed.cached_tokens,
         output_ids=parsed.output_ids if job.sent else b"",
         miscounted=parsed.miscounted,
+        speculative=parsed.speculative,
         prompt=reply.prompt,
     )
 
@@ -321,7 +324,7 @@ def _without(
 
 
 def _parse_text(job: Job, text: bytes, cut: CutPrompt | None = None) -> Parsed:
-    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None, job.is_part, cut)
+    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None, job.is_part, cut, job.wish)
 
 
 def _mark(number: int) -> bytes:
@@ -418,5 +421,5 @@ def _wire(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Wi
         own=job.own,
         cuts=cuts,
         ids_field=job.ids_field,
-        facts=Facts(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs),
+        facts=Facts(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs, reply.parsed.top),
     )

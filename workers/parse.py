@@ -41,6 +41,7 @@ from workers.parse_parts import (
     Top,
     VersionSpan,
     cached_tokens,
+    counts,
     extension,
     finish_reason,
     float64,
@@ -49,6 +50,7 @@ from workers.parse_parts import (
     only_choice,
     payloads_in,
     same_output,
+    speculative,
     usage_of,
     weight_versions,
 )
@@ -63,6 +65,7 @@ from workers.parse_prompt import (
     int32,
     token_text,
 )
+from workers.top_logprobs import LogprobWish, of_sglang_chat, of_vllm_chat, of_vllm_completion
 
 
 class _CompletionRoot(Top, kw_only=True):
@@ -77,13 +80,21 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def completion(
-    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None, cut: CutPrompt | None
+    body: bytes,
+    dialect: DialectChoice,
+    known: KnownTokens | None,
+    sent: bytes | None,
+    cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     """A valid completion, and its long flat lists. Raises Rejected."""
     root: _CompletionRoot = typed(_COMPLETION_ROOT, body, "the body")
     choice = only_choice(root.choices)
     text_raw = choice.get("text")
     typed(_TEXT, text_raw, "choices[0].text", "a string")
+    if dialect == "openai":
+        unambiguous(body, choice, [])
+        return _of_text(root, choice, bytes(text_raw or b"")), []
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs_raw = choice.get("logprobs")
     logprobs = object_at(logprobs_raw, "choices[0].logprobs")
@@ -123,10 +134,37 @@ def completion(
         payloads=payloads_in(choice, extension(root)),
         cached_tokens=cached_tokens(None, root.usage),
         miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
+        # SGLang's completions name the alternatives by their texts, which are no ids.
+        top=None
+        if wish is None or dialect == "sglang"
+        else of_vllm_completion(logprobs, choice, prompt, len(output_ids), wish),
+        speculative=speculative(None, root.metrics),
     )
     bulk = [prompt.text, *copies, bytes(choice["token_ids"]), bytes(logprobs["token_logprobs"])]
     unambiguous(body, choice, bulk)
     return parsed, bulk
+
+
+NO_TOKENS = KnownTokens(0, 0, "")
+
+
+def _of_text(root: Top, choice: Fields, message: bytes) -> Parsed:
+    """What a reply says that need not have ids. Raises Rejected."""
+    usage_of(root)
+    return Parsed(
+        dialect="openai",
+        message=message,
+        prompt_text=b"",
+        base=0,
+        suffix_ids=b"",
+        output_ids=b"",
+        logprobs=b"",
+        sequence=NO_TOKENS,
+        finish_reason=finish_reason(choice, {}),
+        weight_versions=[],
+        cached_tokens=cached_tokens(None, root.usage),
+        counts=counts(root),
+    )
 
 
 __all__ = [
@@ -178,21 +216,23 @@ def parse_reply(
     sent: bytes | None = None,
     is_part: bool = False,
     cut: CutPrompt | None = None,
+    wish: LogprobWish | None = None,
 ) -> Parsed:
     """Validate a 200 (non-streaming) of the route `protocol`, whose prompt may begin with `known`.
 
     `sent` is the token text of a prompt that was sent as ids: the reply need not repeat them, but if it does they must
     be equal. `is_part`: it continues a generation, and may be only its end token. `cut`: the prompt's ids, if the body
-    has a mark in their place. With `auto` the structure tells the engine: in a chat reply, token ids on the choice are
-    vLLM's, otherwise SGLang's rules hold. Raises Rejected, naming the first broken rule; PromptDiffers if the prompt
-    differs from the sent one. Whether `miscounted` is a fault depends on the request.
+    has a mark in their place. `wish`: what else of the logprobs was asked for. With `auto` the structure tells the
+    engine: in a chat reply, token ids on the choice are vLLM's, otherwise SGLang's rules hold. Raises Rejected, naming
+    the first broken rule; PromptDiffers if the prompt differs from the sent one. Whether `miscounted` is a fault
+    depends on the request.
     """
     utf8(body)
     try:
         if protocol == "completions":
-            parsed, bulk = completion(body, dialect, known, sent, cut)
+            parsed, bulk = completion(body, dialect, known, sent, cut, wish)
         else:
-            parsed, bulk = _chat(body, dialect, known, sent, is_part, cut)
+            parsed, bulk = _chat(body, dialect, known, sent, is_part, cut, wish)
         readable(body, [*bulk, *(bytes(raw) for _, raw in parsed.payloads)])
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
@@ -206,13 +246,17 @@ def _chat(
     sent: bytes | None,
     is_part: bool,
     cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     root: _Root = typed(_ROOT, body, "the body")
     choice = only_choice(root.choices)
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
-    read = _vllm if dialect == "vllm" else _sglang
-    parsed, bulk = read(root, choice, known, sent, is_part, cut)
+    if dialect == "openai":
+        parsed, bulk = _of_text(root, choice, _text_message(choice)), list[bytes]()
+    else:
+        read = _vllm if dialect == "vllm" else _sglang
+        parsed, bulk = read(root, choice, known, sent, is_part, cut, wish)
     unambiguous(body, choice, bulk)
     return parsed, bulk
 
@@ -228,6 +272,7 @@ def _sglang(
     sent: bytes | None,
     is_part: bool,
     cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     where = "choices[0].meta_info"
     meta_raw = choice.get("meta_info")
@@ -273,6 +318,8 @@ def _sglang(
         payloads=payloads_in(meta, extension(root)),
         cached_tokens=cached_tokens(meta.get("cached_tokens"), root.usage),
         miscounted=miscounted(prompt.tokens, (f"{where}.prompt_tokens", own), ("usage.prompt_tokens", count)),
+        top=None if wish is None else of_sglang_chat(meta, where, prompt, len(triples), wish),
+        speculative=speculative(meta_raw, NULL),
     )
     return parsed, [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
 
@@ -284,6 +331,7 @@ def _vllm(
     sent: bytes | None,
     is_part: bool,
     cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs_raw = choice.get("logprobs")
@@ -319,8 +367,18 @@ def _vllm(
         payloads=payloads_in(choice),
         cached_tokens=cached_tokens(None, root.usage),
         miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
+        top=None if wish is None else of_vllm_chat(logprobs["content"], root.prompt_logprobs, prompt, wish),
+        speculative=speculative(None, root.metrics),
     )
     return parsed, [prompt.text, *copies]
+
+
+def _text_message(choice: Fields) -> bytes:
+    """A vendor's message is null where it refuses, or where its reasoning, which it keeps to itself, used up the
+    limit."""
+    message = object_at(choice.get("message"), "choices[0].message")
+    ended_early = finish_reason(choice, {}) not in (None, "stop", "tool_calls")
+    return _message(choice, may_be_empty=ended_early or not is_null(message.get("refusal")))
 
 
 def _message(choice: Fields, *, may_be_empty: bool) -> bytes:

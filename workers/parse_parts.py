@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from workers.codec import TopLogprobs
 from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, no_contradiction, object_at, typed, value_at
 from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens
 
-Dialect = Literal["sglang", "vllm"]
-DialectChoice = Literal["auto", "sglang", "vllm"]
+Dialect = Literal["sglang", "vllm", "openai"]
+DialectChoice = Literal["auto", "sglang", "vllm", "openai"]
+"""`openai` has neither ids nor logprobs: it is never guessed, and its replies are text alone."""
 
 MAX_LOGPROB = 1e-4
 """Rounding in an engine may make a logprob slightly positive. It is stored as sent."""
@@ -43,6 +45,15 @@ class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     end: int
 
 
+class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Speculative decoding of a generation: how often the model verified drafts, how many tokens the drafts had, and
+    how many of these it took."""
+
+    verify_steps: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
 class Reported(msgspec.Struct):
     """A span as an engine tells it, perhaps with other fields."""
 
@@ -59,6 +70,8 @@ class Parsed(msgspec.Struct, frozen=True):
     output together, for the next turn. `payloads` are the replay payloads' kinds and raw values, unchecked; a kind may
     occur twice. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
     which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
+    `counts`: of text alone, how many tokens prompt and output have, as the upstream says.
+    `top` is what the request's `LogprobWish` asked for.
     """
 
     dialect: Dialect
@@ -74,6 +87,9 @@ class Parsed(msgspec.Struct, frozen=True):
     payloads: list[tuple[str, msgspec.Raw]] = []
     cached_tokens: int | None = None
     miscounted: str | None = None
+    counts: tuple[int, int] | None = None
+    top: TopLogprobs | None = None
+    speculative: Speculative | None = None
 
 
 class Top(msgspec.Struct):
@@ -83,6 +99,8 @@ class Top(msgspec.Struct):
     usage: msgspec.Raw = NULL
     sglext: msgspec.Raw = NULL
     metadata: msgspec.Raw = NULL
+    metrics: msgspec.Raw = NULL
+    prompt_logprobs: msgspec.Raw = NULL
 
 
 class _PromptDetails(msgspec.Struct):
@@ -93,7 +111,13 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
+class _Counts(msgspec.Struct):
+    prompt_tokens: CachedTokens | None = None
+    completion_tokens: CachedTokens | None = None
+
+
 _SPANS = msgspec.json.Decoder(list[Reported])
+_COUNTS = msgspec.json.Decoder(_Counts | None)
 _CACHED = msgspec.json.Decoder(CachedTokens)
 _USAGE = msgspec.json.Decoder(_Usage)
 
@@ -179,6 +203,59 @@ def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return found
+
+
+def counts(top: Top) -> tuple[int, int]:
+    """The tokens of prompt and output in `usage`; 0 where it does not say. Raises Rejected."""
+    found: _Counts | None = typed(_COUNTS, top.usage, "usage")
+    return (0, 0) if found is None else (found.prompt_tokens or 0, found.completion_tokens or 0)
+
+
+class SglangSpeculative(msgspec.Struct, gc=False):
+    """The counters in SGLang's `meta_info`; earlier builds have the later names."""
+
+    spec_verify_ct: CachedTokens | None = None
+    spec_num_proposed_drafts: CachedTokens | None = None
+    spec_num_correct_drafts: CachedTokens | None = None
+    spec_draft_token_num: CachedTokens | None = None
+    spec_accept_token_num: CachedTokens | None = None
+
+
+class _VllmSpeculative(msgspec.Struct):
+    num_spec_steps: CachedTokens
+    num_draft_tokens: CachedTokens
+    num_accepted_draft_tokens: CachedTokens
+
+
+class _Metrics(msgspec.Struct):
+    speculative_decoding: _VllmSpeculative | None = None
+
+
+_SGLANG_SPECULATIVE = msgspec.json.Decoder(SglangSpeculative)
+_METRICS = msgspec.json.Decoder(_Metrics)
+
+
+def counted_drafts(meta: SglangSpeculative) -> Speculative | None:
+    """None if the engine does not speculate."""
+    drafts, accepted = meta.spec_num_proposed_drafts, meta.spec_num_correct_drafts
+    drafts = meta.spec_draft_token_num if drafts is None else drafts
+    accepted = meta.spec_accept_token_num if accepted is None else accepted
+    if meta.spec_verify_ct is None or drafts is None or accepted is None:
+        return None
+    return Speculative(meta.spec_verify_ct, drafts, accepted)
+
+
+def speculative(meta: msgspec.Raw | None, metrics: msgspec.Raw) -> Speculative | None:
+    """The counters in SGLang's `meta_info`, else in vLLM's `metrics`. They are statistics: None if invalid."""
+    try:
+        if meta is not None:
+            return counted_drafts(_SGLANG_SPECULATIVE.decode(meta))
+        found = None if is_null(metrics) else _METRICS.decode(metrics).speculative_decoding
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if found is None:
+        return None
+    return Speculative(found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens)
 
 
 def usage_of(top: Top) -> Fields:

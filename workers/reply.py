@@ -7,7 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from workers.parse import KnownTokens, Protocol, VersionSpan
+from workers.parse_parts import Speculative
 from workers.payloads import StoredPayload, Want
+from workers.top_logprobs import LogprobWish
 
 LogprobsOf = Literal["raw", "scaled", "processed", "logits"]
 """Which distribution an engine's logprobs are of: the model's at temperature 1; that at the turn's temperature; the one
@@ -44,12 +46,12 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """The input of validation, and what is stored with the reply: see `parse_reply`, `Want` and `Wire`.
+    """The input of validation, and what is stored with the reply: see `parse_reply`, `Want`, `LogprobWish` and `Wire`.
 
     `sent` is empty if the prompt was not sent as ids.
     """
 
-    dialect: Literal["auto", "sglang", "vllm"]
+    dialect: Literal["auto", "sglang", "vllm", "openai"]
     known: KnownTokens | None
     wants: list[Want]
     messages: list[bytes]
@@ -61,6 +63,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     sent: bytes = b""
     ids_field: str = ""
     is_part: bool = False
+    wish: LogprobWish | None = None
 
 
 class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
@@ -69,8 +72,9 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     From its bytes: `message` is the raw JSON of the assistant message (of a completion: of its text). The prompt is
     `base` known tokens and `suffix_tokens` others; `sequence` describes prompt and output together, for the next turn.
     `facts` and `wire` are compressed frames (`codec.pack_turn`). `output_ids` are set if the prompt was sent as ids,
-    since the next one will be too. A `miscounted` reply is valid only if its request carries images. `places` are those
-    of its payloads in the body, `prompt` that of the prompt's ids, if they are long.
+    since the next one will be too. Of text alone (`openai`) there are only the
+    numbers, the upstream's. A `miscounted` reply is valid only if its request carries images. `places` are those of its
+    payloads in the body, `prompt` that of the prompt's ids, if they are long.
 
     What the caller adds: `engine` was asked at `requested_at` (seconds since the epoch) with weight version
     `dispatched`, if known. `message_hash` is the canonical hash of the message, `calls_hash`, `bare_hash` and
@@ -80,7 +84,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     reply was validated in the API process and has a long prompt.
     """
 
-    dialect: Literal["sglang", "vllm"]
+    dialect: Literal["sglang", "vllm", "openai"]
     message: bytes
     base: int
     suffix_tokens: int
@@ -95,6 +99,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None
     output_ids: bytes = b""
     miscounted: str | None = None
+    speculative: Speculative | None = None
     prompt: PayloadRange | None = None
     engine: str = ""
     requested_at: float = 0.0

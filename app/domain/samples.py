@@ -20,7 +20,7 @@ from app.domain.branches import BranchRow, Place, branch_rows, place_of
 from app.domain.events import TurnCommitted, is_number
 from app.domain.session import Session
 from workers.codec import TOKEN_BYTES
-from workers.parse_parts import VersionSpan
+from workers.parse_parts import Speculative, VersionSpan
 from workers.reply import Part
 
 Status = Literal["completed", "truncated", "aborted"]
@@ -30,6 +30,10 @@ Truncate = Literal["turn", "token"]
 
 miles' session server cuts inside the turn: dropping overlong turns would bias training against long answers.
 """
+
+Stale = Literal["drop", "mask", "keep"]
+"""What becomes of tokens that older weights than wanted sampled: their session is left out, they leave the loss, or
+the row only says how old it is."""
 
 Array = npt.NDArray[Any]
 
@@ -50,7 +54,8 @@ class TurnSpan(msgspec.Struct, frozen=True, gc=False):
     """The place of turn `turn` in the sample: its new prompt [start, output_start), its output [output_start, end).
 
     `engine` sampled it, or the last of its `parts`, whose positions are in the sample. `dispatched` is the weight
-    version known at the first dispatch, `adapter` the turn's adapter.
+    version known at the first dispatch, `adapter` the turn's adapter. `cached_tokens` and `speculative` are as in
+    `TurnCommitted`.
     """
 
     turn: int
@@ -62,6 +67,8 @@ class TurnSpan(msgspec.Struct, frozen=True, gc=False):
     dispatched: str | None
     adapter: str | None
     parts: Sequence[Part]
+    cached_tokens: int | None = None
+    speculative: Speculative | None = None
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
@@ -99,6 +106,18 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
         """Did a numeric weight version decrease from one sampled token to a later one?"""
         numbers = [int(span.version) for span in self.version_spans if is_number(span.version)]
         return any(later < earlier for earlier, later in pairwise(numbers))
+
+
+class Age(msgspec.Struct, frozen=True):
+    """How old the tokens are that a row has in its loss, before any was masked for its age.
+
+    `staleness`: how many weight versions the oldest is behind, None where that of a token is not known: its version is
+    no number, or nobody knows the current one. `stale_tokens`: how many tokens are further behind than wanted, or of
+    unknown age; None where nothing is wanted.
+    """
+
+    staleness: int | None
+    stale_tokens: int | None
 
 
 class Inconsistent(Exception):
@@ -234,6 +253,31 @@ def sample(segment: Segment) -> Sample:
     )
 
 
+def aged(sample: Sample, current: int | None, most: int | None, *, masks: bool) -> tuple[Sample, Age]:
+    """The sample's age where `current` is the current weight version and tokens may be `most` versions behind.
+
+    `masks`: older tokens leave the loss mask; whether the sample owns them was decided before.
+    """
+    mask = sample.loss_mask.copy()
+    oldest: int | None = None
+    is_known, stale = True, 0
+    for span in sample.version_spans:
+        own = int(mask[span.start : span.end].sum())
+        if not own:
+            continue
+        if current is None or not is_number(span.version):
+            is_known, is_stale = False, True
+        else:
+            behind = current - int(span.version)
+            oldest = behind if oldest is None else max(oldest, behind)
+            is_stale = most is not None and behind > most
+        if is_stale:
+            stale += own
+            mask[span.start : span.end] = 0
+    age = Age(oldest if is_known else None, None if most is None else stale)
+    return (msgspec.structs.replace(sample, loss_mask=mask) if masks and stale else sample), age
+
+
 def _mask(spans: Sequence[TurnSpan], turns: Collection[int] | None = None) -> Array:
     """1 for each token that one of these turns (None: any) has sampled."""
     parts: list[bytes] = []
@@ -267,6 +311,8 @@ def _span(event: TurnCommitted, output_start: int, end: int) -> TurnSpan:
             for part in event.parts
             if output_start + part.start < end
         ],
+        cached_tokens=event.cached_tokens,
+        speculative=event.speculative,
     )
 
 

@@ -17,10 +17,12 @@ import msgspec
 from app.domain.events import (
     AffinityBound,
     AffinityReleased,
+    AnnotationWritten,
     BlobRef,
     BlobsTombstoned,
     BranchCause,
     ChunkRef,
+    ColumnRef,
     EngineShape,
     Event,
     ForkRef,
@@ -38,7 +40,6 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
     SessionErased,
-    SessionNoted,
     SessionRestored,
     TurnAbandoned,
     TurnCommitted,
@@ -105,8 +106,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def token_parent(self) -> int:
-        """The turn whose tokens it continues; 0 if its prompt begins anew."""
-        return self.parent if self.base_tokens else 0
+        """The turn whose tokens, or text alone, it continues; 0 if its prompt begins anew."""
+        return self.parent if self.base_tokens or (not self.tokens_hash and self.base_messages) else 0
 
     def supersedes(self, other: Turn) -> bool:
         """Is this, once it has a child, what a client got instead of `other`: the same request, sent once more?"""
@@ -279,6 +280,17 @@ class AssignedReward(msgspec.Struct, frozen=True, array_like=True):
     components: dict[str, float]
 
 
+class Annotation(msgspec.Struct, frozen=True, array_like=True):
+    """What event `seq` says of the session or a turn: a JSON value of `size` bytes, which the event holds, or a
+    column, whose numbers are in the table `annotation_columns`."""
+
+    seq: int
+    at: float
+    writer: str | None
+    size: int
+    column: ColumnRef | None = None
+
+
 class Session(msgspec.Struct, frozen=True, array_like=True):
     """The state after event `version`.
 
@@ -290,9 +302,9 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
     `is_reclaimed`: it was closed because it was idle. `undone` are the turns that a restore has undone, and
-    `undone_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields. `note`
-    and `tags` are what a person wrote on it. `images` are the blobs of its images by their SHA-256; `blobs` has none
-    of them.
+    `undone_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields.
+    `annotations` are those of each turn by their names, under 0 those of the session; `note` and `tags` are the values
+    of two of these. `images` are the blobs of its images by their SHA-256; `blobs` has none of them.
     """
 
     session_id: str
@@ -324,6 +336,12 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     note: str | None = None
     tags: tuple[str, ...] = ()
     images: dict[str, int] = {}
+    annotations: dict[int, dict[str, Annotation]] = {}
+
+    @property
+    def is_text(self) -> bool:
+        """Are its turns recorded without ids?"""
+        return self.config.capture == "text"
 
     @property
     def context_turns(self) -> int:
@@ -384,7 +402,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     def token_chain(self, number: int) -> list[Turn]:
         """The turns whose tokens make up the sequence after turn `number`, oldest first."""
-        return self._chain(number, lambda turn: turn.base_tokens > 0)
+        return self._chain(number, lambda turn: turn.token_parent > 0)
 
     def _chain(self, number: int, continues: Callable[[Turn], bool]) -> list[Turn]:
         chain = [self.turn(number)]
@@ -512,7 +530,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 
 
 _OF_THE_TIME = (
-    *("status", "reward", "turn_rewards", "has_roots_reward", "note", "tags"),
+    *("status", "reward", "turn_rewards", "has_roots_reward", "annotations", "note", "tags"),
     *("history", "closed_at", "is_reclaimed", "deliveries"),
 )
 _UNDONE: dict[str, Any] = {
@@ -520,6 +538,7 @@ _UNDONE: dict[str, Any] = {
     "reward": None,
     "turn_rewards": {},
     "has_roots_reward": False,
+    "annotations": {},
     "note": None,
     "tags": (),
     "is_reclaimed": False,
@@ -546,8 +565,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return _tombstoned(session, set(event.turns))
         case RewardAssigned():
             return _rewarded(session, event)
-        case SessionNoted():
-            return _noted(session, event)
+        case AnnotationWritten():
+            return _annotated(session, event, recorded)
         case AffinityBound():
             return {"affinity": Affinity(event.engine, event.control)}
         case AffinityReleased():
@@ -556,8 +575,9 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             reclaimed = event.reason == "idle"
             return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}
         case SessionErased():
-            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}, "note": None, "tags": ()}
-            return {"status": "erased", **gone, **_without_components(session)}
+            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}}
+            said: dict[str, Any] = {"annotations": {}, "note": None, "tags": ()}
+            return {"status": "erased", **gone, **said, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
 
@@ -586,11 +606,18 @@ def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
     return {"reward": reward, "has_roots_reward": event.of_root}
 
 
-def _noted(session: Session, event: SessionNoted) -> dict[str, Any]:
-    return {
-        "note": session.note if event.note is None else event.note or None,
-        "tags": session.tags if event.tags is None else event.tags,
-    }
+def _annotated(session: Session, event: AnnotationWritten, recorded: Recorded) -> dict[str, Any]:
+    of_turn = {**session.annotations.get(event.turn or 0, {})}
+    if event.value is None and event.column is None:
+        of_turn.pop(event.name, None)
+    else:
+        of_turn[event.name] = Annotation(recorded.seq, recorded.at, event.writer, event.size, event.column)
+    changes: dict[str, Any] = {"annotations": {**session.annotations, event.turn or 0: of_turn}}
+    if event.turn is None and event.name == "note":
+        changes["note"] = event.value
+    elif event.turn is None and event.name == "tags":
+        changes["tags"] = tuple(event.value or ())
+    return changes
 
 
 def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Session:
@@ -680,7 +707,7 @@ def _derived_branch(session: Session, event: TurnCommitted) -> tuple[int, Branch
     if newest is None:
         return 0, "start"
     if event.parent == newest.number:
-        if event.base_tokens:
+        if event.continues_tokens:
             return newest.branch, None
         return session.branches, "drift" if event.base_messages else "root"
     new = event.message_hashes[:-1]

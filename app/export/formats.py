@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from app.domain.samples import Segment, Status
+from app.domain.samples import Age, Segment, Status
 from app.errors import InvalidRequest, Unsupported
 from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
@@ -41,7 +41,7 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     """How a shape makes its rows, from one row or from all rows of a session or a group, and its columns.
 
     `of_session`: `SessionTree` makes them. `last_status`: a row's status is that of its last turn instead of all its
-    turns.
+    turns. `of_turns`: the columns that hold the rewards of turns.
     """
 
     columns: Columns
@@ -49,6 +49,7 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     of_session: bool = False
     of_group: GroupShape | None = None
     last_status: bool = False
+    of_turns: Columns = {}
 
 
 DEFAULT = "turnlog"
@@ -57,8 +58,8 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields),
     "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True),
     "slime": ShapeEntry(slime.COLUMNS, slime.fields),
-    "verl": ShapeEntry(verl.COLUMNS, verl.fields),
-    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields),
+    "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
+    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
     "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
@@ -93,9 +94,11 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(query: ExportQuery) -> None:
-    """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
-    without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or what these
+    cannot hold; Unsupported without pyarrow."""
     format, shape = query.format, query.shape
+    if query.stale == "mask" and query.max_staleness is None:
+        raise InvalidRequest("stale=mask needs max_staleness")
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -106,6 +109,17 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
+    if format in DOCUMENTS and query.stale != "drop":
+        raise InvalidRequest(f"format={format} has no loss mask and takes no stale={query.stale}")
+    if query.rewards == "turn" and not _entry(format, shape).of_turns:
+        named = ", ".join(name for name, entry in SHAPES.items() if entry.of_turns)
+        raise InvalidRequest(f"rewards=turn needs a shape with rewards of tokens: {named}")
+    if query.stale != "drop" and takes_sessions(shape):
+        raise InvalidRequest(f"shape={shape} takes no stale={query.stale}")
+    if query.columns and (format in DOCUMENTS or takes_groups(shape) or takes_sessions(shape)):
+        raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
+    if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
+        raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
 
 
 def takes_groups(shape: str) -> bool:
@@ -118,6 +132,11 @@ def takes_sessions(shape: str) -> bool:
     return SHAPES[shape].of_session
 
 
+def takes_text(format: str) -> bool:
+    """Has this format rows of sessions without ids?"""
+    return format in DOCUMENTS
+
+
 def status_of(format: str, shape: str, segment: Segment) -> Status:
     """The status that a segment's row has in this shape."""
     return segment.last_status if _entry(format, shape).last_status else segment.status
@@ -128,10 +147,17 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     make = _entry(format, shape).of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole session or a whole group")
-    is_for_training = shape != DEFAULT or format == "messages"
-    if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
+    is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
+    is_masked = row.age is not None and bool(row.age.stale_tokens)
+    copied = sample.response_length and not sample.loss_mask.any() and not is_masked
+    if is_for_training and (not sample.in_loss if row.session.is_text else copied):
         raise Unfit("every sampled token is in another session's loss")
-    return make(row)
+    asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
+    if row.columns is not None:
+        values = {name: None if found is None else found.values for name, found in row.columns.items()}
+        masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+        asked = {**asked, "columns": values, "column_masks": masks}
+    return {**make(row), **asked} if asked else make(row)
 
 
 def of_group(shape: str, rows: Sequence[Row]) -> Fields:
@@ -139,12 +165,24 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     make = SHAPES[shape].of_group
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of one row")
-    return make(rows)
+    ages = [row.age for row in rows if row.age is not None]
+    told = {name: [getattr(age, name) for age in ages] for name in Age.__struct_fields__} if ages else {}
+    return {**make(rows), **told}
 
 
 def columns_of(query: ExportQuery) -> Columns:
-    """The columns of the rows that a query asks for; with `explain`, those of exclusions too."""
-    columns = _entry(query.format, query.shape).columns
+    """The columns of the rows that a query asks for; with `explain`, those of exclusions too. Columns of turns' tokens
+    are of float64, which holds whichever type each of them is."""
+    entry = _entry(query.format, query.shape)
+    columns = dict(entry.columns)
+    if names := query.column_names:
+        columns |= {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
+    if query.top_k is not None:
+        columns |= turnlog.TOP_COLUMNS
+    if query.rewards == "turn":
+        columns |= entry.of_turns
+    if query.stale != "drop":
+        columns |= dict.fromkeys(Age.__struct_fields__, "json" if entry.of_group else "int64")
     return {**EXCLUSION, **columns} if query.explain else columns
 
 

@@ -8,8 +8,8 @@ from itertools import count, islice
 
 import msgspec
 
-from app.domain.branches import Branches, BranchRow, Picker, turns_left_out
-from app.domain.samples import Truncate
+from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
+from app.domain.samples import Truncate, aged
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
@@ -190,6 +190,9 @@ class PartRows:
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return
+        if found.session.is_text and not formats.takes_text(self._query.format):
+            yield excluded(session_id, self._window.behind(at), TEXT_ONLY)
+            return
         made = SessionRows(
             stored,
             found,
@@ -199,6 +202,8 @@ class PartRows:
             branches=self._branches,
             loss=self._query.loss,
             images=self._query.images,
+            columns=self._query.column_names,
+            top_k=self._query.top_k,
         )
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
         missing = list(turns_left_out(found.session, made.rows, self._query.branches)) if self._query.explain else []
@@ -224,10 +229,22 @@ class PartRows:
                 )
             else:
                 advantage = page.advantages.get(session_id)
-                yield made.row(segment, cursor, payloads=self._query.replay, advantage=advantage)
+                yield _as_asked(
+                    made.row(segment, cursor, payloads=self._query.replay, advantage=advantage), self._query
+                )
         for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
             yield excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)
+
+
+def _as_asked(row: Row, query: ExportQuery) -> Row:
+    """The row with rewards of turns, with its age, and without stale tokens in its loss, where this is asked for."""
+    if query.rewards == "turn":
+        row = msgspec.structs.replace(row, by_turn=True)
+    if query.stale == "drop":
+        return row
+    sample, age = aged(row.sample, query.weight_version, query.max_staleness, masks=query.stale == "mask")
+    return msgspec.structs.replace(row, sample=sample, age=age)
 
 
 def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:
@@ -248,10 +265,13 @@ def _counts_of(rows: Sequence[Row]) -> Fields:
 
 
 def _missing(member: StoredSession, found: Sequence[Row | Fields]) -> str | None:
-    """The exclusion of a session, because of which its group is incomplete."""
+    """The exclusion of a session, because of which its group is incomplete: not that of a judge, whose session of text
+    is a child."""
     if member.status == "erased":
         return None
     if not found:
         return f"{member.session_id}: its log names another group"
-    left_out = (one for one in found if not isinstance(one, Row) and one["turn"] is None)
+    left_out = [one for one in found if not isinstance(one, Row) and one["turn"] is None]
+    if member.root is not None:
+        left_out = [one for one in left_out if one[formats.EXCLUDED] != TEXT_ONLY]
     return next((f"{one['session_id']}: {one[formats.EXCLUDED]}" for one in left_out), None)

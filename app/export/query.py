@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,9 +22,9 @@ from pydantic_core import PydanticCustomError
 
 from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
-from app.domain.patterns import MAX_INTEGER, NO_NUL
+from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.rules import superseded
-from app.domain.samples import Truncate
+from app.domain.samples import Stale, Truncate
 from app.domain.session import Session
 from app.errors import InvalidRequest
 
@@ -34,6 +35,7 @@ import msgspec
 
 from app.domain import cursors
 from app.store.reads import Position
+from workers.top_logprobs import MAX_TOP
 
 Text = Annotated[str | None, Field(pattern=NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
@@ -61,7 +63,15 @@ Replay = Annotated[
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]}),
 ]
 
+_NAME = ANNOTATION[1:-1]
+
+MAX_COLUMNS = 16
+"""Columns of one export."""
+
 Images = Literal["inline", "hash", "none"]
+
+Rewards = Literal["total", "turn"]
+"""A row's reward as one number, or parts of it where turns earned them."""
 
 MAX_URL_S = 7 * 86400
 """S3 signs for no longer."""
@@ -70,8 +80,8 @@ MAX_URL_S = 7 * 86400
 class RowQuery(BaseModel):
     """The parameters that an export and the training feed share.
 
-    `max_staleness`: how many weight versions a session's oldest sampled token may be behind `weight_version`. If that
-    is None, it is the newest in the store; an export takes that from its cursor.
+    `max_staleness`: how many weight versions a sampled token may be behind `weight_version`. If that is None, it is the
+    newest in the store; an export takes that from its cursor. `stale` says what becomes of older ones.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -79,6 +89,11 @@ class RowQuery(BaseModel):
     max_staleness: Count = Field(default=None, description="At most so many weight versions behind `weight_version`.")
     weight_version: Count = Field(
         default=None, description="What is current; the newest in the store where it is left out."
+    )
+    stale: Stale = Field(
+        default="drop",
+        description="What becomes of a token that is more than `max_staleness` behind: its session (in the feed its "
+        "group) is left out (`drop`), it leaves the loss mask (`mask`), or the row only says how old it is (`keep`).",
     )
     explain: bool = Field(default=False, description="Say also what was left out, and why.")
     branches: Branches | None = Field(
@@ -91,14 +106,35 @@ class RowQuery(BaseModel):
     )
     shape: str = Field(default="turnlog", description="What a row holds: Turnlog's own, or a trainer's.")
     max_seq_len: Size = Field(default=None, description="Cut rows to at most so many tokens.")
+    rewards: Rewards = Field(
+        default="total",
+        description="A row's reward as one number (`total`), or, in shapes that take one for each token, at the token "
+        "that earned it (`turn`).",
+    )
     images: Images = Field(
         default="hash",
         description="The images of a row's messages: their bytes too (`inline`), only by their hash, or not at all "
         "(`none`). In messages an image is a reference; with `inline` it is a data URL.",
     )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOP,
+        description="The k most likely tokens at each token, where the engine was asked for them, and the prompts' "
+        "logprobs.",
+    )
     truncate: Truncate = Field(
         default="turn", description="Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output."
     )
+    columns: str | None = Field(
+        default=None,
+        pattern=rf"^{_NAME}(,{_NAME}){{0,{MAX_COLUMNS - 1}}}$",
+        description="The columns of numbers that rows have too: names with commas between them.",
+    )
+
+    @property
+    def column_names(self) -> Sequence[str]:
+        return () if self.columns is None else list(dict.fromkeys(self.columns.split(",")))
 
 
 class ExportQuery(RowQuery):
@@ -187,7 +223,7 @@ def _reward_excluded(session: Session, query: ExportQuery) -> str | None:
 def _age_excluded(known: Known, query: ExportQuery) -> str | None:
     """A session with a sampled token of unknown age is excluded, as is one without a reward if a reward is required.
 
-    So no exported token is older than requested.
+    So no token in an exported row's loss is older than requested, unless the request keeps stale ones.
     """
     session = known.session
     gone = superseded(session)
@@ -196,14 +232,14 @@ def _age_excluded(known: Known, query: ExportQuery) -> str | None:
         for turn in session.turns
         if turn.number not in gone and turn.number > session.context_turns
     ]
-    if query.max_staleness is None or not any(event.output_tokens for event in live):
+    if query.max_staleness is None or query.stale == "keep" or not any(event.output_tokens for event in live):
         return None
     behind = staleness(query.weight_version, oldest_version(live))
     if behind is None:
         return f"staleness unknown: {UNKNOWN_STALENESS}"
     if not all(map(has_numbers_only, live)):
         return "staleness unknown: a weight version is no number"
-    return too_stale(behind, query.max_staleness)
+    return too_stale(behind, query.max_staleness) if query.stale == "drop" else None
 
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -239,7 +275,8 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     def as_of(self, query: ExportQuery) -> ExportQuery:
         """Set which weight version is current, unless the client does."""
-        if query.max_staleness is None or query.weight_version is not None:
+        is_asked = query.max_staleness is not None or query.stale == "keep"
+        if not is_asked or query.weight_version is not None:
             return query
         return query.model_copy(update={"weight_version": self.newest})
 

@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy.typing as npt
 
+from app.domain.columns import AlignedColumn
 from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
-from app.domain.samples import Sample
+from app.domain.samples import Age, Sample
 from app.domain.session import Session
 from app.export.links import Links
 from workers.codec import describe
@@ -94,6 +95,19 @@ class Routing(msgspec.Struct, frozen=True):
     row_start: int
 
 
+class Top(msgspec.Struct, frozen=True):
+    """The k most likely tokens at each of the row's T tokens, most likely first, and the prompt tokens' logprobs.
+
+    `top_ids` (int32) and `top_logprobs` (float32) are [T, k], -1 and -9999.0 where there is no further token.
+    `prompt_logprobs` (float32) is [T], 0.0 where `prompt_logprobs_mask` (uint8) is 0.
+    """
+
+    top_ids: npt.NDArray[Any]
+    top_logprobs: npt.NDArray[Any]
+    prompt_logprobs: npt.NDArray[Any]
+    prompt_logprobs_mask: npt.NDArray[Any]
+
+
 class Source(msgspec.Struct, frozen=True):
     """Where a row comes from: the engines, dialects and times (seconds since the epoch) of its turns."""
 
@@ -130,7 +144,10 @@ class Row(msgspec.Struct, frozen=True):
     `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
     `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs. `images` are
     those of `messages`, in their order; None where the export asks for none; `stored_images` counts those that its
-    turns brought inline.
+    turns brought inline. `top` is there where the export asks for it. `annotations` are the JSON values of the session
+    and of the row's turns, None where there are none. `columns` are those that the export asks for. `as_of_seq` is the
+    last event that the row shows something of. `age` is there where the export masks or keeps stale tokens. `by_turn`:
+    it asks for rewards where turns earned them.
     """
 
     session: Session
@@ -150,6 +167,12 @@ class Row(msgspec.Struct, frozen=True):
     links: Mapping[str, Links | None] | None = None
     images: Sequence[RowImage] | None = None
     stored_images: int = 0
+    annotations: Mapping[str, Any] | None = None
+    columns: Mapping[str, AlignedColumn | None] | None = None
+    as_of_seq: int = 0
+    top: Top | None = None
+    age: Age | None = None
+    by_turn: bool = False
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

@@ -6,6 +6,7 @@ On SQLite the process is started again, on PostgreSQL a second one, which has ru
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sqlite3
 from collections.abc import Iterator
@@ -80,10 +81,10 @@ class Site:
     acknowledged: list[Acknowledged] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def armed(self, point: CrashPoint, times: int) -> Iterator[Stand]:
-        """The server, which ends when it has come by `point` so often."""
+    def armed(self, point: CrashPoint, times: int, engine: SimulatorProcess | None = None) -> Iterator[Stand]:
+        """The server, which ends when it has come by `point` so often. `engine`: to look into, if not its own."""
         self.server.start(**{VARIABLE: f"{point}:{times}"})
-        stand = Stand(self.server, self.engine.base_url)
+        stand = Stand(self.server, (engine or self.engine).base_url)
         assert stand.sim.post("/sim/reset").status_code == 200
         yield stand
         stand.close()
@@ -91,9 +92,9 @@ class Site:
         verified(self.url)
 
     @contextlib.contextmanager
-    def after(self) -> Iterator[Stand]:
+    def after(self, engine: SimulatorProcess | None = None) -> Iterator[Stand]:
         """Who serves the store now."""
-        stand = Stand(self.other or self.server.start(), self.engine.base_url)
+        stand = Stand(self.other or self.server.start(), (engine or self.engine).base_url)
         yield stand
         stand.close()
         self.server.stop()
@@ -111,9 +112,18 @@ class Site:
         self.acknowledged.append(acknowledgement(talk.id, reply))
 
 
+@pytest.fixture(scope="module")
+def vendor() -> Iterator[SimulatorProcess]:
+    with SimulatorProcess("--dialect", "openai") as upstream:
+        yield upstream
+
+
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def site(
-    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    engine: SimulatorProcess,
+    vendor: SimulatorProcess,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("crash-points")
     with contextlib.ExitStack() as stack:
@@ -123,23 +133,26 @@ def site(
         else:
             postgres: Postgres = request.getfixturevalue("postgres")
             url = stack.enter_context(postgres.database())
-        made = Site(url, engine, _server(folder, url, engine))
+        made = Site(url, engine, _server(folder, url, engine, vendor))
         if request.param == "postgresql":
-            made.other = _server(folder, url, engine).start()
+            made.other = _server(folder, url, engine, vendor).start()
             stack.callback(made.other.stop)
         stack.callback(made.server.stop)
         yield made
 
 
-def _server(folder: Path, url: str, engine: SimulatorProcess) -> ForkedServer:
-    return ForkedServer(folder, url, [engine.base_url], TURNLOG_CLIENT_REPLY="verbatim")
+def _server(folder: Path, url: str, engine: SimulatorProcess, vendor: SimulatorProcess) -> ForkedServer:
+    upstreams = json.dumps({"vendor": {"url": vendor.base_url, "model": "large"}})
+    settings = {"TURNLOG_CLIENT_REPLY": "verbatim", "TURNLOG_TEXT_UPSTREAMS": upstreams}
+    return ForkedServer(folder, url, [engine.base_url], **settings)
 
 
 @dataclass(frozen=True)
 class TurnCase:
     """The session's second turn dies at `point`, which its first may have come by as well.
 
-    `generations` of it there are in the end: 1 where the crash was before the engine call or after the commit.
+    `generations` of it there are in the end: 1 where the crash was before the engine call or after the commit. With
+    `of_text` the session captures text alone, of the vendor.
     """
 
     point: CrashPoint
@@ -148,6 +161,7 @@ class TurnCase:
     landed: bool = False
     sim: dict[str, Any] | None = None
     fault: str | None = None
+    of_text: bool = False
 
 
 TURNS = (
@@ -167,20 +181,28 @@ TURNS = (
     TurnCase("before_release", 1, 2, fault="status_500"),
     TurnCase("in_release", 1, 2, fault="not_json"),
     TurnCase("after_release", 1, 2, fault="status_500"),
+    TurnCase("before_engine", 2, 1, of_text=True),
+    TurnCase("after_engine", 2, 2, of_text=True),
+    TurnCase("after_judged", 2, 2, of_text=True),
+    TurnCase("in_commit", 2, 2, of_text=True),
+    TurnCase("after_commit", 2, 1, landed=True, of_text=True),
+    TurnCase("in_release", 1, 2, fault="not_json", of_text=True),
 )
 
 
 def _name(case: TurnCase) -> str:
-    return f"{case.point}-{case.times}{'-large' if case.sim else ''}"
+    return f"{case.point}-{case.times}{'-large' if case.sim else '-text' if case.of_text else ''}"
 
 
 @pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize("case", TURNS, ids=_name)
-def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
+def test_a_turn(site: Site, vendor: SimulatorProcess, tally: Tally, case: TurnCase) -> None:
     fields = {"sim": case.sim, "return_routed_experts": True} if case.sim else {}
     key = {"idempotency-key": f"second {case.point}"}
-    with site.armed(case.point, case.times) as stand:
-        talk = stand.talk(group_id="crash")
+    generator = vendor if case.of_text else site.engine
+    of_text = {"capture": "text", "upstream": "vendor", "params": None}
+    with site.armed(case.point, case.times, generator) as stand:
+        talk = stand.talk(group_id="crash", **{"params": {"top_logprobs": 3}, **(of_text if case.of_text else {})})
         site.acknowledge(talk, talk.say("First"))
         if case.fault:
             assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
@@ -189,7 +211,7 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
             talk.chat(sent, headers=key, **fields)
         tally.tried += 1
     killed = monotonic()
-    with site.after() as stand:
+    with site.after(generator) as stand:
         again = stand.known(talk.id)
         reply = again.chat(sent, headers=key, **fields)
         tally.recovered(monotonic() - killed)
@@ -197,11 +219,16 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
         assert ("x-turnlog-replayed" in reply.headers) is case.landed
         site.acknowledge(again, reply)
         assert again.chat(sent, headers=key, **fields).content == reply.content
-        assert again.generations() == 1 + case.generations
+        generations = stand.stats()["started"] if case.of_text else again.generations()
+        assert generations == 1 + case.generations
         tally.doubled += len(again.committed()) - 2
         assert [record["response"] for record in again.state()["records"]][1] == reply.json()
         again.messages = [*sent, reply.json()["choices"][0]["message"]]
         site.acknowledge(again, again.say("Third"))
+        rows = again.rows(top_k=1)
+        assert len(rows) == (not case.of_text)
+        for row in rows:
+            assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
         verified(site.url, site.acknowledged[-3:], tally)
 
 
@@ -250,16 +277,19 @@ def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize("point", ["in_reward", "after_reward", "in_note", "after_note", "in_close", "after_close"])
+@pytest.mark.parametrize(
+    "point", ["in_reward", "after_reward", "in_annotation", "after_annotation", "in_close", "after_close"]
+)
 def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> None:
     """Its reward, a note, its close: there whole or not at all, and asked for again it is there."""
     what = point.partition("_")[2]
-    body = {"reward": {"reward": 0.5}, "note": {"note": "Seen", "tags": ["a"]}, "close": None}[what]
-    kind = {"reward": "RewardAssigned", "note": "SessionNoted", "close": "SessionClosed"}[what]
+    path = {"reward": "/reward", "annotation": "/annotations/note", "close": ""}[what]
+    body = {"reward": {"reward": 0.5}, "annotation": {"value": "Seen"}, "close": None}[what]
+    kind = {"reward": "RewardAssigned", "annotation": "AnnotationWritten", "close": "SessionClosed"}[what]
     with site.armed(point, 1) as stand:
         talk = stand.talk(group_id="crash")
         site.acknowledge(talk, talk.say("First"))
-        method, path = ("DELETE", talk.path) if what == "close" else ("PUT", f"{talk.path}/{what}")
+        method, path = "DELETE" if what == "close" else "PUT", talk.path + path
         with pytest.raises(httpx.TransportError):
             stand.http.request(method, path, json=body)
         tally.tried += 1
@@ -274,7 +304,33 @@ def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> 
             1,
             what == "close",
         )
-        assert {name: row[name] for name in body or {}} == (body or {})
+        assert row["reward"] == (0.5 if what == "reward" else None)
+        assert row["note"] == ("Seen" if what == "annotation" else None)
+        verified(site.url, site.acknowledged[-1:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["in_annotation", "after_annotation"])
+def test_a_column_that_is_replaced(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """The earlier column or the new one, whole; asked for again it is the new one."""
+    with site.armed(point, 2) as stand:
+        talk = stand.talk()
+        site.acknowledge(talk, talk.say("First", sim={"completion_tokens": 3}))
+        path = f"{talk.path}/turns/1/annotations/values"
+        first, second = ({"values": [value, None, 2.5], "over": "output"} for value in (0.25, 0.5))
+        assert stand.http.put(path, json=first).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            stand.http.put(path, json=second)
+        tally.tried += 1
+    with site.after() as stand:
+        there = second if point == "after_annotation" else first
+        assert stand.get(path)["values"] == there["values"]
+        for _ in range(2):
+            [row] = stand.rows(session_id=talk.id, columns="values")
+            assert row["columns"]["values"][-3:] == [there["values"][0], 0.0, 2.5]
+            assert row["column_masks"]["values"] == [0] * row["prompt_length"] + [1, 0, 1]
+            assert stand.http.put(path, json=second).status_code == 200
+            there = second
         verified(site.url, site.acknowledged[-1:], tally)
 
 
@@ -299,8 +355,9 @@ def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
         talk.say("To be forgotten", sim=LARGE, return_routed_experts=True)
         reward = {"reward": 0.5, "components": {f"forgotten-{talk.id}": 1.0}}
         assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
-        note = {"note": f"forgotten-{talk.id}", "tags": ["forgotten"]}
-        assert stand.http.put(f"{talk.path}/note", json=note).status_code == 200
+        talk.noted(note=f"forgotten-{talk.id}", tags=["forgotten"])
+        column = {"values": [0.25] * talk.committed()[0]["output_tokens"], "over": "output"}
+        assert stand.http.put(f"{talk.path}/turns/1/annotations/values", json=column).status_code == 200
         frames = stored_frames(site.url, talk)
         with pytest.raises(httpx.TransportError):
             stand.http.delete(talk.path, params={"erase": "true"})

@@ -191,7 +191,14 @@ def test_the_client_and_the_feed_give_it(trees: Stand) -> None:
     assert row["messages"] == talk.messages
 
 
-@pytest.mark.parametrize("query", [{"format": "atif"}, {"format": "messages"}, {"replay": "urls"}])
+@pytest.mark.parametrize(
+    "query",
+    [
+        *({"format": "atif"}, {"format": "messages"}, {"replay": "urls"}, {"columns": "values"}, {"top_k": "1"}),
+        *({"stale": "keep"}, {"stale": "mask", "max_staleness": "1"}, {"rewards": "turn"}),
+    ],
+    ids=lambda query: "-".join(query.values()),
+)
 def test_what_makes_no_sense_with_it_is_refused(trees: Stand, query: dict[str, str]) -> None:
     response = trees.http.get("/export", params={"shape": "tree", **query})
     assert error_of(response)[0] == 400

@@ -21,7 +21,7 @@ from app.export.shapes import turnlog
 from workers.parse_parts import VersionSpan
 
 OF_SESSION = (
-    *("session_id", "group_id", "attempt", "parent_session_id", "as_of_seq", "reward", "reward_components"),
+    *("session_id", "group_id", "attempt", "parent_session_id", "reward", "reward_components"),
     *("advantage", "metadata", "cursor", "rollout_id", "rollout_rows", "rollout_weight", "pinned", "note", "tags"),
 )
 """The `turnlog` row's fields that all rows of a session have alike."""
@@ -40,6 +40,7 @@ PAYLOAD: Columns = {"data": "bytes", "rows": "int64", "dtype": "text", "shape": 
 
 COLUMNS: Columns = {
     **{name: turnlog.COLUMNS[name] for name in OF_SESSION},
+    "as_of_seq": "int64",
     "tokens": "[int32]",
     "position_ids": "[int64]",
     "loss_mask": "[uint8]",
@@ -146,7 +147,7 @@ class SessionTree:
 
     def __init__(self) -> None:
         self._turns: dict[int, _Turn] = {}
-        self._leaves: list[tuple[tuple[int, int], Fields]] = []
+        self._leaves: list[tuple[tuple[int, int], dict[str, Any]]] = []
         self._payloads: dict[str, _PayloadRows] = {}
         self._session: Fields = {}
         self._has_images = False
@@ -228,6 +229,7 @@ class SessionTree:
         return {
             **self._session,
             "cursor": cursor,
+            "as_of_seq": max(leaf["as_of_seq"] for _, leaf in self._leaves),
             "tokens": tokens,
             "position_ids": positions,
             "loss_mask": loss,
