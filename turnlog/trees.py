@@ -72,11 +72,11 @@ def _path(tree: TrainerRow, segment: int) -> Iterator[int]:
     while segment >= 0:
         path.append(segment)
         segment = tree["segment_parents"][segment]
-    return reversed(path)
+    return iter(path[::-1])
 
 
 def _range(tree: TrainerRow, segment: int) -> tuple[int, int]:
-    starts = tree["segment_starts"]
+    starts: Sequence[int] = tree["segment_starts"]
     return starts[segment], starts[segment + 1] if segment + 1 < len(starts) else len(tree["tokens"])
 
 
@@ -85,7 +85,7 @@ def _chain(turns: Mapping[int, Mapping[str, Any]], number: int, begins: str) -> 
     chain: list[Mapping[str, Any]] = [turns[number]]
     while chain[-1][begins]:
         chain.append(turns[chain[-1]["parent"]])
-    return reversed(chain)
+    return iter(chain[::-1])
 
 
 def _versions(versions: Sequence[int], names: Sequence[str], own: Sequence[str]) -> list[int]:
