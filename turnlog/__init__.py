@@ -44,6 +44,7 @@ __all__ = [
     "NotFound",
     "NotTurnlog",
     "OpenTurn",
+    "PackedTrees",
     "Part",
     "PausedAdapter",
     "PayloadRows",
@@ -98,7 +99,11 @@ __all__ = [
     "UnreadableEvent",
     "VersionSpan",
     "WaitingGroup",
+    "attention_mask",
+    "attention_slices",
     "fetch_payload",
+    "pack_trees",
+    "unpack_tree",
 ]
 
 if TYPE_CHECKING:
@@ -139,6 +144,7 @@ if TYPE_CHECKING:
         NotFound,
         NotTurnlog,
         OpenTurn,
+        PackedTrees,
         Part,
         PausedAdapter,
         PayloadRows,
@@ -193,7 +199,11 @@ if TYPE_CHECKING:
         UnreadableEvent,
         VersionSpan,
         WaitingGroup,
+        attention_mask,
+        attention_slices,
         fetch_payload,
+        pack_trees,
+        unpack_tree,
     )
 else:
     # For type checkers the names are those above: with a `__getattr__` any other name would be one, too, of type Any.
