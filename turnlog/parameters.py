@@ -48,7 +48,7 @@ class NewSession(TypedDict, total=False):
     attempt: int | None
     metadata: Mapping[str, Any] | None
     rollback_window: int | None
-    retain: Literal["window", "all"] | None
+    retain: Literal["window", "sampled", "all"] | None
     history: Literal["linear", "tree"] | None
     on_divergence: Literal["reject", "segment"] | None
     on_drift: Literal["segment", "reject"] | None

@@ -118,7 +118,7 @@ class Exporter:
         parts = self._made(pinned, high, query)
         first = await begun(self._threads, parts)
         instead = self._part_rows(query, pinned).instead
-        writer = await asyncio.to_thread(formats.open_writer, query.format, query.shape, query.explain, instead)
+        writer = await asyncio.to_thread(formats.open_writer, query, instead)
         rest = read_ahead(parts) if query.limit is None else parts
         pieces = self.exported.counted(read_ahead(written(self._threads, writer, first, rest)))
         media_type, suffix = writer.media_type, writer.suffix

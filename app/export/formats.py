@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,8 +16,25 @@ from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.row import Columns, Fields, Row, Shape, Unfit
-from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
+from app.export.shapes import (
+    areal,
+    atif,
+    atropos,
+    identity,
+    messages,
+    miles,
+    prime_rl,
+    skyrl,
+    slime,
+    tinker,
+    trl,
+    turnlog,
+    verl,
+)
 from app.extras import install
+
+if TYPE_CHECKING:
+    from app.export.query import ExportQuery
 
 GroupShape = Callable[[Sequence[Row]], Fields]
 """Makes one row of all rows of a group. Raises Unfit."""
@@ -25,27 +43,29 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 class ShapeEntry(msgspec.Struct, frozen=True):
     """How a shape makes its rows, from one row or from all rows of a group, and its columns.
 
-    `last_status`: a row's status is that of its last turn instead of all its turns.
+    `last_status`: a row's status is that of its last turn instead of all its turns. `masks` are more columns, of an
+    export with replay payloads: those of sampling masks.
     """
 
     columns: Columns
     of_row: Shape | None = None
     of_group: GroupShape | None = None
     last_status: bool = False
+    masks: Columns = {}
 
 
 DEFAULT = "turnlog"
 
 SHAPES: Mapping[str, ShapeEntry] = {
-    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields),
-    "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True),
-    "slime": ShapeEntry(slime.COLUMNS, slime.fields),
+    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields, masks=turnlog.MASKS),
+    "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True, masks=miles.MASKS),
+    "slime": ShapeEntry(slime.COLUMNS, slime.fields, masks=slime.MASKS),
     "verl": ShapeEntry(verl.COLUMNS, verl.fields),
     "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
     "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
-    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields),
+    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields, masks=prime_rl.MASKS),
     "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
 }
 
@@ -118,12 +138,17 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     return make(rows)
 
 
-def open_writer(format: str, shape: str, explain: bool, instead: Instead = refuse) -> ContainerWriter:
+def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:
     """With `explain`, the columns of exclusions are added. `instead`: of a row that the container cannot hold."""
-    columns = _entry(format, shape).columns
-    if format in DOCUMENTS:
+    if query.format in DOCUMENTS:
         return lines.ndjson(instead)
-    return CONTAINERS[format]({**EXCLUSION, **columns} if explain else columns, instead)
+    entry = SHAPES[query.shape]
+    columns = {**EXCLUSION, **entry.columns} if query.explain else dict(entry.columns)
+    if query.replay is True:
+        columns.update(entry.masks)
+        if query.routing == "sampled" and "sampling" in columns:
+            columns.update(identity.ROUTED)
+    return CONTAINERS[query.format](columns, instead)
 
 
 def _entry(format: str, shape: str) -> ShapeEntry:

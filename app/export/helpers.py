@@ -71,7 +71,7 @@ def run(_: memoryview, body: memoryview) -> bytes:
     packed: list[bytes] = []
     count = 0
     query = part.query
-    with contextlib.closing(formats.open_writer(query.format, query.shape, query.explain, part.rows.instead)) as writer:
+    with contextlib.closing(formats.open_writer(query, part.rows.instead)) as writer:
         while rows := next_rows(made, sys.maxsize, PIECE):
             count += len(rows)
             packed.append(writer.pack(rows))

@@ -17,6 +17,7 @@ from app.domain.session import Session
 from app.export.links import Links
 from workers.codec import describe
 from workers.reply import LogprobsOf
+from workers.sampling_masks import Masks
 
 
 class TurnSampling(msgspec.Struct, frozen=True):
@@ -94,6 +95,13 @@ class Routing(msgspec.Struct, frozen=True):
     row_start: int
 
 
+class MaskRows(msgspec.Struct, frozen=True):
+    """A sampling mask from row `row_start` on: row r has the ids that token r + 1 was drawn from, or none."""
+
+    masks: Masks
+    row_start: int
+
+
 class Source(msgspec.Struct, frozen=True):
     """Where a row comes from: the engines, dialects and times (seconds since the epoch) of its turns."""
 
@@ -125,12 +133,13 @@ class Row(msgspec.Struct, frozen=True):
     """One segment. `messages` is the conversation at its end, raw, as sent and answered; `turns` are the sample's.
 
     `replay`: the export asks for replay payloads; `routing` holds the rows of each kind that was stored, None if they
-    are tombstoned. `is_last`: no later segment of the session is live. `advantage` is set if the export asks for one
-    and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
-    `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
-    `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs. `images` are
-    those of `messages`, in their order; None where the export asks for none; `stored_images` counts those that its
-    turns brought inline.
+    are tombstoned, `mask` the sampling mask likewise. `routing_differs`: the rows are the sampled ones, and so many of
+    them, of all kinds, are not the newest; None: they are the newest. `is_last`: no later segment of the session is
+    live. `advantage` is set if the export asks for one and the session has a reward and a group. `root` is the root of
+    the session's rollout, None for the root itself. `rollout_rows`: how many rows the rollout has in this export,
+    before any filter and limit leaves some out. `sampling` has one for each of `turns`. `links`: instead of `routing`,
+    where the export asks for URLs. `images` are those of `messages`, in their order; None where the export asks for
+    none; `stored_images` counts those that its turns brought inline.
     """
 
     session: Session
@@ -150,6 +159,8 @@ class Row(msgspec.Struct, frozen=True):
     links: Mapping[str, Links | None] | None = None
     images: Sequence[RowImage] | None = None
     stored_images: int = 0
+    mask: MaskRows | msgspec.UnsetType | None = msgspec.UNSET
+    routing_differs: int | None = None
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

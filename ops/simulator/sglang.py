@@ -50,6 +50,12 @@ def check_history(conversation: Conversation) -> None:
             raise BadRequest(f"messages[{number}]: the arguments of a tool call must be a JSON object.")
 
 
+def check_mask(request: ChatRequest) -> None:
+    """Refuse a sampling mask without a bound. Raises :class:`BadRequest`."""
+    if request.return_sampling_mask and (request.top_k or 0) < 1:
+        raise BadRequest("return_sampling_mask requires a finite top_k.")
+
+
 def check_start(request: Request, prompt_tokens: int) -> None:
     """Refuse a first row outside the prompt. Raises :class:`BadRequest`."""
     if not 0 <= request.routed_experts_start_len <= prompt_tokens:
@@ -117,6 +123,11 @@ def _meta_info(
     for name, payload in (("routed_experts", experts), ("indexer_topk", writer.indexer(generation))):
         if payload is not None:
             parts += [b',"%s":' % name.encode(), payload]
+    masks = writer.masks(generation)
+    if masks is not None:
+        logprobs = b",".join(numbers or writer.logprobs(generation.draft))
+        parts += [b',"output_token_sampling_mask":', masks, b',"output_token_sampling_logprobs":[', logprobs, b"]"]
+        parts.append(b',"output_token_sampling_mask_length":%d' % generation.completion_tokens)
     return [*parts, b"}"]
 
 

@@ -62,6 +62,9 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     parts = [b"".join(head)]
     if experts is not None:
         parts += [b',"routed_experts":', experts]
+    masks = writer.masks(generation)
+    if masks is not None:
+        parts += [b',"sampling_mask":', masks]
     prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
     parts.append(
         b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":null,'

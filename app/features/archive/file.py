@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, Table
 
 from app.export import formats
+from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.features.archive.rows import CONTENT, Rollout, StoredRows
 from app.store.schema import blobs, events, groups, sessions
@@ -120,7 +121,7 @@ def _groups(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
 
 
 def _samples(rows: Sequence[Fields]) -> pa.Table:
-    writer = formats.open_writer("parquet", formats.DEFAULT, False)
+    writer = formats.open_writer(ExportQuery(format="parquet"))
     try:
         return pq.read_table(io.BytesIO(b"".join([*writer.write(rows), *writer.finish()])))
     finally:

@@ -320,7 +320,7 @@ def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict
         leave_out(instead(row, error))
 
     made: list[bytes] = []
-    with contextlib.closing(formats.open_writer("ndjson", shape, False, not_written)) as writer:
+    with contextlib.closing(formats.open_writer(ExportQuery(shape=shape), not_written)) as writer:
         for row in rows:
             if formats.EXCLUDED in row:
                 leave_out(row)
