@@ -130,7 +130,7 @@ class Exporter:
         return self._pages(*await self._opened(query, cursor))
 
     def _require(self, query: ExportQuery) -> None:
-        formats.require(query.format, query.shape)
+        formats.require(query)
         if query.replay == "urls":
             links.require(self._database, query.format, query.shape)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,6 +14,7 @@ from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
+from app.export.query import ExportQuery
 from app.export.row import Columns, Fields, Row, Shape, Unfit
 from app.export.shapes import (
     areal,
@@ -32,9 +32,6 @@ from app.export.shapes import (
     verl,
 )
 from app.extras import install
-
-if TYPE_CHECKING:
-    from app.export.query import ExportQuery
 
 GroupShape = Callable[[Sequence[Row]], Fields]
 """Makes one row of all rows of a group. Raises Unfit."""
@@ -94,9 +91,10 @@ DOCUMENTS: Mapping[str, ShapeEntry] = {
 FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
-def require(format: str, shape: str) -> None:
+def require(query: ExportQuery) -> None:
     """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
     without pyarrow."""
+    format, shape = query.format, query.shape
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -138,17 +136,22 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     return make(rows)
 
 
-def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:
-    """With `explain`, the columns of exclusions are added. `instead`: of a row that the container cannot hold."""
-    if query.format in DOCUMENTS:
-        return lines.ndjson(instead)
-    entry = SHAPES[query.shape]
+def columns_of(query: ExportQuery) -> Columns:
+    """The columns of the rows that a query asks for; with `explain`, those of exclusions too."""
+    entry = _entry(query.format, query.shape)
     columns = {**EXCLUSION, **entry.columns} if query.explain else dict(entry.columns)
     if query.replay is True:
         columns.update(entry.masks)
         if query.routing == "sampled" and "sampling" in columns:
             columns.update(identity.ROUTED)
-    return CONTAINERS[query.format](columns, instead)
+    return columns
+
+
+def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:
+    """`instead`: of a row that the container cannot hold."""
+    if query.format in DOCUMENTS:
+        return lines.ndjson(instead)
+    return CONTAINERS[query.format](columns_of(query), instead)
 
 
 def _entry(format: str, shape: str) -> ShapeEntry:

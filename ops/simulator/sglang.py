@@ -41,6 +41,8 @@ def check(request: ChatRequest) -> None:
         for name in _NOT_STREAMED:
             if getattr(request, name):
                 raise BadRequest(f"{name} is not supported with streaming; set stream=false.")
+    if request.return_sampling_mask and (request.top_k or 0) < 1:
+        raise BadRequest("return_sampling_mask requires a finite top_k.")
 
 
 def check_history(conversation: Conversation) -> None:
@@ -48,12 +50,6 @@ def check_history(conversation: Conversation) -> None:
     for number, message in enumerate(conversation.messages):
         if not message.calls_objects:
             raise BadRequest(f"messages[{number}]: the arguments of a tool call must be a JSON object.")
-
-
-def check_mask(request: ChatRequest) -> None:
-    """Refuse a sampling mask without a bound. Raises :class:`BadRequest`."""
-    if request.return_sampling_mask and (request.top_k or 0) < 1:
-        raise BadRequest("return_sampling_mask requires a finite top_k.")
 
 
 def check_start(request: Request, prompt_tokens: int) -> None:

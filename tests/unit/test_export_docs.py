@@ -12,6 +12,7 @@ from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 
 import app
 from app.export import formats
+from app.export.query import ExportQuery
 
 DOCS = Path(app.__file__).parents[1] / "docs" / "export.md"
 
@@ -21,7 +22,7 @@ SNIPPETS = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", DOCS.read_text(), re
 @pytest.mark.parametrize("format", formats.CONTAINERS)
 def test_a_snippet_reads_its_format(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [*rows(TWO_TURNS, routing=experts(5)), *rows(TWO_SEGMENTS, session_id="t")]
-    writer = formats.open_writer(format, "miles", explain=False)
+    writer = formats.open_writer(ExportQuery(format=format, shape="miles"))
     try:
         pieces = [*writer.write([formats.of_row(format, "miles", row) for row in given]), *writer.finish()]
     finally:

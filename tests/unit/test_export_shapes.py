@@ -15,6 +15,7 @@ from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 from app.errors import InvalidRequest
 from app.export import formats, jsontext
 from app.export.containers.writer import EXCLUSION
+from app.export.query import ExportQuery
 from app.export.row import ITEMS, Column, Routing, Row, depth
 from app.export.shapes import miles, skyrl, slime, verl
 from workers.parse_parts import VersionSpan
@@ -153,7 +154,7 @@ class TestRegistry:
     )
     def test_what_there_is_not_is_named(self, format: str, shape: str, named: str) -> None:
         with pytest.raises(InvalidRequest, match=f"{named} .*(parquet|skyrl)"):
-            formats.require(format, shape)
+            formats.require(ExportQuery(format=format, shape=shape))
 
     def test_only_atropos_takes_groups(self) -> None:
         assert [shape for shape in formats.SHAPES if formats.takes_groups(shape)] == ["atropos"]

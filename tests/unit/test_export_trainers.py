@@ -15,6 +15,7 @@ import pytest
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 
 from app.export import formats
+from app.export.query import ExportQuery
 from app.export.row import Row
 
 JSON = dict[str, Any]
@@ -25,7 +26,7 @@ NO_SKYRL = "skyrl is not installed (it needs Python 3.12): see 'Trainers' packag
 
 def exported(format: str, shape: str, given: Sequence[Row]) -> list[JSON]:
     """Through the file: what a trainer's script reads."""
-    writer = formats.open_writer(format, shape, explain=False)
+    writer = formats.open_writer(ExportQuery(format=format, shape=shape))
     try:
         pieces = [*writer.write([formats.of_row(format, shape, row) for row in given]), *writer.finish()]
     finally:

@@ -104,7 +104,7 @@ def test_a_row_has_the_parts_of_its_turns_in_every_format(format: str) -> None:
     first, last = row.sample.turns
     last = msgspec.structs.replace(last, parts=[Part("http://a", 4, 5)], adapter="math", dispatched="4")
     row = msgspec.structs.replace(row, sample=msgspec.structs.replace(row.sample, turns=[first, last]))
-    with closing(formats.open_writer(format, "turnlog", explain=False)) as writer:
+    with closing(formats.open_writer(ExportQuery(format=format))) as writer:
         fields = formats.of_row(format, "turnlog", row)
         [found] = read(format, b"".join([*writer.write([fields]), *writer.finish()]))
     turns = json.loads(found["turns"]) if isinstance(found["turns"], str) else found["turns"]

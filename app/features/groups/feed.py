@@ -84,6 +84,11 @@ class FeedQuery(RowQuery):
     attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least this many sessions.")
     new_only: bool = Field(default=False, description="Only groups without a lease.")
 
+    def of_rows(self) -> ExportQuery:
+        """What is asked of the rows of a group; how old it may be is asked of the group as a whole."""
+        shared = self.model_dump(include=set(RowQuery.model_fields) - {"explain", "max_staleness", "weight_version"})
+        return ExportQuery(**shared, explain=True, advantage="grpo")
+
 
 class _LeasedGroup(msgspec.Struct, frozen=True):
     group: Candidate
@@ -117,7 +122,8 @@ class Feed:
 
     async def hand_out(self, query: FeedQuery) -> AsyncIterator[bytes]:
         """Lease groups, then give a line of JSON for each. Raises InvalidRequest for an unknown shape."""
-        formats.require("ndjson", query.shape)
+        wanted = query.of_rows()
+        formats.require(wanted)
         # Concurrent requests in one process would only compete for the same groups.
         async with self._leasing:
             await settle_groups(self._database, self._writer)
@@ -125,7 +131,7 @@ class Feed:
             if current is None:
                 current = await self._database.read(newest_version, or_else=newest_version_of_each)
             given = await self._lease(query, current)
-        return self._lines(query, current, given)
+        return self._lines(query, wanted, current, given)
 
     async def group(self, group_id: str) -> wire.Group:
         """A group as it is now. Raises NotFound if no session has the id."""
@@ -223,17 +229,19 @@ class Feed:
         ]
 
     async def _lines(
-        self, query: FeedQuery, current: int | None, given: Sequence[_LeasedGroup]
+        self, query: FeedQuery, wanted: ExportQuery, current: int | None, given: Sequence[_LeasedGroup]
     ) -> AsyncIterator[bytes]:
         for one in given:
-            async for piece in self._line(query, current, one):
+            async for piece in self._line(query, wanted, current, one):
                 yield piece
         if query.explain:
             async for line in self._left_out(query, current, {one.group.group_id for one in given}):
                 yield line
 
-    async def _line(self, query: FeedQuery, current: int | None, given: _LeasedGroup) -> AsyncIterator[bytes]:
-        """A group's line in pieces: its rows are made a few sessions at a time."""
+    async def _line(
+        self, query: FeedQuery, wanted: ExportQuery, current: int | None, given: _LeasedGroup
+    ) -> AsyncIterator[bytes]:
+        """A group's line in pieces: its rows, as `wanted`, are made a few sessions at a time."""
         group_id = given.group.group_id
         every = await self._attempts(group_id)
         rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
@@ -256,13 +264,10 @@ class Feed:
         ]
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
-        wanted = ExportQuery(
-            explain=True, max_seq_len=query.max_seq_len, truncate=query.truncate, shape=query.shape, advantage="grpo"
-        )
         all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
         for part in _parts(all_sessions, query.shape):
             found = await self._exporter.rows(part, wanted)
-            made, left_out = await asyncio.to_thread(_encoded, found, query.shape)
+            made, left_out = await asyncio.to_thread(_encoded, found, wanted)
             for row in made:
                 yield separator + row
                 separator = b","
@@ -308,7 +313,7 @@ def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
     return [session_ids[at : at + SESSIONS_AT_ONCE] for at in range(0, len(session_ids), SESSIONS_AT_ONCE)]
 
 
-def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict[str, Any]]]:
+def _encoded(rows: Sequence[Fields], query: ExportQuery) -> tuple[list[bytes], list[dict[str, Any]]]:
     """Each row's JSON, and why others are left out. Runs on a thread."""
     left_out: list[dict[str, Any]] = []
 
@@ -320,7 +325,7 @@ def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict
         leave_out(instead(row, error))
 
     made: list[bytes] = []
-    with contextlib.closing(formats.open_writer(ExportQuery(shape=shape), not_written)) as writer:
+    with contextlib.closing(formats.open_writer(query, not_written)) as writer:
         for row in rows:
             if formats.EXCLUDED in row:
                 leave_out(row)
