@@ -97,7 +97,7 @@ def _payloads(body: memoryview, prompt: PayloadRange | None) -> list[PayloadRang
     payload: that would take more time than anything else."""
     gaps = [] if prompt is None else [prompt]
     for kind in REPLAY:
-        for name in NAMES[kind]:
+        for name in {names[kind]: None for names in NAMES.values()}:
             gaps = sorted([*gaps, *_payloads_of(body, kind, name, gaps)], key=lambda place: place.start)
     return sorted([place for place in gaps if place is not prompt], key=lambda place: REPLAY.index(place.kind))
 

@@ -120,7 +120,7 @@ def completion(
             versions.get("weight_version"),
             len(output_ids),
         ),
-        payloads=payloads_in(choice, extension(root)),
+        payloads=payloads_in(dialect, choice, extension(root)),
         cached_tokens=cached_tokens(None, root.usage),
         miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
     )
@@ -270,7 +270,7 @@ def _sglang(
             metadata(root).get("weight_version") if is_null(version) else version,
             len(triples),
         ),
-        payloads=payloads_in(meta, extension(root)),
+        payloads=payloads_in("sglang", meta, extension(root)),
         cached_tokens=cached_tokens(meta.get("cached_tokens"), root.usage),
         miscounted=miscounted(prompt.tokens, (f"{where}.prompt_tokens", own), ("usage.prompt_tokens", count)),
     )
@@ -316,7 +316,7 @@ def _vllm(
             metadata(root).get("weight_version"),
             len(output_ids),
         ),
-        payloads=payloads_in(choice),
+        payloads=payloads_in("vllm", choice),
         cached_tokens=cached_tokens(None, root.usage),
         miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
     )

@@ -30,11 +30,11 @@ token was routed to, the positions that sparse attention selected for it, the id
 REPLAY: tuple[ReplayKind, ...] = get_args(ReplayKind)
 """The replay payloads: in SGLang's `meta_info` or `sglext`, or on vLLM's choice."""
 
-NAMES: Mapping[ReplayKind, tuple[str, ...]] = {
-    **{kind: (kind,) for kind in REPLAY},
-    "sampling_mask": ("sampling_mask", "output_token_sampling_mask"),
+NAMES: Mapping[Dialect, Mapping[ReplayKind, str]] = {
+    "sglang": {**{kind: kind for kind in REPLAY}, "sampling_mask": "output_token_sampling_mask"},
+    "vllm": {kind: kind for kind in REPLAY},
 }
-"""What a kind's field is called: vLLM and SGLang name sampling masks differently."""
+"""What an engine calls the field of a kind."""
 
 MAX_VERSION = 256
 """Maximum length of a weight version: it is repeated in every event and row."""
@@ -116,9 +116,9 @@ def only_choice(choices: list[Any]) -> Any:
     return choices[0]
 
 
-def payloads_in(*homes: Fields) -> list[tuple[str, msgspec.Raw]]:
+def payloads_in(dialect: Dialect, *homes: Fields) -> list[tuple[str, msgspec.Raw]]:
     """The replay payloads in these objects: kind and raw value."""
-    named = [(kind, name) for kind in REPLAY for name in NAMES[kind]]
+    named = NAMES[dialect].items()
     return [(kind, fields[name]) for fields in homes for kind, name in named if not is_null(fields.get(name))]
 
 

@@ -344,12 +344,17 @@ def _digest(rows: Ids) -> str:
     return hashlib.sha256(rows.data).hexdigest()[:32]
 
 
-def load(chunk: Chunk, frame: bytes | None) -> Ids:
-    """A stored chunk's rows. Raises CorruptContent if they are missing or changed."""
+def raw_of(chunk: Chunk, frame: bytes | None) -> bytes:
+    """A stored chunk's bytes. Raises CorruptContent if they are missing or changed."""
     raw = codec.decompress(frame, chunk.size)
     if len(raw) != chunk.size or hashlib.sha256(raw).hexdigest()[:32] != chunk.hash:
         raise CorruptContent(f"the rows from {chunk.start} on are not those that were stored")
-    return np.frombuffer(raw, DTYPES[chunk.dtype]).reshape(chunk.rows, -1)
+    return raw
+
+
+def load(chunk: Chunk, frame: bytes | None) -> Ids:
+    """A stored chunk's rows. Raises CorruptContent if they are missing or changed."""
+    return np.frombuffer(raw_of(chunk, frame), DTYPES[chunk.dtype]).reshape(chunk.rows, -1)
 
 
 def join(chunks: Sequence[Ids]) -> Ids:

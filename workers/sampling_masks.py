@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from workers import codec
-from workers.codec import CorruptContent, Cut
+from workers.codec import Cut
 from workers.parse_json import Rejected
 from workers.payloads import (
     CHUNK_BYTES,
@@ -33,6 +33,7 @@ from workers.payloads import (
     narrowed,
     numbers,
     pieces,
+    raw_of,
 )
 
 KIND = "sampling_mask"
@@ -150,9 +151,7 @@ def _chunks(rows: Masks, start: int) -> list[NewChunk]:
 
 def load(chunk: Chunk, frame: bytes | None) -> Masks:
     """A stored chunk's rows. Raises CorruptContent if they are missing or changed."""
-    raw = codec.decompress(frame, chunk.size)
-    if len(raw) != chunk.size or hashlib.sha256(raw).hexdigest()[:32] != chunk.hash:
-        raise CorruptContent(f"the rows from {chunk.start} on are not those that were stored")
+    raw = raw_of(chunk, frame)
     lengths = np.frombuffer(raw, "<u4", chunk.rows)
     return Masks.of(lengths, np.frombuffer(raw, DTYPES[chunk.dtype], offset=LENGTH_BYTES * chunk.rows))
 

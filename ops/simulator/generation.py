@@ -168,7 +168,9 @@ class ReplyWriter:
             return None
         layers, top_k = self.config.indexer
         options = options or Experts()
-        return self._payload(generation, Shape(options.layers or layers, options.top_k or top_k, 0, options.shift), options, 0, False)
+        return self._payload(
+            generation, Shape(options.layers or layers, options.top_k or top_k, 0, options.shift), options, 0, False
+        )
 
     def masks(self, generation: Generation[ChatRequest]) -> bytes | None:
         """The ids that each sampled token was drawn from, at most ``top_k``, ascending; ``None`` if not requested."""
