@@ -125,6 +125,7 @@ class ExportFilters(RowFilters, total=False):
     max_reward: Annotated[float, "Only sessions with at most this reward."]
     advantage: Annotated[Literal["grpo"], "grpo: add each rollout's advantage over its group."]
     replay: Annotated[bool | Literal["urls"], "Include replay payloads."]
+    routing: Annotated[Literal["newest", "sampled"], "Rows of the newest turn, or of the turn that sampled a token."]
     url_s: Annotated[int, "With replay=urls: how many seconds a URL is valid."]
     limit: Annotated[int, "At most this many rows."]
     cursor: Annotated[str, "Resume after an earlier export, or after one of its rows."]

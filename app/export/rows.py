@@ -315,8 +315,10 @@ class SessionRows:
             yield kind, _routing(self.session, sample, path, kind, self._stored.chunks)
 
     def _links(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Links | None]]:
-        """As `_routing`, unread."""
+        """As `_routing`, unread and without sampling masks."""
         for kind in self._kinds(sample):
+            if kind == MASK:
+                continue
             found = _payload(self.session, sample, path, kind)
             yield kind, None if found is None else links(found.payload, found.chunks, self._stored, found.stop)
 
