@@ -18,7 +18,7 @@ variable is not set; where each turn comes by, a point is then one test of `ARME
     after_archive_deleted    the old file is gone, and the index still says that it holds erased sessions
     after_imported       after each rollout that came back
     after_freed          after each step that frees a few chunks
-    after_components     erasing a session: after each step that deletes the components of a few rewards
+    after_components     erasing a session: after each step that deletes the text in a few rewards and annotations
     after_fork           after each new session of a fork
     after_erase          the rows are deleted; SQLite's log file is not truncated yet
     after_held           turns are held for a restore; nothing has been taken back yet
@@ -75,8 +75,8 @@ CrashPoint = Literal[
     "in_reward",
     "after_reward",
     "after_reward_shared",
-    "in_note",
-    "after_note",
+    "in_annotation",
+    "after_annotation",
     "in_close",
     "after_close",
     "after_child_closed",

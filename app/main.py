@@ -1,7 +1,5 @@
 """The application, for `uvicorn app.main:app`: its routes, and the services that live from its start to its stop."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -20,7 +18,6 @@ from app.api import (
     exports,
     images,
     models,
-    notes,
     responses,
     service,
     session_lists,
@@ -41,6 +38,7 @@ from app.api.tokens import Tokens
 from app.api.turns import TurnRequest, send_reply
 from app.errors import StartupError
 from app.features import (
+    annotations,
     archive,
     checkpoints,
     forks,
@@ -63,6 +61,7 @@ log = logging.getLogger("turnlog")
 
 FEATURES = (
     gates,
+    annotations,
     archive,
     checkpoints,
     forks,
@@ -180,10 +179,11 @@ def chosen(settings: Settings) -> dict[str, ModuleType]:
 def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
+    own = chosen(settings).values()
     for routes in (
+        *(router for feature in own for router in feature.routers()),  # first: `turns/{n}/{kind}` fits some of theirs
         session_lists.router,
         sessions.router,
-        notes.router,
         trees.router,
         images.router,
         events.router,
@@ -197,9 +197,6 @@ def create_app(settings: Settings) -> Turnlog:
         signin.router,
     ):
         app.include_router(routes)
-    for feature in chosen(settings).values():
-        for router in feature.routers():
-            app.include_router(router)
     handle_faults(app)
     return app
 

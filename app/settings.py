@@ -96,6 +96,7 @@ ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
 Feature = Literal[
+    "annotations",
     "archive",
     "checkpoints",
     "forks",

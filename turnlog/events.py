@@ -103,6 +103,7 @@ class TurnCommitted(_Event):
     odd_arguments: NotRequired[bool]
     images: NotRequired[list[int]]
     left_out: NotRequired[list[str]]
+    speculative: NotRequired[dict[str, int] | None]
 
 
 class TurnRejected(_Event):
@@ -160,12 +161,24 @@ class RewardAssigned(_Event):
     components_erased: NotRequired[bool]
 
 
-class SessionNoted(_Event):
-    """A person's note and tags; what is not there stays as it was."""
+class ColumnRef(TypedDict):
+    dtype: Literal["float32", "int32"]
+    over: Literal["output", "own"]
+    length: int
+    hash: str
+    absent: NotRequired[int]
 
-    type: Literal["SessionNoted"]
-    note: NotRequired[str | None]
-    tags: NotRequired[list[str] | None]
+
+class AnnotationWritten(_Event):
+    """What `writer` says of the session or a turn: a value or a column; without either it was removed."""
+
+    type: Literal["AnnotationWritten"]
+    name: str
+    turn: NotRequired[int | None]
+    value: NotRequired[Any]
+    column: NotRequired[ColumnRef | None]
+    size: NotRequired[int]
+    writer: NotRequired[str | None]
     erased: NotRequired[bool]
 
 
@@ -217,7 +230,7 @@ Event = (
     | RolledBack
     | BlobsTombstoned
     | RewardAssigned
-    | SessionNoted
+    | AnnotationWritten
     | RolloutJoined
     | AffinityBound
     | AffinityReleased

@@ -48,11 +48,42 @@ class Rewarded(TypedDict):
     seq: int
 
 
-class Noted(TypedDict):
-    """`seq` is that of the event that holds the note or the tags."""
+class Annotated(TypedDict):
+    """`seq` is that of the event that holds the annotation; `turn` is null for one of the session."""
 
     session_id: str
+    turn: int | None
+    name: str
     seq: int
+
+
+class ListedAnnotation(TypedDict):
+    """What event `seq` says of a turn, or of the session (`turn` is null): a JSON value, or a column of `length`
+    numbers over the turn's sampled (`output`) or new tokens (`own`), of which `absent` are null. `size` is in bytes."""
+
+    turn: int | None
+    name: str
+    seq: int
+    at: float
+    writer: str | None
+    size: int
+    dtype: NotRequired[Literal["float32", "int32"]]
+    over: NotRequired[Literal["output", "own"]]
+    length: NotRequired[int]
+    absent: NotRequired[int]
+
+
+class Annotation(ListedAnnotation):
+    """An annotation with its `value`, or with the `values` of its column."""
+
+    session_id: str
+    value: NotRequired[Any]
+    values: NotRequired[list[float | None]]
+
+
+class Annotations(TypedDict):
+    session_id: str
+    annotations: list[ListedAnnotation]
 
 
 class ListedSession(TypedDict):

@@ -29,8 +29,20 @@ class Part(TypedDict):
     end: int
 
 
+class Speculative(TypedDict):
+    """How often the model verified drafts, how many tokens these had, and how many it took."""
+
+    verify_steps: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
 class TurnSpan(TypedDict):
-    """The place of a turn in a row: its new prompt [start, output_start), its output [output_start, end)."""
+    """The place of a turn in a row: its new prompt [start, output_start), its output [output_start, end).
+
+    `cached_tokens` of its prompt were in the engine's prefix cache. It and `speculative` are None where the engine does
+    not say.
+    """
 
     turn: int
     start: int
@@ -41,6 +53,8 @@ class TurnSpan(TypedDict):
     dispatched: str | None
     adapter: str | None
     parts: list[Part]
+    cached_tokens: int | None
+    speculative: Speculative | None
 
 
 class TurnSampling(TypedDict):
@@ -102,11 +116,20 @@ class RowImage(TypedDict):
     turn: int
 
 
+class RowAnnotations(TypedDict):
+    """The JSON values of a session and of a row's turns, by their names; a turn's under its number."""
+
+    session: dict[str, Any]
+    turns: dict[str, dict[str, Any]]
+
+
 class Row(TypedDict):
     """A training row of T tokens in the shape `turnlog`.
 
     `tokens`, `loss_mask`, `sampled_mask`, `logprobs` and `weight_versions` have T entries each. `images` is
-    not there with `images=none`, the fields after it are there only with `replay`.
+    not there with `images=none`, `annotations` where there are none. `columns` and `column_masks` are those asked for,
+    T entries each, None where no turn has one. The fields after them are there only with `replay`, the last four only
+    with `top_k`.
     """
 
     session_id: str
@@ -150,6 +173,9 @@ class Row(TypedDict):
     note: str | None
     tags: list[str]
     images: NotRequired[list[RowImage]]
+    annotations: NotRequired[RowAnnotations]
+    columns: NotRequired[dict[str, list[float] | None]]
+    column_masks: NotRequired[dict[str, list[int] | None]]
     routed_experts: NotRequired[str | None]
     row_start: NotRequired[int | None]
     rows: NotRequired[int]
@@ -161,6 +187,10 @@ class Row(TypedDict):
     routing_differs: NotRequired[int]
     tombstoned: NotRequired[list[str]]
     replay_urls: NotRequired[dict[str, Any]]
+    top_ids: NotRequired[list[list[int]]]
+    top_logprobs: NotRequired[list[list[float]]]
+    prompt_logprobs: NotRequired[list[float]]
+    prompt_logprobs_mask: NotRequired[list[int]]
 
 
 class Excluded(TypedDict):

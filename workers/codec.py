@@ -33,12 +33,33 @@ class CorruptContent(Exception):
     """Stored bytes that do not decode to what the log says."""
 
 
+class TopRows(msgspec.Struct, frozen=True, array_like=True):
+    """The `k` most likely tokens at each of some places, packed: see `workers.top_logprobs`."""
+
+    k: int
+    ids: bytes
+    logprobs: bytes
+
+
+class TopLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine reports besides the sampled tokens' logprobs, where it was asked to.
+
+    `output` has a row for each output token. `prompt_logprobs` (little-endian float32) and the rows of `prompt` are
+    those of the last new prompt tokens: the first of a prompt has none, and an engine may leave out others.
+    """
+
+    output: TopRows | None = None
+    prompt: TopRows | None = None
+    prompt_logprobs: bytes = b""
+
+
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn's tokens: new prompt ids and output ids as little-endian int32, output logprobs as float64."""
 
     suffix_ids: bytes
     output_ids: bytes
     logprobs: bytes
+    top: TopLogprobs | None = None
 
 
 class Cut(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -245,6 +245,7 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
         cached_tokens=parsed.cached_tokens,
         output_ids=parsed.output_ids if job.sent else b"",
         miscounted=parsed.miscounted,
+        speculative=parsed.speculative,
         prompt=reply.prompt,
     )
 
@@ -325,7 +326,7 @@ def _without(
 
 
 def _parse_text(job: Job, text: bytes, cut: CutPrompt | None = None) -> Parsed:
-    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None, job.is_part, cut)
+    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None, job.is_part, cut, job.wish)
 
 
 def _mark(number: int) -> bytes:
@@ -422,5 +423,5 @@ def _wire(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Wi
         own=job.own,
         cuts=cuts,
         ids_field=job.ids_field,
-        facts=Facts(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs),
+        facts=Facts(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs, reply.parsed.top),
     )

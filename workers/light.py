@@ -22,7 +22,18 @@ from workers import codec, payloads, scan
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_json import NULL, Rejected
-from workers.parse_parts import MAX_VERSION, CachedTokens, Dialect, Logprob, Reported, VersionSpan, versions_of
+from workers.parse_parts import (
+    MAX_VERSION,
+    CachedTokens,
+    Dialect,
+    Logprob,
+    Reported,
+    SglangSpeculative,
+    VersionSpan,
+    counted_drafts,
+    speculative,
+    versions_of,
+)
 from workers.parse_prompt import LONG_PROMPT, PLAIN_BYTES, PROMPT, Hasher, KnownText, KnownTokens, TokenId, text_of
 from workers.payloads import StoredPayload
 from workers.reply import Job, PayloadRange, ValidatedReply
@@ -64,7 +75,7 @@ class _Logprobs(msgspec.Struct, gc=False):
     content: Raw = NULL
 
 
-class _Meta(msgspec.Struct, gc=False):
+class _Meta(SglangSpeculative, kw_only=True, gc=False):
     output_token_logprobs: Raw
     completion_tokens: int
     prompt_tokens: int | None = None
@@ -120,6 +131,7 @@ class _Body(msgspec.Struct, gc=False):
     usage: _Usage | None = None
     sglext: Raw = NULL
     metadata: _Metadata | None = None
+    metrics: Raw = NULL
 
 
 _BODY = msgspec.json.Decoder(_Body).decode
@@ -147,6 +159,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
     if (
         start < len(_PROMPT)
         or job.protocol != "chat"
+        or job.wish is not None
         or any(want.required and want.kind != rows_kind for want in job.wants)
     ):
         return None
@@ -197,6 +210,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
             if content and content != b"null":
                 _ENTRIES(content)
             dialect, spans, cached = "sglang", meta.weight_versions, meta.cached_tokens
+            drafts = None if meta.spec_verify_ct is None else counted_drafts(meta)
             version = version if meta.weight_version is None else meta.weight_version
             rest = _without(text, _TRIPLE_LIST, triples_text)
             is_odd = (
@@ -214,6 +228,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
             output = choice.token_ids or []
             logprobs = [entry.logprob for entry in entries]
             dialect, spans, cached, rest = "vllm", choice.weight_versions, None, text
+            drafts = None if root.metrics == NULL else speculative(None, root.metrics)
             is_odd = (
                 bytes(root.prompt_token_ids) != b"[]"
                 or choice.token_ids is None
@@ -304,6 +319,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
         payloads=stored,
         places=places,
         cached_tokens=cached,
+        speculative=drafts,
         output_ids=output_ids if job.sent else b"",
         prompt=PayloadRange(PROMPT, ids_place, ids_place + end + 2 - start, True) if is_long else None,
     )

@@ -49,6 +49,7 @@ from workers.parse_parts import (
     only_choice,
     payloads_in,
     same_output,
+    speculative,
     usage_of,
     weight_versions,
 )
@@ -63,6 +64,7 @@ from workers.parse_prompt import (
     int32,
     token_text,
 )
+from workers.top_logprobs import LogprobWish, of_sglang_chat, of_vllm_chat, of_vllm_completion
 
 
 class _CompletionRoot(Top, kw_only=True):
@@ -77,7 +79,12 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def completion(
-    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None, cut: CutPrompt | None
+    body: bytes,
+    dialect: DialectChoice,
+    known: KnownTokens | None,
+    sent: bytes | None,
+    cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     """A valid completion, and its long flat lists. Raises Rejected."""
     root: _CompletionRoot = typed(_COMPLETION_ROOT, body, "the body")
@@ -123,6 +130,11 @@ def completion(
         payloads=payloads_in(dialect, choice, extension(root)),
         cached_tokens=cached_tokens(None, root.usage),
         miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
+        # SGLang's completions name the alternatives by their texts, which are no ids.
+        top=None
+        if wish is None or dialect == "sglang"
+        else of_vllm_completion(logprobs, choice, prompt, len(output_ids), wish),
+        speculative=speculative(None, root.metrics),
     )
     bulk = [prompt.text, *copies, bytes(choice["token_ids"]), bytes(logprobs["token_logprobs"])]
     unambiguous(body, choice, bulk)
@@ -178,21 +190,23 @@ def parse_reply(
     sent: bytes | None = None,
     is_part: bool = False,
     cut: CutPrompt | None = None,
+    wish: LogprobWish | None = None,
 ) -> Parsed:
     """Validate a 200 (non-streaming) of the route `protocol`, whose prompt may begin with `known`.
 
     `sent` is the token text of a prompt that was sent as ids: the reply need not repeat them, but if it does they must
     be equal. `is_part`: it continues a generation, and may be only its end token. `cut`: the prompt's ids, if the body
-    has a mark in their place. With `auto` the structure tells the engine: in a chat reply, token ids on the choice are
-    vLLM's, otherwise SGLang's rules hold. Raises Rejected, naming the first broken rule; PromptDiffers if the prompt
-    differs from the sent one. Whether `miscounted` is a fault depends on the request.
+    has a mark in their place. `wish`: what else of the logprobs was asked for. With `auto` the structure tells the
+    engine: in a chat reply, token ids on the choice are vLLM's, otherwise SGLang's rules hold. Raises Rejected, naming
+    the first broken rule; PromptDiffers if the prompt differs from the sent one. Whether `miscounted` is a fault
+    depends on the request.
     """
     utf8(body)
     try:
         if protocol == "completions":
-            parsed, bulk = completion(body, dialect, known, sent, cut)
+            parsed, bulk = completion(body, dialect, known, sent, cut, wish)
         else:
-            parsed, bulk = _chat(body, dialect, known, sent, is_part, cut)
+            parsed, bulk = _chat(body, dialect, known, sent, is_part, cut, wish)
         readable(body, [*bulk, *(bytes(raw) for _, raw in parsed.payloads)])
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
@@ -206,13 +220,14 @@ def _chat(
     sent: bytes | None,
     is_part: bool,
     cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     root: _Root = typed(_ROOT, body, "the body")
     choice = only_choice(root.choices)
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
-    parsed, bulk = read(root, choice, known, sent, is_part, cut)
+    parsed, bulk = read(root, choice, known, sent, is_part, cut, wish)
     unambiguous(body, choice, bulk)
     return parsed, bulk
 
@@ -228,6 +243,7 @@ def _sglang(
     sent: bytes | None,
     is_part: bool,
     cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     where = "choices[0].meta_info"
     meta_raw = choice.get("meta_info")
@@ -273,6 +289,8 @@ def _sglang(
         payloads=payloads_in("sglang", meta, extension(root)),
         cached_tokens=cached_tokens(meta.get("cached_tokens"), root.usage),
         miscounted=miscounted(prompt.tokens, (f"{where}.prompt_tokens", own), ("usage.prompt_tokens", count)),
+        top=None if wish is None else of_sglang_chat(meta, where, prompt, len(triples), wish),
+        speculative=speculative(meta_raw, NULL),
     )
     return parsed, [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
 
@@ -284,6 +302,7 @@ def _vllm(
     sent: bytes | None,
     is_part: bool,
     cut: CutPrompt | None,
+    wish: LogprobWish | None,
 ) -> tuple[Parsed, list[bytes]]:
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs_raw = choice.get("logprobs")
@@ -319,6 +338,8 @@ def _vllm(
         payloads=payloads_in("vllm", choice),
         cached_tokens=cached_tokens(None, root.usage),
         miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
+        top=None if wish is None else of_vllm_chat(logprobs["content"], root.prompt_logprobs, prompt, wish),
+        speculative=speculative(None, root.metrics),
     )
     return parsed, [prompt.text, *copies]
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
+from workers.codec import TopLogprobs
 from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, no_contradiction, object_at, typed, value_at
 from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens
 
@@ -54,6 +55,15 @@ class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     end: int
 
 
+class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Speculative decoding of a generation: how often the model verified drafts, how many tokens the drafts had, and
+    how many of these it took."""
+
+    verify_steps: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
 class Reported(msgspec.Struct):
     """A span as an engine tells it, perhaps with other fields."""
 
@@ -70,6 +80,7 @@ class Parsed(msgspec.Struct, frozen=True):
     output together, for the next turn. `payloads` are the replay payloads' kinds and raw values, unchecked; a kind may
     occur twice. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
     which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
+    `top` is what the request's `LogprobWish` asked for.
     """
 
     dialect: Dialect
@@ -85,6 +96,8 @@ class Parsed(msgspec.Struct, frozen=True):
     payloads: list[tuple[str, msgspec.Raw]] = []
     cached_tokens: int | None = None
     miscounted: str | None = None
+    top: TopLogprobs | None = None
+    speculative: Speculative | None = None
 
 
 class Top(msgspec.Struct):
@@ -94,6 +107,8 @@ class Top(msgspec.Struct):
     usage: msgspec.Raw = NULL
     sglext: msgspec.Raw = NULL
     metadata: msgspec.Raw = NULL
+    metrics: msgspec.Raw = NULL
+    prompt_logprobs: msgspec.Raw = NULL
 
 
 class _PromptDetails(msgspec.Struct):
@@ -191,6 +206,53 @@ def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return found
+
+
+class SglangSpeculative(msgspec.Struct, gc=False):
+    """The counters in SGLang's `meta_info`; earlier builds have the later names."""
+
+    spec_verify_ct: CachedTokens | None = None
+    spec_num_proposed_drafts: CachedTokens | None = None
+    spec_num_correct_drafts: CachedTokens | None = None
+    spec_draft_token_num: CachedTokens | None = None
+    spec_accept_token_num: CachedTokens | None = None
+
+
+class _VllmSpeculative(msgspec.Struct):
+    num_spec_steps: CachedTokens
+    num_draft_tokens: CachedTokens
+    num_accepted_draft_tokens: CachedTokens
+
+
+class _Metrics(msgspec.Struct):
+    speculative_decoding: _VllmSpeculative | None = None
+
+
+_SGLANG_SPECULATIVE = msgspec.json.Decoder(SglangSpeculative)
+_METRICS = msgspec.json.Decoder(_Metrics)
+
+
+def counted_drafts(meta: SglangSpeculative) -> Speculative | None:
+    """None if the engine does not speculate."""
+    drafts, accepted = meta.spec_num_proposed_drafts, meta.spec_num_correct_drafts
+    drafts = meta.spec_draft_token_num if drafts is None else drafts
+    accepted = meta.spec_accept_token_num if accepted is None else accepted
+    if meta.spec_verify_ct is None or drafts is None or accepted is None:
+        return None
+    return Speculative(meta.spec_verify_ct, drafts, accepted)
+
+
+def speculative(meta: msgspec.Raw | None, metrics: msgspec.Raw) -> Speculative | None:
+    """The counters in SGLang's `meta_info`, else in vLLM's `metrics`. They are statistics: None if invalid."""
+    try:
+        if meta is not None:
+            return counted_drafts(_SGLANG_SPECULATIVE.decode(meta))
+        found = None if is_null(metrics) else _METRICS.decode(metrics).speculative_decoding
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if found is None:
+        return None
+    return Speculative(found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens)
 
 
 def usage_of(top: Top) -> Fields:

@@ -7,7 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from workers.parse import KnownTokens, Protocol, VersionSpan
+from workers.parse_parts import Speculative
 from workers.payloads import StoredPayload, Want
+from workers.top_logprobs import LogprobWish
 
 LogprobsOf = Literal["raw", "scaled", "processed", "logits"]
 """Which distribution an engine's logprobs are of: the model's at temperature 1; that at the turn's temperature; the one
@@ -44,7 +46,7 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """The input of validation, and what is stored with the reply: see `parse_reply`, `Want` and `Wire`.
+    """The input of validation, and what is stored with the reply: see `parse_reply`, `Want`, `LogprobWish` and `Wire`.
 
     `sent` is empty if the prompt was not sent as ids.
     """
@@ -61,6 +63,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     sent: bytes = b""
     ids_field: str = ""
     is_part: bool = False
+    wish: LogprobWish | None = None
 
 
 class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +98,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None
     output_ids: bytes = b""
     miscounted: str | None = None
+    speculative: Speculative | None = None
     prompt: PayloadRange | None = None
     engine: str = ""
     requested_at: float = 0.0

@@ -8,7 +8,7 @@ The guard authorises every request:
     session token            the session's own routes; on routes that name a session in a header, the session itself and
                              its agents' sessions (checked by `header_sessions`, which finds the token's session in the
                              scope under TOKEN_SESSION)
-    the page's cookie        GET and HEAD; PUT of a session's note, where the page itself sends it
+    the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
 
@@ -90,8 +90,11 @@ _STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
 _LEASES = "/export/groups"
 """A GET that changes something, so the page's cookie does not allow it."""
 
-_NOTE = re.compile(rf"/sessions/{ID[1:-1]}/note")
+_NOTES = re.compile(rf"/sessions/{ID[1:-1]}/annotations/(note|tags)")
 """What the page may write: PUT alone, and only if the page itself sends it (`_is_sent_by_page`)."""
+
+_ANNOTATION = re.compile(r"(/turns/[^/]*)?/annotations(/.*)?")
+"""Below a session: what its own token may only read."""
 
 PAGE_HEADER = b"x-turnlog-page"
 """The page sends it with what it writes. A page of another site cannot: a browser would first ask this server, which
@@ -303,7 +306,7 @@ class Guard:
         if b"cookie" not in headers or _is_foreign(headers):
             return False
         reads = method in _READS and path != _LEASES
-        if not reads and not (method == "PUT" and _NOTE.fullmatch(path) and _is_sent_by_page(headers)):
+        if not reads and not (method == "PUT" and _NOTES.fullmatch(path) and _is_sent_by_page(headers)):
             return False
         now = self._clock()
         return any(self._tokens.is_signed_in(cookie, now) for cookie in _cookies(headers[b"cookie"]))
@@ -335,7 +338,11 @@ def _check_session_token(token_session: str, head: Head) -> AppError | None:
     if path.startswith(_SESSIONS):
         if head.path_session != token_session:
             return unknown_session(head.path_session or "")
-        return Forbidden("a session token cannot create sessions") if head.route == _FORK else None
+        if head.route == _FORK:
+            return Forbidden("a session token cannot create sessions")
+        if method not in _READS and _ANNOTATION.fullmatch(head.route):
+            return Forbidden("a session token cannot write annotations")
+        return None
     if method == "POST" and (path in ROUTES or path == COUNT_TOKENS):
         return None
     if method in _READS and (path == MODELS or _STORED.fullmatch(path)):

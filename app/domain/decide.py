@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -21,7 +21,6 @@ from app.domain.events import (
     Recorded,
     RewardAssigned,
     RolledBack,
-    SessionNoted,
     Timing,
     TurnCommitted,
     TurnOpened,
@@ -142,6 +141,7 @@ def commit_turn(
         protocol=opened.protocol,
         trimmed=reply.trimmed if reply.base else 0,
         cached_tokens=reply.cached_tokens,
+        speculative=reply.speculative,
         sent_ids=reply.sent_ids,
         adapter=opened.adapter,
         dispatched=reply.dispatched,
@@ -184,7 +184,7 @@ def assign_reward(
     session: Session | None, session_id: str, reward: float, components: dict[str, float], turn: int | None
 ) -> RewardAssigned:
     """Raises SessionNotFound, SessionClosed (erased), Restored, InvalidRequest (not finite, no such turn)."""
-    session = _labelled(session, session_id)
+    session = labelled(session, session_id)
     for name, value in (
         ("reward", reward),
         *((f"components.{key}", value) for key, value in components.items()),
@@ -196,14 +196,11 @@ def assign_reward(
     return RewardAssigned(reward, components, turn)
 
 
-def note(session: Session | None, session_id: str, text: str | None, tags: Iterable[str] | None) -> SessionNoted:
-    """Raises SessionNotFound, SessionClosed (erased), Restored."""
-    _labelled(session, session_id)
-    return SessionNoted(text, None if tags is None else tuple(sorted(set(tags))))
+def labelled(session: Session | None, session_id: str) -> Session:
+    """The session if it may be given a reward or an annotation: open or closed.
 
-
-def _labelled(session: Session | None, session_id: str) -> Session:
-    """The session if it may be given a reward or a note: open or closed. Raises as `note`."""
+    Raises SessionNotFound, SessionClosed (erased), Restored.
+    """
     if session is None:
         raise SessionNotFound.of(session_id)
     if session.status == "erased":

@@ -1,9 +1,9 @@
 """The events of a session, as immutable facts.
 
 An event holds ids, counts, hashes and references to blobs, never content: prompts and completions are in the store's
-content tables, so that erasing them leaves the log whole. The components of a reward, a note and tags are the
-exceptions; an erasure removes them from the event. Events are stored under the name of their class with its `VERSION`
-(`encode`). Hashes are lower-case hex.
+content tables, so that erasing them leaves the log whole. The components of a reward, and the value and the writer of
+an annotation are the exceptions; an erasure removes them from the event. Events are stored under the name of their
+class with its `VERSION` (`encode`). Hashes are lower-case hex.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from workers.codec import describe
 from workers.parse_parts import ReplayKind as ReplayKind
-from workers.parse_parts import VersionSpan
+from workers.parse_parts import Speculative, VersionSpan
 from workers.reply import LogprobsOf, Part
 
 Matcher = Literal["tolerant", "strict", "role_content_only"]
@@ -238,8 +238,9 @@ class TurnCommitted(Event, frozen=True):
     text (decimal, a comma after each), which has `tokens_text_bytes` bytes.
 
     `trimmed` of the parent's last tokens are not part of the prompt, so that `base_tokens` is that much shorter.
-    `cached_tokens` of the prompt were in the engine's prefix cache, if it says. `sent_ids`: the engine was sent token
-    ids rather than messages or text. `payloads` are the replay payloads that came with the reply.
+    `cached_tokens` of the prompt were in the engine's prefix cache, and `speculative` are its counters of drafts, if it
+    says. `sent_ids`: the engine was sent token ids rather than messages or text. `payloads` are the replay payloads
+    that came with the reply.
 
     Generation: `dispatched` is the weight version that its adapter or engine was known to have when the (first)
     generation began; `parts`, where the reply was joined from several; `logprobs_of`, None where it is not known or the
@@ -306,6 +307,7 @@ class TurnCommitted(Event, frozen=True):
     odd_ids: bool = False
     odd_arguments: bool = False
     images: tuple[int, ...] = ()
+    speculative: Speculative | None = None
 
     @property
     def version_numbers(self) -> list[int]:
@@ -383,7 +385,7 @@ class RewardAssigned(Event, frozen=True):
     """A later assignment replaces an earlier one for the same `turn` (None: the session).
 
     `of_root`: the reward of the root of the session's rollout, which overrides the session's own. `components_erased`:
-    its components were deleted with the session's content. Only this event and `SessionNoted` are ever rewritten.
+    its components were deleted with the session's content. Only this event and `AnnotationWritten` are ever rewritten.
     """
 
     reward: float
@@ -393,14 +395,36 @@ class RewardAssigned(Event, frozen=True):
     components_erased: bool = False
 
 
-class SessionNoted(Event, frozen=True):
-    """A person's note on the session, and its tags. None: as before; an empty one removes it.
+ColumnType = Literal["float32", "int32"]
 
-    `tags` are sorted and distinct. `erased`: note and tags were deleted with the session's content.
+Over = Literal["output", "own"]
+"""Which tokens of a turn a column has numbers of: those that it sampled, or its new prompt tokens too."""
+
+
+class ColumnRef(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A column: `length` numbers, of which `absent` have no value. `hash` is the stored frame's SHA-256."""
+
+    dtype: ColumnType
+    over: Over
+    length: int
+    hash: str
+    absent: int = 0
+
+
+class AnnotationWritten(Event, frozen=True):
+    """What `writer` says of the session or of its turn `turn`: it replaces what an earlier event says under this name.
+
+    It is a `value` of JSON, or a column, whose numbers are in the table `annotation_columns`. Without either the
+    annotation was removed, or, if it is `erased`, deleted with the session's content. `size` is in bytes, before
+    compression.
     """
 
-    note: str | None = None
-    tags: tuple[str, ...] | None = None
+    name: str
+    turn: int | None = None
+    value: Any = None
+    column: ColumnRef | None = None
+    size: int = 0
+    writer: str | None = None
     erased: bool = False
 
 
@@ -439,7 +463,7 @@ class SessionRestored(Event, frozen=True):
     """The session is again what it was after event `to_seq`: the store was taken back to checkpoint `checkpoint`.
 
     `to_seq` 0: the session was created later. Its later turns are undone: they stay in the log, but no request matches
-    them and no row has them. No turn is open. Rewards and note of that time follow as `RewardAssigned`, `SessionNoted`.
+    them and no row has them. No turn is open. Rewards of that time follow as `RewardAssigned`.
     Numbers of turns and branches that were given out stay so.
     """
 
@@ -464,7 +488,7 @@ TYPES: dict[str, type[Event]] = {
         RolledBack,
         BlobsTombstoned,
         RewardAssigned,
-        SessionNoted,
+        AnnotationWritten,
         RolloutJoined,
         AffinityBound,
         AffinityReleased,
@@ -477,7 +501,7 @@ TYPES: dict[str, type[Event]] = {
 EXPORTED = (
     "TurnCommitted",
     "RewardAssigned",
-    "SessionNoted",
+    "AnnotationWritten",
     "RolloutJoined",
     "SessionClosed",
     "SessionRestored",

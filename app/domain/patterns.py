@@ -11,6 +11,9 @@ ID = r"^[A-Za-z0-9._:-]{1,128}$"
 NO_NUL = r"^[^\x00]*$"
 """PostgreSQL's text holds no NUL."""
 
+ANNOTATION = r"^[A-Za-z0-9_-]{1,64}$"
+"""Of an annotation's name: it is part of a Parquet column's and a tensor's."""
+
 TAG = r"^[^\x00-\x1f\x7f]{1,128}$"
 """Of a session's tag: no control characters. For `re.fullmatch`, as `ID`."""
 

@@ -15,12 +15,14 @@ from app.domain.patterns import is_in_row
 from app.domain.request import ChatRequest, CompletionRequest, value_of
 from app.errors import InvalidRequest
 from workers.parse_parts import REPLAY
+from workers.top_logprobs import MAX_TOP
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Two names of one parameter; a pinned one replaces both."""
 
 _NUMBERS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 _INTEGERS = frozenset({"top_k", "min_tokens", "seed", *LIMITS})
+_TOP = frozenset({"top_logprobs", "prompt_logprobs"})
 
 _ELSEWHERE = {
     "model": "give it as the field model",
@@ -31,7 +33,7 @@ _PER_TURN = frozenset(
     {
         *("messages", "prompt", "tools", "input_ids", "stream", "stream_options", "n", "rid", "nvext"),
         *("session_id", "session_params", "kv_transfer_params"),
-        *("logprobs", "top_logprobs", "return_meta_info", "return_prompt_token_ids", "return_token_ids"),
+        *("logprobs", "return_tokens_as_token_ids", "return_meta_info", "return_prompt_token_ids", "return_token_ids"),
         *("return_weight_versions", *(f"return_{kind}" for kind in REPLAY)),
         *("routed_experts_start_len", "routed_experts_prompt_start"),
     }
@@ -51,6 +53,8 @@ def require_pinnable(params: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"params.{name} must be a number or null")
         if name in _INTEGERS and not (value is None or type(value) is int):
             raise InvalidRequest(f"params.{name} must be an integer or null")
+        if name in _TOP and not (value is None or (type(value) is int and 0 <= value <= MAX_TOP)):
+            raise InvalidRequest(f"params.{name} must be an integer from 0 to {MAX_TOP}, or null")
     if all(params.get(name) is not None for name in LIMITS):
         raise InvalidRequest("params: max_tokens and max_completion_tokens are one limit; give one of them")
 
@@ -75,7 +79,7 @@ def with_pinned(request: ChatRequest | CompletionRequest, config: SessionConfig)
         return request
     params = dict(request.params)
     for name, value in pinned.items():
-        for alias in LIMITS if name in LIMITS else (name,):
+        for alias in LIMITS if name in LIMITS else (_spelled(name, request),):
             raw = params.pop(alias, None)
             if raw is not None and config.params_mode == "refuse":
                 _require_same(alias, value_of(raw, alias), value)
@@ -85,8 +89,10 @@ def with_pinned(request: ChatRequest | CompletionRequest, config: SessionConfig)
 
 
 def _spelled(name: str, request: ChatRequest | CompletionRequest) -> str:
-    """Text completions know only the older name of the limit."""
-    return "max_tokens" if name in LIMITS and request.shape == "completions" else name
+    """Text completions know only the older name of the limit, and another one of the alternatives."""
+    if request.shape == "chat":
+        return name
+    return "max_tokens" if name in LIMITS else "logprobs" if name == "top_logprobs" else name
 
 
 def _require_same(name: str, sent: Any, pinned: Any) -> None:

@@ -22,6 +22,7 @@ from app.errors import Forbidden, InvalidRequest, Unsupported
 from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import MAX_TOKEN_ID, TokenId
+from workers.top_logprobs import MAX_TOP
 
 
 class TokenIds(msgspec.Struct, frozen=True):
@@ -336,7 +337,18 @@ def engine_params(fields: dict[str, msgspec.Raw], many_values: bool) -> dict[str
         adapter = value_of(params["lora_path"], "lora_path")
         if isinstance(adapter, str) and (len(adapter) > MAX_ADAPTER or "\0" in adapter):
             raise InvalidRequest(f"lora_path must have at most {MAX_ADAPTER} characters, and no NUL")
+    if "top_logprobs" in params or "prompt_logprobs" in params or "logprob_start_len" in params:
+        for name in ("top_logprobs", "prompt_logprobs"):
+            require_top(params.get(name), name)
+        require_top(params.get("logprob_start_len"), "logprob_start_len", least=-1, most=MAX_TOKEN_ID)
     return params
+
+
+def require_top(raw: msgspec.Raw | None, name: str, least: int = 0, most: int = MAX_TOP) -> None:
+    """Raises InvalidRequest for a number that is there and not between these."""
+    value = value_of(raw, name)
+    if value is not None and not (type(value) is int and least <= value <= most):
+        raise InvalidRequest(f"{name} must be an integer from {least} to {most}")
 
 
 def token_ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:

@@ -20,7 +20,7 @@ from app.domain.branches import BranchRow, Place, branch_rows, place_of
 from app.domain.events import TurnCommitted, is_number
 from app.domain.session import Session
 from workers.codec import TOKEN_BYTES
-from workers.parse_parts import VersionSpan
+from workers.parse_parts import Speculative, VersionSpan
 from workers.reply import Part
 
 Status = Literal["completed", "truncated", "aborted"]
@@ -53,7 +53,8 @@ class TurnSpan(msgspec.Struct, frozen=True, gc=False):
     """The place of turn `turn` in the sample: its new prompt [start, output_start), its output [output_start, end).
 
     `engine` sampled it, or the last of its `parts`, whose positions are in the sample. `dispatched` is the weight
-    version known at the first dispatch, `adapter` the turn's adapter.
+    version known at the first dispatch, `adapter` the turn's adapter. `cached_tokens` and `speculative` are as in
+    `TurnCommitted`.
     """
 
     turn: int
@@ -65,6 +66,8 @@ class TurnSpan(msgspec.Struct, frozen=True, gc=False):
     dispatched: str | None
     adapter: str | None
     parts: Sequence[Part]
+    cached_tokens: int | None = None
+    speculative: Speculative | None = None
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
@@ -270,6 +273,8 @@ def _span(event: TurnCommitted, output_start: int, end: int) -> TurnSpan:
             for part in event.parts
             if output_start + part.start < end
         ],
+        cached_tokens=event.cached_tokens,
+        speculative=event.speculative,
     )
 
 

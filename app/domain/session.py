@@ -17,10 +17,12 @@ import msgspec
 from app.domain.events import (
     AffinityBound,
     AffinityReleased,
+    AnnotationWritten,
     BlobRef,
     BlobsTombstoned,
     BranchCause,
     ChunkRef,
+    ColumnRef,
     EngineShape,
     Event,
     ForkRef,
@@ -38,7 +40,6 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
     SessionErased,
-    SessionNoted,
     SessionRestored,
     TurnAbandoned,
     TurnCommitted,
@@ -283,6 +284,17 @@ class AssignedReward(msgspec.Struct, frozen=True, array_like=True):
     components: dict[str, float]
 
 
+class Annotation(msgspec.Struct, frozen=True, array_like=True):
+    """What event `seq` says of the session or a turn: a JSON value of `size` bytes, which the event holds, or a
+    column, whose numbers are in the table `annotation_columns`."""
+
+    seq: int
+    at: float
+    writer: str | None
+    size: int
+    column: ColumnRef | None = None
+
+
 class Session(msgspec.Struct, frozen=True, array_like=True):
     """The state after event `version`.
 
@@ -294,9 +306,9 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
     `is_reclaimed`: it was closed because it was idle. `undone` are the turns that a restore has undone, and
-    `undone_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields. `note`
-    and `tags` are what a person wrote on it. `images` are the blobs of its images by their SHA-256; `blobs` has none
-    of them.
+    `undone_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields.
+    `annotations` are those of each turn by their names, under 0 those of the session; `note` and `tags` are the values
+    of two of these. `images` are the blobs of its images by their SHA-256; `blobs` has none of them.
     """
 
     session_id: str
@@ -328,6 +340,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     note: str | None = None
     tags: tuple[str, ...] = ()
     images: dict[str, int] = {}
+    annotations: dict[int, dict[str, Annotation]] = {}
 
     @property
     def context_turns(self) -> int:
@@ -535,7 +548,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 
 
 _OF_THE_TIME = (
-    *("status", "reward", "turn_rewards", "has_roots_reward", "note", "tags"),
+    *("status", "reward", "turn_rewards", "has_roots_reward", "annotations", "note", "tags"),
     *("history", "closed_at", "is_reclaimed", "deliveries"),
 )
 _UNDONE: dict[str, Any] = {
@@ -543,6 +556,7 @@ _UNDONE: dict[str, Any] = {
     "reward": None,
     "turn_rewards": {},
     "has_roots_reward": False,
+    "annotations": {},
     "note": None,
     "tags": (),
     "is_reclaimed": False,
@@ -569,8 +583,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return _tombstoned(session, event)
         case RewardAssigned():
             return _rewarded(session, event)
-        case SessionNoted():
-            return _noted(session, event)
+        case AnnotationWritten():
+            return _annotated(session, event, recorded)
         case AffinityBound():
             return {"affinity": Affinity(event.engine, event.control)}
         case AffinityReleased():
@@ -579,8 +593,9 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             reclaimed = event.reason == "idle"
             return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}
         case SessionErased():
-            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}, "note": None, "tags": ()}
-            return {"status": "erased", **gone, **_without_components(session)}
+            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}}
+            said: dict[str, Any] = {"annotations": {}, "note": None, "tags": ()}
+            return {"status": "erased", **gone, **said, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
 
@@ -611,11 +626,18 @@ def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
     return {"reward": reward, "has_roots_reward": event.of_root}
 
 
-def _noted(session: Session, event: SessionNoted) -> dict[str, Any]:
-    return {
-        "note": session.note if event.note is None else event.note or None,
-        "tags": session.tags if event.tags is None else event.tags,
-    }
+def _annotated(session: Session, event: AnnotationWritten, recorded: Recorded) -> dict[str, Any]:
+    of_turn = {**session.annotations.get(event.turn or 0, {})}
+    if event.value is None and event.column is None:
+        of_turn.pop(event.name, None)
+    else:
+        of_turn[event.name] = Annotation(recorded.seq, recorded.at, event.writer, event.size, event.column)
+    changes: dict[str, Any] = {"annotations": {**session.annotations, event.turn or 0: of_turn}}
+    if event.turn is None and event.name == "note":
+        changes["note"] = event.value
+    elif event.turn is None and event.name == "tags":
+        changes["tags"] = tuple(event.value or ())
+    return changes
 
 
 def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Session:

@@ -92,8 +92,8 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(query: ExportQuery) -> None:
-    """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
-    without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or `top_k` or
+    `columns` with rows that have no place for them; Unsupported without pyarrow."""
     format, shape = query.format, query.shape
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
@@ -105,6 +105,10 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
+    if query.columns and (format in DOCUMENTS or takes_groups(shape)):
+        raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
+    if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
+        raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
 
 
 def takes_groups(shape: str) -> bool:
@@ -125,7 +129,11 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     is_for_training = shape != DEFAULT or format == "messages"
     if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
         raise Unfit("every sampled token is in another session's loss")
-    return make(row)
+    if row.columns is None:
+        return make(row)
+    columns = {name: None if found is None else found.values for name, found in row.columns.items()}
+    masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+    return {**make(row), "columns": columns, "column_masks": masks}
 
 
 def of_group(shape: str, rows: Sequence[Row]) -> Fields:
@@ -137,14 +145,20 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
 
 
 def columns_of(query: ExportQuery) -> Columns:
-    """The columns of the rows that a query asks for; with `explain`, those of exclusions too."""
+    """The columns of the rows that a query asks for; with `explain`, those of exclusions too. Columns of turns' tokens
+    are of float64, which holds whichever type each of them is."""
     entry = _entry(query.format, query.shape)
-    columns = {**EXCLUSION, **entry.columns} if query.explain else dict(entry.columns)
+    columns = dict(entry.columns)
+    if names := query.column_names:
+        columns["columns"] = dict.fromkeys(names, "[float64]")
+        columns["column_masks"] = dict.fromkeys(names, "[uint8]")
+    if query.top_k is not None:
+        columns.update(turnlog.TOP_COLUMNS)
     if query.replay is True:
         columns.update(entry.masks)
         if query.routing == "sampled" and "sampling" in columns:
             columns.update(identity.ROUTED)
-    return columns
+    return {**EXCLUSION, **columns} if query.explain else columns
 
 
 def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:

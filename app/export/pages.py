@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -81,8 +81,8 @@ class _Group(msgspec.Struct, frozen=True):
 class ExportPages:
     """The pages up to `high`. `grouped`: a row contains a whole group; `advantages`: each session needs one.
 
-    `images`: read the images too. A group stands at the position of its last session, even if that session was erased
-    since. `turn_bytes`: the stored bytes of a turn, on average, in what was read last.
+    `images`, `columns`: read these too. A group stands at the position of its last session, even if that session was
+    erased since. `turn_bytes`: the stored bytes of a turn, on average, in what was read last.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class ExportPages:
         replay: bool | Literal["urls"],
         url_s: int,
         images: bool,
+        columns: Sequence[str],
         branches: Branches | Picker,
         part_bytes: int = PART_BYTES,
     ) -> None:
@@ -105,6 +106,7 @@ class ExportPages:
         self._advantages = advantages
         self._replay = bool(replay)
         self._images = images
+        self._content: dict[str, Any] = {"replay": bool(replay), "images": images, "columns": columns}
         self._url_s = url_s if replay == "urls" else None
         self._rollout_rows = RolloutRows(database, high, branches)
         self._groups: OrderedDict[str, _Group] = OrderedDict()
@@ -130,6 +132,7 @@ class ExportPages:
             replay=query.replay,
             url_s=query.url_s,
             images=query.images == "inline",
+            columns=query.column_names,
             branches=branches,
             part_bytes=part_bytes,
         )
@@ -200,11 +203,11 @@ class ExportPages:
         every = sorted({member for place in part for member in place.members})
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            found = bulk.read_sessions(connection, every, self._high, replay=self._replay, images=self._images)
+            found = bulk.read_sessions(connection, every, self._high, **self._content)
             return found, self._rollout_rows.members(connection, found)
 
         def around_damage(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            found = bulk.read_each(connection, every, self._high, replay=self._replay, images=self._images)
+            found = bulk.read_each(connection, every, self._high, **self._content)
             members = attempt_or(connection, lambda again: self._rollout_rows.members(again, found), None)
             if members is None:
                 members = self._rollout_rows.members_of(found, self._every_head(connection).values())

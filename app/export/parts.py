@@ -158,6 +158,8 @@ class PartRows:
             branches=self._branches,
             loss=self._query.loss,
             images=self._query.images,
+            columns=self._query.column_names,
+            top_k=self._query.top_k,
         )
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
         missing = list(turns_left_out(found.session, made.rows, self._query.branches)) if self._query.explain else []

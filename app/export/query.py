@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
-from app.domain.patterns import MAX_INTEGER, NO_NUL
+from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.rules import superseded
 from app.domain.samples import RoutingOf, Truncate
 from app.domain.session import Session
@@ -34,6 +35,7 @@ import msgspec
 
 from app.domain import cursors
 from app.store.reads import Position
+from workers.top_logprobs import MAX_TOP
 
 Text = Annotated[str | None, Field(pattern=NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
@@ -60,6 +62,11 @@ Replay = Annotated[
     PlainValidator(_replay),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]}),
 ]
+
+_NAME = ANNOTATION[1:-1]
+
+MAX_COLUMNS = 16
+"""Columns of one export."""
 
 Images = Literal["inline", "hash", "none"]
 
@@ -96,9 +103,25 @@ class RowQuery(BaseModel):
         description="The images of a row's messages: their bytes too (`inline`), only by their hash, or not at all "
         "(`none`). In messages an image is a reference; with `inline` it is a data URL.",
     )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOP,
+        description="The k most likely tokens at each token, where the engine was asked for them, and the prompts' "
+        "logprobs.",
+    )
     truncate: Truncate = Field(
         default="turn", description="Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output."
     )
+    columns: str | None = Field(
+        default=None,
+        pattern=rf"^{_NAME}(,{_NAME}){{0,{MAX_COLUMNS - 1}}}$",
+        description="The columns of numbers that rows have too: names with commas between them.",
+    )
+
+    @property
+    def column_names(self) -> Sequence[str]:
+        return () if self.columns is None else list(dict.fromkeys(self.columns.split(",")))
 
 
 class ExportQuery(RowQuery):

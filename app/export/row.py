@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy.typing as npt
 
+from app.domain.columns import AlignedColumn
 from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
@@ -102,6 +103,19 @@ class MaskRows(msgspec.Struct, frozen=True):
     row_start: int
 
 
+class Top(msgspec.Struct, frozen=True):
+    """The k most likely tokens at each of the row's T tokens, most likely first, and the prompt tokens' logprobs.
+
+    `top_ids` (int32) and `top_logprobs` (float32) are [T, k], -1 and -9999.0 where there is no further token.
+    `prompt_logprobs` (float32) is [T], 0.0 where `prompt_logprobs_mask` (uint8) is 0.
+    """
+
+    top_ids: npt.NDArray[Any]
+    top_logprobs: npt.NDArray[Any]
+    prompt_logprobs: npt.NDArray[Any]
+    prompt_logprobs_mask: npt.NDArray[Any]
+
+
 class Source(msgspec.Struct, frozen=True):
     """Where a row comes from: the engines, dialects and times (seconds since the epoch) of its turns."""
 
@@ -139,7 +153,9 @@ class Row(msgspec.Struct, frozen=True):
     the session's rollout, None for the root itself. `rollout_rows`: how many rows the rollout has in this export,
     before any filter and limit leaves some out. `sampling` has one for each of `turns`. `links`: instead of `routing`,
     where the export asks for URLs. `images` are those of `messages`, in their order; None where the export asks for
-    none; `stored_images` counts those that its turns brought inline.
+    none; `stored_images` counts those that its turns brought inline. `top` is there where the export asks for it.
+    `annotations` are the JSON values of the session and of the row's turns, None where there are none. `columns` are
+    those that the export asks for. `as_of_seq` is the last event that the row shows something of.
     """
 
     session: Session
@@ -161,6 +177,10 @@ class Row(msgspec.Struct, frozen=True):
     stored_images: int = 0
     mask: MaskRows | msgspec.UnsetType | None = msgspec.UNSET
     routing_differs: int | None = None
+    annotations: Mapping[str, Any] | None = None
+    columns: Mapping[str, AlignedColumn | None] | None = None
+    as_of_seq: int = 0
+    top: Top | None = None
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

@@ -7,7 +7,7 @@ is always checked against the log's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import msgspec
 import numpy as np
@@ -15,7 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from app.domain import images
 from app.domain.branches import Branches, Loss, Picker, branch_rows
-from app.domain.events import ChunkRef, ReplayKind, TurnCommitted, UnknownEvent, shape_of
+from app.domain.columns import Column, align, unpack
+from app.domain.events import AnnotationWritten, ChunkRef, ReplayKind, TurnCommitted, UnknownEvent, shape_of
 from app.domain.groups import Root
 from app.domain.samples import RoutingOf, Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
@@ -32,11 +33,12 @@ from app.export.row import (
     Unfit,
     sampling_of,
 )
+from app.export.top import top_of
 from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events
 from workers import codec
-from workers.codec import CorruptContent, Messages
+from workers.codec import CorruptContent, Messages, TopLogprobs
 from workers.parse import REPLAY
 from workers.sampling_masks import KIND as MASK
 
@@ -72,13 +74,14 @@ class Lazy(Sequence[T]):
 class Known(msgspec.Struct, frozen=True):
     """A session folded up to the position of its page; `times` are when each turn was committed.
 
-    `root` is its rollout's root, None for the root itself.
+    `root` is its rollout's root, None for the root itself. `values` are those of its annotations, by their event.
     """
 
     session: Session
     events: dict[int, TurnCommitted]
     times: dict[int, float]
     root: Root | None = None
+    values: Mapping[int, Any] = {}
 
     @property
     def groups(self) -> set[str | None]:
@@ -99,7 +102,9 @@ def known(stored: StoredSession) -> Known:
         raise UnknownEvent("the log is empty")
     committed = [(recorded.at, recorded.event) for recorded in log if isinstance(recorded.event, TurnCommitted)]
     events = {event.turn: event for _, event in committed}
-    return Known(session, events, {event.turn: at for at, event in committed}, stored.root)
+    said = log if session.annotations else ()
+    values = {one.seq: one.event.value for one in said if isinstance(one.event, AnnotationWritten)}
+    return Known(session, events, {event.turn: at for at, event in committed}, stored.root, values)
 
 
 class SessionRows:
@@ -120,11 +125,16 @@ class SessionRows:
         branches: Branches | Picker = "kept",
         loss: Loss = "once",
         images: Literal["inline", "hash", "none"] = "none",
+        columns: Sequence[str] = (),
+        top_k: int | None = None,
     ) -> None:
+        self._columns = columns
         self._stored = stored
         self._known = found
         self._release = release
         self._shown = images
+        self._top_k = top_k
+        self._tops: dict[int, TopLogprobs | None] = {}
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
         self.session = found.session
@@ -151,6 +161,7 @@ class SessionRows:
         mask = routing.pop(MASK, UNSET)
         if payloads is True and routing_of == "sampled":
             routing, differs = self._sampled(sample, routing)
+        columns = {name: self._of_column(sample, name) for name in self._columns}
         return Row(
             session=self.session,
             sample=sample,
@@ -171,7 +182,37 @@ class SessionRows:
             links=dict(self._links(sample, path)) if payloads == "urls" else None,
             stored_images=self._stored_images(sample),
             images=None if self._shown == "none" else Lazy(lambda: list(self._images(sample))),
+            annotations=self._annotations(sample) if self.session.annotations else None,
+            columns={name: align(sample.turns, found) for name, (found, _) in columns.items()} or None,
+            as_of_seq=max([self.session.version, *(seq for _, seq in columns.values())]),
+            top=None if self._top_k is None else top_of(sample, self._tops, self._top_k),
         )
+
+    def _annotations(self, sample: Sample) -> Mapping[str, Any] | None:
+        """The JSON values; `note` and `tags` of the session are fields of their own."""
+        of_session = {name: value for name, value in self._values(0).items() if name not in ("note", "tags")}
+        of_turns = {str(span.turn): found for span in sample.turns if (found := self._values(span.turn))}
+        return {"session": of_session, "turns": of_turns} if of_session or of_turns else None
+
+    def _values(self, turn: int) -> dict[str, Any]:
+        said = self.session.annotations.get(turn, {})
+        return {name: self._known.values[one.seq] for name, one in said.items() if one.column is None}
+
+    def _of_column(self, sample: Sample, name: str) -> tuple[dict[int, Column], int]:
+        """A column by the turns of the sample that have it, and the newest event that wrote a part of it.
+
+        One that was written again since the export's window was fixed is the new one. Raises CorruptContent.
+        """
+        found: dict[int, Column] = {}
+        newest = 0
+        for turn in (span.turn for span in sample.turns):
+            said = self.session.annotations.get(turn, {}).get(name)
+            if said is None or said.column is None or not (there := self._stored.columns.get((turn, name))):
+                continue
+            seq = said.seq if said.seq in there else max(there)
+            found[turn] = unpack(there[seq], said.column if seq == said.seq else None)
+            newest = max(newest, seq)
+        return found, newest
 
     def _tokens(self, number: int) -> TurnTokens:
         """A turn's facts, checked against the log. Raises CorruptContent."""
@@ -182,6 +223,8 @@ class SessionRows:
         if codec.content_hash(facts, wire) != event.content_hash:
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
         found = codec.unpack_facts(facts, wire)
+        if self._top_k is not None:
+            self._tops[number] = found.top
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
 
     def _said(self, number: int) -> Messages:

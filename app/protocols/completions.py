@@ -15,6 +15,7 @@ from app.domain.request import (
     fields_of,
     flag,
     require_one,
+    require_top,
     stream_mode,
     token_ids,
     value_of,
@@ -59,6 +60,9 @@ def parse_completion(
     require_one(fields.pop("best_of", None), "best_of")
     stream_mode(fields)  # A completion's stream comes whole in any mode.
     params = engine_params(fields, many_values)
+    # What is no number is none that an engine is sent.
+    if bytes(params.get("logprobs", b"")).isdigit():
+        require_top(params["logprobs"], "logprobs")
     return CompletionRequest(text, ids, params, stream, control.remove_control(params))
 
 

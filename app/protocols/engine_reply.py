@@ -72,6 +72,56 @@ def read_reply(body: bytes) -> ReplyFields:
     )
 
 
+class _Alternative(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class _Token(_Alternative, kw_only=True):
+    top_logprobs: list[_Alternative] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _LogprobChoice(msgspec.Struct):
+    logprobs: _Logprobs | None = None
+
+
+class _LogprobReply(msgspec.Struct):
+    choices: list[_LogprobChoice]
+
+
+_LOGPROBS = msgspec.json.Decoder(_LogprobReply)
+
+
+def text_logprobs(body: bytes, text: str) -> list[dict[str, Any]]:
+    """The logprobs of the tokens that make up `text`, which ends the reply's own text; none where it is no run of
+    whole tokens, as where a parser has changed it."""
+    [choice] = _LOGPROBS.decode(body).choices
+    tokens = (None if choice.logprobs is None else choice.logprobs.content) or []
+    ends, whole = [0], b""
+    for token in tokens:
+        whole += bytes(token.bytes) if token.bytes is not None else token.token.encode()
+        ends.append(len(whole))
+    at, sought = whole.rfind(text.encode()), text.encode()
+    if not sought or at not in ends or at + len(sought) not in ends:
+        return []
+    # A token without bytes of its own belongs to what is before it.
+    first, last = len(ends) - 1 - ends[::-1].index(at), ends.index(at + len(sought))
+    return [
+        {**_shown(token), "top_logprobs": [_shown(one) for one in token.top_logprobs or ()]}
+        for token in tokens[first:last]
+    ]
+
+
+def _shown(one: _Alternative) -> dict[str, Any]:
+    spelled = one.token.encode() if one.bytes is None else bytes(one.bytes)
+    return {"token": spelled.decode("utf-8", "replace"), "bytes": list(spelled), "logprob": one.logprob}
+
+
 def reasoning_of(message: Mapping[str, Any]) -> str:
     found = message.get("reasoning_content") or message.get("reasoning")
     return found if isinstance(found, str) else ""

@@ -19,7 +19,7 @@ from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Clock, Sessions
 from app.store import reads
-from app.store.erasure import EraseComponents, reward_rows, without_components
+from app.store.erasure import EraseTexts, Rewritten, text_rows, without_text
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Erase, FreeChunks, FreeReplay
 from app.store.ports import Database, Writer
@@ -30,8 +30,8 @@ log = logging.getLogger("turnlog.sessions")
 FREED_AT_ONCE = 4
 """Chunks, of at most 1 MiB each, that one transaction overwrites."""
 
-REWARDS_AT_ONCE = 16
-"""Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
+TEXTS_AT_ONCE = 16
+"""Events, of at most about 64 KiB each, that one transaction rewrites."""
 
 
 class Erasure:
@@ -143,22 +143,26 @@ class Erasure:
     async def _drop_content(self, session_id: str, unless_pinned: bool) -> Appended | Refused:
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id, unless_pinned=unless_pinned)
-        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        return await self._writer.submit(Erase(session_id, self._clock(), upto, unless_pinned))
+        upto, in_head = await self._erase_texts(session_id, unless_pinned=unless_pinned)
+        return await self._writer.submit(Erase(session_id, self._clock(), upto, in_head, unless_pinned))
 
-    async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
-        """Remove the components from existing rewards, in steps; returns the last event examined."""
+    async def _erase_texts(self, session_id: str, *, unless_pinned: bool) -> tuple[int, list[Rewritten]]:
+        """Remove a client's text from existing events, in steps; returns the last event examined, and what is left to
+        be written together with the session's row."""
         after = 0
+        in_head: list[Rewritten] = []
         while True:
             rows = await self._database.read(
-                lambda connection, after=after: reward_rows(connection, session_id, after, REWARDS_AT_ONCE),  # type: ignore[misc]
+                lambda connection, after=after: text_rows(connection, session_id, after, TEXTS_AT_ONCE),  # type: ignore[misc]
                 session_id=session_id,
             )
             if not rows:
-                return after
-            rewritten = await asyncio.to_thread(without_components, rows)
+                return after, in_head
+            rewritten = await asyncio.to_thread(without_text, rows)
+            in_head += [one for one in rewritten if one.is_in_head]
+            rewritten = [one for one in rewritten if not one.is_in_head]
             if rewritten:
                 freed = sum(len(row.data) for row in rows)
-                await self._writer.submit(EraseComponents(session_id, rewritten, freed, unless_pinned))
+                await self._writer.submit(EraseTexts(session_id, rewritten, freed, unless_pinned))
                 reach("after_components")
             after = rows[-1].seq

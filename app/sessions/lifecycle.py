@@ -36,17 +36,14 @@ from app.errors import (
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers
 from app.store import rollouts
-from app.store.log import Appended, Refused, StoredBlob, VoidedClaim
+from app.store.log import Appended, Operation, Refused, StoredBlob, VoidedClaim
 from app.store.log_sessions import (
     AssignReward,
     Circular,
     Close,
-    CloseIdle,
     Create,
     Existing,
-    FreeReplay,
     JoinRollout,
-    Note,
     ShareReward,
 )
 from app.store.ports import Database, Writer
@@ -189,17 +186,6 @@ class Sessions:
                 await asyncio.gather(*map(self._share_reward, members))
         return appended.events[-1].seq
 
-    async def note(self, session_id: str, text: str | None, tags: Sequence[str] | None) -> int:
-        """Write a note or tags; None leaves what is there, an empty one removes it. The seq of the event.
-
-        Raises SessionNotFound, SessionClosed (erased), Restored.
-        """
-        live = await self._cache.current(session_id)
-        event = decide.note(live.session if live else None, session_id, text, tags)
-        outcome = await self._writer.submit(Note(session_id, self._clock(), event))
-        reach("after_note")
-        return self._appended(session_id, outcome).events[-1].seq
-
     async def close(self, session_id: str) -> None:
         """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
 
@@ -281,8 +267,8 @@ class Sessions:
         for callback in self._on_close:
             callback(session_id, outcome.voided)
 
-    async def apply(self, operation: CloseIdle | FreeReplay) -> Appended | Refused:
-        """Run an operation that is refused if the session has changed."""
+    async def apply(self, operation: Operation[Appended | Refused]) -> Appended | Refused:
+        """Run an operation on a session; the cache and the followers know of its events when this returns."""
         outcome = await self._writer.submit(operation)
         if isinstance(outcome, Appended):
             self._appended(operation.session_id, outcome)

@@ -29,7 +29,7 @@ from app.store.reads import (
     event_rows,
 )
 from app.store.rollouts import RESTORED, REWARD
-from app.store.schema import blobs, chunks, events, sessions, turns
+from app.store.schema import annotation_columns, blobs, chunks, events, sessions, turns
 
 BEHIND = 1 << 62
 """Position of the first session of which nobody knows where it stands; no writer ever comes so far."""
@@ -41,7 +41,8 @@ class StoredSession(msgspec.Struct, frozen=True):
     `objects` are the names of chunks' objects, until `store.chunk_reader` has fetched them into `chunks`, or as they
     are, with their `urls`.
 
-    `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
+    `columns` are those that were asked for, by turn and name, each by the event that wrote it. `root` is None for a
+    root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
     export, where the rollout has several sessions.
     """
 
@@ -57,6 +58,7 @@ class StoredSession(msgspec.Struct, frozen=True):
     rollout_rows: int | None = None
     objects: dict[ChunkKey, str] = {}
     urls: Mapping[str, str] = {}
+    columns: dict[tuple[int, str], dict[int, bytes]] = {}
 
     @property
     def rollout_id(self) -> str:
@@ -125,20 +127,35 @@ def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
 
 
 def read_sessions(
-    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
+    connection: Connection,
+    session_ids: Sequence[str],
+    upto: Position,
+    *,
+    replay: bool,
+    images: bool = False,
+    columns: Sequence[str] = (),
 ) -> dict[str, StoredSession]:
-    """An erased session has only its status. `replay`: read the live chunks too, `images`: the images."""
+    """An erased session has only its status. `replay`: read the live chunks too, `images`: the images, `columns`: those
+    of these names."""
     found: dict[str, StoredSession] = {}
     for part in _parts(session_ids):
-        found |= _read_part(connection, part, upto, replay=replay, images=images)
+        found |= _read_part(connection, part, upto, replay=replay, images=images, columns=columns)
     return found
 
 
 def read_each(
-    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
+    connection: Connection,
+    session_ids: Sequence[str],
+    upto: Position,
+    *,
+    replay: bool,
+    images: bool = False,
+    columns: Sequence[str] = (),
 ) -> dict[str, StoredSession]:
     """As `read_sessions`, but a damaged page affects only the sessions on it: they have `damage`, and no content."""
-    readable, lost = split(connection, session_ids, partial(_read_part, upto=upto, replay=replay, images=images))
+    readable, lost = split(
+        connection, session_ids, partial(_read_part, upto=upto, replay=replay, images=images, columns=columns)
+    )
     for session_id, why in lost.items():
         head = attempt_or(connection, partial(_stored_heads, session_ids=[session_id]), {}).get(session_id)
         stored = head or StoredSession(session_id, "", None, [], {}, {}, {})
@@ -151,11 +168,17 @@ def _is_erased(log: Sequence[EventRow]) -> bool:
 
 
 def _read_part(
-    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool, images: bool = False
+    connection: Connection,
+    session_ids: Sequence[str],
+    upto: Position,
+    *,
+    replay: bool,
+    images: bool = False,
+    columns: Sequence[str] = (),
 ) -> dict[str, StoredSession]:
     found = _stored_heads(connection, session_ids)
     live = {session_id: stored for session_id, stored in found.items() if stored.status != "erased"}
-    read_content(connection, live, upto, replay=replay, images=images)
+    read_content(connection, live, upto, replay=replay, images=images, columns=columns)
     return found
 
 
@@ -176,7 +199,13 @@ _log = select(events.c.session_id, events.c.seq, events.c.at, events.c.type, eve
 
 
 def read_content(
-    connection: Connection, found: Mapping[str, StoredSession], upto: Position, *, replay: bool, images: bool = False
+    connection: Connection,
+    found: Mapping[str, StoredSession],
+    upto: Position,
+    *,
+    replay: bool,
+    images: bool = False,
+    columns: Sequence[str] = (),
 ) -> None:
     """Read log and content of sessions that have not been erased."""
     live = list(found)
@@ -195,6 +224,13 @@ def read_content(
     for session_id, number, data in connection.execute(shared).all():
         if session_id in found:
             found[session_id].blobs[number] = data
+    if columns:
+        of_turns = select(
+            *(annotation_columns.c[name] for name in ("session_id", "turn", "name", "seq", "data"))
+        ).where(annotation_columns.c.session_id.in_(live), annotation_columns.c.name.in_(columns))
+        for session_id, turn, name, seq, data in connection.execute(of_turns):
+            if session_id in found:
+                found[session_id].columns.setdefault((turn, name), {})[seq] = data
     if replay:
         rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, *FRAME).where(
             chunks.c.session_id.in_(live), chunks.c.tombstoned_by.is_(None)

@@ -1,8 +1,8 @@
-"""What an erasure removes from the log: the components of rewards, names and values, and notes with their tags.
+"""What an erasure removes from the log: the components of rewards, names and values, and the values and writers of
+annotations.
 
 Only they can hold a client's text in an event. The rows keep their places in both orders, so that readers find no gap;
-each event says that something is missing. Components go in steps, because there may be megabytes of them. Notes go with
-the session's own row, which shows the last one.
+each event says that something is missing. They go in steps, because there may be megabytes of them.
 """
 
 from __future__ import annotations
@@ -11,83 +11,88 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, or_, select, update
 
-from app.domain.events import Event, RewardAssigned, SessionNoted, UnknownEvent, decode, encode
+from app.domain.events import AnnotationWritten, Event, RewardAssigned, UnknownEvent, decode, encode
 from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import BaseOperation
 from app.store.schema import events
 
-REWARD = RewardAssigned.__name__
-NOTE = SessionNoted.__name__
+WITH_TEXT = (RewardAssigned.__name__, AnnotationWritten.__name__)
+"""The types of event that are rewritten."""
+
+IN_HEAD = ("note", "tags")
+"""The session's annotations that are columns of its row, too."""
 
 UNREADABLE = b""
 """Replaces an event that is damaged or of a newer release, since nobody can say which parts may stay. It still counts
 as unreadable."""
 
-_rewards = (
-    select(events.c.seq, events.c.version, events.c.data)
+_texts = (
+    select(events.c.seq, events.c.type, events.c.version, events.c.data)
     .where(
         events.c.session_id == bindparam("sid"),
         events.c.seq > bindparam("after"),
-        events.c.type == REWARD,
+        or_(*(events.c.type == name for name in WITH_TEXT)),
     )
     .order_by(events.c.seq)
 )
-_some_rewards = _rewards.limit(bindparam("most"))
+_some_texts = _texts.limit(bindparam("most"))
 _rewrite = (
     update(events)
     .where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
     .values(version=RewardAssigned.VERSION, data=bindparam("left"))
 )
-_empty_notes = (
-    update(events)
-    .where(events.c.session_id == bindparam("sid"), events.c.type == NOTE)
-    .values(version=SessionNoted.VERSION, data=encode(SessionNoted(erased=True)))
-)
+assert RewardAssigned.VERSION == AnnotationWritten.VERSION
 
 
-class RewardRow(NamedTuple):
-    """A stored reward, not yet decoded."""
+class TextRow(NamedTuple):
+    """A stored reward or annotation, not yet decoded."""
 
     seq: int
+    type: str
     version: int
     data: bytes
 
 
 class Rewritten(NamedTuple):
-    """The new content of event `seq`."""
+    """The new content of event `seq`. `is_in_head`: the session's row shows what it said, and changes with it."""
 
     seq: int
     data: bytes
+    is_in_head: bool = False
 
 
-def reward_rows(connection: Connection, session_id: str, after: int, most: int) -> list[RewardRow]:
-    """Up to `most` of a session's rewards after event `after`, in order."""
-    found = connection.execute(_some_rewards, {"sid": session_id, "after": after, "most": most})
-    return [RewardRow(*row) for row in found]
+def text_rows(connection: Connection, session_id: str, after: int, most: int) -> list[TextRow]:
+    """Up to `most` of a session's rewards and annotations after event `after`, in order."""
+    found = connection.execute(_some_texts, {"sid": session_id, "after": after, "most": most})
+    return [TextRow(*row) for row in found]
 
 
-def without_components(rows: Iterable[RewardRow]) -> list[Rewritten]:
-    """The rewards that have components, without them."""
+def without_text(rows: Iterable[TextRow]) -> list[Rewritten]:
+    """The events that hold a client's text, without it."""
     found: list[Rewritten] = []
     for row in rows:
         try:
-            event = decode(REWARD, row.version, row.data)
+            event = decode(row.type, row.version, row.data)
         except UnknownEvent:
             if row.data != UNREADABLE:
                 found.append(Rewritten(row.seq, UNREADABLE))
             continue
-        if isinstance(event, RewardAssigned) and event.components:
-            left = msgspec.structs.replace(event, components={}, components_erased=True)
-            found.append(Rewritten(row.seq, encode(left)))
+        match event:
+            case RewardAssigned() if has_text(event):
+                left: Event = msgspec.structs.replace(event, components={}, components_erased=True)
+                found.append(Rewritten(row.seq, encode(left)))
+            case AnnotationWritten() if has_text(event):
+                left = msgspec.structs.replace(event, value=None, writer=None, erased=True)
+                found.append(Rewritten(row.seq, encode(left), event.turn is None and event.name in IN_HEAD))
     return found
 
 
-class EraseComponents(BaseOperation, frozen=True):
-    """Rewrite rewards of a session that is being erased. `freed` is their size in bytes. `unless_pinned`: nothing is
+class EraseTexts(BaseOperation, frozen=True):
+    """Rewrite events of a session that is being erased. `freed` is their size in bytes. `unless_pinned`: nothing is
     written if a checkpoint has the session."""
 
     durable: ClassVar[bool] = False
@@ -112,11 +117,10 @@ class EraseComponents(BaseOperation, frozen=True):
 
 
 def erase_remaining(tx: Tx, session_id: str, after: int) -> None:
-    """Remove components of rewards assigned after event `after`, and all notes, in the transaction that erases the
-    session, so that none can come between. They are few."""
-    found = tx.all(_rewards, {"sid": session_id, "after": after})
-    rewrite(tx, session_id, without_components(RewardRow(*row) for row in found))
-    tx.run(_empty_notes, {"sid": session_id})
+    """Remove what events after event `after` hold of a client's text, in the transaction that erases the session, so
+    that none can come between. They are few."""
+    found = tx.all(_texts, {"sid": session_id, "after": after})
+    rewrite(tx, session_id, without_text(TextRow(*row) for row in found))
 
 
 def has_text(event: Event) -> bool:
@@ -124,8 +128,8 @@ def has_text(event: Event) -> bool:
     match event:
         case RewardAssigned():
             return bool(event.components)
-        case SessionNoted():
-            return event.note is not None or event.tags is not None
+        case AnnotationWritten():
+            return event.value is not None or event.writer is not None
         case _:
             return False
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from app.crash_points import reach
-from app.domain import notes
 from app.domain.events import (
     BlobsTombstoned,
     RewardAssigned,
@@ -16,14 +15,13 @@ from app.domain.events import (
     SessionClosed,
     SessionCreated,
     SessionErased,
-    SessionNoted,
 )
 from app.store import object_names as names
 from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
-from app.store.erasure import erase_remaining
+from app.store.erasure import Rewritten, erase_remaining, rewrite
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -148,31 +146,6 @@ class AssignReward(BaseOperation, frozen=True):
 
     def _is_overruled(self, tx: Tx, root_id: str | None) -> bool:
         return root_id is not None and rollouts.last_reward(tx, self.session_id, of_root=True) is not None
-
-
-class Note(BaseOperation, frozen=True):
-    """Write a note or tags on an open or closed session."""
-
-    session_id: str
-    at: float
-    event: SessionNoted
-
-    @property
-    def size(self) -> int:
-        return 512 + len(self.event.note or "") + sum(map(len, self.event.tags or ()))
-
-    def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
-        if row is None:
-            return refused(tx, self.session_id)
-        note, tags = self.event.note, self.event.tags
-        if note is not None:
-            tx.run(sql.set_note, {"sid": self.session_id, "new_note": note or None})
-        if tags is not None:
-            tx.run(sql.set_tags, {"sid": self.session_id, "new_tags": notes.joined(tags)})
-        appended = append(tx, self.session_id, row[0], self.at, [self.event])
-        reach("in_note")
-        return appended
 
 
 class ShareReward(BaseOperation, frozen=True):
@@ -327,13 +300,14 @@ class FreeChunks(BaseOperation, frozen=True):
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or undone; its events stay.
 
-    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). Its
+    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`. Its
     objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
     at: float
-    components_upto: int = 0
+    texts_upto: int = 0
+    in_head: Sequence[Rewritten] = ()
     unless_pinned: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
@@ -347,7 +321,8 @@ class Erase(BaseOperation, frozen=True):
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
-        erase_remaining(tx, self.session_id, self.components_upto)
+        rewrite(tx, self.session_id, self.in_head)
+        erase_remaining(tx, self.session_id, self.texts_upto)
         tx.run(sql.unqueue_objects, {"sid": self.session_id})
         tx.run(sql.queue_prefix, {"object": names.folder_of(self.session_id), "sid": self.session_id})
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])

@@ -293,6 +293,19 @@ database are written before the commit that refers to them; what a turn that cam
 claim.
 """
 
+annotation_columns = Table(
+    "annotation_columns",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("turn", Integer, nullable=False),
+    Column("name", String(64), nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("data", Content, nullable=False),
+    PrimaryKeyConstraint("session_id", "turn", "name", "seq"),
+)
+"""Columns of numbers for a turn's tokens, as compressed frames, each by the event that wrote it. The next one under the
+name takes its place; the earlier row stays only while a checkpoint has it."""
+
 _IS_WRITTEN = text("incarnation IS NOT NULL")
 
 dead_objects = Table(

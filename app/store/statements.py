@@ -28,6 +28,7 @@ from sqlalchemy import (
 from app.store.dialect import ForEach, now, tx_not_before, up_since
 from app.store.schema import (
     SESSION_ID,
+    annotation_columns,
     blobs,
     chunks,
     dead_objects,
@@ -190,9 +191,6 @@ touch = (
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version, sessions.c.group_id, sessions.c.root_id)
 )
-_given = {name: bindparam(f"new_{name}", type_=Text) for name in ("note", "tags")}
-set_note = update(sessions).where(of_session(sessions)).values(note=_given["note"])
-set_tags = update(sessions).where(of_session(sessions)).values(tags=_given["tags"])
 set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"))
 close_head = (
     update(sessions)
@@ -321,7 +319,8 @@ oldest_refused = (
 drop_refused = delete(refused_replies).where(of_session(refused_replies), refused_replies.c.fence <= bindparam("upto"))
 drop_all_refused = delete(refused_replies).where(of_session(refused_replies))
 drop_content = tuple(
-    delete(table).where(of_session(table)) for table in (turns, blobs, chunks, refused_replies, snapshots)
+    delete(table).where(of_session(table))
+    for table in (turns, annotation_columns, blobs, chunks, refused_replies, snapshots)
 )
 drop_snapshot = delete(snapshots).where(of_session(snapshots))
 insert_snapshot = insert(snapshots)

@@ -35,7 +35,16 @@ from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
 from app.turn.large_bodies import INLINE_BYTES
 from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply, Withheld
-from app.upstream.dialects import FIRST_ROW_NAMES, clients_first_row, complete, for_adapter, from_row, takes_rid
+from app.upstream.dialects import (
+    FIRST_ROW_NAMES,
+    clients_first_row,
+    complete,
+    for_adapter,
+    from_row,
+    logprob_wish,
+    takes_rid,
+    top_needed,
+)
 from app.upstream.generate import GENERATE, Fields, generate_body
 from app.upstream.http import EngineError
 from app.upstream.streams import STREAM, Push, ReplyStream
@@ -43,6 +52,7 @@ from workers import codec
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.reply import ValidatedReply
+from workers.top_logprobs import LogprobWish
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -97,7 +107,8 @@ class EngineCall(msgspec.Struct):
     `first_row` is the first row of `routed_experts` asked for. `ids` are the prompt's, if they are
     known; `prompt` is None if the engine that was asked last takes no ids, and `ids_field` the field
     of a chat that it takes them from. `is_part`: it continues a generation. `is_native`: that engine
-    got a request of `/generate`, which `wants_native` asks for. `push` takes a stream's deltas.
+    got a request of `/generate`, which `wants_native` asks for. `push` takes a stream's deltas. `wish`:
+    what else of the logprobs the reply must have.
     """
 
     shape: EngineShape
@@ -116,6 +127,7 @@ class EngineCall(msgspec.Struct):
     ids_field: IdsField | None = None
     is_native: bool = False
     push: Push | None = None
+    wish: LogprobWish | None = None
 
 
 class EngineCalls:
@@ -165,15 +177,21 @@ class EngineCalls:
         new = turn.new = turn.stored = turn.history.new(turn.plan)
         rid = turn.rid if self._takes_rid else ""
         if not isinstance(request, ChatRequest):
-            return EngineCall("completions", self._other_params(turn), None, (), request.text, rid)
+            wish = logprob_wish(request.params, "completions")
+            return EngineCall("completions", self._other_params(turn), None, (), request.text, rid, wish=wish)
+        wish = None
         if turn.adapter is not None or self._names_engine_sessions:
-            params = self._other_params(turn)
+            params, wish = self._other_params(turn), logprob_wish(request.params)
         else:
             # The client's raw fields and the dialect's own members, which take their places.
-            fields = {**request.params, **self._chat}
-            top = request.params.get("top_logprobs")
-            if top is not None and self._dialect != "sglang" and bytes(top) != b"null":
-                fields["top_logprobs"] = top
+            asked = request.params
+            fields = {**asked, **self._chat}
+            if "top_logprobs" in asked or "prompt_logprobs" in asked or "logprob_start_len" in asked:
+                wish = logprob_wish(asked)
+                if wish is not None and wish.top:
+                    fields["top_logprobs"] = asked["top_logprobs"]
+                    needed = top_needed(wish, self._dialect)
+                    fields.update((name, msgspec.Raw(raw)) for name, raw in needed.items())
             if self._replays_experts:
                 for name in FIRST_ROW_NAMES:
                     fields.pop(name, None)
@@ -189,7 +207,7 @@ class EngineCalls:
                 turn.stored, images = _without_images(turn.session, new)
                 turn.shared = (*turn.shared, *images)
                 break
-        return EngineCall("chat", params, tools, messages, None, rid)
+        return EngineCall("chat", params, tools, messages, None, rid, wish=wish)
 
     def _other_params(self, turn: InFlightTurn) -> bytes:
         """The parameters of a completion, of an adapter's turn, or with the name of the engine's session."""

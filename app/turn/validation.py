@@ -73,6 +73,7 @@ class ReplyValidator:
             sent=b"" if prompt is None else prompt.text + b",",
             is_part=call.is_part,
             ids_field=call.ids_field if call.ids_field not in (None, "input_ids") else "",
+            wish=call.wish,
         )
         read = None
         if not settings.replay and len(answer.body) + sum(map(len, new)) <= settings.inline_max_bytes:

@@ -20,6 +20,7 @@ import msgspec
 
 from app.domain.events import EngineShape
 from workers.parse_parts import REPLAY
+from workers.top_logprobs import LogprobWish
 
 DialectChoice = Literal["auto", "sglang", "vllm"]
 
@@ -63,6 +64,8 @@ def complete(
     """
     fields = {name: bytes(raw) for name, raw in params.items()}
     fields.update(_COMPLETION if shape == "completions" else _NEEDED[dialect])
+    if (wish := logprob_wish(params, shape)) is not None:
+        fields.update(top_needed(wish, dialect))
     if shape == "completions":
         logprobs = fields.get("logprobs", b"null")
         fields["logprobs"] = logprobs if logprobs.isdigit() else b"0"
@@ -75,6 +78,37 @@ def complete(
         for name in FIRST_ROW_NAMES:
             fields.pop(name, None)
     return fields
+
+
+def logprob_wish(params: Mapping[str, msgspec.Raw], shape: EngineShape = "chat") -> LogprobWish | None:
+    """What the request asks for besides the sampled tokens' logprobs; its numbers were checked when it was read."""
+    name = "logprobs" if shape == "completions" else "top_logprobs"
+    top = _count(params.get(name))
+    prompt = _count(params.get("prompt_logprobs"))
+    if prompt is None and _count(params.get("logprob_start_len")) is not None:
+        prompt = 0
+    return LogprobWish(top or 0, prompt) if top or prompt is not None else None
+
+
+def _count(raw: msgspec.Raw | None) -> int | None:
+    text = b"" if raw is None else bytes(raw)
+    return int(text) if text.isdigit() else None
+
+
+def asks_for_prompt(wish: LogprobWish | None) -> bool:
+    return wish is not None and wish.prompt is not None
+
+
+PROMPT_WISHES = ("prompt_logprobs", "logprob_start_len")
+"""vLLM's and SGLang's parameter for logprobs of the prompt's tokens."""
+
+
+def top_needed(wish: LogprobWish, dialect: DialectChoice) -> dict[str, bytes]:
+    """vLLM names alternatives by their ids only where it is asked to; SGLang's flat lists are not read."""
+    if not wish.top:
+        return {}
+    own = {} if dialect == "sglang" else {"return_tokens_as_token_ids": b"true"}
+    return own if dialect == "vllm" else {**own, "return_flat_raw_output_top_logprobs": b"false"}
 
 
 def for_adapter(fields: Mapping[str, bytes], adapter: str, dialect: DialectChoice) -> dict[str, bytes]:

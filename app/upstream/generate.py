@@ -46,6 +46,7 @@ _OF_CHATS = frozenset(
     {
         *("model", "n", "stream", "stream_options", "logprobs", "top_logprobs", "user", "response_format"),
         *("return_meta_info", "return_prompt_token_ids", "return_token_ids", "return_weight_versions"),
+        *("prompt_logprobs", "logprob_start_len", "return_flat_raw_output_top_logprobs"),
         *("chat_template_kwargs", "separate_reasoning", "stream_reasoning", "tool_choice", "parallel_tool_calls"),
     }
 )
@@ -93,6 +94,7 @@ def generate_body(params: Fields, ids: bytes, rid: str, *, offers_tools: bool) -
         sampling["min_new_tokens"] = bytes(params["min_tokens"])
     if offers_tools:
         sampling["skip_special_tokens"] = b"false"
+    start = params.get("logprob_start_len", msgspec.Raw(b"0") if "prompt_logprobs" in params else None)
     known = {*_SAMPLING, *_LIMITS, "min_tokens", *_OF_CHATS}
     return join_object(
         {
@@ -100,7 +102,7 @@ def generate_body(params: Fields, ids: bytes, rid: str, *, offers_tools: bool) -
             "rid": msgspec.json.encode(rid),
             "sampling_params": join_object(sampling),
             "return_logprob": b"true",
-            "logprob_start_len": b"-1",
+            "logprob_start_len": b"-1" if is_null(start) else bytes(start or b""),
             "return_text_in_logprobs": b"true",
             "stream": b"true",
             "input_ids": b"[" + ids + b"]",

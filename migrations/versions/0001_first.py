@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_4, the first.
+Revision: first_5, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_4"
+revision = "first_5"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -106,6 +106,11 @@ CREATE TABLE chunks (
     size BIGINT NOT NULL, hash VARCHAR(32) NOT NULL, tombstoned_by BIGINT, location TEXT, data {bytes},
     CONSTRAINT pk_chunks PRIMARY KEY (session_id, fence, number)
 );
+CREATE TABLE annotation_columns (
+    session_id VARCHAR(128) NOT NULL, turn INTEGER NOT NULL, name VARCHAR(64) NOT NULL, seq BIGINT NOT NULL,
+    data {bytes} NOT NULL,
+    CONSTRAINT pk_annotation_columns PRIMARY KEY (session_id, turn, name, seq)
+);
 CREATE TABLE dead_objects (
     session_id VARCHAR(128) NOT NULL, name TEXT NOT NULL, since {double} NOT NULL, incarnation BIGINT,
     CONSTRAINT pk_dead_objects PRIMARY KEY (session_id, name)
@@ -166,7 +171,7 @@ ALTER TABLE events ALTER data SET STATISTICS 0;
 
 COMPRESSED = (
     *(("turns", "facts"), ("turns", "wire")),
-    *((table, "data") for table in ("blobs", "chunks", "refused_replies", "staged_tokens", "snapshots")),
+    *((table, "data") for table in ("annotation_columns", "blobs", "chunks", "refused_replies", "staged_tokens", "snapshots")),
 )
 """Content that the service has compressed: PostgreSQL does not try it again."""
 

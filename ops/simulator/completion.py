@@ -7,7 +7,7 @@ from array import array
 
 import msgspec
 
-from ops.simulator.generation import Generation, ReplyWriter, encode
+from ops.simulator.generation import Alternatives, Generation, ReplyWriter, encode, sampled_first
 from ops.simulator.template import Conversation, Toolbox
 from ops.simulator.tokenizer import Encoded, Tokenizer
 from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, Reply
@@ -87,7 +87,8 @@ def vllm(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Repl
         _logprobs(generation, writer, with_prompt=bool(request.echo), counted=True),
         b',"finish_reason":"%s","stop_reason":%s,"token_ids":%s'
         % (draft.finish.encode(), encode(draft.stop_text), ids[0]),
-        b',"prompt_logprobs":null,"prompt_token_ids":%s,"weight_versions":' % ids[1],
+        b',"prompt_logprobs":%s,"prompt_token_ids":%s,"weight_versions":'
+        % (writer.prompt_logprobs(generation.prompt, request.prompt_logprobs), ids[1]),
         encode(generation.versions) if request.return_weight_versions else b"null",
         b',"routed_experts":',
     ]
@@ -119,9 +120,18 @@ def _logprobs(
     if generation.request.logprobs is None:
         return b"null"
     numbers = writer.logprobs(draft)
-    # With 0 alternatives, vLLM still returns the sampled token.
-    alternatives = counted or generation.request.logprobs > 0
-    if not with_prompt:
-        return writer.token_logprobs(draft.ids, numbers, counted, alternatives)
-    before = [b"null", *[b"-1.5"] * (prompt.count - 1)]
-    return writer.token_logprobs(prompt.ids() + draft.ids, before + numbers, counted, alternatives)
+    count, as_ids = generation.request.logprobs, bool(counted and generation.request.return_tokens_as_token_ids)
+    ids = draft.ids
+    if with_prompt:
+        ids, numbers = [*prompt.ids(), *ids], [b"null", *[b"-1.5"] * (prompt.count - 1), *numbers]
+    # vLLM returns the sampled token too, also with 0 alternatives.
+    tops: list[Alternatives | None] = []
+    if counted or count:
+        known = [place for place, number in enumerate(numbers) if number != b"null"]
+        of_known = [ids[place] for place in known], [numbers[place] for place in known]
+        found = writer.alternatives(*of_known, count) if count else [[] for _ in known]
+        found = sampled_first(found, *of_known) if counted else found
+        tops = [None] * len(ids)
+        for place, top in zip(known, found, strict=True):
+            tops[place] = top
+    return writer.token_logprobs(ids, numbers, counted, tops, as_ids)

@@ -47,6 +47,9 @@ class Wire(Protocol):
     def adapter(self, request: Request, config: Config) -> str | None:
         """The LoRA adapter that a request is for."""
 
+    def check(self, request: ChatRequest) -> None:
+        """Refuse what the engine refuses. Raises BadRequest."""
+
     def render(self, generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         """The whole reply."""
 
@@ -258,8 +261,7 @@ class Engine:
             limit = getattr(request, name)
             if limit is not None and limit < 0:
                 raise BadRequest(f"{name} must be at least 0, got {limit}")
-        if self.config.dialect == "sglang":
-            sglang.check(request)
+        self._dialect.check(request)
         return request
 
     def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:

@@ -6,6 +6,7 @@ import codecs
 import math
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -21,6 +22,10 @@ from ops.simulator.wire import ChatRequest, CompletionRequest, Experts, Sim
 _LOGPROBS = 8191
 
 encode = msgspec.json.Encoder().encode
+
+
+Alternatives = list[tuple[bytes, int]]
+"""Logprobs as JSON, and ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +120,106 @@ class ReplyWriter:
         pairs = zip(numbers, ids, strict=True)
         return b"[" + b",".join([b"[" + number + tails[token] for number, token in pairs]) + b"]"
 
-    def content_logprobs(self, draft: Draft, numbers: list[bytes]) -> bytes:
-        """``{"content": [{token, logprob, bytes, top_logprobs}]}`` as in OpenAI's."""
+    def content_logprobs(
+        self, draft: Draft, numbers: list[bytes], tops: Sequence[Alternatives] = (), as_ids: bool = False
+    ) -> bytes:
+        """``{"content": [{token, logprob, bytes, top_logprobs}]}`` as in OpenAI's. With ``as_ids``, tokens are named by
+        their ids, as vLLM does: the sampled ones keep the bytes of their text."""
         heads = self._content_heads
-        pairs = zip(numbers, draft.ids, strict=True)
-        entries = b",".join([heads[token] + number + b',"top_logprobs":[]}' for number, token in pairs])
-        return b'{"content":[' + entries + b"]}"
+        if as_ids:
+            sampled = [
+                b'{"token":"token_id:%d",%b' % (token, heads[token][heads[token].index(b'"bytes":[') :])
+                for token in draft.ids
+            ]
+        else:
+            sampled = [heads[token] for token in draft.ids]
+        shown = [b",".join([self._alternative(one, as_ids) for one in top]) for top in tops] or [b""] * len(sampled)
+        entries = [b'%b%b,"top_logprobs":[%b]}' % entry for entry in zip(sampled, numbers, shown, strict=True)]
+        return b'{"content":[' + b",".join(entries) + b"]}"
 
-    def token_logprobs(self, ids: list[int], numbers: list[bytes], counted: bool, alternatives: bool) -> bytes:
+    def _alternative(self, one: tuple[bytes, int], as_ids: bool) -> bytes:
+        number, token = one
+        if not as_ids:
+            return self._content_heads[token] + number + b"}"
+        name = b"token_id:%d" % token
+        return b'{"token":"%b","logprob":%b,"bytes":%b}' % (name, number, encode(list(name)))
+
+    def alternatives(self, ids: list[int], numbers: list[bytes], count: int) -> list[Alternatives]:
+        """The ``count`` most likely tokens at each of these sampled ones, most likely first.
+
+        Its id decides at which place the sampled token is, or that it is behind all of them.
+        """
+        vocabulary = len(self._tokenizer.texts)
+        found = []
+        for token, number in zip(ids, numbers, strict=True):
+            rank, sampled = token % (count + 1), float(number)
+            above = [sampled * (other + 1) / (rank + 2) for other in range(rank)]
+            below = [sampled - 0.25 * (other - rank) for other in range(rank, count)]
+            row = [
+                (repr(logprob).encode(), (token + 7 * (other + 1)) % vocabulary)
+                for other, logprob in enumerate([*above, *below][:count])
+            ]
+            row[rank : rank + 1] = [(number, token)] if rank < count else []
+            found.append(row)
+        return found
+
+    def prompt_numbers(self, ids: list[int]) -> list[bytes]:
+        """A logprob of each of these tokens of a prompt; its first has none, since nothing predicts it."""
+        return [repr(-0.125 - 0.001 * (token % 5000)).encode() for token in ids]
+
+    def top_triples(self, tops: Sequence[Alternatives]) -> bytes:
+        """A list of triples for each token, as in SGLang's ``output_top_logprobs``."""
+        rows = [self.triples_of([token for _, token in top], [number for number, _ in top]) for top in tops]
+        return b"[" + b",".join(rows) + b"]"
+
+    def prompt_logprobs(self, prompt: Encoded, count: int | None) -> bytes:
+        """vLLM's ``prompt_logprobs``: for each token an object by id, with the token itself."""
+        if count is None:
+            return b"null"
+        ids = list(prompt.ids())[1:]
+        numbers = self.prompt_numbers(ids)
+        tops = sampled_first(self.alternatives(ids, numbers, count), ids, numbers)
+        return b"[" + b",".join([b"null", *map(self._by_id, tops)]) + b"]"
+
+    def _by_id(self, row: Alternatives) -> bytes:
+        texts = self._tokenizer.json_texts
+        entries = [
+            b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (token, number, rank, texts[token])
+            for rank, (number, token) in enumerate(row, 1)
+        ]
+        return b"{" + b",".join(entries) + b"}"
+
+    def token_logprobs(
+        self,
+        ids: list[int],
+        numbers: list[bytes],
+        counted: bool,
+        tops: Sequence[Alternatives | None],
+        as_ids: bool = False,
+    ) -> bytes:
         """``{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`` of a completion.
 
-        ``numbers`` has ``null`` for a token without a logprob. With ``counted``, offsets are in characters, else -1.
-        With ``alternatives``, each token lists one alternative, which is itself.
+        ``numbers`` has ``null`` for a token without a logprob, ``tops`` None, and nothing where no alternatives were
+        asked for. With ``counted``, offsets are in characters, else -1. With ``as_ids``, tokens are named by their ids.
         """
         known = len(self._tokenizer.texts)
         lengths = [len(self._tokenizer.texts[token]) if token < known else 0 for token in ids]
-        texts = [self._tokenizer.json_texts[token] if token < known else b'""' for token in ids]
         offsets = [0, *accumulate(lengths)][: len(ids)] if counted else [-1] * len(ids)
-        tops = [b"{%s:%s}" % pair if pair[1] != b"null" else b"null" for pair in zip(texts, numbers, strict=True)]
+
+        def name(token: int) -> bytes:
+            if as_ids:
+                return b'"token_id:%d"' % token
+            return self._tokenizer.json_texts[token] if token < known else b'""'
+
+        shown = [
+            b"null" if top is None else b"{%b}" % b",".join([b"%b:%b" % (name(token), number) for number, token in top])
+            for top in tops
+        ]
         return b'{"text_offset":%s,"token_logprobs":[%s],"tokens":[%s],"top_logprobs":[%s]}' % (
             encode(offsets),
             b",".join(numbers),
-            b",".join(texts),
-            b",".join(tops) if alternatives else b"",
+            b",".join(map(name, ids)),
+            b",".join(shown),
         )
 
     def text_of(self, ids: list[int]) -> str:
@@ -198,6 +280,12 @@ class ReplyWriter:
         if missing < 2:
             return (b"".join(parts) + b"}",) if len(parts) < 3 else (*parts[:-1], parts[-1] + b"}")
         return (*parts, b',"padding":', *self.payloads.padding(missing), b"}")
+
+
+def sampled_first(tops: Sequence[Alternatives], ids: list[int], numbers: list[bytes]) -> list[Alternatives]:
+    """As vLLM has them: the sampled token, then the others."""
+    pairs = zip(tops, zip(numbers, ids, strict=True), strict=True)
+    return [[pair, *[other for other in top if other[1] != pair[1]]] for top, pair in pairs]
 
 
 def message_json(draft: Draft, empty_content: bytes) -> bytes:

@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from ops.simulator.generate import parse
 from ops.simulator.generation import DONE, EVENT_STREAM, Generation, ReplyWriter, event
-from ops.simulator.sglang import finish_of
+from ops.simulator.sglang import finish_of, speculative_of
 from ops.simulator.wire import BadRequest, ChatRequest, Reply, Sim, json_reply
 
 # The arguments are taken as the model wrote them, whether they are JSON or not.
@@ -36,6 +36,7 @@ class GenerateRequest(Struct):
     sampling_params: Sampling
     return_logprob: bool = False
     return_text_in_logprobs: bool = False
+    logprob_start_len: int = -1
     stream: bool = False
     rid: str | None = None
     lora_path: str | None = None
@@ -57,6 +58,7 @@ class GenerateRequest(Struct):
             rid=self.rid,
             lora_path=self.lora_path,
             sim=self.sim,
+            logprob_start_len=self.logprob_start_len,
         )
 
 
@@ -75,6 +77,11 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     numbers, left = writer.logprobs(draft), draft.text
     texts = writer.texts_of(draft.ids, size)
     starts = range(0, max(len(draft.ids), 1), size)
+    prompt, first = list(generation.prompt.ids()), generation.request.logprob_start_len
+    given: dict[str, Raw] = {}
+    if first >= 0:
+        triples = writer.triples_of(prompt[first:], [b"null", *writer.prompt_numbers(prompt[first + 1 :])])
+        given = {"input_token_logprobs": Raw(triples)}
     events = []
     for start, text in zip_longest(starts, texts[: len(starts)], fillvalue=""):
         at = int(start)
@@ -89,6 +96,8 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
             "output_token_logprobs": Raw(writer.triples_of(ids, numbers[at : at + size])),
             "completion_tokens": at + len(ids),
             "cached_tokens": generation.cached_tokens,
+            **given,
+            **(speculative_of(generation) if is_last else {}),
         }
         events.append(event({"text": delta, "output_ids": ids, "meta_info": meta}))
     return Reply((*events, DONE), content_type=EVENT_STREAM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ops.simulator.config import Config
 from ops.simulator.generation import (
+    Alternatives,
     Generation,
     ReplyWriter,
     deltas,
@@ -63,12 +64,14 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     request, draft = generation.request, generation.draft
     numbers = writer.logprobs(draft) if request.logprobs else []
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
+    asked = request.alternatives if request.logprobs else 0
+    tops = writer.alternatives(draft.ids, numbers, asked) if asked else []
     head = [
         b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
         % (encode(generation.id), generation.created, encode(request.model)),
         message_json(draft, b'""'),
         b',"logprobs":',
-        writer.content_logprobs(draft, numbers) if request.logprobs else b"null",
+        writer.content_logprobs(draft, numbers, tops) if request.logprobs else b"null",
         b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
         encode(draft.stop_text or (writer.end_id if generation.ended_itself else None)),
     ]
@@ -78,7 +81,7 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         head += [b',"response_token_ids":', encode(draft.ids)]
     parts = [b"".join(head)]
     if request.return_meta_info:
-        parts += _meta_info(generation, writer, numbers, experts)
+        parts += _meta_info(generation, writer, numbers, tops, experts)
     parts.append(b"}]" + _tail(generation))
     if experts is not None and not request.return_meta_info:
         parts += [b',"sglext":{"routed_experts":', experts, b"}"]
@@ -99,8 +102,26 @@ def finish_of(generation: Generation[ChatRequest], writer: ReplyWriter) -> dict[
     return {"type": finish}
 
 
+def speculative_of(generation: Generation[ChatRequest]) -> dict[str, object]:
+    """What `meta_info` says of speculative decoding: nothing where there is none."""
+    if generation.sim.speculative is None:
+        return {}
+    steps, drafts, accepted = generation.sim.speculative
+    return {
+        "spec_accept_rate": accepted / drafts,
+        "spec_accept_length": generation.completion_tokens / steps,
+        "spec_num_correct_drafts": accepted,
+        "spec_num_proposed_drafts": drafts,
+        "spec_verify_ct": steps,
+    }
+
+
 def _meta_info(
-    generation: Generation[ChatRequest], writer: ReplyWriter, numbers: list[bytes], experts: bytes | None
+    generation: Generation[ChatRequest],
+    writer: ReplyWriter,
+    numbers: list[bytes],
+    tops: list[Alternatives],
+    experts: bytes | None,
 ) -> list[bytes]:
     facts = {
         "id": generation.id,
@@ -109,12 +130,16 @@ def _meta_info(
         "completion_tokens": generation.completion_tokens,
         "cached_tokens": generation.cached_tokens,
         "weight_version": generation.weight_version,
+        **speculative_of(generation),
     }
     head = [b',"meta_info":', encode(facts).removesuffix(b"}")]
     if writer.config.weight_versions or len(generation.versions) > 1:
         head += [b',"weight_versions":', encode(generation.versions)]
     if generation.request.logprobs:
         head += [b',"output_token_logprobs":', writer.triples(generation.draft, numbers)]
+    if tops:
+        # A chat's prompt has no logprobs: its `logprob_start_len` is -1.
+        head += [b',"input_top_logprobs":[],"output_top_logprobs":', writer.top_triples(tops)]
     parts = [b"".join(head)]
     for name, payload in (("routed_experts", experts), ("indexer_topk", writer.indexer(generation))):
         if payload is not None:

@@ -7,17 +7,20 @@ from dataclasses import replace
 import msgspec
 
 from ops.simulator.config import Config
+from ops.simulator.generate import Draft
 from ops.simulator.generation import (
     DONE,
     EVENT_STREAM,
     Generation,
+    R,
     ReplyWriter,
     deltas,
     encode,
     event,
     message_json,
+    sampled_first,
 )
-from ops.simulator.wire import ChatRequest, Reply, Request, UnknownModel, json_reply
+from ops.simulator.wire import BadRequest, ChatRequest, Reply, Request, UnknownModel, json_reply
 
 
 def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
@@ -34,6 +37,12 @@ def adapter(request: Request, config: Config) -> str | None:
     return None
 
 
+def check(request: ChatRequest) -> None:
+    """Refuse what vLLM refuses. Raises :class:`BadRequest`."""
+    if request.stream and request.prompt_logprobs:
+        raise BadRequest("`prompt_logprobs` are not available when `stream=True`.")
+
+
 def _logprobs(generation: Generation[ChatRequest], writer: ReplyWriter) -> bytes:
     """``choices[].logprobs``; empty if ``top_logprobs`` is an explicit null."""
     request = generation.request
@@ -41,7 +50,31 @@ def _logprobs(generation: Generation[ChatRequest], writer: ReplyWriter) -> bytes
         return b"null"
     if request.top_logprobs is None:
         return b'{"content":[]}'
-    return writer.content_logprobs(generation.draft, writer.logprobs(generation.draft))
+    return content_of(request, writer, generation.draft, writer.logprobs(generation.draft))
+
+
+def content_of(request: ChatRequest, writer: ReplyWriter, draft: Draft, numbers: list[bytes]) -> bytes:
+    count, as_ids = request.alternatives, bool(request.return_tokens_as_token_ids)
+    tops = writer.alternatives(draft.ids, numbers, count) if count else []
+    shown = [top[:count] for top in sampled_first(tops, draft.ids, numbers)] if count else []
+    return writer.content_logprobs(draft, numbers, shown, as_ids)
+
+
+def metrics_of(generation: Generation[R]) -> bytes:
+    """What a reply has behind the rest where it was speculated."""
+    if generation.sim.speculative is None:
+        return b""
+    steps, drafts, accepted = generation.sim.speculative
+    counted = {
+        "mean_acceptance_length": 1 + accepted / steps,
+        "draft_acceptance_rate": accepted / drafts,
+        "acceptance_histogram": [],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafts,
+        "num_spec_tokens": drafts // steps,
+    }
+    return b',"metrics":' + encode({"speculative_decoding": counted})
 
 
 def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
@@ -66,9 +99,11 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     if masks is not None:
         parts += [b',"sampling_mask":', masks]
     prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
+    of_prompt = writer.prompt_logprobs(generation.prompt, request.prompt_logprobs)
     parts.append(
-        b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":null,'
-        b'"prompt_token_ids":%s,"kv_transfer_params":null' % (encode(generation.usage), prompt_ids)
+        b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":%s,'
+        b'"prompt_token_ids":%s,"kv_transfer_params":null%s'
+        % (encode(generation.usage), of_prompt, prompt_ids, metrics_of(generation))
     )
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
@@ -99,7 +134,7 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         ids = draft.ids[start:end]
         logprobs = None
         if request.logprobs:
-            logprobs = msgspec.Raw(writer.content_logprobs(replace(draft, ids=ids), numbers[start:end]))
+            logprobs = msgspec.Raw(content_of(request, writer, replace(draft, ids=ids), numbers[start:end]))
         choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         choice["token_ids"] = ids if request.return_token_ids else None
         if not delta:

@@ -87,7 +87,8 @@ class Sim(Struct, forbid_unknown_fields=True):
     the tool calls of the reply, whatever tools the request offers; their arguments may be any text. ``call_ids`` are
     the ids of the reply's calls in order; a call without one gets a drawn id. ``text`` may hold reasoning between its
     tags, which stays in the content, or be empty. ``chunk_tokens`` is the number of tokens in each chunk of vLLM's
-    stream of a plain text.
+    stream of a plain text. ``speculative`` are the counters of speculative decoding: how often drafts were verified,
+    how many tokens they had, and how many were accepted.
     """
 
     completion_tokens: int | None = None
@@ -106,6 +107,7 @@ class Sim(Struct, forbid_unknown_fields=True):
     calls: list[CalledFunction] | None = None
     call_ids: list[str | int | None] = []
     chunk_tokens: int | None = None
+    speculative: tuple[int, int, int] | None = None
 
 
 class PlannedReply(Struct, forbid_unknown_fields=True):
@@ -141,7 +143,14 @@ class Request(Struct, kw_only=True):
     routed_experts_prompt_start: int = 0
     stop: str | list[str] | None = None
     lora_path: str | list[str | None] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     sim: Sim | None = None
+
+    @property
+    def alternatives(self) -> int:
+        """How many of the most likely tokens are asked for at each sampled token."""
+        return 0
 
 
 class KvTransfer(Struct):
@@ -151,13 +160,15 @@ class KvTransfer(Struct):
 
 
 class ChatRequest(Request, kw_only=True):
-    """The body of a chat request in both dialects. Messages stay raw, since they are cache keys."""
+    """The body of a chat request in both dialects. Messages stay raw, since they are cache keys. ``logprob_start_len``
+    is that of SGLang's ``/generate`` alone."""
 
     messages: list[Raw]
     tools: Raw = Raw(b"")
     tool_choice: str | dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    logprob_start_len: int = -1
     top_logprobs: int | msgspec.UnsetType | None = msgspec.UNSET
     input_ids: Raw = Raw(b"")
     kv_transfer_params: KvTransfer | None = None
@@ -166,6 +177,10 @@ class ChatRequest(Request, kw_only=True):
     return_indexer_topk: bool = False
     return_sampling_mask: bool = False
     top_k: int | None = None
+
+    @property
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0 if isinstance(self.top_logprobs, int) else 0
 
     def prompt_ids(self, dialect: str) -> bytes:
         """The prompt's ids as JSON, from the field that an engine of this dialect reads; empty if there are none."""
@@ -181,6 +196,10 @@ class CompletionRequest(Request, kw_only=True):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
 
 
 class BadRequest(Exception):

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, func, or_, select
 
+from app.domain.columns import unpack
 from app.domain.events import (
     AffinityBound,
     AffinityReleased,
@@ -34,6 +35,7 @@ from app.store.dialect import AlchemyTx
 from app.store.erasure import has_text
 from app.store.projections import FoldedLog
 from app.store.schema import (
+    annotation_columns,
     blobs,
     chunks,
     events,
@@ -48,6 +50,7 @@ from ops.verify.report import Report
 from workers import codec, payloads, sampling_masks
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import token_text
+from workers.top_logprobs import FLOAT_BYTES, unpacked
 
 _CHUNK = (
     chunks.c.fence,
@@ -58,7 +61,18 @@ _CHUNK = (
     or_(chunks.c.data.is_not(None), and_(chunks.c.location.is_not(None), chunks.c.tombstoned_by.is_(None))),
 )
 
-TABLES = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, staged_tokens, snapshots)
+TABLES = (
+    sessions,
+    events,
+    open_turns,
+    turns,
+    annotation_columns,
+    blobs,
+    chunks,
+    refused_replies,
+    staged_tokens,
+    snapshots,
+)
 """The tables with rows of sessions. A damaged store may have a session in some of them only."""
 
 PAGE = 500
@@ -127,6 +141,7 @@ class SessionCheck:
             self._check_erased()
         else:
             self._blobs()
+            self._columns(session)
             self._content()
             self._chunks(session)
             self._payloads(session)
@@ -234,12 +249,25 @@ class SessionCheck:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
 
     def _check_erased(self) -> None:
-        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots):
+        for table in (turns, annotation_columns, blobs, chunks, refused_replies, staged_tokens, snapshots):
             left = self._rows(table, func.count())[0][0]
             self._expect(left == 0, f"erased, but {left} rows are left in {table.name}")
         for recorded in self._log:
             bare = f"erased, but event {recorded.seq} ({name_of(recorded.event)}) still has a client's text"
             self._expect(not has_text(recorded.event), bare)
+
+    def _columns(self, session: Session) -> None:
+        """Check that every column that the session has is stored unchanged."""
+        table = annotation_columns.c
+        rows = self._rows(annotation_columns, table.turn, table.name, table.seq, table.data)
+        stored = {(turn, name, seq): frame for turn, name, seq, frame in rows}
+        for turn, said in session.annotations.items():
+            for name, annotation in said.items():
+                if annotation.column is not None:
+                    try:
+                        unpack(stored.get((turn, name, annotation.seq), b""), annotation.column)
+                    except CorruptContent as error:
+                        self._expect(False, f"turn {turn}, annotation {name}: {error}")
 
     def _blobs(self) -> None:
         """Check that every blob of the log is stored unchanged, and that turns name only these blobs."""
@@ -302,6 +330,12 @@ class SessionCheck:
             "output_ids": (len(tokens.output_ids), turn.output_tokens * TOKEN_BYTES),
             "logprobs": (len(tokens.logprobs), turn.output_tokens * LOGPROB_BYTES),
         }
+        if tokens.top is not None:
+            rows = 0 if tokens.top.output is None else len(unpacked(tokens.top.output)[0])
+            given = len(tokens.top.prompt_logprobs) // FLOAT_BYTES
+            of_prompt = given if tokens.top.prompt is None else len(unpacked(tokens.top.prompt)[0])
+            is_right = rows in (0, turn.output_tokens) and given == of_prompt <= turn.suffix_tokens
+            self._expect(is_right, f"turn {turn.turn}: the most likely tokens are not as many as its tokens")
         for name, (size, said) in sizes.items():
             self._expect(size == said, f"turn {turn.turn}: {name} has {size} bytes, the log says {said}")
         length, hasher = chains.get((turn.parent, turn.trimmed) if turn.base_tokens else (0, 0), (-1, None))

@@ -31,7 +31,7 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.store import reads
-from app.store.erasure import UNREADABLE, EraseComponents, RewardRow, reward_rows, without_components
+from app.store.erasure import UNREADABLE, EraseTexts, TextRow, text_rows, without_text
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Erase, Existing
 from app.store.log_turns import AbandonDead, AbandonLost, Busy, Stale
@@ -268,8 +268,8 @@ async def test_an_erasure_takes_components_out_of_rewards_and_moves_nothing(stor
     await store.close("s")
     before, upto = await places(store), 0
     for _ in range(steps):
-        rows = await store.database.read(lambda c, after=upto: reward_rows(c, "s", after, 1))
-        await store.submit(EraseComponents("s", without_components(rows), 100))
+        rows = await store.database.read(lambda c, after=upto: text_rows(c, "s", after, 1))
+        await store.submit(EraseTexts("s", without_text(rows), 100))
         upto = rows[-1].seq
     erased = await store.submit(Erase("s", 6.0, upto))
     assert isinstance(erased, Appended)
@@ -283,23 +283,23 @@ async def test_an_erasure_takes_components_out_of_rewards_and_moves_nothing(stor
 
 async def test_only_a_session_that_is_being_erased_loses_components(store: Store) -> None:
     await a_rewarded_session(store)
-    rows = await store.database.read(lambda c: reward_rows(c, "s", 0, 9))
-    assert await store.submit(EraseComponents("s", without_components(rows), 100)) is False
-    assert await store.submit(EraseComponents("none", without_components(rows), 100)) is False
+    rows = await store.database.read(lambda c: text_rows(c, "s", 0, 9))
+    assert await store.submit(EraseTexts("s", without_text(rows), 100)) is False
+    assert await store.submit(EraseTexts("none", without_text(rows), 100)) is False
     assert await assigned(store) == list(REWARDS)
 
 
 async def test_of_a_damaged_reward_an_erasure_leaves_nothing(store: Store) -> None:
     await a_rewarded_session(store)
     await store.close("s")
-    [first, *_] = await store.database.read(lambda c: reward_rows(c, "s", 0, 9))
+    [first, *_] = await store.database.read(lambda c: text_rows(c, "s", 0, 9))
     damaged = first.data.replace(b"style", b"stale")
     change = update(events).where(events.c.session_id == "s", events.c.seq == first.seq).values(data=damaged)
     await store.database.write(lambda tx: tx.run(change, {}), durable=True)
     assert isinstance(await store.submit(Erase("s", 6.0)), Appended)
-    rows = await store.database.read(lambda c: reward_rows(c, "s", 0, 9))
-    assert rows[0] == RewardRow(first.seq, first.version, UNREADABLE)
-    assert without_components(rows) == [], "once is enough"
+    rows = await store.database.read(lambda c: text_rows(c, "s", 0, 9))
+    assert rows[0] == TextRow(first.seq, first.type, first.version, UNREADABLE)
+    assert without_text(rows) == [], "once is enough"
     with pytest.raises(UnknownEvent):
         await store.log("s")
 

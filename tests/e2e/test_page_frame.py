@@ -117,10 +117,11 @@ def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None
     page.fill("input[name=tags]", "")
     page.keyboard.press("Enter")
     expect(page.locator(".sessionfacts dt:has-text('Tags')")).to_have_count(0)
-    written = [event for event in talk.events() if event["type"] == "SessionNoted"]
-    assert [(one.get("note"), one.get("tags")) for one in written] == [
-        ("It loops <b>here</b>.", ["look at", "loop"]),
-        (None, []),
+    written = [event for event in talk.events() if event["type"] == "AnnotationWritten"]
+    assert [(one["name"], one.get("value")) for one in written] == [
+        ("note", "It loops <b>here</b>."),
+        ("tags", ["look at", "loop"]),
+        ("tags", None),
     ]
 
 
@@ -128,7 +129,7 @@ def test_what_is_not_edited_of_a_note_stays_as_it_is(watched: Watched, guarded: 
     """A tag with a comma, and line ends that a browser writes otherwise."""
     talk = guarded.talk(session_id="noted-3")
     tags = [" spaced", '"quoted", too', "a, b", "plain"]
-    assert guarded.http.put(f"{talk.path}/note", json={"note": "one\r\ntwo\n", "tags": tags}).status_code == 200
+    talk.noted(note="one\r\ntwo\n", tags=tags)
     signed_in(watched, f"#/session/{talk.id}")
     page = watched.page
     page.get_by_role("button", name="Edit note").click()
@@ -136,8 +137,8 @@ def test_what_is_not_edited_of_a_note_stays_as_it_is(watched: Watched, guarded: 
     field.fill(f'{field.input_value()}, "new, too", newer')
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.locator("form.noteform")).to_be_hidden()
-    *_, written = (event for event in talk.events() if event["type"] == "SessionNoted")
-    assert (written.get("note"), written.get("tags")) == (None, sorted([*tags, "new, too", "newer"]))
+    written = [event for event in talk.events() if event["type"] == "AnnotationWritten"][2:]
+    assert [(one["name"], one["value"]) for one in written] == [("tags", sorted([*tags, "new, too", "newer"]))]
 
 
 def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_pat
         try:
             page = watched.page.context.new_page()
             page.goto(f"http://127.0.0.1:{other.server_port}/")
-            address = f"{watched.base_url}{talk.path}/note"
+            address = f"{watched.base_url}{talk.path}/annotations/note"
             for headers in ({}, {"x-turnlog-page": "1"}):
                 assert page.evaluate(PUT, [address, headers]) == "TypeError"
             page.close()
@@ -160,11 +161,11 @@ def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_pat
             thread.join()
     note = {"x-turnlog-page": "1", "content-type": "application/json"}
     assert watched.page.evaluate(PUT, [address, note]) == "200", "the page itself may"
-    assert [one["note"] for one in talk.events() if one["type"] == "SessionNoted"] == ["written"]
+    assert [one["value"] for one in talk.events() if one["type"] == "AnnotationWritten"] == ["written"]
 
 
 PUT = """([address, headers]) =>
-    fetch(address, { method: "PUT", credentials: "include", headers, body: '{"note": "written"}' })
+    fetch(address, { method: "PUT", credentials: "include", headers, body: '{"value": "written"}' })
         .then((response) => String(response.status), (error) => error.name)"""
 
 

@@ -73,8 +73,7 @@ def test_without_an_index_it_says_how(page_stand: PageStand, watch: Watch) -> No
 
 
 def test_notes_and_tags_are_shown_filtered_and_copied(searched: Stand, watch: Watch) -> None:
-    body = {"note": "looks like a loop", "tags": ["odd", "to check"]}
-    assert searched.http.put("/sessions/found-07/note", json=body).status_code == 200
+    searched.known("found-07").noted(note="looks like a loop", tags=["odd", "to check"])
     watched = watch(searched.server.base_url, width=1440)
     page = watched.open("#/?tag=odd")
     expect(page.locator(ROWS)).to_have_count(1)

@@ -180,7 +180,7 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
     fields = {"sim": case.sim, "return_routed_experts": True} if case.sim else {}
     key = {"idempotency-key": f"second {case.point}"}
     with site.armed(case.point, case.times) as stand:
-        talk = stand.talk(group_id="crash")
+        talk = stand.talk(group_id="crash", params={"top_logprobs": 3})
         site.acknowledge(talk, talk.say("First"))
         if case.fault:
             assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
@@ -202,6 +202,8 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
         assert [record["response"] for record in again.state()["records"]][1] == reply.json()
         again.messages = [*sent, reply.json()["choices"][0]["message"]]
         site.acknowledge(again, again.say("Third"))
+        [row] = again.rows(top_k=1)
+        assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
         verified(site.url, site.acknowledged[-3:], tally)
 
 
@@ -250,16 +252,19 @@ def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize("point", ["in_reward", "after_reward", "in_note", "after_note", "in_close", "after_close"])
+@pytest.mark.parametrize(
+    "point", ["in_reward", "after_reward", "in_annotation", "after_annotation", "in_close", "after_close"]
+)
 def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> None:
     """Its reward, a note, its close: there whole or not at all, and asked for again it is there."""
     what = point.partition("_")[2]
-    body = {"reward": {"reward": 0.5}, "note": {"note": "Seen", "tags": ["a"]}, "close": None}[what]
-    kind = {"reward": "RewardAssigned", "note": "SessionNoted", "close": "SessionClosed"}[what]
+    path = {"reward": "/reward", "annotation": "/annotations/note", "close": ""}[what]
+    body = {"reward": {"reward": 0.5}, "annotation": {"value": "Seen"}, "close": None}[what]
+    kind = {"reward": "RewardAssigned", "annotation": "AnnotationWritten", "close": "SessionClosed"}[what]
     with site.armed(point, 1) as stand:
         talk = stand.talk(group_id="crash")
         site.acknowledge(talk, talk.say("First"))
-        method, path = ("DELETE", talk.path) if what == "close" else ("PUT", f"{talk.path}/{what}")
+        method, path = "DELETE" if what == "close" else "PUT", talk.path + path
         with pytest.raises(httpx.TransportError):
             stand.http.request(method, path, json=body)
         tally.tried += 1
@@ -274,7 +279,33 @@ def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> 
             1,
             what == "close",
         )
-        assert {name: row[name] for name in body or {}} == (body or {})
+        assert row["reward"] == (0.5 if what == "reward" else None)
+        assert row["note"] == ("Seen" if what == "annotation" else None)
+        verified(site.url, site.acknowledged[-1:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["in_annotation", "after_annotation"])
+def test_a_column_that_is_replaced(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """The earlier column or the new one, whole; asked for again it is the new one."""
+    with site.armed(point, 2) as stand:
+        talk = stand.talk()
+        site.acknowledge(talk, talk.say("First", sim={"completion_tokens": 3}))
+        path = f"{talk.path}/turns/1/annotations/values"
+        first, second = ({"values": [value, None, 2.5], "over": "output"} for value in (0.25, 0.5))
+        assert stand.http.put(path, json=first).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            stand.http.put(path, json=second)
+        tally.tried += 1
+    with site.after() as stand:
+        there = second if point == "after_annotation" else first
+        assert stand.get(path)["values"] == there["values"]
+        for _ in range(2):
+            [row] = stand.rows(session_id=talk.id, columns="values")
+            assert row["columns"]["values"][-3:] == [there["values"][0], 0.0, 2.5]
+            assert row["column_masks"]["values"] == [0] * row["prompt_length"] + [1, 0, 1]
+            assert stand.http.put(path, json=second).status_code == 200
+            there = second
         verified(site.url, site.acknowledged[-1:], tally)
 
 
@@ -299,8 +330,9 @@ def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
         talk.say("To be forgotten", sim=LARGE, return_routed_experts=True)
         reward = {"reward": 0.5, "components": {f"forgotten-{talk.id}": 1.0}}
         assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
-        note = {"note": f"forgotten-{talk.id}", "tags": ["forgotten"]}
-        assert stand.http.put(f"{talk.path}/note", json=note).status_code == 200
+        talk.noted(note=f"forgotten-{talk.id}", tags=["forgotten"])
+        column = {"values": [0.25] * talk.committed()[0]["output_tokens"], "over": "output"}
+        assert stand.http.put(f"{talk.path}/turns/1/annotations/values", json=column).status_code == 200
         frames = stored_frames(site.url, talk)
         with pytest.raises(httpx.TransportError):
             stand.http.delete(talk.path, params={"erase": "true"})

@@ -128,7 +128,7 @@ def grade(stand: Stand, talk: Talk) -> None:
         body = {**given, "components": components}
         assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0, "turn": 2}).status_code == 200
-    assert stand.http.put(f"{talk.path}/note", json={"note": f"A {NOTE}", "tags": [TAG, "b"]}).status_code == 200
+    talk.noted(note=f"A {NOTE}", tags=[TAG, "b"])
 
 
 def rewards(talk: Talk) -> list[dict[str, Any]]:

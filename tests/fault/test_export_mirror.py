@@ -130,7 +130,7 @@ def step(server: Api, session_id: str, chance: random.Random, done: Counter[str]
         case 3:
             what, reply = "rewarded", server.http.put(f"{path}/reward", json={"reward": chance.random()})
         case 4:
-            what, reply = "noted", server.http.put(f"{path}/note", json={"note": "seen"})
+            what, reply = "noted", server.http.put(f"{path}/annotations/note", json={"value": "seen"})
         case 5:
             what, reply = "closed", server.http.delete(path)
         case _:

@@ -20,7 +20,7 @@ ON_BOTH = frozenset(
         "test_checkpoints",
         "test_export",
         "test_fork",
-        "test_notes",
+        "test_annotations",
         "test_odd_parameters",
         "test_retries",
         "test_rollouts",

@@ -122,6 +122,15 @@ class Talk:
     def state(self) -> dict[str, Any]:
         return dict(self._stand.get(self.path))
 
+    def annotate(self, name: str, value: Any, turn: int | None = None, **fields: Any) -> httpx.Response:
+        place = self.path if turn is None else f"{self.path}/turns/{turn}"
+        return self._stand.http.put(f"{place}/annotations/{name}", json={"value": value, **fields})
+
+    def noted(self, **given: Any) -> None:
+        """Write its note, its tags, or both."""
+        for name, value in given.items():
+            assert self.annotate(name, value).status_code == 200
+
     def rows(self, **parameters: Any) -> list[dict[str, Any]]:
         return self._stand.rows(session_id=self.id, **parameters)
 

@@ -70,10 +70,6 @@ def finish(stand: Stand, talk: Talk) -> None:
     assert reward(stand, talk, 1.0).status_code == 200
 
 
-def note(stand: Stand, talk: Talk, **body: Any) -> None:
-    assert stand.http.put(f"{talk.path}/note", json=body).status_code == 200
-
-
 def said(stand: Stand, *texts: str, **body: Any) -> Talk:
     talk = stand.talk(**body)
     for text in texts:
@@ -92,13 +88,13 @@ def copy_of(talk: Talk, turns: int) -> Talk:
 def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, history: str) -> None:
     talk = said(used, "One", "Two", history=history)
     reward(used, talk, 0.25, components={"a": 1.0})
-    note(used, talk, note="Then", tags=[f"then-{talk.id}"])
+    talk.noted(note="Then", tags=[f"then-{talk.id}"])
     at_cut = rows(talk)
     name = make(used)
     early = copy_of(talk, 2)
     talk.say("Three")
     reward(used, talk, 0.75)
-    note(used, talk, note="Later", tags=[])
+    talk.noted(note="Later", tags=[])
     used.http.delete(talk.path)
     later = rows(talk)
 

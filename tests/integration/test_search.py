@@ -95,7 +95,7 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
     other.say(f"Another {word}")
     engine = searched.http.get("/sessions", params={"prefix": other.id}).json()["sessions"][0]["engine"]
     assert searched.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
-    assert searched.http.put(f"{other.path}/note", json={"tags": [word]}).status_code == 200
+    other.noted(tags=[word])
     assert searched.http.delete(other.path).status_code == 204
     assert len(current(searched, q=word)["hits"]) == 4
     for parameters, wanted in (

@@ -39,7 +39,7 @@ class Group:
         self.talks[0].say("Two")
         for number in range(4):
             stand.http.put(f"{self.talks[number].path}/reward", json={"reward": float(number)}).raise_for_status()
-        stand.http.put(f"{self.talks[1].path}/note", json={"note": "odd", "tags": ["look", "x"]}).raise_for_status()
+        self.talks[1].noted(note="odd", tags=["look", "x"])
         for talk in self.talks[3:]:
             stand.http.delete(talk.path).raise_for_status()
 

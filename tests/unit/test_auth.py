@@ -379,7 +379,7 @@ def test_a_cookie_changes_nothing_and_helps_no_other_site() -> None:
     assert status(WITH_TOKEN, asked("/sessions", "GET", [*cookie(GOOD), *bearer("wrong")])) == 401
 
 
-NOTE = "/sessions/a/note"
+NOTE = "/sessions/a/annotations/note"
 FROM_PAGE = [("x-turnlog-page", "1")]
 SAME_ORIGIN = [("sec-fetch-site", "same-origin")]
 OWN_ORIGIN = [("origin", "http://127.0.0.1:8080")]
@@ -387,7 +387,8 @@ OWN_ORIGIN = [("origin", "http://127.0.0.1:8080")]
 
 def test_a_signed_in_browser_writes_a_note() -> None:
     for mark in (SAME_ORIGIN, OWN_ORIGIN, [*SAME_ORIGIN, *OWN_ORIGIN]):
-        assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(GOOD), *FROM_PAGE, *mark])) == 0
+        for path in (NOTE, "/sessions/a/annotations/tags"):
+            assert status(WITH_TOKEN, asked(path, "PUT", [*cookie(GOOD), *FROM_PAGE, *mark])) == 0
     for value in ("", "x", TOKENS.cookie_for(ADMIN.encode(), NOW - 13 * 3600)):
         assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(value), *FROM_PAGE, *SAME_ORIGIN])) == 401
 
@@ -417,11 +418,13 @@ def test_nothing_but_a_note_is_written_by_the_cookie() -> None:
         assert status(WITH_TOKEN, asked(NOTE, method, page)) == 401
     for path in (
         "/sessions/a/reward",
-        "/sessions/a/note/",
-        "/sessions/a/b/note",
-        "/sessions//note",
+        f"{NOTE}/",
+        "/sessions/a/b/annotations/note",
+        "/sessions//annotations/note",
         f"{NOTE}\n",
-        "/note",
+        "/annotations/note",
+        "/sessions/a/annotations/notes",
+        "/sessions/a/turns/1/annotations/note",
     ):
         assert status(WITH_TOKEN, asked(path, "PUT", page)) == 401, path
     assert status(WITH_TOKEN, asked("/export/groups", "GET", page)) == 401

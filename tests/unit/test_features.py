@@ -51,6 +51,7 @@ TABLES = {
     "blobs": Part("kernel", "app.store.statements:drop_content", COPIED, "no: content stays, events refer to it"),
     "refused_replies": Part("kernel", "app.store.statements:drop_content", "no: for diagnosis alone", "no: as before"),
     "snapshots": Part("kernel", "app.store.statements:drop_content", "no: it is made again", "no: a fold skips it"),
+    "annotation_columns": Part("annotations", "app.store.statements:drop_content", COPIED, "no: what a cut has stays"),
     "chunks": Part("replay", "app.store.statements:drop_content", COPIED, "no: a tombstone stays one"),
     "staged_tokens": Part(
         "resume", "app.store.staged_tokens:drop_of_session", "no: of a turn in flight", "app.store.log:abandon"

@@ -186,6 +186,7 @@ NO_THINKING = {"enable_thinking": False, "thinking": False}
             },
             {},
         ),
+        ({"top_logprobs": 2, "include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}),
     ],
 )
 def test_parameters(fields: Json, params: Json) -> None:
@@ -274,6 +275,7 @@ REFUSED: list[tuple[Json, str]] = [
     ({"truncation": "none"}, "truncation"),
     ({"messages": []}, "messages"),
     ({"store": "yes"}, "store"),
+    ({"top_logprobs": 21}, "top_logprobs"),
 ]
 
 UNSUPPORTED: list[tuple[Json, str]] = [
@@ -284,8 +286,7 @@ UNSUPPORTED: list[tuple[Json, str]] = [
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]"),
-    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["message.input_image.image_url"]}, "include[0]"),
     ({"reasoning": {"context": "current_turn"}}, "reasoning.context"),
     ({"tools": [{**TOOLS[0], "async": True}]}, "tools[0].async"),
     ({"input": [{"type": "item_reference", "id": f"msg_{proof(n)}"} for n in range(300)]}, "input[256]"),

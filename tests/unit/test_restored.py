@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.domain.events import (
+    AnnotationWritten,
     BlobsTombstoned,
     ChunkRef,
     Event,
@@ -15,7 +16,6 @@ from app.domain.events import (
     Recorded,
     RewardAssigned,
     SessionClosed,
-    SessionNoted,
     SessionRestored,
     TurnCommitted,
     UnknownEvent,
@@ -62,7 +62,7 @@ def grown(steps: list[tuple[str, int]]) -> list[Event]:
             case "reward" if session.status == "open":
                 events.append(RewardAssigned(float(number)))
             case "note" if session.status == "open":
-                events.append(SessionNoted(f"note {number}"))
+                events.append(AnnotationWritten("note", value=f"note {number}", size=9))
             case "restore":
                 seq = number % len(events)
                 events += restoring(folded(events[:seq]) if seq else None, "checkpoint")
@@ -86,11 +86,12 @@ def test_after_a_restore_the_session_is_what_it_was_and_no_number_is_given_twice
             assert (after.status, list(after.turns), after.reward) == ("undone", [], None)
             continue
         then = folded(events[: event.to_seq])
-        assert (after.turns, after.status, after.reward, after.note) == (
+        assert (after.turns, after.status, after.reward, after.note, after.annotations) == (
             then.turns,
             then.status,
             then.reward,
             then.note,
+            then.annotations,
         )
     effective = [one.event.turn for one in in_effect(recorded(events)) if isinstance(one.event, TurnCommitted)]
     assert effective == [one.number for one in folded(events).turns]

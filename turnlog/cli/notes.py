@@ -23,10 +23,11 @@ def note(
     """Write a note or tags on a session, also a closed one."""
     if tag and no_tags:
         raise UsageError("--tag and --no-tags exclude each other")
-    body: dict[str, object] = {} if text is None else {"note": text}
-    body |= {"tags": tag or []} if tag or no_tags else {}
-    if not body:
+    given: dict[str, object] = {} if text is None else {"note": text}
+    given |= {"tags": tag or []} if tag or no_tags else {}
+    if not given:
         raise UsageError("a note, --tag or --no-tags is needed")
-    told = remote(ctx).read("PUT", f"/sessions/{quote(session, safe='')}/note", body=body)
+    server, path = remote(ctx), f"/sessions/{quote(session, safe='')}/annotations"
+    told = [server.read("PUT", f"{path}/{name}", body={"value": value}) for name, value in given.items()][-1]
     if not printed_as_json(ctx, told):
         say(f"session {session} is noted, in event {told['seq']}")

@@ -139,7 +139,7 @@ def _sample(
         "status": sample.status,
         "weight_versions": slime.weight_versions(sample) if versions == "names" else _version_calls(sample),
         "reward": row.reward,
-        "spec_info": {},
+        "spec_info": _speculative(sample),
         "prefix_cache_info": {
             "cached_tokens": sum(turn.event.cached_tokens or 0 for turn in row.turns),
             "total_prompt_tokens": sum(span.output_start for span in sample.turns),
@@ -149,6 +149,20 @@ def _sample(
             **({} if tree is None else {"leaf": tree.leaf(row.turns[-1].event.turn)}),
         },
         "nulls": nulls,
+    }
+
+
+def _speculative(sample: Sample) -> Fields:
+    """The sums of what the engines said; empty where none did."""
+    spans = [(span.speculative, span.end - span.output_start) for span in sample.turns]
+    counted = [(found, sampled) for found, sampled in spans if found is not None]
+    if not counted:
+        return {}
+    return {
+        "spec_accept_token_num": sum(found.accepted_tokens for found, _ in counted),
+        "spec_draft_token_num": sum(found.draft_tokens for found, _ in counted),
+        "spec_verify_ct": sum(found.verify_steps for found, _ in counted),
+        "completion_token_num": sum(sampled for _, sampled in counted),
     }
 
 

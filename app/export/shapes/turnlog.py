@@ -59,11 +59,20 @@ COLUMNS: Columns = {
     "note": "text",
     "tags": "[text]",
     "images": "json",
+    "annotations": "json",
 }
 
 MASKS: Columns = {
     "sampling_mask": {"data": "bytes", "row_start": "int64", "rows": "int64", "dtype": "text", "offsets": "[int64]"}
 }
+
+TOP_COLUMNS: Columns = {
+    "top_ids": "[[int32]]",
+    "top_logprobs": "[[float32]]",
+    "prompt_logprobs": "[float32]",
+    "prompt_logprobs_mask": "[uint8]",
+}
+"""Where the export asks for the most likely tokens (`top_k`)."""
 
 
 def fields(row: Row) -> Fields:
@@ -79,7 +88,7 @@ def fields(row: Row) -> Fields:
         "adapter": row.adapter,
         "status": sample.status,
         "final": row.final,
-        "as_of_seq": session.version,
+        "as_of_seq": row.as_of_seq or session.version,
         "reward": row.reward,
         "reward_components": {} if reward is None else reward.components,
         "turn_rewards": {
@@ -116,6 +125,8 @@ def fields(row: Row) -> Fields:
         "note": session.note,
         "tags": list(session.tags),
         **({} if row.images is None else {"images": row.images}),
+        **({} if row.annotations is None else {"annotations": row.annotations}),
+        **({} if row.top is None else msgspec.structs.asdict(row.top)),
     }
 
 
@@ -128,6 +139,8 @@ def _turn(span: TurnSpan) -> Fields:
     fields = msgspec.structs.asdict(span)
     if span.parts:
         fields["parts"] = [msgspec.structs.asdict(part) for part in span.parts]
+    if span.speculative is not None:
+        fields["speculative"] = msgspec.structs.asdict(span.speculative)
     return fields
 
 

@@ -5,7 +5,7 @@
     metadata                the session's metadata, as JSON
     samples                 its training rows as `/export?format=parquet` gives them: tokens, loss_mask, logprobs,
                             messages, …
-    events_rows, turns_rows, blobs_rows, chunks_rows, refused_replies_rows
+    events_rows, turns_rows, blobs_rows, chunks_rows, annotation_columns_rows, refused_replies_rows
                             its rows in the database, to the byte: what an import writes
     feed                    the row of its group in the training feed
 

@@ -41,6 +41,7 @@ from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
 from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.schema import (
+    annotation_columns,
     archived,
     blobs,
     chunks,
@@ -59,7 +60,7 @@ LEASE = "archive"
 _NOT_IN_FILES = {"session_id", "tx", "position", "location"}
 CONTENT: dict[Any, list[Column[Any]]] = {
     table: [column for column in table.columns if column.name not in _NOT_IN_FILES]
-    for table in (events, turns, blobs, chunks, refused_replies)
+    for table in (events, turns, blobs, chunks, annotation_columns, refused_replies)
 }
 """The tables whose rows leave, and their columns that do: a place in the order of commits is the database's."""
 
@@ -162,6 +163,7 @@ def _stored_bytes(connection: Connection, root_id: str) -> int:
         (turns, func.coalesce(func.length(turns.c.facts), 0) + func.coalesce(func.length(turns.c.wire), 0)),
         (blobs, func.coalesce(func.length(blobs.c.data), 0)),
         (chunks, chunks.c.size),
+        (annotation_columns, func.length(annotation_columns.c.data)),
     )
     of_each = (
         select(func.coalesce(func.sum(size), 0)).where(
@@ -512,7 +514,7 @@ _has_left = (
 )
 _lines_of = select(archived.c.session_id, archived.c.state).where(_file_is).order_by(archived.c.session_id)
 _drop_at_once = [delete(table).where(sql.of_session(table)) for table in (events, refused_replies, snapshots, sessions)]
-_IN_STEPS = (turns, blobs, chunks)
+_IN_STEPS = (turns, blobs, chunks, annotation_columns)
 
 
 def _key(table: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.domain.events import Event, RewardAssigned, SessionNoted, SessionRestored
+from app.domain.events import Event, RewardAssigned, SessionRestored
 from app.domain.session import Session
 
 
@@ -14,7 +14,7 @@ def restoring(then: Session | None, checkpoint: str) -> list[Event]:
     if then is None:
         return [SessionRestored(checkpoint, 0)]
     assert then.status != "erased", f"session {then.session_id} was erased when checkpoint {checkpoint} was made"
-    return [SessionRestored(checkpoint, then.version), *_rewards(then), *_note(then)]
+    return [SessionRestored(checkpoint, then.version), *_rewards(then)]
 
 
 def _rewards(then: Session) -> list[RewardAssigned]:
@@ -23,8 +23,3 @@ def _rewards(then: Session) -> list[RewardAssigned]:
     session = [] if own is None else [RewardAssigned(own.reward, own.components, of_root=then.has_roots_reward)]
     turns = [RewardAssigned(one.reward, one.components, turn) for turn, one in sorted(then.turn_rewards.items())]
     return [*session, *turns]
-
-
-def _note(then: Session) -> list[SessionNoted]:
-    """Given again, as the rewards are."""
-    return [SessionNoted(then.note, then.tags or None)] if then.note or then.tags else []

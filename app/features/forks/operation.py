@@ -11,7 +11,7 @@ from sqlalchemy import BigInteger, Connection, Integer, bindparam, insert, selec
 from sqlalchemy.sql import Executable
 
 from app.crash_points import reach
-from app.domain.events import BlobsTombstoned, ChunkKey
+from app.domain.events import AnnotationWritten, BlobsTombstoned, ChunkKey
 from app.features.forks.rules import Forked
 from app.store import reads, rollouts
 from app.store import statements as sql
@@ -20,7 +20,7 @@ from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, 
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.reads import EventRow
-from app.store.schema import SESSION_ID, blobs, chunks, events, turns
+from app.store.schema import SESSION_ID, annotation_columns, blobs, chunks, events, turns
 
 if TYPE_CHECKING:
     from app.features.objects.objects import Copies
@@ -37,7 +37,7 @@ class Fork(BaseOperation, frozen=True):
 
     Returns only the creation event, so that copied turns are not counted as taken. Nothing is written if it returns
     Existing (the id is in use), Refused (the source does not exist or is erased), or Stale (payloads that it would copy
-    were tombstoned after event `tombstone`, or `copies` of its objects have been given up).
+    were tombstoned after event `tombstone`, a column was replaced, or `copies` of its objects have been given up).
     """
 
     session_id: str
@@ -67,6 +67,8 @@ class Fork(BaseOperation, frozen=True):
             return Refused(None if source is None else source[1])
         if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
             return Stale()
+        if self.forked.columns and not set(self.forked.columns.values()) <= self._columns(tx):
+            return Stale()
         if self.copies is not None and not tx.run(sql.take_copies, {"sid": self.fork_id, "object": self.copies.prefix}):
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
@@ -76,6 +78,9 @@ class Fork(BaseOperation, frozen=True):
         appended = append(tx, self.fork_id, 1, self.at, self.forked.events)
         reach("in_fork")
         return Appended(appended.events[:1])
+
+    def _columns(self, tx: Tx) -> set[int]:
+        return {row[0] for row in tx.all(_columns, {"sid": self.session_id})}
 
     def _newest_tombstone(self, tx: Tx) -> int:
         row = tx.one(_newest_tombstone, {"sid": self.session_id})
@@ -111,6 +116,15 @@ class Fork(BaseOperation, frozen=True):
             ),
         )
         tx.insert(sql.insert_chunk, list(self._tombstones()))
+        _run_in_parts(
+            tx,
+            _copy_column,
+            (
+                {**own, "as_turn": event.turn, "as_seq": seq, "old": forked.columns[seq]}
+                for seq, event in enumerate(forked.events, 1)
+                if seq in forked.columns and isinstance(event, AnnotationWritten)
+            ),
+        )
 
     def _head_row(self) -> dict[str, Any]:
         created, copied = self.forked.created, self.forked.copied
@@ -187,6 +201,17 @@ _copy_chunk = insert(chunks).from_select(
         bindparam("as_object", type_=chunks.c.location.type),
     ).where(chunks.c.session_id == _sid, chunks.c.fence == bindparam("fenced"), chunks.c.number == bindparam("place")),
 )
+_columns = select(annotation_columns.c.seq).where(annotation_columns.c.session_id == _sid)
+_copy_column = insert(annotation_columns).from_select(
+    ["session_id", "turn", "name", "seq", "data"],
+    select(
+        _fork_id,
+        bindparam("as_turn", type_=Integer),
+        annotation_columns.c.name,
+        bindparam("as_seq", type_=BigInteger),
+        annotation_columns.c.data,
+    ).where(annotation_columns.c.session_id == _sid, annotation_columns.c.seq == bindparam("old")),
+)
 _newest_tombstone = (
     select(events.c.seq)
     .where(events.c.session_id == _sid, events.c.type == BlobsTombstoned.__name__)
@@ -202,6 +227,7 @@ class ForkSource(msgspec.Struct, frozen=True):
     turns: frozenset[int]
     blobs: frozenset[int]
     chunks: frozenset[ChunkKey]
+    columns: frozenset[int]
 
     def lacks(self, forked: Forked) -> str | None:
         """The content that a fork needs and the source does not have."""
@@ -209,6 +235,7 @@ class ForkSource(msgspec.Struct, frozen=True):
             ("turns", set(forked.turns.values()) - self.turns),
             ("blobs", set(forked.blobs.values()) - self.blobs),
             ("chunks", set(forked.chunks.values()) - self.chunks),
+            ("columns", set(forked.columns.values()) - self.columns),
         )
         return next((f"{name} {sorted(missing)[:5]} are not there" for name, missing in needed if missing), None)
 
@@ -225,4 +252,5 @@ def read_source(connection: Connection, session_id: str) -> ForkSource:
         frozenset(connection.execute(whole).scalars()),
         frozenset(connection.execute(kept).scalars()),
         frozenset((row[0], row[1]) for row in connection.execute(live)),
+        frozenset(connection.execute(_columns, {"sid": session_id}).scalars()),
     )

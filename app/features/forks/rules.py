@@ -13,6 +13,7 @@ import msgspec
 
 from app.domain import retention
 from app.domain.events import (
+    AnnotationWritten,
     BlobRef,
     ChunkKey,
     ChunkRef,
@@ -32,13 +33,14 @@ class Forked(msgspec.Struct, frozen=True):
     """The log of a fork, and the places of its content in the source.
 
     `turns`, `blobs` and `chunks` map the fork's numbers and keys to the source's; `chunks` are those that a readable
-    payload needs.
+    payload needs. `columns` maps the fork's events that wrote a column to the source's.
     """
 
     events: Sequence[Event]
     turns: Mapping[int, int]
     blobs: Mapping[int, int]
     chunks: Mapping[ChunkKey, ChunkKey]
+    columns: Mapping[int, int]
 
     @property
     def created(self) -> SessionCreated:
@@ -90,6 +92,11 @@ def fork(
     copies = _Copies(chain, _blobs(log), 0 if own is None else 1, is_tree=source.is_tree)
     created = SessionCreated(config, body_hash, own, ref)
     new: list[Event] = [created, *(copies.of(event) for event in chain)]
+    columns: dict[int, int] = {}
+    for seq, annotated in _annotations(source, log, {event.turn: place for place, event in enumerate(chain, 1)}):
+        new.append(annotated)
+        if annotated.column is not None:
+            columns[len(new)] = seq
     session = fold(source.session_id, (Recorded(seq, 0.0, event) for seq, event in enumerate(new, 1)))
     assert session is not None
     lost = [place for place, event in enumerate(chain, 1) if event.payloads and event.turn not in source.payloads]
@@ -109,7 +116,19 @@ def fork(
         turns={place: event.turn for place, event in enumerate(chain, 1)},
         blobs=blobs,
         chunks={key: (back[key[0]], key[1]) for key in sorted(needed)},
+        columns=columns,
     )
+
+
+def _annotations(
+    source: Session, log: Iterable[Recorded], places: Mapping[int, int]
+) -> Iterator[tuple[int, AnnotationWritten]]:
+    """What is said of the copied turns, as the fork says it, each with the source's event."""
+    said = {one.seq for turn in places for one in source.annotations.get(turn, {}).values()}
+    for recorded in log if said else ():
+        event = recorded.event
+        if recorded.seq in said and isinstance(event, AnnotationWritten) and event.turn is not None:
+            yield recorded.seq, msgspec.structs.replace(event, turn=places[event.turn])
 
 
 def _require_turn(source: Session, turn: int) -> None:

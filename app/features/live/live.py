@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.domain.request import ChatRequest
-from app.upstream.dialects import asked_for
+from app.upstream.dialects import asked_for, asks_for_prompt
 from app.upstream.streams import STREAM
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class LiveTurns:
         self._services = services
 
     def streaming(self, turn: InFlightTurn, call: EngineCall) -> None:
-        """Have the engine stream. Not if the engines may not stream with ids, if a replay payload is needed, which no
-        stream has, or if the generation may be continued by another."""
+        """Have the engine stream. Not if the engines may not stream with ids, if a replay payload or the prompt's
+        logprobs are needed, which no stream has, or if the generation may be continued by another."""
         live, request, session = turn.waiter.live, turn.request, turn.session
         if live is None or not isinstance(request, ChatRequest):
             return
@@ -30,6 +30,8 @@ class LiveTurns:
             return
         settings = self._services.settings
         if self._services.engines.dialect != "vllm" or settings.replay or asked_for(request.params):
+            return
+        if asks_for_prompt(call.wish):
             return
         if (session.config.on_abort or settings.abort_policy) == "continue":
             return

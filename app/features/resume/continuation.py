@@ -16,12 +16,12 @@ from app.turn.engine_call import EngineCall, PromptIds
 from app.turn.in_flight import Request
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
-from app.upstream.dialects import FIRST_ROW_NAMES, from_row
+from app.upstream.dialects import FIRST_ROW_NAMES, PROMPT_WISHES, from_row
 from workers import codec, join
 from workers.join import Piece, Shape
 from workers.join_text import Stop
 from workers.parse import Rejected
-from workers.parse_parts import VersionSpan
+from workers.parse_parts import Speculative, VersionSpan
 from workers.reply import Part, ValidatedReply
 
 INLINE = 96 << 10
@@ -161,9 +161,15 @@ class Continuation:
         if own:
             for name in FIRST_ROW_NAMES:
                 params.pop(name, None)
-        ids = PromptIds(self._ids, None)
+        ids, wish = PromptIds(self._ids, None), self._call.wish
+        if wish is not None and wish.prompt is not None:
+            # The first generation has them; of this one's prompt, the end was sampled.
+            wish = msgspec.structs.replace(wish, prompt=None)
+            for name in PROMPT_WISHES:
+                params.pop(name, None)
         return msgspec.structs.replace(
             self._call,
+            wish=wish,
             params=join_object(params),
             own=own,
             first_row=first_row,
@@ -205,6 +211,14 @@ class Continuation:
         """The weight versions of the joined reply, as found for each generation; unknown ones stay unknown."""
         spans = join.versions(self._pieces, self._joined_tokens)
         return tuple(VersionSpan(span.version, span.start, span.end) for span in spans)
+
+    def speculative(self) -> Speculative | None:
+        """The counters of all generations; None if an engine gave none."""
+        counted = [one.reply.speculative for one in self._generations if one.reply.output_tokens]
+        if not counted or None in counted:
+            return None
+        sums = zip(*(msgspec.structs.astuple(one) for one in counted if one is not None), strict=True)
+        return Speculative(*map(sum, sums))
 
     @property
     def _joined_tokens(self) -> int:

@@ -176,7 +176,12 @@ class Resume:
         turn.waiter.grow(len(answer.body))
         reply = await self._calls.validate_body(turn, turn.call, answer, turn.stored)
         turn.answer = answer
-        turn.reply = msgspec.structs.replace(reply, parts=continuation.parts(), weight_versions=continuation.versions())
+        turn.reply = msgspec.structs.replace(
+            reply,
+            parts=continuation.parts(),
+            weight_versions=continuation.versions(),
+            speculative=continuation.speculative(),
+        )
         return True
 
     async def _continue(self, turn: InFlightTurn, continuation: Continuation) -> bool:

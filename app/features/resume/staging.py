@@ -29,7 +29,7 @@ from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOver
 from app.turn.in_flight import InFlightTurn
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
-from app.upstream.dialects import DialectChoice, asked_for
+from app.upstream.dialects import DialectChoice, asked_for, asks_for_prompt
 from app.upstream.generate import GenerateStream, can_translate
 from app.upstream.streams import BadStream, Push, ReplyStream
 from workers import codec
@@ -69,11 +69,14 @@ class Staging:
         )
 
     def _can_stage(self, turn: InFlightTurn, dialect: DialectChoice) -> bool:
-        """Do the engines stream the turn with its ids, and can it be continued from them? A stream has no payloads."""
+        """Do the engines stream the turn with its ids, and can it be continued from them? A stream has no payloads,
+        and vLLM's no logprobs of the prompt."""
         request = turn.request
         if not isinstance(request, ChatRequest) or dialect == "auto":
             return False
         if dialect == "sglang" and (turn.prompt is None or not can_translate(request.params, turn.call.tools)):
+            return False
+        if dialect == "vllm" and asks_for_prompt(turn.call.wish):
             return False
         if self._settings.replay or asked_for(request.params) or not can_continue(request):
             return False

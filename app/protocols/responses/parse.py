@@ -18,6 +18,7 @@ from app.domain.request import (
     flag,
     items_of,
     require_one,
+    require_top,
     stream_mode,
     token_ids,
     translated,
@@ -61,6 +62,7 @@ _REFUSED = (
 )
 
 _ENCRYPTED = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
 
 _OF_SERVER_TOOLS = ("web_search_call.", "file_search_call.", "code_interpreter_call.", "computer_call_output.")
 """What an `include` asks for of the calls of a server's tools begins so; there are no such calls."""
@@ -85,7 +87,7 @@ class Parameters:
         self.given = given
         self.params: Params = {}
         self.shown: dict[str, Any] = {}
-        self.encrypted = False
+        self.encrypted = self.logprobs = False
         self.left_out: list[str] = []
 
     def take(self, field: str) -> Any:
@@ -167,10 +169,15 @@ class Parameters:
                 self.left_out.append(left_out_at(INCLUDE, place))
             elif included == _ENCRYPTED:
                 self.encrypted = True
+            elif included == _LOGPROBS:
+                self.logprobs = True
             else:
                 raise unsupported(place, included)
-        if self.take("top_logprobs"):
-            raise unsupported("top_logprobs")
+        if "top_logprobs" in self.given:
+            require_top(self.given["top_logprobs"], "top_logprobs")
+            if top := self.take("top_logprobs"):
+                self.send("top_logprobs", top)
+                self.shown["top_logprobs"] = top
 
     def _service(self) -> None:
         if flag_or_none(self.take("background"), "background"):
@@ -347,7 +354,7 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
         prompt_ids,
         control.remove_control(params) if control.EXTENSIONS in params else None,
         "responses",
-        _echo(Echo(shown, tools.named, parameters.encrypted)),
+        _echo(Echo(shown, tools.named, parameters.encrypted, parameters.logprobs)),
         tuple(filter(None, (previous, *conversation.proofs[-MAX_PROOFS:]))),
         previous,
         tuple(references),

@@ -9,7 +9,7 @@ import msgspec
 
 from app.domain.calls import with_given_ids
 from app.protocols.base import CommittedReply, FirstText
-from app.protocols.engine_reply import Counts, read_reply, reasoning_of
+from app.protocols.engine_reply import Counts, read_reply, reasoning_of, text_logprobs
 from app.protocols.errors import ErrorFields
 from app.protocols.responses import ids
 from app.protocols.responses.tools import Named
@@ -18,11 +18,12 @@ from app.protocols.sse import event
 
 class Echo(msgspec.Struct, frozen=True, tag="responses", tag_field="protocol", omit_defaults=True):
     """`shown` are the request's fields that its response repeats. `named` are the tools whose calls are spelled
-    otherwise than a function's, by the name that the engine knows."""
+    otherwise than a function's, by the name that the engine knows. `logprobs`: its text has them."""
 
     shown: dict[str, Any]
     named: dict[str, Named] = {}
     encrypted: bool = False
+    logprobs: bool = False
 
     @property
     def instructions(self) -> str:
@@ -133,6 +134,11 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
     reason = _INCOMPLETE.get(found.finish_reason or "")
     if reason is not None:
         output[-1]["status"] = "incomplete"
+    if echo.logprobs and message is None:
+        for item in output:
+            if item["type"] == "message":
+                [part] = item["content"]
+                part["logprobs"] = text_logprobs(reply.body, part["text"])
     return {
         "id": ids.RESPONSE + reply.proof,
         "object": "response",
@@ -242,12 +248,13 @@ def _done(item: Item) -> Event:
     return {"type": "response.output_item.done", "item": item}
 
 
-def _content(item: Item, kind: str, more: Event) -> Iterator[Event]:
-    """The events of an item with one part of text. `more`: what the events of its text have too."""
+def _content(item: Item, kind: str, more: Event, empty: Event) -> Iterator[Event]:
+    """The events of an item with one part of text. `more`: what the events of its text have too, `empty`: the part
+    before it has any."""
     at = {"item_id": item["id"], "content_index": 0}
     part = item["content"][0]
     yield _begun(item, content=[])
-    yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+    yield {"type": "response.content_part.added", **at, "part": {**part, "text": "", **empty}}
     if part["text"]:
         yield {"type": f"response.{kind}.delta", **at, "delta": part["text"], **more}
     yield {"type": f"response.{kind}.done", **at, "text": part["text"], **more}
@@ -256,11 +263,11 @@ def _content(item: Item, kind: str, more: Event) -> Iterator[Event]:
 
 
 def _reasoning(item: Item) -> Iterator[Event]:
-    return _content(item, "reasoning_text", {})
+    return _content(item, "reasoning_text", {}, {})
 
 
 def _message(item: Item) -> Iterator[Event]:
-    return _content(item, "output_text", {"logprobs": []})
+    return _content(item, "output_text", {"logprobs": item["content"][0]["logprobs"]}, {"logprobs": []})
 
 
 def _call(item: Item, kind: str, field: str) -> Iterator[Event]:
@@ -316,6 +323,8 @@ class LiveResponse:
         text = item["content"][0]["text"] if "content" in item else ""
         rest = self._first.rest(_KINDS.get(item["type"], ""), text)
         _, _, delta, *others = rest_of(response)
+        if "logprobs" in delta:
+            delta["logprobs"] = []  # The tokens of this piece of text are not known.
         return self._numbered([*([{**delta, "delta": rest}] if rest else []), *others])
 
     def error(self, error: ErrorFields) -> bytes:

@@ -160,7 +160,8 @@ def _trees(player: Player) -> None:
         tree.chat(user(f"Agent {agent}"), headers={"x-turnlog-agent-id": agent})
     player.put("tree", "reward", reward=0.75, components={"ü": 1, "b": 0.5})
     player.put("tree", "reward", reward=0.5, turn=2)
-    player.put("tree", "note", note="Looks odd", tags=["x", "ü"])
+    player.put("tree", "annotations/note", value="Looks odd")
+    player.put("tree", "annotations/tags", value=["x", "ü"])
     for number in range(3):
         headers = {"x-session-id": "harness", "x-turnlog-agent-id": f"sub-{number % 2}"}
         body = {"model": "simulator", "messages": [user(f"By header {number}")], "sim": PLAIN}

@@ -104,7 +104,9 @@ def _session(stand: Stand, odd: Odd, group_id: str, is_plain: bool, result: Resu
     for _ in range(2):
         send("POST", *_turn(odd, path, is_plain))
     if not is_plain:
-        send("PUT", f"{path}/note", f'{{"note":{odd.scalar()},"tags":[{odd.scalar()}]}}')
+        send("PUT", f"{path}/annotations/note", f'{{"value":{odd.scalar()}}}')
+        send("PUT", f"{path}/annotations/tags", f'{{"value":[{odd.scalar()}]}}')
+        send("PUT", f"{path}/annotations/odd", f'{{"value":{odd.object()}}}')
         send("PUT", f"{path}/reward", f'{{"reward":{odd.scalar()},"components":{odd.object()},"turn":1}}')
         send("PUT", f"{path}/reward", f'{{"reward":{odd.scalar()},"components":{odd.object()}}}')
     if is_plain or odd.random() < 0.5:

@@ -9,13 +9,13 @@ from typing import Any, TypeVar, cast
 from sqlalchemy import select
 
 from app.domain.events import (
+    AnnotationWritten,
     BlobsTombstoned,
     Recorded,
     RewardAssigned,
     RolloutJoined,
     SessionClosed,
     SessionErased,
-    SessionNoted,
     SessionRestored,
     TurnCommitted,
     TurnOpened,
@@ -35,7 +35,7 @@ from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
 T = TypeVar("T")
 
-AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, RolloutJoined, SessionNoted, SessionRestored)
+AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, RolloutJoined, AnnotationWritten, SessionRestored)
 """What may still happen to a session that is closed."""
 
 

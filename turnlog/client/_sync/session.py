@@ -86,15 +86,17 @@ class Session:
         """Write a note (at most 4,000 characters) or tags (at most 32) on the session; each replaces what was there,
         an empty one removes it, and None leaves it. Also possible after the close.
 
-        Returns the event's number. Raises NotFound, InvalidRequest (neither given, too long, an invalid tag).
+        They are the annotations `note` and `tags`, so this needs the admin token. Returns the last event's number.
+        Raises ValueError if neither is given, NotFound, InvalidRequest (too long, an invalid tag), Forbidden.
         """
-        body: Object = {}
-        if note is not None:
-            body["note"] = note
-        if tags is not None:
-            body["tags"] = list(tags)
-        reply = self._transport.read("PUT", f"{self._path}/note", body=body, token=self.token)
-        seq: int = reply["seq"]
+        given = {"note": note, "tags": None if tags is None else list(tags)}
+        seq: int | None = None
+        for name, value in given.items():
+            if value is not None:
+                reply = self._transport.read("PUT", f"{self._path}/annotations/{name}", body={"value": value})
+                seq = reply["seq"]
+        if seq is None:
+            raise ValueError("note or tags must be given")
         return seq
 
     def get(self) -> Records:

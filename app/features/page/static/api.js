@@ -91,7 +91,7 @@ export async function post(path, body) {
 }
 
 /**
- * PUT of JSON: only notes. The header proves to the server that the page sends it.
+ * PUT of JSON: only a session's note and tags. The header proves to the server that the page sends it.
  * @param {string} path
  * @param {unknown} body
  * @param {AbortSignal} [signal]

@@ -21,7 +21,7 @@ export class NoteForm {
    */
   constructor(closed, id, onSaved, goBack) {
     this.closed = closed;
-    this.path = `/sessions/${encodeURIComponent(id)}/note`;
+    this.path = `/sessions/${encodeURIComponent(id)}/annotations`;
     this.onSaved = onSaved;
     this.goBack = goBack;
     /** @type {Noted} what was there when the form was opened: only what differs is written */
@@ -80,14 +80,14 @@ export class NoteForm {
   }
 
   async #submit() {
-    const changes = this.#changes();
-    if (!Object.keys(changes).length) {
+    const changes = Object.entries(this.#changes());
+    if (!changes.length) {
       this.#close();
       return;
     }
     this.save.disabled = true;
     try {
-      await put(this.path, changes, this.closed);
+      for (const [name, value] of changes) await put(`${this.path}/${name}`, { value }, this.closed);
     } catch (error) {
       if (this.closed.aborted) return;
       if (!(error instanceof ApiError)) throw error;

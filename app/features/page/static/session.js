@@ -231,9 +231,9 @@ export class SessionView extends View {
         copyCurl(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
         copyCurl(
           () => ({
-            path: `/sessions/${encodeURIComponent(this.id)}/note`,
+            path: `/sessions/${encodeURIComponent(this.id)}/annotations/note`,
             method: "PUT",
-            body: { note: session.note ?? "", tags: session.tags },
+            body: { value: session.note ?? "" },
           }),
           "note",
         ),

@@ -1,0 +1,29 @@
+"""Annotations: what is said of a session, a turn or its tokens afterwards, also of a closed session.
+
+`PUT`, `GET` and `DELETE` of `/sessions/{id}/annotations/{name}` and `…/turns/{n}/annotations/{name}`. A JSON value is
+in its event, a column of numbers in the table `annotation_columns`. The kernel folds the events
+(`domain.session.Annotation`), reads columns for exports, and erases both; forks and archives copy them. Nothing of it
+touches a turn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from app.features.annotations.annotations import Annotations
+    from app.services import Services
+
+
+def routers() -> list[APIRouter]:
+    from app.features.annotations.routes import router
+
+    return [router]
+
+
+def add_to(services: Services) -> Annotations:
+    from app.features.annotations.annotations import Annotations
+
+    return Annotations(services.database, services.cache, services.sessions, services.clock)

@@ -1,0 +1,113 @@
+"""Writes and reads annotations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.crash_points import reach
+from app.domain.columns import Column, unpack
+from app.domain.decide import labelled
+from app.domain.events import AnnotationWritten, UnknownEvent
+from app.domain.session import Annotation, Session
+from app.errors import NotFound, SessionUnreadable
+from app.features.annotations import rules
+from app.features.annotations.operation import WriteAnnotation, read_column, read_value
+from app.sessions.cache import SessionCache
+from app.sessions.lifecycle import Sessions, refusal
+from app.store.log import Appended
+from app.store.ports import Database
+from workers import codec
+from workers.codec import CorruptContent
+
+TRIES = 10
+"""Attempts to read an annotation that is replaced meanwhile."""
+
+
+class Said(NamedTuple):
+    """An annotation with its content: a JSON value or a column."""
+
+    annotation: Annotation
+    content: Any | Column
+
+
+class Annotations:
+    """`clock` gives seconds since the epoch. Each method raises SessionNotFound, SessionClosed (erased), Restored, and
+    NotFound where the session has no such turn; `turn` None stands for the session."""
+
+    def __init__(self, database: Database, cache: SessionCache, sessions: Sessions, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._cache = cache
+        self._sessions = sessions
+        self._clock = clock
+
+    async def write(self, session_id: str, turn: int | None, name: str, given: Any | Column, writer: str | None) -> int:
+        """Write a value or a column, in the place of what is there. The number of the event, which is on disk.
+
+        Raises InvalidRequest.
+        """
+        session = await self._session(session_id)
+        frame = None
+        if isinstance(given, Column):
+            frame = await asyncio.to_thread(codec.pack, given)
+            event = rules.of_column(session, session_id, turn, name, given, given.ref(frame))
+        else:
+            event = rules.of_value(session, session_id, turn, name, given)
+        return await self._submit(session_id, msgspec.structs.replace(event, writer=writer), frame)
+
+    async def remove(self, session_id: str, turn: int | None, name: str, writer: str | None) -> None:
+        """Remove an annotation, if there is one."""
+        event = rules.removal(await self._session(session_id), session_id, turn, name)
+        if event is not None:
+            await self._submit(session_id, msgspec.structs.replace(event, writer=writer))
+
+    async def read(self, session_id: str, turn: int | None, name: str) -> Said:
+        """Raises NotFound, SessionUnreadable."""
+        for _ in range(TRIES):
+            annotation = (await self.listed(session_id, turn)).get(turn or 0, {}).get(name)
+            if annotation is None:
+                of = "the session" if turn is None else f"turn {turn}"
+                raise NotFound(f"{of} has no annotation {name}")
+            content = await self._content(session_id, turn or 0, name, annotation)
+            if content is not None:  # else it was replaced meanwhile
+                return Said(annotation, content)
+        raise SessionUnreadable(f"session {session_id}: the content of annotation {name} is not there")
+
+    async def listed(self, session_id: str, turn: int | None) -> dict[int, dict[str, Annotation]]:
+        """All annotations of the session and its turns, or those of one turn: by turn (0: the session's) and name."""
+        session = labelled(await self._session(session_id), session_id)
+        if turn is None:
+            return session.annotations
+        if turn not in session.turns:
+            raise NotFound(f"turn {turn} is not committed in session {session_id}")
+        return {turn: session.annotations.get(turn, {})}
+
+    async def _session(self, session_id: str) -> Session | None:
+        live = await self._cache.current(session_id)
+        return None if live is None else live.session
+
+    async def _submit(self, session_id: str, event: AnnotationWritten, frame: bytes | None = None) -> int:
+        outcome = await self._sessions.apply(WriteAnnotation(session_id, self._clock(), event, frame))
+        reach("after_annotation")
+        if not isinstance(outcome, Appended):
+            raise refusal(session_id, outcome.status)
+        return outcome.events[-1].seq
+
+    async def _content(self, session_id: str, turn: int, name: str, annotation: Annotation) -> Any | Column | None:
+        """None if the content is no longer there. Raises SessionUnreadable."""
+        seq, column = annotation.seq, annotation.column
+        try:
+            if column is None:
+                return await self._database.read(
+                    partial(read_value, session_id=session_id, seq=seq), session_id=session_id
+                )
+            frame = await self._database.read(
+                partial(read_column, session_id=session_id, turn=turn, name=name, seq=seq), session_id=session_id
+            )
+            return None if frame is None else await asyncio.to_thread(unpack, frame, column)
+        except (UnknownEvent, CorruptContent) as error:
+            raise SessionUnreadable(f"session {session_id}: annotation {name}: {error}") from error

@@ -1,0 +1,219 @@
+"""The routes of annotations."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.api.bodies import SHORT, read_model
+from app.api.describe import BINARY, BODY, JSON, NOTHING, READ, SESSION, WRITE, Errors, Reply, describe, json_reply
+from app.api.parameters import SessionId
+from app.api.state import services, whole_body
+from app.domain.columns import Column
+from app.domain.events import ColumnType, Over
+from app.domain.patterns import ANNOTATION, MAX_INTEGER, TAG
+from app.domain.session import Annotation
+from app.errors import InvalidRequest, NotFound
+from app.export import jsontext
+from app.features.annotations import bodies
+from app.features.annotations.annotations import Annotations
+from app.features.annotations.bodies import NPY, SAFETENSORS
+from turnlog import replies as wire
+
+router = APIRouter(tags=["Sessions"])
+
+MAX_BODY = 64 << 20
+"""Bytes of a body: a column of a long turn is data, not a label."""
+
+MAX_NUMBERS = 4 << 20
+"""Numbers in a JSON body; binary bodies may have more."""
+
+Name = Annotated[str, Path(pattern=ANNOTATION, description="The annotation's name.")]
+TurnNumber = Annotated[int, Path(ge=1, le=MAX_INTEGER, description="A committed turn.")]
+Writer = Annotated[str | None, Query(pattern=TAG, description="Who says so: a person's or a program's name.")]
+StatedOver = Annotated[
+    Over | None,
+    Query(description="Of a binary body: the turn's sampled tokens (`output`), or all its new ones (`own`)."),
+]
+Format = Annotated[Literal["json", "npy", "safetensors"], Query(description="What a column is written into.")]
+
+
+class AnnotationBody(BaseModel):
+    """The body of `PUT …/annotations/{name}`: a `value`, or a column's `values`, null where a token has none."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    value: Any = None
+    values: list[Any] | None = Field(default=None, json_schema_extra={"items": {"type": ["number", "null"]}})
+    dtype: ColumnType | None = None
+    over: Over | None = None
+    writer: str | None = Field(default=None, pattern=TAG)
+
+
+OF_SESSION, OF_TURN = "/sessions/{session_id}/annotations", "/sessions/{session_id}/turns/{turn}/annotations"
+_VALUE = Reply("The annotation.", {JSON: wire.Annotation, NPY: BINARY, SAFETENSORS: BINARY})
+_WRITE: Errors = (*BODY, *SESSION, NotFound, *WRITE)
+_READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
+
+
+@router.put(OF_SESSION + "/{name}")
+@describe(
+    "Say something of a session",
+    "page",
+    json_reply(wire.Annotated),
+    errors=_WRITE,
+    body=AnnotationBody,
+    example={"value": "Loops on the same test.", "writer": "ann"},
+)
+async def put_of_session(
+    request: Request, session_id: SessionId, name: Name, writer: Writer = None, over: StatedOver = None
+) -> dict[str, Any]:
+    """Write a JSON value on the session, also a closed one, in the place of what it has under this name. A session's
+    `note` and `tags` are in lists, too: the page may write these two."""
+    return await _put(request, session_id, None, name, writer, over)
+
+
+@router.put(OF_TURN + "/{name}")
+@describe(
+    "Say something of a turn or its tokens",
+    "admin",
+    json_reply(wire.Annotated),
+    errors=_WRITE,
+    body=AnnotationBody,
+    example={"values": [-0.25, None, -1.5], "dtype": "float32", "over": "output", "writer": "teacher"},
+)
+async def put_of_turn(
+    request: Request,
+    session_id: SessionId,
+    turn: TurnNumber,
+    name: Name,
+    writer: Writer = None,
+    over: StatedOver = None,
+) -> dict[str, Any]:
+    """Write a JSON value on the turn, or a column: one number for each of its tokens. With the `content-type`
+    `application/x-npy` or `application/x-safetensors` the body is such a file, and `over` a parameter."""
+    return await _put(request, session_id, turn, name, writer, over)
+
+
+@router.get(OF_SESSION + "/{name}")
+@describe("What is said of a session under a name", "session", json_reply(wire.Annotation), errors=_READ)
+async def get_of_session(request: Request, session_id: SessionId, name: Name) -> Response:
+    """An annotation of the session."""
+    return await _get(request, session_id, None, name, "json")
+
+
+@router.get(OF_TURN + "/{name}")
+@describe("What is said of a turn under a name", "session", _VALUE, errors=_READ)
+async def get_of_turn(
+    request: Request, session_id: SessionId, turn: TurnNumber, name: Name, format: Format = "json"
+) -> Response:
+    """An annotation of a turn; a column as JSON, `.npy` or safetensors."""
+    return await _get(request, session_id, turn, name, format)
+
+
+@router.delete(OF_SESSION + "/{name}", status_code=204)
+@describe("Remove what is said of a session", "admin", NOTHING, errors=(InvalidRequest, *SESSION, *WRITE))
+async def delete_of_session(request: Request, session_id: SessionId, name: Name, writer: Writer = None) -> Response:
+    """Remove an annotation of the session, if there is one."""
+    await _annotations(request).remove(session_id, None, name, writer)
+    return Response(status_code=204)
+
+
+@router.delete(OF_TURN + "/{name}", status_code=204)
+@describe("Remove what is said of a turn", "admin", NOTHING, errors=(InvalidRequest, NotFound, *SESSION, *WRITE))
+async def delete_of_turn(
+    request: Request, session_id: SessionId, turn: TurnNumber, name: Name, writer: Writer = None
+) -> Response:
+    """Remove an annotation of a turn, if there is one."""
+    await _annotations(request).remove(session_id, turn, name, writer)
+    return Response(status_code=204)
+
+
+@router.get(OF_SESSION)
+@describe("A session's annotations", "session", json_reply(wire.Annotations), errors=(*SESSION, *READ))
+async def list_of_session(request: Request, session_id: SessionId) -> dict[str, Any]:
+    """The annotations of the session and of all its turns, without their content."""
+    return await _list(request, session_id, None)
+
+
+@router.get(OF_TURN)
+@describe("The annotations of a turn", "session", json_reply(wire.Annotations), errors=_READ)
+async def list_of_turn(request: Request, session_id: SessionId, turn: TurnNumber) -> dict[str, Any]:
+    """The annotations of a turn, without their content."""
+    return await _list(request, session_id, turn)
+
+
+async def _put(
+    request: Request, session_id: str, turn: int | None, name: str, writer: str | None, over: Over | None
+) -> dict[str, Any]:
+    raw = await whole_body(request, MAX_BODY)
+    kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    given: Any
+    if len(raw) > SHORT:
+        given, named = await asyncio.to_thread(_given, raw, kind, over)
+    else:
+        given, named = _given(raw, kind, over)
+    seq = await _annotations(request).write(session_id, turn, name, given, named or writer)
+    return {"session_id": session_id, "turn": turn, "name": name, "seq": seq}
+
+
+def _given(raw: bytes, kind: str, over: Over | None) -> tuple[Any | Column, str | None]:
+    """What a body gives, and the writer that it names. Raises InvalidRequest."""
+    if kind in (NPY, SAFETENSORS):
+        if over is None:
+            raise InvalidRequest("over: output or own is needed beside a column")
+        return (bodies.from_npy if kind == NPY else bodies.from_safetensors)(raw, over), None
+    body = read_model(raw, AnnotationBody, MAX_NUMBERS)
+    over = body.over or over
+    if body.values is None:
+        if body.dtype is not None or over is not None:
+            raise InvalidRequest("values: dtype and over belong to a column's values")
+        return body.value, body.writer
+    if body.value is not None:
+        raise InvalidRequest("value and values exclude each other")
+    if over is None:
+        raise InvalidRequest("over: output or own is needed beside values")
+    return bodies.from_list(body.values, body.dtype or "float32", over), body.writer
+
+
+async def _get(request: Request, session_id: str, turn: int | None, name: str, format: str) -> Response:
+    said = await _annotations(request).read(session_id, turn, name)
+    column = said.content if isinstance(said.content, Column) else None
+    if format != "json":
+        if column is None:
+            raise InvalidRequest(f"format={format}: {name} is a JSON value, no column")
+        if format == "npy":
+            return Response(bodies.to_npy(column), media_type=NPY)
+        return Response(bodies.to_safetensors(column), media_type=SAFETENSORS)
+    content = {"value": said.content} if column is None else {"values": bodies.to_list(column)}
+    fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation), **content}
+    return Response(jsontext.encode(fields), media_type=JSON)
+
+
+async def _list(request: Request, session_id: str, turn: int | None) -> dict[str, Any]:
+    listed = await _annotations(request).listed(session_id, turn)
+    every = [_described(of, name, one) for of in sorted(listed) for name, one in sorted(listed[of].items())]
+    return {"session_id": session_id, "annotations": every}
+
+
+def _described(turn: int, name: str, annotation: Annotation) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "turn": turn or None,
+        "name": name,
+        "seq": annotation.seq,
+        "at": annotation.at,
+        "writer": annotation.writer,
+        "size": annotation.size,
+    }
+    column = annotation.column
+    if column is not None:
+        fields |= {"dtype": column.dtype, "over": column.over, "length": column.length, "absent": column.absent}
+    return fields
+
+
+def _annotations(request: Request) -> Annotations:
+    annotations: Annotations = services(request).features["annotations"]
+    return annotations

@@ -1,0 +1,118 @@
+"""What may be said of a session and its turns, and what the log says then."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from app.domain.columns import Column
+from app.domain.decide import labelled
+from app.domain.events import AnnotationWritten, ColumnRef
+from app.domain.patterns import NO_NUL, TAG, is_in_row
+from app.domain.session import Session
+from app.errors import InvalidRequest, NotFound
+
+MAX_VALUE = 64 << 10
+"""Bytes of a value as JSON."""
+
+MAX_DEPTH = 64
+"""Lists and objects inside each other in a value."""
+
+MAX_ANNOTATIONS, MAX_BYTES = 16_384, 256 << 20
+"""Of one session, its turns' included: how many, and their bytes before compression."""
+
+MAX_NOTE = 4000
+"""Characters of a note. It stands in the session's row, which lists read."""
+
+MAX_TAGS = 32
+
+
+def of_value(session: Session | None, session_id: str, turn: int | None, name: str, value: Any) -> AnnotationWritten:
+    """The event that gives a session, or one of its turns, a JSON value. An empty note is none, and so are no tags.
+
+    Raises SessionNotFound, SessionClosed (erased), Restored, NotFound (no such turn), InvalidRequest.
+    """
+    there = _place(session, session_id, turn)
+    if value is None:
+        raise InvalidRequest("value: null is no value; DELETE removes an annotation")
+    _require_storable(value, "value", 0)
+    if turn is None and name == "note":
+        _require_note(value)
+    elif turn is None and name == "tags":
+        value = _tags(value)
+    if turn is None and name in ("note", "tags") and not value:
+        return AnnotationWritten(name)
+    size = len(msgspec.json.encode(value))
+    if size > MAX_VALUE:
+        raise InvalidRequest(f"value: {size} bytes as JSON; the limit is {MAX_VALUE}")
+    return _within_limits(there, AnnotationWritten(name, turn, value, size=size))
+
+
+def of_column(
+    session: Session | None, session_id: str, turn: int | None, name: str, column: Column, ref: ColumnRef
+) -> AnnotationWritten:
+    """As `of_value`, for a turn's column, which has as many numbers as the turn has tokens of that kind."""
+    there = _place(session, session_id, turn)
+    if turn is None:
+        raise InvalidRequest("a column is a turn's: /sessions/{id}/turns/{n}/annotations/{name}")
+    tokens = there.turn(turn)
+    count = tokens.output_tokens if column.over == "output" else tokens.token_count - tokens.base_tokens
+    if ref.length != count:
+        kind = "sampled" if column.over == "output" else "new"
+        raise InvalidRequest(f"values: {ref.length} numbers; turn {turn} has {count} {kind} tokens ({column.over})")
+    return _within_limits(there, AnnotationWritten(name, turn, column=ref, size=column.size))
+
+
+def removal(session: Session | None, session_id: str, turn: int | None, name: str) -> AnnotationWritten | None:
+    """The event that removes an annotation; None if there is none. Raises as `of_value`, but InvalidRequest."""
+    there = _place(session, session_id, turn)
+    return AnnotationWritten(name, turn) if name in there.annotations.get(turn or 0, {}) else None
+
+
+def _place(session: Session | None, session_id: str, turn: int | None) -> Session:
+    """Raises SessionNotFound, SessionClosed (erased), Restored, NotFound (no such turn)."""
+    there = labelled(session, session_id)
+    if turn is not None and turn not in there.turns:
+        raise NotFound(f"turn {turn} is not committed in session {session_id}")
+    return there
+
+
+def _within_limits(session: Session, event: AnnotationWritten) -> AnnotationWritten:
+    """Raises InvalidRequest."""
+    every = [one for of_turn in session.annotations.values() for one in of_turn.values()]
+    before = session.annotations.get(event.turn or 0, {}).get(event.name)
+    if len(every) + (before is None) > MAX_ANNOTATIONS:
+        raise InvalidRequest(f"the session has {len(every)} annotations; the limit is {MAX_ANNOTATIONS}")
+    size = sum(one.size for one in every) - (0 if before is None else before.size) + event.size
+    if size > MAX_BYTES:
+        raise InvalidRequest(f"the session's annotations would have {size} bytes; the limit is {MAX_BYTES}")
+    return event
+
+
+def _require_storable(value: Any, place: str, depth: int) -> None:
+    """Raises InvalidRequest."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"value: deeper than {MAX_DEPTH} lists and objects")
+    if not is_in_row(value):
+        raise InvalidRequest(f"{place:.200}: a finite number of at most 64 bits is needed")
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, each in inner:
+        _require_storable(each, f"{place}.{part}", depth + 1)
+
+
+def _require_note(value: Any) -> None:
+    """Raises InvalidRequest."""
+    if not (isinstance(value, str) and len(value) <= MAX_NOTE and re.fullmatch(NO_NUL, value)):
+        raise InvalidRequest(f"value: a note is a text of at most {MAX_NOTE} characters without NUL")
+
+
+def _tags(value: Any) -> list[str]:
+    """The tags in order, each once. Raises InvalidRequest."""
+    is_list = isinstance(value, list) and len(value) <= MAX_TAGS
+    if not (is_list and all(isinstance(tag, str) and re.fullmatch(TAG, tag) for tag in value)):
+        raise InvalidRequest(
+            f"value: tags are a list of up to {MAX_TAGS} texts of 1 to 128 characters, none of them a control character"
+        )
+    return sorted(set(value))
