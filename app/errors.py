@@ -263,6 +263,13 @@ class WorkerCrash(AppError):
     meaning = "two worker processes in a row died, hung or ran out of memory over the reply"
 
 
+class UpstreamUnauthorized(AppError):
+    """The client's own token is right: it must not look for another."""
+
+    status, code, type, retry = 502, "upstream_unauthorized", "upstream_error", False
+    meaning = "an upstream of text does not take the key that the operator gave for it"
+
+
 class EnginesFailed(AppError):
     """The gate is in the requested state. The body lists each engine's result beside the error."""
 
@@ -291,7 +298,10 @@ class UpstreamTimeout(AppError):
 
 class NoUpstream(AppError):
     status, code, type = 503, "no_upstream", "upstream_error"
-    meaning = "there is no engine, in `TURNLOG_UPSTREAMS` or added"
+    meaning = (
+        "there is no engine, in `TURNLOG_UPSTREAMS` or added; or the upstream of a session of text is no longer in "
+        "`TURNLOG_TEXT_UPSTREAMS`"
+    )
     retry_after_s = 5
 
 

@@ -50,6 +50,7 @@ from app.features import (
     resume,
     search,
     session_control,
+    text,
 )
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
@@ -72,6 +73,7 @@ FEATURES = (
     resume,
     search,
     session_control,
+    text,
 )
 """What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on. Gates come
 first: checkpoints and resume use them."""

@@ -107,6 +107,7 @@ class Services:
 
         # What features add, before `open`. Nobody adds, nothing is called.
         self.points = TurnPoints()  # in a turn
+        self.text_upstreams: dict[str, str | None] = {}  # those of sessions without ids, and their models
         self.features: dict[str, Any] = {}  # what each has made, by its name
         self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
         self.starts: list[Callable[[], None]] = []  # `start`

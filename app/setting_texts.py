@@ -32,6 +32,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "upstream_timeout_s": "a whole generation",
         "logprobs_mode": "[what the logprobs are of](export.md#what-the-logprobs-are-of) at an engine that does not "
         "say it itself. `auto`: such rows say `unknown`",
+        "text_upstreams": "[upstreams of sessions of text](text.md#upstreams), by name, as JSON: a vendor's API, or an "
+        "engine without ids",
         "placement": "[where a session without an engine goes](fleet.md#placement-and-affinity)",
         "affinity_ttl_s": "a session unused for this long loses its engine, which has likely lost its prefix",
         "engine_sessions": "engines on which [`nvext.session_control`](fleet.md#session-control) may open sessions: "

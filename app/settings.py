@@ -34,6 +34,7 @@ from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
 from app.setting_names import PREFIX, unknown_variables
+from app.text_upstreams import TextUpstream, read_upstreams
 
 log = logging.getLogger("turnlog.settings")
 
@@ -108,6 +109,7 @@ Feature = Literal[
     "resume",
     "search",
     "session_control",
+    "text",
 ]
 """The folders of `app.features`."""
 
@@ -117,6 +119,7 @@ SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
     "objects": ("payloads", "payloads_keep_s"),
     "resume": ("stage_tokens_s",),
     "session_control": ("engine_sessions",),
+    "text": ("text_upstreams",),
 }
 """Settings of features. Where the feature is off they have their defaults, whatever is set."""
 
@@ -135,6 +138,7 @@ class Settings(BaseSettings):
     upstream_api_key: str | None = Field(default=None, repr=False)
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
+    text_upstreams: Annotated[tuple[TextUpstream, ...], NoDecode] = Field(default=(), repr=False)
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
     engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
@@ -202,6 +206,11 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(patterns.plain_base_url(part) for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("text_upstreams", mode="before")
+    @classmethod
+    def _text_upstreams(cls, value: object) -> object:
+        return read_upstreams(value) if isinstance(value, str) else value
 
     @field_validator("admin_token", "session_secret", mode="before")
     @classmethod
@@ -416,7 +425,7 @@ def _one_line(problem: Mapping[str, Any]) -> str:
         return wanted
     name = PREFIX + str(problem["loc"][0]).upper()
     value = os.environ.get(name, problem["input"])
-    if name.endswith(("API_KEY", "ADMIN_TOKEN", "SESSION_SECRET")):
+    if name.endswith(("API_KEY", "ADMIN_TOKEN", "SESSION_SECRET", "TEXT_UPSTREAMS")):
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))

@@ -71,7 +71,7 @@ class TurnCommitted(_Event):
     body_hash: str
     content_hash: str
     params: int
-    dialect: Literal["sglang", "vllm"]
+    dialect: Literal["sglang", "vllm", "openai"]
     engine: str
     weight_versions: list[VersionSpan]
     requested_at: float

@@ -60,6 +60,8 @@ class NewSession(TypedDict, total=False):
     model: str | None
     params_mode: Literal["override", "refuse"] | None
     evaluation: bool | None
+    capture: Literal["tokens", "text"] | None
+    upstream: str | None
     parent_session_id: str | None
 
 

@@ -400,6 +400,8 @@ class SessionGiven(TypedDict):
     model: str | None
     params_mode: str
     evaluation: bool
+    capture: str
+    upstream: str | None
     parent_session_id: str | None
     note: str | None
     tags: list[str]

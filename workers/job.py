@@ -227,14 +227,16 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
         stored.append(payload)
         replacement = bytes(text) if cut.form == "text" else b""
         edits += [_Edit(value.start, value.end, cut, replacement) for value in values]
-    suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
+    suffix_tokens, output_tokens = len(parsed.suffix_ids) // TOKEN_BYTES, len(parsed.output_ids) // TOKEN_BYTES
+    if parsed.counts is not None:
+        suffix_tokens, output_tokens = parsed.counts
     facts, wire = codec.pack_turn(_wire(job, reply, edits, parsed.base + suffix_tokens))
     return ValidatedReply(
         dialect=parsed.dialect,
         message=parsed.message,
         base=parsed.base,
         suffix_tokens=suffix_tokens,
-        output_tokens=len(parsed.output_ids) // TOKEN_BYTES,
+        output_tokens=output_tokens,
         sequence=parsed.sequence,
         finish_reason=parsed.finish_reason,
         weight_versions=tuple(parsed.weight_versions),

@@ -41,6 +41,7 @@ from workers.parse_parts import (
     Top,
     VersionSpan,
     cached_tokens,
+    counts,
     extension,
     finish_reason,
     float64,
@@ -91,6 +92,9 @@ def completion(
     choice = only_choice(root.choices)
     text_raw = choice.get("text")
     typed(_TEXT, text_raw, "choices[0].text", "a string")
+    if dialect == "openai":
+        unambiguous(body, choice, [])
+        return _of_text(root, choice, bytes(text_raw or b"")), []
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs_raw = choice.get("logprobs")
     logprobs = object_at(logprobs_raw, "choices[0].logprobs")
@@ -139,6 +143,28 @@ def completion(
     bulk = [prompt.text, *copies, bytes(choice["token_ids"]), bytes(logprobs["token_logprobs"])]
     unambiguous(body, choice, bulk)
     return parsed, bulk
+
+
+NO_TOKENS = KnownTokens(0, 0, "")
+
+
+def _of_text(root: Top, choice: Fields, message: bytes) -> Parsed:
+    """What a reply says that need not have ids. Raises Rejected."""
+    usage_of(root)
+    return Parsed(
+        dialect="openai",
+        message=message,
+        prompt_text=b"",
+        base=0,
+        suffix_ids=b"",
+        output_ids=b"",
+        logprobs=b"",
+        sequence=NO_TOKENS,
+        finish_reason=finish_reason(choice, {}),
+        weight_versions=[],
+        cached_tokens=cached_tokens(None, root.usage),
+        counts=counts(root),
+    )
 
 
 __all__ = [
@@ -226,8 +252,11 @@ def _chat(
     choice = only_choice(root.choices)
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
-    read = _vllm if dialect == "vllm" else _sglang
-    parsed, bulk = read(root, choice, known, sent, is_part, cut, wish)
+    if dialect == "openai":
+        parsed, bulk = _of_text(root, choice, _text_message(choice)), list[bytes]()
+    else:
+        read = _vllm if dialect == "vllm" else _sglang
+        parsed, bulk = read(root, choice, known, sent, is_part, cut, wish)
     unambiguous(body, choice, bulk)
     return parsed, bulk
 
@@ -342,6 +371,14 @@ def _vllm(
         speculative=speculative(None, root.metrics),
     )
     return parsed, [prompt.text, *copies]
+
+
+def _text_message(choice: Fields) -> bytes:
+    """A vendor's message is null where it refuses, or where its reasoning, which it keeps to itself, used up the
+    limit."""
+    message = object_at(choice.get("message"), "choices[0].message")
+    ended_early = finish_reason(choice, {}) not in (None, "stop", "tool_calls")
+    return _message(choice, may_be_empty=ended_early or not is_null(message.get("refusal")))
 
 
 def _message(choice: Fields, *, may_be_empty: bool) -> bytes:

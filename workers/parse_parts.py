@@ -15,8 +15,9 @@ from workers.codec import TopLogprobs
 from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, no_contradiction, object_at, typed, value_at
 from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens
 
-Dialect = Literal["sglang", "vllm"]
-DialectChoice = Literal["auto", "sglang", "vllm"]
+Dialect = Literal["sglang", "vllm", "openai"]
+DialectChoice = Literal["auto", "sglang", "vllm", "openai"]
+"""`openai` has neither ids nor logprobs: it is never guessed, and its replies are text alone."""
 
 MAX_LOGPROB = 1e-4
 """Rounding in an engine may make a logprob slightly positive. It is stored as sent."""
@@ -80,6 +81,7 @@ class Parsed(msgspec.Struct, frozen=True):
     output together, for the next turn. `payloads` are the replay payloads' kinds and raw values, unchecked; a kind may
     occur twice. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
     which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
+    `counts`: of text alone, how many tokens prompt and output have, as the upstream says.
     `top` is what the request's `LogprobWish` asked for.
     """
 
@@ -96,6 +98,7 @@ class Parsed(msgspec.Struct, frozen=True):
     payloads: list[tuple[str, msgspec.Raw]] = []
     cached_tokens: int | None = None
     miscounted: str | None = None
+    counts: tuple[int, int] | None = None
     top: TopLogprobs | None = None
     speculative: Speculative | None = None
 
@@ -119,7 +122,13 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
+class _Counts(msgspec.Struct):
+    prompt_tokens: CachedTokens | None = None
+    completion_tokens: CachedTokens | None = None
+
+
 _SPANS = msgspec.json.Decoder(list[Reported])
+_COUNTS = msgspec.json.Decoder(_Counts | None)
 _CACHED = msgspec.json.Decoder(CachedTokens)
 _USAGE = msgspec.json.Decoder(_Usage)
 
@@ -206,6 +215,12 @@ def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return found
+
+
+def counts(top: Top) -> tuple[int, int]:
+    """The tokens of prompt and output in `usage`; 0 where it does not say. Raises Rejected."""
+    found: _Counts | None = typed(_COUNTS, top.usage, "usage")
+    return (0, 0) if found is None else (found.prompt_tokens or 0, found.completion_tokens or 0)
 
 
 class SglangSpeculative(msgspec.Struct, gc=False):

@@ -51,7 +51,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     `sent` is empty if the prompt was not sent as ids.
     """
 
-    dialect: Literal["auto", "sglang", "vllm"]
+    dialect: Literal["auto", "sglang", "vllm", "openai"]
     known: KnownTokens | None
     wants: list[Want]
     messages: list[bytes]
@@ -72,8 +72,9 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     From its bytes: `message` is the raw JSON of the assistant message (of a completion: of its text). The prompt is
     `base` known tokens and `suffix_tokens` others; `sequence` describes prompt and output together, for the next turn.
     `facts` and `wire` are compressed frames (`codec.pack_turn`). `output_ids` are set if the prompt was sent as ids,
-    since the next one will be too. A `miscounted` reply is valid only if its request carries images. `places` are those
-    of its payloads in the body, `prompt` that of the prompt's ids, if they are long.
+    since the next one will be too. Of text alone (`openai`) there are only the
+    numbers, the upstream's. A `miscounted` reply is valid only if its request carries images. `places` are those of its
+    payloads in the body, `prompt` that of the prompt's ids, if they are long.
 
     What the caller adds: `engine` was asked at `requested_at` (seconds since the epoch) with weight version
     `dispatched`, if known. `message_hash` is the canonical hash of the message, `calls_hash`, `bare_hash` and
@@ -83,7 +84,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     reply was validated in the API process and has a long prompt.
     """
 
-    dialect: Literal["sglang", "vllm"]
+    dialect: Literal["sglang", "vllm", "openai"]
     message: bytes
     base: int
     suffix_tokens: int

@@ -54,7 +54,8 @@ async def count_in_session(request: Request, session_id: SessionId) -> Response:
     The body is that of `POST /v1/messages`; `max_tokens` is not needed. Nothing is generated or stored.
     """
     app = services(request)
-    await app.sessions.require(session_id)
+    if (await app.sessions.require(session_id)).session.is_text:
+        raise Unsupported("the upstream of a session of text counts no tokens")
     return await _count(request, app, session_id)
 
 

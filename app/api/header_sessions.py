@@ -211,6 +211,8 @@ class HeaderSession:
                 model=parent.model,
                 params_mode=parent.params_mode,
                 evaluation=parent.evaluation,
+                capture=parent.capture,
+                upstream=parent.upstream,
                 matcher=parent.matcher,
                 rollback_window=parent.rollback_window,
                 on_divergence=parent.on_divergence,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from app.api.describe import ANYTHING, ENGINE, JSON, READ, SESSION, Reply, describe
 from app.api.parameters import SessionId
@@ -26,9 +27,11 @@ router = APIRouter(tags=["Turns"])
     passes_engines_errors=True,
 )
 async def session_models(request: Request, session_id: SessionId) -> Response:
-    """The models of the session's engine."""
+    """The models of the session's engine; of a session of text, its own."""
     app = services(request)
-    await app.sessions.require(session_id)
+    config = (await app.sessions.require(session_id)).session.config
+    if config.upstream is not None:
+        return JSONResponse({"object": "list", "data": [{"id": config.model, "object": "model", "created": 0}]})
     return await models_reply(app, session_id)
 
 

@@ -82,7 +82,8 @@ async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
         "database": True,
         "writable": read_only is None,
         "pool": app.pool.counters().alive > 0,
-        "engine": await app.health.any_alive(),
+        # Who has no engine, but upstreams of text, has sessions of these alone.
+        "engine": await app.health.any_alive() if app.engines.members else bool(app.text_upstreams),
     }
     try:
         await app.database.read(reads.epoch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
@@ -38,6 +38,7 @@ from app.api.parameters import SessionId
 from app.api.state import services, start_stream
 from app.domain.branches import Branches
 from app.domain.events import (
+    Capture,
     History,
     OnAbort,
     OnDivergence,
@@ -100,6 +101,8 @@ class CreateSession(BaseModel):
     model: str | None = Field(default=None, min_length=1, max_length=512, pattern=NO_NUL)
     params_mode: ParamsMode = "override"
     evaluation: bool = False
+    capture: Capture = "tokens"
+    upstream: str | None = Field(default=None, max_length=64, pattern=NO_NUL)
     parent_session_id: str | None = Field(default=None, pattern=ID)
 
 
@@ -166,6 +169,25 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     )
 
 
+def _of_text(config: SessionConfig, upstreams: Mapping[str, str | None]) -> SessionConfig:
+    """The configuration of a session without ids, with a model. `upstreams`: their names and default models.
+
+    Raises Unsupported where there are none, InvalidRequest.
+    """
+    if config.capture != "text":
+        raise InvalidRequest('upstream is for a session with capture "text"')
+    if not upstreams:
+        raise Unsupported('capture "text" needs TURNLOG_TEXT_UPSTREAMS')
+    if config.upstream is None or config.upstream not in upstreams:
+        raise InvalidRequest(f"upstream must be one of {', '.join(sorted(upstreams))}")
+    model = config.model or upstreams[config.upstream]
+    if model is None:
+        raise InvalidRequest(f"model is missing: upstream {config.upstream} has no default")
+    if config.adapter is not None:
+        raise InvalidRequest('adapter is for sessions of engines, not for capture "text"')
+    return msgspec.structs.replace(config, model=model)
+
+
 def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     """The fields of `POST /sessions` with which the session was created, defaults included, its note and tags; of a
     fork also `forked_from`."""
@@ -196,6 +218,8 @@ async def create_session(app: Services, head: Head, receive: Receive) -> tuple[i
     """Create a session. With a `session_id`, repeating the request returns the same session."""
     raw = await small_body(app, head, receive)
     new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
+    if new.config.capture == "text" or new.config.upstream is not None:
+        new = msgspec.structs.replace(new, config=_of_text(new.config, app.text_upstreams))
     await app.sessions.create(new)
     return 200, created(app, head.scope, new.session_id)
 

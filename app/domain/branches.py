@@ -106,6 +106,9 @@ def newest_of(session: Session, branch: int) -> Turn:
     raise KeyError(branch)
 
 
+TEXT_ONLY = "text_only"
+"""Why a session without ids has no row in a shape with tokens."""
+
 UNDONE = "undone: the store was taken back to an earlier checkpoint"
 
 

@@ -104,13 +104,14 @@ def commit_turn(
     again.
     """
     hashes = incoming.new_hashes(plan.base_messages)
-    if plan.base_messages and reply.base and plan.parent not in index.by_parent:
+    continued = reply.base if reply.dialect != "openai" else plan.base_messages
+    if plan.base_messages and continued and plan.parent not in index.by_parent:
         # The first child that continues its parent's tokens continues its branch.
         branch = Branch(session.turns[plan.parent].branch)
     else:
         new = NewTurn(plan.parent if plan.base_messages else 0, hashes, incoming.whole_hash, opened.agent_id)
         branch = branch_of(session, index, new)
-    segment, cause = RULES[session.history].segment(session, plan, reply.base, branch)
+    segment, cause = RULES[session.history].segment(session, plan, continued, branch)
     committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,

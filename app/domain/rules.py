@@ -303,7 +303,8 @@ class Rules(Protocol):
         """Where a chat's request, which has been checked, joins the session."""
 
     def segment(self, session: Session, plan: Plan, base: int, branch: Branch) -> tuple[int, SegmentCause | None]:
-        """The segment of a turn that continues `base` tokens of its parent, and the cause if it begins here."""
+        """The segment of a turn that continues `base` tokens (messages, of text alone) of its parent, and the cause if
+        it begins here."""
 
     def superseded(self, session: Session) -> set[int]:
         """The turns that no row is made of, unless all branches are asked for."""

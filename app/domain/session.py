@@ -106,8 +106,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def token_parent(self) -> int:
-        """The turn whose tokens it continues; 0 if its prompt begins anew."""
-        return self.parent if self.base_tokens else 0
+        """The turn whose tokens, or text alone, it continues; 0 if its prompt begins anew."""
+        return self.parent if self.base_tokens or (not self.tokens_hash and self.base_messages) else 0
 
     def supersedes(self, other: Turn) -> bool:
         """Is this, once it has a child, what a client got instead of `other`: the same request, sent once more?"""
@@ -343,6 +343,11 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     annotations: dict[int, dict[str, Annotation]] = {}
 
     @property
+    def is_text(self) -> bool:
+        """Are its turns recorded without ids?"""
+        return self.config.capture == "text"
+
+    @property
     def context_turns(self) -> int:
         """How many of the first turns were copied from another session, and are in that one's loss alone."""
         return 0 if self.fork is None else self.fork.context_turns
@@ -420,7 +425,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     def token_chain(self, number: int) -> list[Turn]:
         """The turns whose tokens make up the sequence after turn `number`, oldest first."""
-        return self._chain(number, lambda turn: turn.base_tokens > 0)
+        return self._chain(number, lambda turn: turn.token_parent > 0)
 
     def _chain(self, number: int, continues: Callable[[Turn], bool]) -> list[Turn]:
         chain = [self.turn(number)]
@@ -727,7 +732,7 @@ def _derived_branch(session: Session, event: TurnCommitted) -> tuple[int, Branch
     if newest is None:
         return 0, "start"
     if event.parent == newest.number:
-        if event.base_tokens:
+        if event.continues_tokens:
             return newest.branch, None
         return session.branches, "drift" if event.base_messages else "root"
     new = event.message_hashes[:-1]

@@ -116,6 +116,11 @@ def takes_groups(shape: str) -> bool:
     return SHAPES[shape].of_group is not None
 
 
+def takes_text(format: str) -> bool:
+    """Has this format rows of sessions without ids?"""
+    return format in DOCUMENTS
+
+
 def status_of(format: str, shape: str, segment: Segment) -> Status:
     """The status that a segment's row has in this shape."""
     return segment.last_status if _entry(format, shape).last_status else segment.status
@@ -126,8 +131,9 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     make = _entry(format, shape).of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
-    is_for_training = shape != DEFAULT or format == "messages"
-    if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
+    is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
+    copied = not sample.in_loss if row.session.is_text else sample.response_length and not sample.loss_mask.any()
+    if is_for_training and copied:
         raise Unfit("every sampled token is in another session's loss")
     if row.columns is None:
         return make(row)

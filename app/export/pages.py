@@ -97,6 +97,7 @@ class ExportPages:
         images: bool,
         columns: Sequence[str],
         branches: Branches | Picker,
+        has_text: bool = False,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._database = database
@@ -108,7 +109,7 @@ class ExportPages:
         self._images = images
         self._content: dict[str, Any] = {"replay": bool(replay), "images": images, "columns": columns}
         self._url_s = url_s if replay == "urls" else None
-        self._rollout_rows = RolloutRows(database, high, branches)
+        self._rollout_rows = RolloutRows(database, high, branches, has_text=has_text)
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._heads: dict[str, ExportHead] | None = None
         self._order: list[tuple[str, Position]] | None = None
@@ -134,6 +135,7 @@ class ExportPages:
             images=query.images == "inline",
             columns=query.column_names,
             branches=branches,
+            has_text=formats.takes_text(query.format),
             part_bytes=part_bytes,
         )
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import msgspec
 
-from app.domain.branches import Branches, BranchRow, Picker, turns_left_out
+from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
 from app.domain.samples import Truncate
 from app.domain.session import Session
 from app.export import formats
@@ -149,6 +149,9 @@ class PartRows:
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return
+        if found.session.is_text and not formats.takes_text(self._query.format):
+            yield excluded(session_id, self._window.behind(at), TEXT_ONLY)
+            return
         made = SessionRows(
             stored,
             found,
@@ -219,10 +222,13 @@ def _counts_of(rows: Sequence[Row]) -> Fields:
 
 
 def _missing(member: StoredSession, found: Sequence[Row | Fields]) -> str | None:
-    """The exclusion of a session, because of which its group is incomplete."""
+    """The exclusion of a session, because of which its group is incomplete: not that of a judge, whose session of text
+    is a child."""
     if member.status == "erased":
         return None
     if not found:
         return f"{member.session_id}: its log names another group"
-    left_out = (one for one in found if not isinstance(one, Row) and one["turn"] is None)
+    left_out = [one for one in found if not isinstance(one, Row) and one["turn"] is None]
+    if member.root is not None:
+        left_out = [one for one in left_out if one[formats.EXCLUDED] != TEXT_ONLY]
     return next((f"{one['session_id']}: {one[formats.EXCLUDED]}" for one in left_out), None)

@@ -35,10 +35,12 @@ Members = Mapping[str, str]
 
 
 class RolloutRows:
-    """Counts as of `high`, of rollouts that have several sessions; `branches` are those that become rows."""
+    """Counts as of `high`, of rollouts that have several sessions; `branches` are those that become rows, with
+    `has_text` also of sessions without ids."""
 
-    def __init__(self, database: Database, high: Position, branches: Branches | Picker) -> None:
+    def __init__(self, database: Database, high: Position, branches: Branches | Picker, *, has_text: bool) -> None:
         self._branches = branches
+        self._has_text = has_text
         self._database = database
         self._high = high
         self._counts: OrderedDict[str, int] = OrderedDict()
@@ -89,7 +91,8 @@ class RolloutRows:
         for session_id, log in logs.items():
             try:
                 session = fold(session_id, decode_events(log))
-                rows = 0 if session is None else len(pick(session, self._branches))
+                is_left_out = session is None or (session.is_text and not self._has_text)
+                rows = 0 if session is None or is_left_out else len(pick(session, self._branches))
             except Exception as error:  # noqa: BLE001 - a session's fault, whatever it is, ends no export
                 self._database.unreadable.warn(session_id, told(error))
                 continue

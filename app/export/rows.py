@@ -222,6 +222,9 @@ class SessionRows:
             raise CorruptContent(f"turn {number}: the content is not there")
         if codec.content_hash(facts, wire) != event.content_hash:
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
+        if event.is_text:
+            # Its counts are the upstream's: there are no tokens that they could be checked against.
+            return TurnTokens(msgspec.structs.replace(event, suffix_tokens=0, output_tokens=0), b"", b"", b"")
         found = codec.unpack_facts(facts, wire)
         if self._top_k is not None:
             self._tops[number] = found.top

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.branches import Branches
+from app.domain.branches import TEXT_ONLY, Branches
 from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
@@ -50,7 +50,7 @@ class SessionSamples:
         Raises SessionUnreadable.
         """
         session_id = live.session.session_id
-        rollout_rows = RolloutRows(self._cache.database, reads.END, branches)
+        rollout_rows = RolloutRows(self._cache.database, reads.END, branches, has_text=False)
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
             stored = bulk.read_sessions(connection, [session_id], reads.END, replay=True)
@@ -79,8 +79,13 @@ class SessionSamples:
         metadata: dict[str, Any],
     ) -> bytes:
         made = SessionRows(stored, found, max_seq_len, "token", self._release, branches=branches)
-        rows = [made.row(segment, "", payloads=True) for segment in made.segments]
-        reason = None if rows else "no_records" if made.session.leaf is None else "all_truncated"
+        is_text = found.session.is_text
+        rows = [] if is_text else [made.row(segment, "", payloads=True) for segment in made.segments]
+        reason = None if rows else "all_truncated"
+        if made.session.leaf is None:
+            reason = "no_records"
+        elif is_text:
+            reason = TEXT_ONLY
         prompts = self._token_in.prompts
         responses = (
             None
@@ -128,7 +133,7 @@ class SessionSamples:
         None if they cannot be rendered: no turn, a completion, or messages that the template refuses.
         """
         leaf = session.leaf
-        if leaf is None or leaf.shape != "chat":
+        if leaf is None or leaf.shape != "chat" or session.is_text:
             return None
         messages = msgspec.json.decode(b"[" + await self._cache.messages(live, leaf.number) + b"]")
         try:

@@ -23,6 +23,7 @@ from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.http import EngineError, Lost, NotSent, TimedOut
 from app.upstream.streams import BadStream, CutStream, StreamReader
 from app.upstream.token_in import ProbeRefused, probe
+from workers.parse_parts import Dialect
 from workers.reply import LogprobsOf
 
 log = logging.getLogger("turnlog.engines")
@@ -100,14 +101,12 @@ class Engines:
             self.members[engine.url].is_draining = engine.state == "draining"
         self.changed.set()
 
-    def seen(
-        self, url: str, version: str | None, known: str | None, dialect: Literal["sglang", "vllm"] | None = None
-    ) -> None:
+    def seen(self, url: str, version: str | None, known: str | None, dialect: Dialect | None = None) -> None:
         """Record what an engine reported of itself; `known` as in `EngineReply`."""
         member = self.members.get(url)
         if member is None:
             return
-        if dialect is not None:
+        if dialect is not None and dialect != "openai":
             member.dialect = dialect
         if version is not None and version != member.weight_version:
             member.report_version(version, known)
@@ -245,7 +244,7 @@ class Engines:
                 reply.engine, reply.dispatched, reply.known = url, dispatched, known
                 reply.logprobs_of = member.logprobs_of or self._logprobs_of
                 if reply.status != 200:
-                    _require_status(url, reply.status)
+                    require_status(url, reply.status)
                 return reply
         except (AppError, EngineError, Withheld):
             self._generating.pop(rid, None)
@@ -333,7 +332,7 @@ class Engines:
                 member.in_flight -= 1
             if member.is_refusing:
                 member.answered()
-            _require_status(url, reply.status)
+            require_status(url, reply.status)
             return reply
         raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
 
@@ -343,18 +342,9 @@ class Engines:
 
     def _told(self, member: Member, error: Exception) -> AppError:
         """What the client is told when an engine was asked and gave no usable answer."""
-        url = member.url
-        if isinstance(error, Lost):
+        if isinstance(error, Lost | CutStream):
             self._needs_check(member)
-            return UpstreamUnreachable(f"{url} ended the connection ({error})")
-        if isinstance(error, TimedOut):
-            return UpstreamTimeout(f"{url} did not answer in time")
-        if isinstance(error, CutStream):
-            self._needs_check(member)
-            return UpstreamUnreachable(f"{url} ended its stream early: {error}")
-        if isinstance(error, TooLarge):
-            return UpstreamInvalid(f"the reply of {url} is too large: {error}")
-        return UpstreamInvalid(f"{url} returned a malformed reply: {error}")
+        return failure(member.url, error)
 
     def _needs_check(self, member: Member) -> None:
         """A turn found that the engine refuses connections or closes them."""
@@ -384,7 +374,20 @@ class Engines:
             log.info("%s could not be asked to abort a generation: %s", base_url, error)
 
 
-def _require_status(url: str, status: int) -> None:
+def failure(name: str, error: Exception) -> AppError:
+    """What the client is told where one of UNUSABLE came from an engine or an upstream."""
+    if isinstance(error, Lost):
+        return UpstreamUnreachable(f"{name} ended the connection ({error})")
+    if isinstance(error, TimedOut):
+        return UpstreamTimeout(f"{name} did not answer in time")
+    if isinstance(error, CutStream):
+        return UpstreamUnreachable(f"{name} ended its stream early: {error}")
+    if isinstance(error, TooLarge):
+        return UpstreamInvalid(f"the reply of {name} is too large: {error}")
+    return UpstreamInvalid(f"{name} returned a malformed reply: {error}")
+
+
+def require_status(url: str, status: int) -> None:
     """Raises UpstreamInvalid for a status that no engine should send."""
     if not 200 <= status < 600:
         raise UpstreamInvalid(f"{url} answered {status}, which is no status of a reply")

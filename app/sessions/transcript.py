@@ -29,6 +29,8 @@ async def token_ids(database: Database, session: Session, number: int) -> bytes:
 
 async def _continued(database: Database, session: Session, ids: bytes, chain: Sequence[Turn]) -> bytes:
     """The tokens `ids`, followed by those of each of these turns."""
+    if session.is_text:
+        return b""
     numbers = [turn.number for turn in chain]
     try:
         facts = await database.read(

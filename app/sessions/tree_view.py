@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from app.domain.branches import Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
+from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
 from app.domain.events import Event, TurnCommitted, UnknownEvent
 from app.domain.rules import superseded
 from app.domain.session import OpenTurn, Session, Turn
@@ -71,7 +71,8 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             finish_reason=turn.finish_reason,
             weight_versions=_versions(found.events[turn.seq - 1].event),
             exported=turn.number not in reasons,
-            reason=reasons.get(turn.number) or (COPIED if turn.number <= session.context_turns else None),
+            reason=reasons.get(turn.number)
+            or (COPIED if turn.number <= session.context_turns else TEXT_ONLY if session.is_text else None),
             loss_branches=losses.get(turn.number, []),
             left_out=list(turn.left_out),
         )

@@ -546,6 +546,8 @@ def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
 
     Raises InvalidRequest if the request names another adapter than the session's.
     """
+    if session.config.capture == "text":
+        return None
     own = session.config.adapter or None
     model = bytes(request.params.get("model", b""))
     is_plain = not model or (model[:1] == b'"' and b"\\" not in model)

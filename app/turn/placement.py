@@ -61,6 +61,8 @@ class Placement:
         """
         if turn.control is not None:
             return turn.control.binding(session, engine)
+        if session.config.upstream is not None:
+            return None
         affinity = session.affinity
         if affinity is None:
             return AffinityBound(engine)

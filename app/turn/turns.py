@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from app.domain.completion import IncomingPrompt
+from app.domain.events import Capture
 from app.domain.history import Incoming
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
@@ -31,7 +32,7 @@ from app.domain.request import ChatRequest, canonical_hash, require_own
 from app.domain.rules import RULES
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
-from app.errors import AppError, InvalidRequest, Restored, SessionBusy
+from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
@@ -42,7 +43,7 @@ from app.turn.client_reply import shown, shown_kinds
 from app.turn.engine_call import adapter_of
 from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage
 from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
-from app.turn.points import Generate
+from app.turn.points import TurnPath
 from app.upstream.dialects import asked_for
 from workers.reply import ValidatedReply
 
@@ -55,9 +56,8 @@ class Turns:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._points = services.points
-        self._calls = services.engine_calls
-        self._generate: Generate = services.engine_calls.generate
+        self.paths: dict[Capture, TurnPath] = {"tokens": TurnPath(services.points, services.engine_calls)}
+        """By what a session captures; a feature adds that of text alone."""
         self._in_flight: dict[str, list[InFlightTurn]] = {}
         self.in_flight = 0
         self._aborting: set[asyncio.Task[None]] = set()
@@ -65,8 +65,8 @@ class Turns:
 
     def open(self) -> None:
         """Put around the plain generation what features have added by now."""
-        for around in self._points.around_engine:
-            self._generate = partial(around, self._generate)
+        for path in self.paths.values():
+            path.open()
 
     async def take(
         self, turn: InFlightTurn, protocol: WireProtocol, body: bytes, continued: ContinuedBody | None = None
@@ -127,7 +127,10 @@ class Turns:
                 # Another turn may have begun while an earlier reply was looked for.
                 if self._in_flight.get(session_id) and (entry.session.history or turn.new_history) != "tree":
                     raise SessionBusy(f"session {session_id} has a turn in flight")
-                if not services.engines.members:
+                upstream = entry.session.config.upstream
+                if upstream is not None:
+                    self._require_upstream(session_id, upstream)
+                elif not services.engines.members:
                     services.engines.require_some()
                 reply = await self._take_new(turn, entry)
             if reply is not None:
@@ -140,7 +143,8 @@ class Turns:
 
         Whatever happens, a claim ends with a commit, a rejection or a release.
         """
-        points, claims, stages = self._points, self._services.claims, turn.stages
+        path, claims, stages = self.paths[entry.session.config.capture], self._services.claims, turn.stages
+        points = path.points
         turn.waiter.flight = turn
         turn.waiters = [turn.waiter]
         self._in_flight.setdefault(turn.session_id, []).append(turn)
@@ -159,14 +163,14 @@ class Turns:
             try:
                 for claimed in points.claimed:
                     claimed(turn)
-                await self._calls.prepare(turn)
-                await self._generate(turn)
+                await path.calls.prepare(turn)
+                await path.generate(turn)
                 if turn.reply is None:
                     is_generated = True
                     reply = await self._refused(turn)
                     is_settled = True
                 else:
-                    await self._calls.finish(turn, turn.reply)
+                    await path.calls.finish(turn, turn.reply)
                     is_generated = True
                     stages.marks.append((TurnStage.COMMIT, stages.clock()))
                     await claims.commit(turn, turn.reply, is_alone=self.in_flight == 1)
@@ -225,6 +229,8 @@ class Turns:
             require_own(request, turn.session_id, token_session, services.settings.session_params)
         if config.params or config.model is not None:
             request = with_pinned(request, config)
+        if config.capture == "text" and request.ids is not None:
+            raise Unsupported("a session that captures text alone takes no token ids")
         turn.request, turn.large = request, large
         turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
 
@@ -250,8 +256,13 @@ class Turns:
         if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
             turn.partial_hash = canonical_hash(request, before)
         turn.session = session
-        if self._services.token_in.prompts is not None:
+        if self._services.token_in.prompts is not None and not session.is_text:
             turn.template = self._services.token_in.template_of(request)
+
+    def _require_upstream(self, session_id: str, upstream: str) -> None:
+        """Raises NoUpstream for a session whose upstream is no longer there."""
+        if upstream not in self._services.text_upstreams:
+            raise NoUpstream(f"session {session_id}: TURNLOG_TEXT_UPSTREAMS has no {upstream}")
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.
@@ -384,6 +395,9 @@ class Turns:
         flights = self._in_flight.get(session_id, ())
         for flight in flights:
             flight.cancel("session_closed")
+        known = self._services.cache.known(session_id)
+        if known is not None and known.is_text:
+            return
         own = {flight.fence for flight in flights}
         for fence, incarnation in ended:
             if fence not in own:

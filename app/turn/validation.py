@@ -81,7 +81,7 @@ class ReplyValidator:
         if read is None:
             wants = [self._want(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, wants=wants)
-            read = await self._by_all_rules(work, answer, sum(map(len, new)), text)
+            read = await self.by_all_rules(work, answer, sum(map(len, new)), text)
         result, whole_text = read
         if result.miscounted is not None and not _has_images(turn.history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
@@ -112,7 +112,7 @@ class ReplyValidator:
             text=whole_text,
         )
 
-    async def _by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
+    async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
         """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
         makes that of all tokens is returned."""
         engine, body = answer.engine, answer.body

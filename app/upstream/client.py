@@ -24,7 +24,7 @@ SHORT = 64 << 10
 """Parts of a body up to this size are joined before they are sent; longer bodies are sent as they lie in memory."""
 
 PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
+    *("/chat/completions", "/completions", "/v1/models", "/v1/messages/count_tokens"),
     *("/health", "/model_info", "/is_paused", "/weight_info", "/server_info"),
     *("/abort_requests", "/inference/v1/abort_requests"),
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
@@ -270,7 +270,7 @@ async def _plain_pieces(connection: Connection) -> AsyncIterator[bytes]:
     try:
         while True:
             await connection.more()
-            for piece in connection.take():
+            if piece := b"".join(connection.take()):
                 if unpack is None:
                     yield piece
                     continue

@@ -36,6 +36,10 @@ NOT_PASSED_PREFIXES = (
 )
 """Exceptions: headers that we set ourselves, that browsers act on, or that make a proxy serve its own files."""
 
+PASSED_OF_VENDORS = frozenset({"content-type", "retry-after", "retry-after-ms", "x-request-id", "x-should-retry"})
+PASSED_OF_VENDORS_PREFIXES = ("x-ratelimit-", "ratelimit-")
+"""A vendor's headers that a client gets: others name the operator's organisation, project and region."""
+
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """Not allowed in a header's value (RFC 9110, section 5.5); a server would abort a reply with them."""
 
@@ -71,6 +75,20 @@ def to_control(api_key: str | None) -> Headers:
     """Headers for requests that belong to no session."""
     headers = [("content-type", "application/json"), ("accept-encoding", "identity")]
     return headers + ([("authorization", f"Bearer {api_key}")] if api_key else [])
+
+
+def to_vendor(api_key: str | None) -> Headers:
+    """None of the client's headers, and none that routers of engines read: it is another company's server."""
+    return [*to_control(api_key), ("user-agent", "turnlog")]
+
+
+def from_vendor(headers: Iterable[tuple[str, str]]) -> Headers:
+    """The vendor's headers that a client gets."""
+    return [
+        (name, value)
+        for name, value in to_client(headers)
+        if name in PASSED_OF_VENDORS or name.startswith(PASSED_OF_VENDORS_PREFIXES)
+    ]
 
 
 def to_client(engine: Iterable[tuple[str, str]]) -> Headers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import select
 import socket
 import ssl
@@ -20,7 +21,7 @@ KEEPALIVE_S = 4.0
 """Idle connections are closed before the engines' servers close them (uvicorn: 5 s)."""
 
 SWEEP_S = 0.5
-"""How often one timer looks for requests that are late and connections that were idle for too long."""
+"""How often one timer looks for what is late and for connections that were idle for too long."""
 
 HEAD_BYTES = 64 << 10
 """Largest head of a reply, with those of the informational replies before it."""
@@ -272,7 +273,9 @@ class Connections:
     def __init__(self, connect_timeout_s: float) -> None:
         self.loop = asyncio.get_running_loop()
         self.open: set[Connection] = set()
-        self._connect_timeout_s = connect_timeout_s
+        # Rounds of the timer, not seconds: what came while this process stood still is read before the next round.
+        self._connect_rounds = math.ceil(connect_timeout_s / SWEEP_S)
+        self._connecting: dict[asyncio.Timeout, int] = {}
         self._idle: dict[Origin, list[Connection]] = {}
         self._addresses: dict[Origin, tuple[float, asyncio.Task[list[Any]]]] = {}
         self._tls: ssl.SSLContext | None = None
@@ -301,7 +304,9 @@ class Connections:
     async def connect(self, origin: Origin) -> Connection:
         """A new connection. Raises NotSent."""
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(None) as limit:
+                self._connecting[limit] = self._connect_rounds
+                self._keep_sweeping()
                 sock = await self._connected(origin)
                 _, connection = await self.loop.create_connection(
                     lambda: Connection(self, origin),
@@ -312,6 +317,8 @@ class Connections:
         except OSError as error:
             self._addresses.pop(origin, None)
             raise NotSent(type(error).__name__) from error
+        finally:
+            self._connecting.pop(limit, None)
         if connection.has_input() or self._is_closed:
             connection.transport.abort()
             raise NotSent("the connection brings bytes before it is asked, or the client was closed")
@@ -320,8 +327,6 @@ class Connections:
     async def close(self) -> None:
         """End all connections, and with them what waits for a reply."""
         self._is_closed = True
-        if self._sweeping is not None:
-            self._sweeping.cancel()
         for connection in tuple(self.open):
             connection.fail(Lost("the client was closed"))
         if self.open:
@@ -331,8 +336,7 @@ class Connections:
     def opened(self, connection: Connection) -> None:
         """The connection has been made."""
         self.open.add(connection)
-        if self._sweeping is None:
-            self._sweeping = self.loop.call_later(SWEEP_S, self._sweep)
+        self._keep_sweeping()
 
     def forget(self, connection: Connection) -> None:
         """The connection has ended."""
@@ -342,16 +346,28 @@ class Connections:
         if not connection.is_busy and connection in self._idle.get(connection.origin, ()):
             self._idle[connection.origin].remove(connection)
 
+    def _keep_sweeping(self) -> None:
+        if self._sweeping is None:
+            self._sweeping = self.loop.call_later(SWEEP_S, self._sweep)
+
     def _sweep(self) -> None:
         now = self.loop.time()
+        for limit, rounds in self._connecting.items():
+            self._connecting[limit] = rounds - 1
+            if not rounds:
+                limit.reschedule(now)
         for connection in tuple(self.open):
-            if connection.is_busy:
-                if connection.deadline <= now and not connection.is_complete:
-                    connection.fail(TimedOut("no answer in time"))
-            elif connection.idle_since + KEEPALIVE_S <= now:
-                connection.transport.close()
+            if connection.is_busy and connection.deadline <= now and not connection.is_complete:
+                connection.fail(TimedOut("no answer in time"))
+        # One that was just made is neither busy nor idle: who asked for it has not seen it yet.
+        for connections in self._idle.values():
+            for connection in tuple(connections):
+                if connection.idle_since + KEEPALIVE_S <= now:
+                    connection.transport.close()
         self._idle = {origin: connections for origin, connections in self._idle.items() if connections}
-        self._sweeping = self.loop.call_later(SWEEP_S, self._sweep) if self.open else None
+        self._sweeping = None
+        if self.open or self._connecting:
+            self._keep_sweeping()
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:

@@ -171,7 +171,10 @@ ALTER TABLE events ALTER data SET STATISTICS 0;
 
 COMPRESSED = (
     *(("turns", "facts"), ("turns", "wire")),
-    *((table, "data") for table in ("annotation_columns", "blobs", "chunks", "refused_replies", "staged_tokens", "snapshots")),
+    *(
+        (table, "data")
+        for table in ("annotation_columns", "blobs", "chunks", "refused_replies", "staged_tokens", "snapshots")
+    ),
 )
 """Content that the service has compressed: PostgreSQL does not try it again."""
 

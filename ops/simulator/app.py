@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from ops.simulator import openai
 from ops.simulator.config import Config
 from ops.simulator.control import Control
 from ops.simulator.engine import Engine
@@ -55,7 +56,12 @@ class Simulator:
             self.requests.probes[path] += 1
         elif not path.startswith("/sim/"):
             self.requests.add(seen)
-        if path in self._generating and scope["method"] == "POST":
+        refusal = None
+        if self.config.dialect == "openai" and not path.startswith("/sim/"):
+            refusal = openai.refusal(path, scope["headers"], body, self.config.api_key)
+        if refusal is not None:
+            reply: Reply | None = refusal
+        elif path in self._generating and scope["method"] == "POST":
             reply = await self._generating[path](body, lambda: _hung_up(receive), _request_id(scope))
         else:
             reply = await self._controlled(scope, path, body)

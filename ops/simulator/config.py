@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Dialect = Literal["sglang", "vllm"]
+Dialect = Literal["sglang", "vllm", "openai"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Config:
     dialect's own field, as newer builds do. With ``silent_versions`` replies name no weight version, as those of vLLM
     0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs. With
     ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so. It also
-    says ``sampling_defaults``: where a chat takes the parameters that a request does not name.
+    says ``sampling_defaults``: where a chat takes the parameters that a request does not name. ``api_key`` is what
+    the vendor of the dialect ``openai`` wants in each request.
     """
 
     dialect: Dialect = "sglang"
@@ -42,5 +43,6 @@ class Config:
     logprobs_mode: str | None = None
     incremental: bool = False
     sampling_defaults: str = "openai"
+    api_key: str = ""
     keep_requests: int = 256
     keep_request_bytes: int = 64 * 2**20

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from ops.simulator import completion, native, sglang, vllm
+from ops.simulator import completion, native, openai, sglang, vllm
 from ops.simulator.config import Config
 from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault, spoil_stream
 from ops.simulator.generate import Draft, Policy
@@ -73,7 +73,7 @@ class Engine:
         self.prefixes = PrefixCache(config.cache_tokens)
         self.weight_version = config.weight_version
         self.latency_s = config.latency_s
-        self._dialect: Wire = vllm if config.dialect == "vllm" else sglang
+        self._dialect: Wire = {"vllm": vllm, "sglang": sglang, "openai": openai}[config.dialect]
         self._decode = msgspec.json.Decoder(ChatRequest).decode
         self._decode_generate = msgspec.json.Decoder(native.GenerateRequest).decode
         self._decode_completion = msgspec.json.Decoder(CompletionRequest).decode
@@ -175,7 +175,8 @@ class Engine:
         generation = await self._generate(request, prompt, conversation, order, hung_up)
         if not isinstance(generation, Generation):
             return generation
-        render = completion.vllm if self.config.dialect == "vllm" else completion.sglang
+        renderers = {"vllm": completion.vllm, "sglang": completion.sglang, "openai": openai.completion}
+        render = renderers[self.config.dialect]
         return self._spoiled(render(generation, self.writer), order)
 
     def _named(self, request: R, request_id: str | None) -> R:

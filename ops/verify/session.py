@@ -325,6 +325,10 @@ class SessionCheck:
             raise CorruptContent("the content's hash is not the log's")
         self._wire(turn, codec.unpack(wire, Wire))
         tokens = codec.unpack_facts(facts, wire)
+        if turn.is_text:
+            has_tokens = any((tokens.suffix_ids, tokens.output_ids, tokens.logprobs, turn.base_tokens))
+            self._expect(not has_tokens, f"turn {turn.turn}: it has tokens, the log says that it is text alone")
+            return
         sizes = {
             "suffix_ids": (len(tokens.suffix_ids), turn.suffix_tokens * TOKEN_BYTES),
             "output_ids": (len(tokens.output_ids), turn.output_tokens * TOKEN_BYTES),

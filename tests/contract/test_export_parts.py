@@ -24,6 +24,7 @@ async def test_few_sessions_are_read_with_their_images(store: Store, images: boo
         replay=False,
         url_s=60,
         images=images,
+        columns=(),
         branches="kept",
     )
     found, _ = await pages.following(START, None, None, EXPORTED)

@@ -6,6 +6,7 @@ On SQLite the process is started again, on PostgreSQL a second one, which has ru
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sqlite3
 from collections.abc import Iterator
@@ -80,10 +81,10 @@ class Site:
     acknowledged: list[Acknowledged] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def armed(self, point: CrashPoint, times: int) -> Iterator[Stand]:
-        """The server, which ends when it has come by `point` so often."""
+    def armed(self, point: CrashPoint, times: int, engine: SimulatorProcess | None = None) -> Iterator[Stand]:
+        """The server, which ends when it has come by `point` so often. `engine`: to look into, if not its own."""
         self.server.start(**{VARIABLE: f"{point}:{times}"})
-        stand = Stand(self.server, self.engine.base_url)
+        stand = Stand(self.server, (engine or self.engine).base_url)
         assert stand.sim.post("/sim/reset").status_code == 200
         yield stand
         stand.close()
@@ -91,9 +92,9 @@ class Site:
         verified(self.url)
 
     @contextlib.contextmanager
-    def after(self) -> Iterator[Stand]:
+    def after(self, engine: SimulatorProcess | None = None) -> Iterator[Stand]:
         """Who serves the store now."""
-        stand = Stand(self.other or self.server.start(), self.engine.base_url)
+        stand = Stand(self.other or self.server.start(), (engine or self.engine).base_url)
         yield stand
         stand.close()
         self.server.stop()
@@ -111,9 +112,18 @@ class Site:
         self.acknowledged.append(acknowledgement(talk.id, reply))
 
 
+@pytest.fixture(scope="module")
+def vendor() -> Iterator[SimulatorProcess]:
+    with SimulatorProcess("--dialect", "openai") as upstream:
+        yield upstream
+
+
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def site(
-    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    engine: SimulatorProcess,
+    vendor: SimulatorProcess,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("crash-points")
     with contextlib.ExitStack() as stack:
@@ -123,23 +133,26 @@ def site(
         else:
             postgres: Postgres = request.getfixturevalue("postgres")
             url = stack.enter_context(postgres.database())
-        made = Site(url, engine, _server(folder, url, engine))
+        made = Site(url, engine, _server(folder, url, engine, vendor))
         if request.param == "postgresql":
-            made.other = _server(folder, url, engine).start()
+            made.other = _server(folder, url, engine, vendor).start()
             stack.callback(made.other.stop)
         stack.callback(made.server.stop)
         yield made
 
 
-def _server(folder: Path, url: str, engine: SimulatorProcess) -> ForkedServer:
-    return ForkedServer(folder, url, [engine.base_url], TURNLOG_CLIENT_REPLY="verbatim")
+def _server(folder: Path, url: str, engine: SimulatorProcess, vendor: SimulatorProcess) -> ForkedServer:
+    upstreams = json.dumps({"vendor": {"url": vendor.base_url, "model": "large"}})
+    settings = {"TURNLOG_CLIENT_REPLY": "verbatim", "TURNLOG_TEXT_UPSTREAMS": upstreams}
+    return ForkedServer(folder, url, [engine.base_url], **settings)
 
 
 @dataclass(frozen=True)
 class TurnCase:
     """The session's second turn dies at `point`, which its first may have come by as well.
 
-    `generations` of it there are in the end: 1 where the crash was before the engine call or after the commit.
+    `generations` of it there are in the end: 1 where the crash was before the engine call or after the commit. With
+    `of_text` the session captures text alone, of the vendor.
     """
 
     point: CrashPoint
@@ -148,6 +161,7 @@ class TurnCase:
     landed: bool = False
     sim: dict[str, Any] | None = None
     fault: str | None = None
+    of_text: bool = False
 
 
 TURNS = (
@@ -167,20 +181,28 @@ TURNS = (
     TurnCase("before_release", 1, 2, fault="status_500"),
     TurnCase("in_release", 1, 2, fault="not_json"),
     TurnCase("after_release", 1, 2, fault="status_500"),
+    TurnCase("before_engine", 2, 1, of_text=True),
+    TurnCase("after_engine", 2, 2, of_text=True),
+    TurnCase("after_judged", 2, 2, of_text=True),
+    TurnCase("in_commit", 2, 2, of_text=True),
+    TurnCase("after_commit", 2, 1, landed=True, of_text=True),
+    TurnCase("in_release", 1, 2, fault="not_json", of_text=True),
 )
 
 
 def _name(case: TurnCase) -> str:
-    return f"{case.point}-{case.times}{'-large' if case.sim else ''}"
+    return f"{case.point}-{case.times}{'-large' if case.sim else '-text' if case.of_text else ''}"
 
 
 @pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize("case", TURNS, ids=_name)
-def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
+def test_a_turn(site: Site, vendor: SimulatorProcess, tally: Tally, case: TurnCase) -> None:
     fields = {"sim": case.sim, "return_routed_experts": True} if case.sim else {}
     key = {"idempotency-key": f"second {case.point}"}
-    with site.armed(case.point, case.times) as stand:
-        talk = stand.talk(group_id="crash", params={"top_logprobs": 3})
+    generator = vendor if case.of_text else site.engine
+    of_text = {"capture": "text", "upstream": "vendor", "params": None}
+    with site.armed(case.point, case.times, generator) as stand:
+        talk = stand.talk(group_id="crash", **{"params": {"top_logprobs": 3}, **(of_text if case.of_text else {})})
         site.acknowledge(talk, talk.say("First"))
         if case.fault:
             assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
@@ -189,7 +211,7 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
             talk.chat(sent, headers=key, **fields)
         tally.tried += 1
     killed = monotonic()
-    with site.after() as stand:
+    with site.after(generator) as stand:
         again = stand.known(talk.id)
         reply = again.chat(sent, headers=key, **fields)
         tally.recovered(monotonic() - killed)
@@ -197,13 +219,16 @@ def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
         assert ("x-turnlog-replayed" in reply.headers) is case.landed
         site.acknowledge(again, reply)
         assert again.chat(sent, headers=key, **fields).content == reply.content
-        assert again.generations() == 1 + case.generations
+        generations = stand.stats()["started"] if case.of_text else again.generations()
+        assert generations == 1 + case.generations
         tally.doubled += len(again.committed()) - 2
         assert [record["response"] for record in again.state()["records"]][1] == reply.json()
         again.messages = [*sent, reply.json()["choices"][0]["message"]]
         site.acknowledge(again, again.say("Third"))
-        [row] = again.rows(top_k=1)
-        assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
+        rows = again.rows(top_k=1)
+        assert len(rows) == (not case.of_text)
+        for row in rows:
+            assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
         verified(site.url, site.acknowledged[-3:], tally)
 
 

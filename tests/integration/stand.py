@@ -126,6 +126,12 @@ class Talk:
         place = self.path if turn is None else f"{self.path}/turns/{turn}"
         return self._stand.http.put(f"{place}/annotations/{name}", json={"value": value, **fields})
 
+    def column(self, turn: int, name: str, values: Sequence[float | None], over: str = "output", **fields: Any) -> None:
+        """Write a column of the turn, which must succeed."""
+        path = f"{self.path}/turns/{turn}/annotations/{name}"
+        reply = self._stand.http.put(path, json={"values": values, "over": over, **fields})
+        assert reply.status_code == 200, reply.text
+
     def noted(self, **given: Any) -> None:
         """Write its note, its tags, or both."""
         for name, value in given.items():

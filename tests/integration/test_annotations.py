@@ -19,14 +19,6 @@ from integration.stand import Stand, Talk, error_of
 THREE: dict[str, Any] = {"completion_tokens": 3}
 
 
-def column(
-    stand: Stand, talk: Talk, turn: int, name: str, values: list[float | None], over: str = "output", **fields: Any
-) -> None:
-    body = {"values": values, "over": over, **fields}
-    reply = stand.http.put(f"{talk.path}/turns/{turn}/annotations/{name}", json=body)
-    assert reply.status_code == 200, reply.text
-
-
 def binary(stand: Stand, path: str, body: bytes, kind: str, **parameters: Any) -> httpx.Response:
     return stand.http.put(path, content=body, headers={"content-type": kind}, params=parameters)
 
@@ -105,7 +97,7 @@ def test_columns_of_each_form_are_aligned_to_the_tokens_of_rows(stand: Stand) ->
     del talk.messages[2:]
     talk.say("Another", sim=THREE)
     first, second, third = (turn["suffix_tokens"] for turn in talk.committed())
-    column(stand, talk, 1, "teacher", [-0.1, None, -0.3], writer="teacher")
+    talk.column(1, "teacher", [-0.1, None, -0.3], writer="teacher")
     own = np.arange(second + 3, dtype=np.float32)
     path = f"{talk.path}/turns/2/annotations/teacher"
     assert binary(stand, path, npy(own), NPY, over="own").status_code == 200
@@ -161,7 +153,7 @@ def test_a_column_comes_back_as_it_was_written(stand: Stand) -> None:
     talk.say("One", sim=THREE)
     path = f"{talk.path}/turns/1/annotations/values"
     for values, dtype in (([0.1, None, -3e38], "float32"), ([1, -(2**31), 2**31 - 1], "int32")):
-        column(stand, talk, 1, "values", values, dtype=dtype)
+        talk.column(1, "values", values, dtype=dtype)
         said = stand.get(path)
         assert (said["values"], said["dtype"], said["over"], said["length"]) == (values, dtype, "output", 3)
         assert said["absent"] == values.count(None)
@@ -272,7 +264,7 @@ def test_a_closed_session_is_annotated_and_an_erased_one_has_nothing_left(stand:
     assert stand.http.delete(talk.path).status_code == 204
     talk.noted(tags=[word])
     talk.annotate("judge", {word: word}, turn=1, writer=word)
-    column(stand, talk, 1, "values", [1, 2, 3])
+    talk.column(1, "values", [1, 2, 3])
     assert listed(stand, word) == {talk.id: (f"A note of {word}", [word])}
     [row] = talk.rows(columns="values")
     assert (row["tags"], row["columns"]["values"][-3:]) == ([word], [1.0, 2.0, 3.0])
@@ -297,8 +289,8 @@ def test_forks_have_what_is_said_of_their_turns(stand: Stand) -> None:
     talk.annotate("judge", "of the session")
     for turn in (1, 2, 3):
         talk.annotate("judge", f"of turn {turn}", turn=turn)
-        column(stand, talk, turn, "values", [turn, 0.5, None])
-    column(stand, talk, 2, "values", [20, 21, None])
+        talk.column(turn, "values", [turn, 0.5, None])
+    talk.column(2, "values", [20, 21, None])
     made = stand.http.post(f"{talk.path}/fork", json={"turn": 3}).json()["sessions"]
     fork = stand.known(made[0]["session_id"])
     source = next(row for row in talk.rows(columns="values") if len(row["turns"]) == 2)
@@ -312,10 +304,10 @@ def test_forks_have_what_is_said_of_their_turns(stand: Stand) -> None:
 def test_an_earlier_window_shows_what_replaced_a_column_since(stand: Stand) -> None:
     talk = stand.talk()
     talk.say("One", sim=THREE)
-    column(stand, talk, 1, "values", [1, 2, 3])
+    talk.column(1, "values", [1, 2, 3])
     asked = {"session_id": talk.id, "columns": "values"}
     first = stand.http.get("/export", params=asked)
-    column(stand, talk, 1, "values", [4, 5, 6])
+    talk.column(1, "values", [4, 5, 6])
     again = stand.http.get("/export", params={**asked, "cursor": first.headers["x-turnlog-cursor"]})
     since = stand.http.get("/export", params={**asked, "cursor": first.headers["x-turnlog-next-cursor"]})
     rows = [json.loads(reply.text) for reply in (first, again, since)]
@@ -326,7 +318,7 @@ def test_an_earlier_window_shows_what_replaced_a_column_since(stand: Stand) -> N
 def test_the_feed_gives_columns(stand: Stand) -> None:
     talk = stand.talk(group_id=f"columns-{uuid.uuid4().hex}")
     talk.say("One", sim=THREE)
-    column(stand, talk, 1, "values", [1, 2, 3])
+    talk.column(1, "values", [1, 2, 3])
     group = talk.rows()[0]["group_id"]
     stand.http.delete(talk.path)
     stand.http.put(f"{talk.path}/reward", json={"reward": 1.0})

@@ -89,17 +89,25 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     talk = said(used, "One", "Two", history=history)
     reward(used, talk, 0.25, components={"a": 1.0})
     talk.noted(note="Then", tags=[f"then-{talk.id}"])
-    at_cut = rows(talk)
+    sampled = talk.committed()[0]["output_tokens"]
+    talk.annotate("judge", "then", turn=1)
+    talk.column(1, "values", [0.5] * sampled)
+    talk.column(1, "values", [1.5] * sampled)
+    at_cut = rows(talk, columns="values")
     name = make(used)
     early = copy_of(talk, 2)
     talk.say("Three")
     reward(used, talk, 0.75)
     talk.noted(note="Later", tags=[])
+    talk.annotate("judge", "later", turn=3)
+    for value in (2.5, 3.5):
+        talk.column(1, "values", [value] * sampled)
+    used.http.delete(f"{talk.path}/turns/1/annotations/judge")
     used.http.delete(talk.path)
-    later = rows(talk)
+    later = rows(talk, columns="values")
 
     done = restore(used, name)
-    assert rows(talk) == at_cut
+    assert rows(talk, columns="values") == at_cut
     assert talk.state()["metadata"]["status"] == "open"
     [listed] = used.http.get("/sessions", params={"tag": f"then-{talk.id}"}).json()["sessions"]
     assert (listed["session_id"], listed["note"]) == (talk.id, "Then")
@@ -111,10 +119,10 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     assert [row["prompt_length"] + row["response_length"] > 0 for row in rows(early)] == [True]
 
     back = restore(used, done["before"])
-    assert rows(talk) == later
+    assert rows(talk, columns="values") == later
     assert error_of(talk.chat(talk.messages)) == (404, "session_closed")
     restore(used, name)
-    assert rows(talk) == at_cut
+    assert rows(talk, columns="values") == at_cut
     restore(used, back["before"])
     assert len(rows(early)[0]["turns"]) == 3
     delete(used, name, done["before"], back["before"])

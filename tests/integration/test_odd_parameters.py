@@ -49,7 +49,13 @@ def test_an_integer_that_no_database_holds_is_refused_by_name(stand: Stand) -> N
     asked = list(parameters(stand, "integer"))
     assert {("/export", "limit"), ("/sessions", "limit"), ("/sessions/{session_id}/events", "after")} <= set(asked)
     wrong = [
-        refused(stand, "GET", path.replace("{session_id}", talk.id).replace("{name}", "odd"), name, {name: str(value)})
+        refused(
+            stand,
+            "GET",
+            path.replace("{session_id}", talk.id).replace("{name}", "odd").replace("{turn}", "1"),
+            name,
+            {name: str(value)},
+        )
         for path, name in asked
         for value in (HUGE, -HUGE, MAX_INTEGER + 1, "1" * 5000, "1.5", "²", NUL)
     ]
@@ -69,7 +75,13 @@ def test_a_text_with_a_nul_is_refused_by_name(stand: Stand) -> None:
     asked = list(parameters(stand, "string"))
     assert {("/export", "group_id"), ("/sessions", "cursor"), ("/ui/api/sessions", "engine")} <= set(asked)
     wrong = [
-        refused(stand, "GET", path.replace("{session_id}", talk.id).replace("{name}", "odd"), name, {name: NUL})
+        refused(
+            stand,
+            "GET",
+            path.replace("{session_id}", talk.id).replace("{name}", "odd").replace("{turn}", "1"),
+            name,
+            {name: NUL},
+        )
         for path, name in asked
     ]
     assert [one for one in wrong if one is not None] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +18,27 @@ from ops.simulator.process import SimulatorProcess
 CANARY = "canary"
 """In every secret of `guarded.ENVIRONMENT` as well."""
 
+VENDOR_KEY = "canary-key-of-a-vendor"
+
+FAULTS_OF_VENDORS = ("status_500", "status_429", "not_json", "error_200", "redirect", "reset", "message_null")
+
 SLOW = frozenset({"never", "drip"})
 
 
 @pytest.fixture(scope="module")
-def guarded(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
+def vendor() -> Iterator[SimulatorProcess]:
+    with SimulatorProcess("--dialect", "openai", "--api-key", VENDOR_KEY) as upstream:
+        yield upstream
+
+
+@pytest.fixture(scope="module")
+def guarded(sglang: SimulatorProcess, vendor: SimulatorProcess, places: Places) -> Iterator[Guarded]:
     """Replies are judged in worker processes, and engines have little time."""
+    url = vendor.base_url
+    upstreams = {"right": {"url": url, "key_env": "VENDOR_KEY"}, "wrong": {"url": url, "key": "canary-wrong-key"}}
     environment = {
+        "TURNLOG_TEXT_UPSTREAMS": json.dumps(upstreams),
+        "VENDOR_KEY": VENDOR_KEY,
         "TURNLOG_INLINE_MAX_BYTES": "0",
         "TURNLOG_UPSTREAM_TIMEOUT_S": "5",
         "TURNLOG_MAX_REQUEST_BYTES": "20000",
@@ -86,6 +101,12 @@ def refusals(guarded: Guarded, session: Client) -> Iterator[httpx.Response]:
         one = guarded.client()
         for stream in (False, True):
             yield said(one, sim={"text": "a canary answers", "fault": fault}, stream=stream)
+    for upstream in ("wrong", "right"):
+        one = guarded.client(capture="text", upstream=upstream, model="canary")
+        for fault in FAULTS_OF_VENDORS:
+            for stream in (False, True):
+                yield said(one, sim={"text": f"the canary's {VENDOR_KEY}", "fault": fault}, stream=stream)
+    yield guarded.admin.post("/sessions", json={"capture": "text", "upstream": "a canary"})
     for headers in ({}, bearer("canary-of-a-guess"), bearer(session.token + "x"), {"cookie": "turnlog_ui=canary"}):
         yield guarded.stranger.get("/sessions", headers=headers)
     for token in ("canary-of-a-guess", ADMIN + "x", ["canary"]):
@@ -119,7 +140,12 @@ def test_what_is_secret_is_nowhere(guarded: Guarded) -> None:
     assert said(session).status_code == 200
     assert guarded.stranger.post("/ui/sign-in", json={"token": ADMIN}).status_code == 200
     refused = [reply for reply in refusals(guarded, session) if reply.status_code != 200]
-    assert len(refused) > 60
+    assert len(refused) > 80
+    texts = guarded.client(capture="text", upstream="right", model="large")
+    answer = said(texts, sim={"text": f"mine is {VENDOR_KEY}"})
+    assert (answer.status_code, "mine is (hidden)" in answer.text) == (200, True)
+    for seen in (answer.text, guarded.events(texts.id), guarded.admin.get("/export?format=messages").text):
+        assert VENDOR_KEY not in seen
     shown = list(looked_at(guarded, session))
     assert {reply.status_code for reply in shown} == {200}
     for reply in [*refused, *shown]:

@@ -165,6 +165,8 @@ def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> No
         "model": "simulator",
         "params_mode": "refuse",
         "evaluation": True,
+        "capture": "tokens",
+        "upstream": None,
         "parent_session_id": parent.id,
     }
     talk = stand.talk(**given)
@@ -194,6 +196,8 @@ def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) ->
         "model": None,
         "params_mode": "override",
         "evaluation": False,
+        "capture": "tokens",
+        "upstream": None,
         "parent_session_id": None,
         "note": None,
         "tags": [],

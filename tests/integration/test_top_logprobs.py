@@ -95,6 +95,9 @@ def test_what_a_turn_asked_for_is_exported(either: Stand, top: Callable[[Any], l
     assert [event.get("speculative") for event in events] == [counted, None, None]
     assert [span["cached_tokens"] for span in spans] == [event["cached_tokens"] for event in events]
     assert spans[1]["cached_tokens"] > 0
+    forked = either.http.post(f"{talk.path}/fork", json={"turn": 3}).json()["sessions"][0]["session_id"]
+    [copied] = either.rows(session_id=forked, top_k=20)
+    assert [copied[name] for name in ("top_ids", "top_logprobs")] == [row[name] for name in ("top_ids", "top_logprobs")]
     response = either.http.post(f"{talk.path}/samples", json={})
     meta = json.loads(load(response.content)["_samples_meta"].tobytes())
     assert meta["samples"][0]["spec_info"] == {

@@ -16,7 +16,8 @@ from app.api.sessions import CreateSession
 from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
 from app.export.formats import SHAPES
-from app.export.shapes.turnlog import COLUMNS, TOP_COLUMNS
+from app.export.shapes.identity import ROUTED
+from app.export.shapes.turnlog import COLUMNS, MASKS, TOP_COLUMNS
 from app.features.groups.feed import FeedQuery
 from app.features.groups.operations import Acknowledged
 from app.features.groups.rules import Attempt, Statistics
@@ -71,7 +72,7 @@ def test_replies_are_the_servers(ours: type, theirs: type[msgspec.Struct]) -> No
 
 
 def test_rows_are_the_servers() -> None:
-    assert names(rows.Row) == {*COLUMNS, *TOP_COLUMNS, "columns", "column_masks"}
+    assert names(rows.Row) == {*COLUMNS, *MASKS, *ROUTED, *TOP_COLUMNS, "columns", "column_masks"}
 
 
 def test_events_are_the_servers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import shutil
@@ -11,6 +12,8 @@ import ssl
 import struct
 import subprocess
 import sys
+import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -346,6 +349,21 @@ async def test_a_connection_is_not_used_that_was_idle_for_long(
     assert len(engine.connections) == 2
 
 
+async def test_a_connection_that_was_just_made_is_not_swept_away(
+    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the timer runs before the request that asked for it."""
+    original = http.Connections.opened
+
+    def opened(self: http.Connections, connection: http.Connection) -> None:
+        original(self, connection)
+        self._sweep()
+
+    monkeypatch.setattr(http.Connections, "opened", opened)
+    engine.replies = [SOUND]
+    assert (await post(client, engine)).status == 200
+
+
 async def test_idle_connections_are_closed_and_the_timer_ends_with_them(
     engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,16 +671,69 @@ async def test_a_client_that_was_closed_connects_no_more(
     assert engine.asked == []
 
 
-async def test_a_connection_that_takes_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = EngineClient(connect_timeout_s=0.01, timeout_s=5, max_bytes=1 << 20)
+@pytest.mark.parametrize("stood_still", [False, True])
+async def test_a_connection_that_takes_too_long_is_not_sent(
+    engine: Engine, stood_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it was this process that did not run meanwhile."""
+    monkeypatch.setattr(http, "SWEEP_S", 0.01)
+    client = EngineClient(connect_timeout_s=0.05, timeout_s=5, max_bytes=1 << 20)
+    loop = asyncio.get_running_loop()
+    connecting = loop.sock_connect
 
     async def connect(sock: socket.socket, place: Any) -> None:
-        await asyncio.Event().wait()
+        if stood_still:
+            time.sleep(0.1)
+            await connecting(sock, place)
+        else:
+            await asyncio.Event().wait()
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect)
-    with pytest.raises(NotSent):
-        await client.get("http://127.0.0.1:1/health", [])
+    monkeypatch.setattr(loop, "sock_connect", connect)
+    engine.replies = [SOUND]
+    with contextlib.nullcontext() if stood_still else pytest.raises(NotSent):
+        await post(client, engine)
     await client.close()
+
+
+class Unread:
+    """Takes a stream that nobody waits for; notes how often it got a piece."""
+
+    is_live = False
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def feed(self, piece: bytes) -> None:
+        self.pieces += 1
+
+    def reply(self) -> bytes:
+        return b"{}"
+
+
+@pytest.mark.parametrize("coding", ["identity", "gzip"])
+async def test_what_has_come_of_a_stream_is_read_at_once(engine: Engine, client: EngineClient, coding: str) -> None:
+    """Each reading rests a while: chunks that came together are not read one after the other."""
+    event = b"data: x\n\n"
+    if coding == "gzip":
+        packing = zlib.compressobj(wbits=31)
+        event = packing.compress(event * 200) + packing.flush()
+    chunks = [b"%x\r\n%b\r\n" % (1, event[at : at + 1]) for at in range(len(event))] * (1 if coding == "gzip" else 100)
+
+    async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await engine.read(reader)
+        head = OK + b"content-type: text/event-stream\r\ncontent-encoding: %b\r\n" % coding.encode()
+        writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + b"".join(chunks))
+        await has_read.wait()
+        writer.write(b"0\r\n\r\n")
+
+    has_read = asyncio.Event()
+    engine.way, stream = way, Unread()
+    asked = asyncio.ensure_future(post(client, engine, stream=stream))
+    while not stream.pieces:
+        await asyncio.sleep(0)
+    has_read.set()
+    assert (await asked).body.joined() == b"{}"
+    assert stream.pieces < 10
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")

@@ -134,7 +134,47 @@ def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, name: str, value: s
     assert "same" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("sesame", "JSON is malformed"),
+        ('["sesame"]', "Expected `object`"),
+        ('{"judge": 5}', "Expected"),
+        ('{"judge": {"key": "sesame"}}', "missing required field `url`"),
+        ('{"judge": {"url": "http://a", "keys": "sesame"}}', "unknown field `keys`"),
+        ('{"judge": {"url": "http://a", "key": "sesame", "key_env": "SESAME"}}', "it takes one of them"),
+        ('{"judge": {"url": "http://a", "key_env": "sesame"}}', "names a variable that is not set"),
+        ('{"judge": {"url": "http://a", "key": " "}}', "an empty key"),
+        ('{"judge": {"url": "http://a", "key": "sesame\\nopen: yes"}}', "no header may have"),
+        ('{"judge": "http://user:sesame@a"}', "judge.url is no base URL"),
+        ('{"judge": "ftp://sesame"}', "judge.url is no base URL"),
+        ('{"judge": {"url": "http://a", "model": ""}}', "judge.model must have"),
+        ('{"a judge": "http://sesame"}', "a name has 1 to 64"),
+    ],
+)
+def test_wrong_upstreams_of_text_are_one_line(monkeypatch: pytest.MonkeyPatch, value: str, told: str) -> None:
+    monkeypatch.setenv("TURNLOG_TEXT_UPSTREAMS", value)
+    with pytest.raises(StartupError) as caught:
+        load_settings()
+    [line] = str(caught.value).splitlines()
+    assert line.startswith("TURNLOG_TEXT_UPSTREAMS='(not shown)': accepted is JSON such as {")
+    assert told in line
+    assert "sesame" not in line
+
+
+def test_upstreams_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_A", "sesame\n")
+    given = '{"a": {"url": "https://api.example.com/v1beta/openai/", "key_env": "KEY_OF_A"}, "b": "http://b:1"}'
+    monkeypatch.setenv("TURNLOG_TEXT_UPSTREAMS", given)
+    assert [tuple(upstream) for upstream in load_settings().text_upstreams] == [
+        ("a", "https://api.example.com/v1beta/openai", "sesame", None),
+        ("b", "http://b:1/v1", None, None),
+    ]
+    assert Settings(features=(), text_upstreams=given).text_upstreams == ()
+
+
 SECRETS = {
+    "TEXT_UPSTREAMS": '{"judge": {"url": "http://judge", "key": "sesame-of-a-vendor"}}',
     "DATABASE_URL": "postgresql+asyncpg://user:sesame-database@host/db",
     "UPSTREAM_API_KEY": "sesame-engines",
     "ADMIN_TOKEN": "sesame-admin-token, sesame-admin-before",
@@ -151,7 +191,8 @@ def test_no_secret_is_shown_with_the_settings(
     settings = load_settings()
     assert settings.admin_token == ("sesame-admin-token", "sesame-admin-before")
     assert settings.session_secret == ("sesame-session-secret", "sesame-secret-before")
-    assert "sesame" not in f"{settings} {settings!r} {caplog.text}"
+    assert settings.text_upstreams[0].key == "sesame-of-a-vendor"
+    assert "sesame" not in f"{settings} {settings!r} {settings.text_upstreams!r} {caplog.text}"
 
 
 @pytest.mark.parametrize("name", ["ADMIN_TOKEN", "SESSION_SECRET"])

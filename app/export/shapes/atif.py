@@ -227,7 +227,7 @@ def _extra(row: Row) -> Fields:
 def _totals(sample: Sample, turns: list[TurnContent], steps: int) -> Fields:
     cached = [turn.event.cached_tokens for turn in turns if turn.event.cached_tokens is not None]
     return _given(
-        total_prompt_tokens=sum(span.output_start for span in sample.turns),
+        total_prompt_tokens=sum(_prompt_tokens(turn, span) for turn, span in zip(turns, sample.turns, strict=True)),
         total_completion_tokens=sum(turn.event.output_tokens for turn in turns),
         total_cached_tokens=sum(cached) if cached else None,
         total_steps=steps,
@@ -258,12 +258,23 @@ def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
     return steps.fields()
 
 
+def _prompt_tokens(turn: TurnContent, span: TurnSpan) -> int:
+    """Of text alone, as its upstream counts."""
+    return turn.event.suffix_tokens if turn.event.is_text else span.output_start
+
+
 def _metrics(sample: Sample, turn: TurnContent, span: TurnSpan, *, with_prompt: bool) -> Fields:
     """`prompt_token_ids` is the whole prompt, as ATIF has it.
 
     Output tokens that the next prompt trimmed, or behind which the row was cut, are counted but not among the ids,
     which are the sample's.
     """
+    if turn.event.is_text:
+        return _given(
+            prompt_tokens=turn.event.suffix_tokens,
+            completion_tokens=turn.event.output_tokens,
+            cached_tokens=turn.event.cached_tokens,
+        )
     missing = turn.event.output_tokens - (span.end - span.output_start)
     name = "cut_tokens" if span is sample.turns[-1] else "trimmed_tokens"
     return _given(

@@ -74,7 +74,7 @@ def samples_body(
     versions: Literal["names", "spans"] = "names",
     tree: NodeTree | None = None,
 ) -> bytes:
-    """`empty_reason`, where there are no rows: `no_records` or `all_truncated`; else None.
+    """`empty_reason`, where there are no rows: `no_records`, `all_truncated` or `text_only`; else None.
 
     `responses` are the decoded responses. Without a tokenizer there are none: the text of the assistant's messages, a
     line after the other, stands in their place, without what came between them. `versions`: weight versions as names,

@@ -162,8 +162,8 @@ class _Copies:
         """A copied turn. It has no retry key and an empty body hash: no client sent its request to the fork, so no
         retry can match it. Its branch follows from the chain alone: the fork has none of the others."""
         new: list[BlobRef] = []
-        self._branch += event.base_tokens == 0
-        drifts = event.base_tokens == 0 and event.base_messages > 0
+        self._branch += not event.continues_tokens
+        drifts = not event.continues_tokens and event.base_messages > 0
         place = {"segment": self._branch, "segment_cause": "drift" if drifts else None} if self._is_tree else {}
         return msgspec.structs.replace(
             event,

@@ -59,6 +59,9 @@ class BranchTokens(msgspec.Struct, frozen=True):
     exported: bool
 
 
+TEXT_ONLY = "this session captures text only: it has no tokens"
+
+
 class TurnRange(msgspec.Struct, frozen=True):
     """A turn's own tokens are [start, end); its sampled tokens begin at `output_start`."""
 
@@ -111,6 +114,8 @@ class TokenViews:
         if session.leaf is None:
             return TokenView(None, [], 0, 0, [], None, [], [], [])
         branch = session.leaf.branch if branch is None else branch
+        if session.is_text:
+            return TokenView(branch, [], 0, start, [], None, [], [], [], TEXT_ONLY)
         try:
             row, branches = await asyncio.to_thread(_row_and_branches, session, branch)
         except KeyError:

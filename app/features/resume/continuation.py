@@ -93,6 +93,7 @@ class Continuation:
         self._pieces: list[Piece] = []
         self._stop: Stop | None = None
         reply = first.reply
+        assert reply.dialect != "openai"
         self._shape = Shape(
             dialect=reply.dialect,
             protocol=request.shape,
