@@ -15,6 +15,7 @@ Shape = Literal["turnlog"] | TrainerShape
 
 Branches = Literal["kept", "main", "longest", "all"]
 Loss = Literal["once", "every"]
+Stale = Literal["drop", "mask", "keep"]
 SessionStatus = Literal["open", "closed", "erased", "undone"]
 SessionState = Literal["open", "idle", "claimed", "gated", "closed", "erased", "undone"]
 SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
@@ -108,6 +109,8 @@ class RowFilters(TypedDict, total=False):
     images: Annotated[Literal["inline", "hash", "none"], "Images: their bytes too, only by their hash, or not at all."]
     max_staleness: Annotated[int, "At most this many weight versions behind."]
     weight_version: Annotated[int, "The current weight version; default: the newest."]
+    stale: Annotated[Stale, "Older tokens: drop (default) their session, mask them, or keep them."]
+    rewards: Annotated[Literal["total", "turn"], "total (default), turn (at the token that earned it: verl, skyrl)."]
     max_seq_len: Annotated[int, "Cut rows to at most this many tokens."]
     truncate: Annotated[Literal["turn", "token"], "turn (default: at a turn's end), token (inside one)."]
     columns: Annotated[str, "Columns of numbers that rows have too: names with commas between them."]

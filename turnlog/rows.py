@@ -128,8 +128,8 @@ class Row(TypedDict):
 
     `tokens`, `loss_mask`, `sampled_mask`, `logprobs` and `weight_versions` have T entries each. `images` is
     not there with `images=none`, `annotations` where there are none. `columns` and `column_masks` are those asked for,
-    T entries each, None where no turn has one. The fields after them are there only with `replay`, the last four only
-    with `top_k`.
+    T entries each, None where no turn has one. `staleness` and `stale_tokens` are there with `stale=mask` and
+    `stale=keep`, the fields after them only with `replay`, the last four only with `top_k`.
     """
 
     session_id: str
@@ -176,6 +176,8 @@ class Row(TypedDict):
     annotations: NotRequired[RowAnnotations]
     columns: NotRequired[dict[str, list[float] | None]]
     column_masks: NotRequired[dict[str, list[int] | None]]
+    staleness: NotRequired[int | None]
+    stale_tokens: NotRequired[int | None]
     routed_experts: NotRequired[str | None]
     row_start: NotRequired[int | None]
     rows: NotRequired[int]

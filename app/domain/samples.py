@@ -34,6 +34,10 @@ miles' session server cuts inside the turn: dropping overlong turns would bias t
 RoutingOf = Literal["newest", "sampled"]
 """Which turn's row a token has, where engines gave it several: the newest's, or that of the turn that sampled it."""
 
+Stale = Literal["drop", "mask", "keep"]
+"""What becomes of tokens that older weights than wanted sampled: their session is left out, they leave the loss, or
+the row only says how old it is."""
+
 Array = npt.NDArray[Any]
 
 LOGPROB_BYTES = 8
@@ -105,6 +109,18 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
         """Did a numeric weight version decrease from one sampled token to a later one?"""
         numbers = [int(span.version) for span in self.version_spans if is_number(span.version)]
         return any(later < earlier for earlier, later in pairwise(numbers))
+
+
+class Age(msgspec.Struct, frozen=True):
+    """How old the tokens are that a row has in its loss, before any was masked for its age.
+
+    `staleness`: how many weight versions the oldest is behind, None where that of a token is not known: its version is
+    no number, or nobody knows the current one. `stale_tokens`: how many tokens are further behind than wanted, or of
+    unknown age; None where nothing is wanted.
+    """
+
+    staleness: int | None
+    stale_tokens: int | None
 
 
 class Inconsistent(Exception):
@@ -238,6 +254,31 @@ def sample(segment: Segment) -> Sample:
         last_status=segment.last_status,
         turns=spans,
     )
+
+
+def aged(sample: Sample, current: int | None, most: int | None, *, masks: bool) -> tuple[Sample, Age]:
+    """The sample's age where `current` is the current weight version and tokens may be `most` versions behind.
+
+    `masks`: older tokens leave the loss mask; whether the sample owns them was decided before.
+    """
+    mask = sample.loss_mask.copy()
+    oldest: int | None = None
+    is_known, stale = True, 0
+    for span in sample.version_spans:
+        own = int(mask[span.start : span.end].sum())
+        if not own:
+            continue
+        if current is None or not is_number(span.version):
+            is_known, is_stale = False, True
+        else:
+            behind = current - int(span.version)
+            oldest = behind if oldest is None else max(oldest, behind)
+            is_stale = most is not None and behind > most
+        if is_stale:
+            stale += own
+            mask[span.start : span.end] = 0
+    age = Age(oldest if is_known else None, None if most is None else stale)
+    return (msgspec.structs.replace(sample, loss_mask=mask) if masks and stale else sample), age
 
 
 def _mask(spans: Sequence[TurnSpan], turns: Collection[int] | None = None) -> Array:

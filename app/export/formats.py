@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from app.domain.samples import Segment, Status
+from app.domain.samples import Age, Segment, Status
 from app.errors import InvalidRequest, Unsupported
 from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
@@ -40,8 +40,8 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 class ShapeEntry(msgspec.Struct, frozen=True):
     """How a shape makes its rows, from one row or from all rows of a group, and its columns.
 
-    `last_status`: a row's status is that of its last turn instead of all its turns. `masks` are more columns, of an
-    export with replay payloads: those of sampling masks.
+    `last_status`: a row's status is that of its last turn instead of all its turns. `of_turns`: the columns that hold
+    the rewards of turns. `masks`: those of sampling masks, in an export with replay payloads.
     """
 
     columns: Columns
@@ -49,6 +49,7 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     of_group: GroupShape | None = None
     last_status: bool = False
     masks: Columns = {}
+    of_turns: Columns = {}
 
 
 DEFAULT = "turnlog"
@@ -57,8 +58,8 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields, masks=turnlog.MASKS),
     "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True, masks=miles.MASKS),
     "slime": ShapeEntry(slime.COLUMNS, slime.fields, masks=slime.MASKS),
-    "verl": ShapeEntry(verl.COLUMNS, verl.fields),
-    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields),
+    "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
+    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
     "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
@@ -92,9 +93,11 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(query: ExportQuery) -> None:
-    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or `top_k` or
-    `columns` with rows that have no place for them; Unsupported without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or what these
+    cannot hold; Unsupported without pyarrow."""
     format, shape = query.format, query.shape
+    if query.stale == "mask" and query.max_staleness is None:
+        raise InvalidRequest("stale=mask needs max_staleness")
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -105,6 +108,11 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
         )
+    if format in DOCUMENTS and query.stale != "drop":
+        raise InvalidRequest(f"format={format} has no loss mask and takes no stale={query.stale}")
+    if query.rewards == "turn" and not _entry(format, shape).of_turns:
+        named = ", ".join(name for name, entry in SHAPES.items() if entry.of_turns)
+        raise InvalidRequest(f"rewards=turn needs a shape with rewards of tokens: {named}")
     if query.columns and (format in DOCUMENTS or takes_groups(shape)):
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
     if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
@@ -132,14 +140,16 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
     is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
-    copied = not sample.in_loss if row.session.is_text else sample.response_length and not sample.loss_mask.any()
-    if is_for_training and copied:
+    is_masked = row.age is not None and bool(row.age.stale_tokens)
+    copied = sample.response_length and not sample.loss_mask.any() and not is_masked
+    if is_for_training and (not sample.in_loss if row.session.is_text else copied):
         raise Unfit("every sampled token is in another session's loss")
-    if row.columns is None:
-        return make(row)
-    columns = {name: None if found is None else found.values for name, found in row.columns.items()}
-    masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
-    return {**make(row), "columns": columns, "column_masks": masks}
+    asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
+    if row.columns is not None:
+        values = {name: None if found is None else found.values for name, found in row.columns.items()}
+        masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+        asked = {**asked, "columns": values, "column_masks": masks}
+    return {**make(row), **asked} if asked else make(row)
 
 
 def of_group(shape: str, rows: Sequence[Row]) -> Fields:
@@ -147,7 +157,9 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     make = SHAPES[shape].of_group
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of one row")
-    return make(rows)
+    ages = [row.age for row in rows if row.age is not None]
+    told = {name: [getattr(age, name) for age in ages] for name in Age.__struct_fields__} if ages else {}
+    return {**make(rows), **told}
 
 
 def columns_of(query: ExportQuery) -> Columns:
@@ -156,14 +168,17 @@ def columns_of(query: ExportQuery) -> Columns:
     entry = _entry(query.format, query.shape)
     columns = dict(entry.columns)
     if names := query.column_names:
-        columns["columns"] = dict.fromkeys(names, "[float64]")
-        columns["column_masks"] = dict.fromkeys(names, "[uint8]")
+        columns |= {"columns": dict.fromkeys(names, "[float64]"), "column_masks": dict.fromkeys(names, "[uint8]")}
     if query.top_k is not None:
-        columns.update(turnlog.TOP_COLUMNS)
+        columns |= turnlog.TOP_COLUMNS
+    if query.rewards == "turn":
+        columns |= entry.of_turns
+    if query.stale != "drop":
+        columns |= dict.fromkeys(Age.__struct_fields__, "json" if entry.of_group else "int64")
     if query.replay is True:
-        columns.update(entry.masks)
+        columns |= entry.masks
         if query.routing == "sampled" and "sampling" in columns:
-            columns.update(identity.ROUTED)
+            columns |= identity.ROUTED
     return {**EXCLUSION, **columns} if query.explain else columns
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -310,10 +310,11 @@ class ExportPages:
 
 
 def stored_bytes(stored: StoredSession) -> int:
-    """Bytes of a session's log, frames and blobs."""
+    """Bytes of a session's log, frames, blobs and columns."""
     frames = (frame for both in stored.frames.values() for frame in both if frame is not None)
     shared = (blob or b"" for blob in stored.blobs.values())
-    return sum(len(row.data or b"") for row in stored.events) + sum(map(len, frames)) + sum(map(len, shared))
+    columns = (frame for written in stored.columns.values() for frame in written.values())
+    return sum(len(row.data or b"") for row in stored.events) + sum(map(len, chain(frames, shared, columns)))
 
 
 def _in_order(places: Sequence[Position]) -> bool:

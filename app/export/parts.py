@@ -8,7 +8,7 @@ from itertools import islice
 import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
-from app.domain.samples import Truncate
+from app.domain.samples import Truncate, aged
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
@@ -189,7 +189,7 @@ class PartRows:
             else:
                 advantage = page.advantages.get(session_id)
                 try:
-                    yield made.row(
+                    made_row = made.row(
                         segment,
                         cursor,
                         payloads=self._query.replay,
@@ -199,9 +199,21 @@ class PartRows:
                 except Unfit as error:
                     reason = f"{error}{_in_no_loss(found.session, row, self._query)}"
                     yield excluded(session_id, cursor, reason, segment=number)
+                else:
+                    yield _as_asked(made_row, self._query)
         for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
             yield excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)
+
+
+def _as_asked(row: Row, query: ExportQuery) -> Row:
+    """The row with rewards of turns, with its age, and without stale tokens in its loss, where this is asked for."""
+    if query.rewards == "turn":
+        row = msgspec.structs.replace(row, by_turn=True)
+    if query.stale == "drop":
+        return row
+    sample, age = aged(row.sample, query.weight_version, query.max_staleness, masks=query.stale == "mask")
+    return msgspec.structs.replace(row, sample=sample, age=age)
 
 
 def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:

@@ -24,7 +24,7 @@ from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.rules import superseded
-from app.domain.samples import RoutingOf, Truncate
+from app.domain.samples import RoutingOf, Stale, Truncate
 from app.domain.session import Session
 from app.errors import InvalidRequest
 
@@ -70,6 +70,9 @@ MAX_COLUMNS = 16
 
 Images = Literal["inline", "hash", "none"]
 
+Rewards = Literal["total", "turn"]
+"""A row's reward as one number, or parts of it where turns earned them."""
+
 MAX_URL_S = 7 * 86400
 """S3 signs for no longer."""
 
@@ -77,8 +80,8 @@ MAX_URL_S = 7 * 86400
 class RowQuery(BaseModel):
     """The parameters that an export and the training feed share.
 
-    `max_staleness`: how many weight versions a session's oldest sampled token may be behind `weight_version`. If that
-    is None, it is the newest in the store; an export takes that from its cursor.
+    `max_staleness`: how many weight versions a sampled token may be behind `weight_version`. If that is None, it is the
+    newest in the store; an export takes that from its cursor. `stale` says what becomes of older ones.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -86,6 +89,11 @@ class RowQuery(BaseModel):
     max_staleness: Count = Field(default=None, description="At most so many weight versions behind `weight_version`.")
     weight_version: Count = Field(
         default=None, description="What is current; the newest in the store where it is left out."
+    )
+    stale: Stale = Field(
+        default="drop",
+        description="What becomes of a token that is more than `max_staleness` behind: its session (in the feed its "
+        "group) is left out (`drop`), it leaves the loss mask (`mask`), or the row only says how old it is (`keep`).",
     )
     explain: bool = Field(default=False, description="Say also what was left out, and why.")
     branches: Branches | None = Field(
@@ -98,6 +106,11 @@ class RowQuery(BaseModel):
     )
     shape: str = Field(default="turnlog", description="What a row holds: Turnlog's own, or a trainer's.")
     max_seq_len: Size = Field(default=None, description="Cut rows to at most so many tokens.")
+    rewards: Rewards = Field(
+        default="total",
+        description="A row's reward as one number (`total`), or, in shapes that take one for each token, at the token "
+        "that earned it (`turn`).",
+    )
     images: Images = Field(
         default="hash",
         description="The images of a row's messages: their bytes too (`inline`), only by their hash, or not at all "
@@ -215,7 +228,7 @@ def _reward_excluded(session: Session, query: ExportQuery) -> str | None:
 def _age_excluded(known: Known, query: ExportQuery) -> str | None:
     """A session with a sampled token of unknown age is excluded, as is one without a reward if a reward is required.
 
-    So no exported token is older than requested.
+    So no token in an exported row's loss is older than requested, unless the request keeps stale ones.
     """
     session = known.session
     gone = superseded(session)
@@ -224,14 +237,14 @@ def _age_excluded(known: Known, query: ExportQuery) -> str | None:
         for turn in session.turns
         if turn.number not in gone and turn.number > session.context_turns
     ]
-    if query.max_staleness is None or not any(event.output_tokens for event in live):
+    if query.max_staleness is None or query.stale == "keep" or not any(event.output_tokens for event in live):
         return None
     behind = staleness(query.weight_version, oldest_version(live))
     if behind is None:
         return f"staleness unknown: {UNKNOWN_STALENESS}"
     if not all(map(has_numbers_only, live)):
         return "staleness unknown: a weight version is no number"
-    return too_stale(behind, query.max_staleness)
+    return too_stale(behind, query.max_staleness) if query.stale == "drop" else None
 
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -267,7 +280,8 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     def as_of(self, query: ExportQuery) -> ExportQuery:
         """Set which weight version is current, unless the client does."""
-        if query.max_staleness is None or query.weight_version is not None:
+        is_asked = query.max_staleness is not None or query.stale == "keep"
+        if not is_asked or query.weight_version is not None:
             return query
         return query.model_copy(update={"weight_version": self.newest})
 

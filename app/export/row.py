@@ -13,7 +13,7 @@ from app.domain.columns import AlignedColumn
 from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
-from app.domain.samples import Sample
+from app.domain.samples import Age, Sample
 from app.domain.session import Session
 from app.export.links import Links
 from workers.codec import describe
@@ -155,7 +155,8 @@ class Row(msgspec.Struct, frozen=True):
     where the export asks for URLs. `images` are those of `messages`, in their order; None where the export asks for
     none; `stored_images` counts those that its turns brought inline. `top` is there where the export asks for it.
     `annotations` are the JSON values of the session and of the row's turns, None where there are none. `columns` are
-    those that the export asks for. `as_of_seq` is the last event that the row shows something of.
+    those that the export asks for. `as_of_seq` is the last event that the row shows something of. `age` is there
+    where the export masks or keeps stale tokens. `by_turn`: it asks for rewards where turns earned them.
     """
 
     session: Session
@@ -181,6 +182,8 @@ class Row(msgspec.Struct, frozen=True):
     columns: Mapping[str, AlignedColumn | None] | None = None
     as_of_seq: int = 0
     top: Top | None = None
+    age: Age | None = None
+    by_turn: bool = False
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

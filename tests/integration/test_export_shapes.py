@@ -86,6 +86,35 @@ def test_the_reward_stands_where_the_trainer_reads_it(corpus: Corpus, shape: str
         assert row[name] == ([reward] if shape == "areal" else reward)
 
 
+@pytest.mark.parametrize("format", CONTAINERS)
+@pytest.mark.parametrize(("shape", "name"), [("verl", "rm_scores"), ("skyrl", "rewards")])
+def test_rewards_of_turns_stand_where_the_trainer_reads_them(
+    corpus: Corpus, shape: str, name: str, format: str
+) -> None:
+    """One of a turn's, as a part of its session's: at the turn's last token, the rest at the row's."""
+    talk = corpus.stand.talk()
+    for text in ("One", "Two"):
+        talk.say(text)
+    first = talk.committed()[0]["turn"]
+    for body in ({"reward": 1.0}, {"reward": 0.25, "turn": first}):
+        assert corpus.stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
+    asked = {"session_id": talk.id, "shape": shape, "rewards": "turn"}
+    response = corpus.stand.http.get("/export", params={**asked, "format": format})
+    [row] = read(format, response.content)
+    [plain] = talk.rows(shape=shape)
+    [whole] = talk.rows()
+    ends = [span["end"] - whole["prompt_length"] for span in whole["turns"]]
+    rewards = np.asarray(row[name]).tolist()
+    assert {at + 1: reward for at, reward in enumerate(rewards) if reward} == dict(zip(ends, (0.25, 0.75), strict=True))
+    if shape == "verl":
+        assert plain["reward_score"] == 1.0
+        extra = row["extra_fields"]
+        assert (json.loads(extra) if isinstance(extra, str) else extra)["turn_scores"] == [0.25, 0.0]
+        assert "turn_scores" not in plain["extra_fields"]
+    else:
+        assert plain["rewards"] == 1.0
+
+
 def advantages(corpus: Corpus) -> dict[str, float]:
     """By numpy, from the log's own events."""
     rewards = {}

@@ -218,6 +218,35 @@ def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
     assert (line["group_id"], line["staleness"]) == (old, 6)
 
 
+def test_a_stale_group_is_given_with_what_its_request_asks_of_its_rows(fresh: Stand) -> None:
+    """Its stale tokens are out of the loss; branches, loss and rewards of turns are as in an export."""
+    a_group(fresh, version="9")
+    group = uuid.uuid4().hex
+    talk = fresh.talk(group_id=group, history="tree")
+    for beginning in ("One", "Two"):
+        talk.messages = []
+        talk.say(beginning, sim={"weight_version": "3"})
+    for turn, reward in ((1, 0.25), (2, -1.0)):
+        put = fresh.http.put(f"{talk.path}/reward", json={"reward": reward, "turn": turn})
+        assert put.status_code == 200, put.text
+    finish(talk, fresh, 1.0)
+    assert group not in ids(ask(fresh, "trainer", 9, max_staleness=2))
+    given = {line["group_id"]: line for line in ask(fresh, "mask", 9, max_staleness=2, stale="mask")}
+    assert given[group]["staleness"] == 6
+    for row in given[group]["rows"]:
+        assert (row["staleness"], row["stale_tokens"]) == (6, sum(row["sampled_mask"]))
+        assert not any(row["loss_mask"])
+    expire(fresh)
+    [line] = [
+        line
+        for line in ask(fresh, "turns", 9, shape="skyrl", rewards="turn", branches="main")
+        if line["group_id"] == group
+    ]
+    [row] = line["rows"]
+    assert len(row["rewards"]) == len(row["response_ids"])
+    assert [reward for reward in row["rewards"] if reward] == [1.0], "the last turn's own and the rest"
+
+
 def test_versions_that_are_no_numbers_have_no_staleness(swept: Stand) -> None:
     group = a_group(swept, version="step-4")
     [line] = ask(swept, "trainer", max_staleness=0, weight_version=100)

@@ -11,9 +11,10 @@ import httpx
 import pytest
 from helpers.answering import Answer, Answering, Asked
 
+from integration.corpus import SINGLE, identity, parts
 from integration.interrupting import interrupted
 from integration.places import Places
-from integration.reading import read
+from integration.reading import differences, read
 from integration.stand import Stand, Talk, error_of, serving, until
 from ops.simulator.process import SimulatorProcess
 
@@ -252,3 +253,56 @@ def test_the_adapter_of_a_row_is_that_of_all_its_turns(stand: Stand) -> None:
     [row] = talk.rows()
     assert row["adapter"] is None
     assert [turn["adapter"] for turn in row["turns"]] == ["math", "code"]
+
+
+def test_stale_tokens_leave_the_loss_or_are_told_in_every_format(weights: Weights) -> None:
+    """The weights change in mid-generation: one turn has a stale and a fresh part."""
+    group = uuid.uuid4().hex
+    talk = weights.talk(4, group_id=group)
+    talk.say("Go on", sim={"weight_versions": [weights.named(5), weights.named(7)], "completion_tokens": 6})
+    old, named = weights.talk(3, group_id=group), weights.talk(7, "base", group_id=group)
+    for one, reward in ((talk, 1.0), (old, 0.0), (named, 0.5)):
+        assert weights.stand.http.put(f"{one.path}/reward", json={"reward": reward}).status_code == 200
+    query = {"group_id": group, "max_staleness": 1, "advantage": "grpo"}
+
+    def by_session(**asked: Any) -> dict[str, dict[str, Any]]:
+        return {row["session_id"]: {**row, "cursor": ""} for row in weights.stand.rows(**asked)}
+
+    plain = by_session(group_id=group, advantage="grpo")
+    assert by_session(**query) == {}
+    kept, masked = by_session(**query, stale="keep"), by_session(**query, stale="mask")
+    whole_masks = {session_id: row["loss_mask"] for session_id, row in masked.items()}
+    assert kept.keys() == plain.keys()
+    for session_id, row in kept.items():
+        told = {name: row.pop(name) for name in ("staleness", "stale_tokens")}
+        assert row == plain[session_id]
+        expected = {talk.id: 3, old.id: 4, named.id: None}[session_id]
+        assert told["staleness"] == expected
+    assert masked.keys() == {talk.id, old.id}
+    reason = reasons(weights.stand.rows(**query, stale="mask", explain=True))
+    assert reason == {named.id: "staleness unknown: a weight version is no number"}
+    for session_id, row in masked.items():
+        whole = plain[session_id]
+        sampled = zip(whole["loss_mask"], whole["weight_versions"], strict=True)
+        fresh = [int(mask and version >= weights.now + 6) for mask, version in sampled]
+        assert row["stale_tokens"] == sum(whole["loss_mask"]) - sum(fresh)
+        assert row["staleness"] == {talk.id: 3, old.id: 4}[session_id]
+        told = {"stale_tokens": row["stale_tokens"], "staleness": row["staleness"], "loss_mask": fresh}
+        assert row == {**whole, **told}, "the advantage is the same"
+    assert [sum(masks) for masks in (whole_masks[talk.id], whole_masks[old.id])] == [3, 0]
+
+    begin = exported(weights.stand, stale="mask", **query).headers["x-turnlog-cursor"]
+    for shape in SINGLE:
+        asked = {**query, "shape": shape, "stale": "mask", "cursor": begin}
+        found = lines(exported(weights.stand, **asked))
+        assert len(found) == 2, "a row of which every token is stale stays"
+        for row in found:
+            one = masked[identity(shape, row)["session_id"]]
+            assert parts(shape, row)[1] == one["loss_mask"], shape
+            assert (row["staleness"], row["stale_tokens"]) == (one["staleness"], one["stale_tokens"])
+        for format in ("parquet", "safetensors", "msgpack"):
+            held = read(format, exported(weights.stand, format=format, **asked).content)
+            assert differences(found, held) == [], (shape, format)
+    assert weights.stand.rows(shape="atropos", stale="mask", **query) == [], "a session of the group is of unknown age"
+    [row] = weights.stand.rows(shape="atropos", stale="keep", **query)
+    assert dict(zip(row["session_ids"], row["staleness"], strict=True)) == {talk.id: 3, old.id: 4, named.id: None}

@@ -169,6 +169,10 @@ def test_where_its_rows_are(stand: Stand) -> None:
             assert talk.rows(shape=shape) == []
     [explained] = linear.rows(explain=True)
     assert (explained["excluded"], explained["turn"]) == ("text_only", None)
+    said = f"{linear.path}/turns/1/annotations"
+    assert stand.http.put(f"{said}/right", json={"value": True}).status_code == 200
+    column = {"values": [0.5] * linear.committed()[0]["output_tokens"], "over": "output"}
+    assert error_of(stand.http.put(f"{said}/scores", json=column)) == (400, "invalid_request")
     samples = stand.http.post(f"{tree.path}/samples").content
     assert b'"samples":[]' in samples
     assert b'"empty_reason":"text_only"' in samples
@@ -239,6 +243,19 @@ def test_what_else_a_session_can_do(stand: Stand) -> None:
     verified(stand)
     assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
     assert talk.rows(format="messages") == []
+
+
+def test_a_close_ends_the_generation(stand: Stand, sglang: SimulatorProcess, vendor: SimulatorProcess) -> None:
+    """By hanging up: no engine is told to abort it."""
+    before = [request["path"] for request in asked(sglang.base_url)]
+    seen = len(asked(vendor.base_url))
+    talk = judge(stand)
+    answer = stand.meanwhile(talk.chat, [user("Take your time")], sim={"latency_s": 3600})
+    until(lambda: len(asked(vendor.base_url)) > seen)
+    assert stand.http.delete(talk.path).status_code == 204
+    assert error_of(answer.result()) == (404, "session_closed")
+    until(lambda: stand.stats()["disconnected"] > 0)
+    assert [request["path"] for request in asked(sglang.base_url)] == before
 
 
 FAULTS = {

@@ -15,9 +15,9 @@ from app.api.session_lists import SessionListQuery
 from app.api.sessions import CreateSession
 from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
-from app.export.formats import SHAPES
-from app.export.shapes.identity import ROUTED
-from app.export.shapes.turnlog import COLUMNS, MASKS, TOP_COLUMNS
+from app.domain.samples import Stale
+from app.export.formats import SHAPES, columns_of
+from app.export.query import ExportQuery
 from app.features.groups.feed import FeedQuery
 from app.features.groups.operations import Acknowledged
 from app.features.groups.rules import Attempt, Statistics
@@ -46,6 +46,7 @@ def test_parameters_are_the_servers() -> None:
     [
         (parameters.Branches, Branches),
         (parameters.Loss, Loss),
+        (parameters.Stale, Stale),
         (parameters.SessionStatus, Status),
         (parameters.SessionOrder, Sort),
     ],
@@ -72,7 +73,8 @@ def test_replies_are_the_servers(ours: type, theirs: type[msgspec.Struct]) -> No
 
 
 def test_rows_are_the_servers() -> None:
-    assert names(rows.Row) == {*COLUMNS, *MASKS, *ROUTED, *TOP_COLUMNS, "columns", "column_masks"}
+    asked = ExportQuery(stale="keep", top_k=1, columns="values", replay=True, routing="sampled")
+    assert names(rows.Row) == set(columns_of(asked))
 
 
 def test_events_are_the_servers() -> None:

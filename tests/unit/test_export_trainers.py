@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 
+from app.domain.session import AssignedReward
 from app.export import formats
 from app.export.query import ExportQuery
 from app.export.row import Row
@@ -24,9 +26,10 @@ NO_VERL = "verl is not installed: see 'Trainers' packages' in CONTRIBUTING.md"
 NO_SKYRL = "skyrl is not installed (it needs Python 3.12): see 'Trainers' packages' in CONTRIBUTING.md"
 
 
-def exported(format: str, shape: str, given: Sequence[Row]) -> list[JSON]:
+def exported(format: str, shape: str, given: Sequence[Row], **more: Any) -> list[JSON]:
     """Through the file: what a trainer's script reads."""
-    writer = formats.open_writer(ExportQuery(format=format, shape=shape))
+    query = ExportQuery(format=format, shape=shape, **more)
+    writer = formats.open_writer(query)
     try:
         pieces = [*writer.write([formats.of_row(format, shape, row) for row in given]), *writer.finish()]
     finally:
@@ -35,10 +38,16 @@ def exported(format: str, shape: str, given: Sequence[Row]) -> list[JSON]:
     if format == "ndjson":
         return [json.loads(line) for line in data.splitlines()]
     found: list[JSON] = pq.read_table(BytesIO(data)).to_pylist()
-    columns = formats.SHAPES[shape].columns
+    columns = formats.columns_of(query)
     for row in found:
         row.update({name: json.loads(value) for name, value in row.items() if columns[name] == "json"})
     return found
+
+
+def of_turns(row: Row) -> Row:
+    """Its first turn earned a quarter."""
+    session = msgspec.structs.replace(row.session, turn_rewards={1: AssignedReward(0.25, {})})
+    return msgspec.structs.replace(row, session=session, by_turn=True)
 
 
 @pytest.mark.parametrize("format", ["ndjson", "parquet"])
@@ -66,6 +75,30 @@ class TestVerl:
         assert output["routed_experts"][:4].tolist() == given.ids.tolist()
         assert output["routed_experts"][4].sum() == 0
         assert output["extra_fields"]["cursor"] == "after-s-0"
+
+    def test_rewards_of_turns_are_the_same_sum_for_grpo_and_earlier_returns_for_gae(self, format: str) -> None:
+        import torch
+        from verl.trainer.ppo.core_algos import compute_gae_advantage_return, compute_grpo_outcome_advantage
+
+        from turnlog.integrations.transfer_queue import columns
+        from turnlog.integrations.verl import _Output
+
+        both = [rows(TWO_TURNS, session_id=name, reward=reward)[0] for name, reward in [("s", 1.0), ("t", 0.0)]]
+        found = exported(format, "verl", list(map(of_turns, both)), rewards="turn")
+        scores = torch.stack([_Output(**row).as_dict()["rm_scores"] for row in found])
+        assert scores.tolist() == [[0.25, 0.0, 0.75], [0.25, 0.0, -0.25]]
+        assert [columns(row)["rm_scores"].tolist() for row in found] == scores.tolist()
+        assert [row["extra_fields"]["turn_scores"] for row in found] == [[0.25, 0.0]] * 2
+        at_the_end = torch.stack([_Output(**{**row, "rm_scores": None}).as_dict()["rm_scores"] for row in found])
+        assert at_the_end.tolist() == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+        mask, uid = (
+            torch.tensor([row["response_mask"] for row in found]),
+            np.array([row["uid"] for row in found], object),
+        )
+        both = [compute_grpo_outcome_advantage(one, mask, uid)[0].tolist() for one in (scores, at_the_end)]
+        assert both[0] == both[1]
+        _, returns = compute_gae_advantage_return(scores, torch.zeros(2, 3), mask, torch.tensor(1.0), torch.tensor(1.0))
+        assert returns.tolist() == [[1.0, 0.75, 0.75], [0.0, -0.25, -0.25]]
 
     def test_a_batch_grouped_by_uid(self, format: str) -> None:
         """verl's own GRPO over a batch of rows: advantages where the model sampled, relative to the group."""
@@ -115,6 +148,17 @@ class TestSkyrl:
 
         given = [*rows(TWO_TURNS, session_id="t", routing=experts(5)), *rows(TWO_TURNS, attempt=1, routing=experts(5))]
         validate_generator_output(2, self.output(exported(format, "skyrl", given)), routes_expected=True)
+
+    def test_rewards_of_turns(self, format: str) -> None:
+        from skyrl.train.generators.utils import get_rollout_metrics
+        from skyrl.train.utils.trainer_utils import validate_generator_output
+
+        given = [of_turns(rows(TWO_TURNS, attempt=attempt)[0]) for attempt in range(2)]
+        output = self.output(exported(format, "skyrl", given, rewards="turn"))
+        validate_generator_output(2, output)
+        assert output["rewards"] == [[0.25, 0.0, 0.75]] * 2
+        metrics = get_rollout_metrics(output["response_ids"], output["rewards"])
+        assert metrics["generate/avg_tokens_non_zero_rewards"] == 3
 
     def test_segments_are_steps(self, format: str) -> None:
         from skyrl.train.utils.trainer_utils import validate_generator_output

@@ -43,6 +43,7 @@ from turnlog.parameters import (
     SessionState,
     SessionStatus,
     Shape,
+    Stale,
     TrainerShape,
     TreeParameters,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "Shape",
     "Speculative",
     "StageTimes",
+    "Stale",
     "State",
     "StatePayload",
     "StateTurn",

@@ -31,13 +31,15 @@ async def played(
     play: Callable[[AsyncSession], Awaitable[None]],
     *,
     shape: Literal["verl", "skyrl"],
+    rewards: Literal["total", "turn"] = "total",
     **fields: Any,
 ) -> list[dict[str, Any]]:
     """The rows of the rollout `name`, for which `play` makes its turns and sets its reward.
 
     A session that was rewarded before its process died is not played again: its rows are returned. One that was not is
     closed and left, and another is played. One process at a time may ask for a name. `fields` are those of
-    `create_session`, always the same for a name. Raises what `play` raises, and TurnlogError.
+    `create_session`, always the same for a name; `rewards` is that of `export`. Raises what `play` raises, and
+    TurnlogError.
     """
     for number in itertools.count():
         session_id = f"{name}.{number}"
@@ -53,7 +55,7 @@ async def played(
                 await play(session)
         else:
             await session.close()
-        rows = [row async for row in turnlog.export(session_id=session_id, shape=shape)]
+        rows = [row async for row in turnlog.export(session_id=session_id, shape=shape, rewards=rewards)]
         if is_new or any(row[REWARD[shape]] is not None for row in rows):
             return rows
     raise AssertionError("unreachable")

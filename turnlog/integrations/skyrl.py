@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import get_rollout_metrics
@@ -21,13 +21,23 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
     """For the synchronous and the fully asynchronous trainer, which has several `generate` calls under way at once.
 
     run: names the training run. A trajectory is named by it, the step and phase, and SkyRL's own id: asked for again,
-    it is not played again. session_fields: more arguments of `create_session`.
+    it is not played again. rewards: of `turn`, each token of a response has one. session_fields: more arguments of
+    `create_session`.
     """
 
-    def __init__(self, turnlog: AsyncTurnlog, play: Play, *, run: str, **session_fields: Any) -> None:
+    def __init__(
+        self,
+        turnlog: AsyncTurnlog,
+        play: Play,
+        *,
+        run: str,
+        rewards: Literal["total", "turn"] = "total",
+        **session_fields: Any,
+    ) -> None:
         self._turnlog = turnlog
         self._play = play
         self._run = run
+        self._rewards = rewards
         self._fields = session_fields
 
     async def generate(self, input_batch: GeneratorInput, **ignored: Any) -> GeneratorOutput:
@@ -68,5 +78,5 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
             await self._play(session, prompt, extras)
 
         fields = {"group_id": trajectory.instance_id, "attempt": trajectory.repetition_id, **self._fields}
-        rows = await played(self._turnlog, name, play, shape="skyrl", **fields)
+        rows = await played(self._turnlog, name, play, shape="skyrl", rewards=self._rewards, **fields)
         return rows, time.monotonic() - begun

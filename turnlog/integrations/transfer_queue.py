@@ -91,7 +91,8 @@ def columns(row: Mapping[str, Any]) -> Columns:
     add for a text model.
 
     prompts, responses, input_ids and position_ids are int64. response_mask and loss_mask are too, 1 where the model
-    sampled. rollout_log_probs and rm_scores are float32, of the responses' length, the reward in the last place.
+    sampled. rollout_log_probs and rm_scores are float32, of the responses' length, the reward in the last place
+    or, with `rewards="turn"`, where turns earned it.
     routed_experts is int16, (tokens, layers, k), with zeros for what the engine did not say. Columns of your data set
     are yours to add.
     """
@@ -111,7 +112,9 @@ def columns(row: Mapping[str, Any]) -> Columns:
         "multi_modal_inputs": {},
         "extra_fields": row["extra_fields"],
     }
-    if row["reward_score"] is not None:
+    if row.get("rm_scores") is not None:
+        found["rm_scores"] = torch.tensor(row["rm_scores"], dtype=torch.float32)
+    elif row["reward_score"] is not None:
         found["rm_scores"] = torch.zeros(len(responses))
         found["rm_scores"][-1] = row["reward_score"]
     if row.get("routed_experts") is not None:
@@ -148,6 +151,7 @@ class TransferQueueProducer:
     columns: a row's columns in the queue; by default verl's.
     size: groups put at a time. limit: groups in the queue that the trainer has not taken; at so many none is put.
     lease_s: for how long Turnlog gives them to no other consumer.
+    rewards: of `turn`, a reward stands at the token that earned it.
     timeout_s: how long the queue may take for one request. TransferQueue itself waits for a dead queue for ever.
     """
 
@@ -163,6 +167,7 @@ class TransferQueueProducer:
         limit: int | None = None,
         attempts: int = 1,
         lease_s: float = 600.0,
+        rewards: Literal["total", "turn"] = "total",
         timeout_s: float = 60.0,
     ) -> None:
         self.counts = Counts()
@@ -175,6 +180,7 @@ class TransferQueueProducer:
         self._limit = limit
         self._attempts = attempts
         self._lease_s = lease_s
+        self._rewards = rewards
         self._timeout_s = timeout_s
         self._renew_at = 0.0
 
@@ -227,6 +233,7 @@ class TransferQueueProducer:
             attempts=self._attempts,
             lease_s=self._lease_s,
             shape="verl",
+            rewards=self._rewards,
             new_only=not renew,
         )
 
@@ -307,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=8, help="groups put at a time")
     parser.add_argument("--limit", type=int, help="put none while the trainer has so many to take")
     parser.add_argument("--attempts", type=int, default=1, help="only groups with at least so many sessions")
+    parser.add_argument("--rewards", choices=("total", "turn"), default="total", help="turn: where turns earned them")
     parser.add_argument("--lease-s", type=float, default=600.0)
     parser.add_argument("--timeout-s", type=float, default=60.0, help="how long the queue may take for a request")
     parser.add_argument("--poll-s", type=float, default=1.0)

@@ -6,10 +6,23 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from turnlog.client import AsyncSession, AsyncTurnlog
 from turnlog.integrations.rollouts import name_of, played
+
+
+class _Output(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
+    """verl makes `rm_scores` of `reward_score`, at the last token; here they stand where turns earned them."""
+
+    rm_scores: list[float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().as_dict()
+        if self.rm_scores is not None:
+            found["rm_scores"] = torch.tensor(self.rm_scores)
+        return found
 
 
 class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
@@ -39,8 +52,9 @@ class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
                 name_of(uid, attempt, fields.get("global_steps", 0)),
                 play,
                 shape="verl",
+                rewards="turn",
                 group_id=uid,
                 attempt=attempt,
                 on_divergence="segment",
             )
-        return [AgentLoopOutput(**row) for row in rows]
+        return [_Output(**row) for row in rows]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from app.export.row import Columns, Fields, Row, Value
-from app.export.shapes import identity, images, routing
+from app.export.shapes import advantages, identity, images, routing
 from app.export.shapes.temperature import temperatures
 from workers.codec import describe
 
@@ -61,7 +61,7 @@ def fields(row: Row) -> Fields:
         "mask": sample.loss_mask.astype(bool),
         "logprobs": sample.logprobs,
         "temperatures": np.repeat(np.array(temperatures(row)), lengths),
-        "advantages": None if row.advantage is None else np.where(sample.loss_mask, row.advantage, 0.0),
+        "advantages": advantages.by_token(row),
         "env_name": _env_name(row.metadata),
         "routed_experts": experts,
         "routed_experts_missing": missing,

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.domain.samples import Array
 from app.export.row import Columns, Fields, Row, Unfit
-from app.export.shapes import identity, images, routing
+from app.export.shapes import identity, images, rewards, routing
 from app.export.shapes.slime import rollout_number, weight_versions
 
 COLUMNS: Columns = {
@@ -32,6 +32,9 @@ COLUMNS: Columns = {
     **images.LEFT_OUT,
 }
 
+OF_TURNS: Columns = {"rewards": "[float64]"}
+"""`rewards` are numbers, or for all rows of a batch lists of the responses' lengths."""
+
 STOP_REASONS = {"truncated": "length", "aborted": "abort"}
 
 
@@ -44,13 +47,14 @@ def fields(row: Row) -> Fields:
         raise Unfit("no token was sampled")
     experts, missing = routing.whole(row, "routed_experts")
     start = sample.prompt_length
+    scores = rewards.by_token(row) if row.by_turn else None
     group_id, attempt = row.group_id, session.config.attempt
     return {
         "prompt_token_ids": sample.tokens[:start],
         "response_ids": sample.tokens[start:],
         "loss_masks": sample.loss_mask[start:],
         "rollout_logprobs": sample.logprobs[start:].astype(np.float32),
-        "rewards": row.reward,
+        "rewards": row.reward if scores is None else scores[start:],
         "stop_reasons": STOP_REASONS.get(sample.status, sample.turns[-1].finish_reason or "stop"),
         "trajectory_ids": {
             "instance_id": session.session_id if group_id is None else group_id,

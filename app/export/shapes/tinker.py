@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.export.row import Columns, Fields, Row, Unfit
-from app.export.shapes import identity, images
+from app.export.shapes import advantages, identity, images
 
 COLUMNS: Columns = {
     "model_input": "[int32]",
@@ -35,12 +35,12 @@ def fields(row: Row) -> Fields:
     sample = row.with_response()
     if sample.prompt_length == 0:
         raise Unfit("no token predicts the first one, which was sampled")
-    mask = sample.loss_mask[1:]
+    mask, given = sample.loss_mask[1:], advantages.by_token(row)
     return {
         "model_input": sample.tokens[:-1],
         "target_tokens": sample.tokens[1:],
         "logprobs": sample.logprobs[1:],
-        "advantages": None if row.advantage is None else np.where(mask, row.advantage, 0.0),
+        "advantages": None if given is None else given[1:],
         "mask": mask.astype(np.float32),
         "reward": row.reward,
         **identity.fields(row),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.export.row import Columns, Fields, Row
-from app.export.shapes import identity, images, routing
+from app.export.shapes import identity, images, rewards, routing
 from app.export.shapes.slime import weight_versions
 
 COLUMNS: Columns = {
@@ -27,17 +27,23 @@ COLUMNS: Columns = {
     **images.LEFT_OUT,
 }
 
+OF_TURNS: Columns = {"rm_scores": "[float32]"}
+"""verl's batch has a reward for each token of the response under this name, which an agent loop makes of
+`reward_score`. Beside it stands `turn_scores` in `extra_fields`, where verl's own loops have a number a turn."""
+
 
 def fields(row: Row) -> Fields:
     """`num_turns` counts what went in and what came out of each turn, as verl's own loops do.
 
     `routed_experts` has a row for each token but the last, from the prompt's first: verl fills up its batch's tail
-    itself, in int16. `metrics` are empty: verl's defaults. `reward_score` is None without a reward. Raises Unfit.
+    itself, in int16. `metrics` are empty: verl's defaults. `reward_score` is None without a reward, and so are
+    `rm_scores`. Raises Unfit.
     """
     sample = row.with_response()
     experts, missing = routing.whole(row, "routed_experts", np.iinfo(np.int16).max)
     start = sample.prompt_length
     group_id = row.group_id
+    scores = rewards.by_token(row) if row.by_turn else None
     return {
         "uid": row.session.session_id if group_id is None else group_id,
         "prompt_ids": sample.tokens[:start],
@@ -54,8 +60,10 @@ def fields(row: Row) -> Fields:
             "advantage": row.advantage,
             "routed_experts_missing": missing,
             "reward_extra_info": {},
+            **({"turn_scores": rewards.by_turn(row)} if row.by_turn else {}),
             **identity.rollout(row),
             **identity.sampling(row),
         },
+        **({} if scores is None else {"rm_scores": scores[start:].astype(np.float32)}),
         **images.placed(row, lambda shown: {"multi_modal_data": {"images": shown}}),
     }

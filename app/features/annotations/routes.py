@@ -28,8 +28,8 @@ router = APIRouter(tags=["Sessions"])
 MAX_BODY = 64 << 20
 """Bytes of a body: a column of a long turn is data, not a label."""
 
-MAX_NUMBERS = 4 << 20
-"""Numbers in a JSON body; binary bodies may have more."""
+MAX_NUMBERS = 1 << 20
+"""Values in a JSON body, which is decoded without interruption; a file may hold more."""
 
 Name = Annotated[str, Path(pattern=ANNOTATION, description="The annotation's name.")]
 TurnNumber = Annotated[int, Path(ge=1, le=MAX_INTEGER, description="A committed turn.")]

@@ -57,6 +57,8 @@ def of_column(
     there = _place(session, session_id, turn)
     if turn is None:
         raise InvalidRequest("a column is a turn's: /sessions/{id}/turns/{n}/annotations/{name}")
+    if there.is_text:
+        raise InvalidRequest("a column has a number for each token; the session captures text only")
     tokens = there.turn(turn)
     count = tokens.output_tokens if column.over == "output" else tokens.token_count - tokens.base_tokens
     if ref.length != count:

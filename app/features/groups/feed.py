@@ -86,8 +86,14 @@ class FeedQuery(RowQuery):
 
     def of_rows(self) -> ExportQuery:
         """What is asked of the rows of a group; how old it may be is asked of the group as a whole."""
-        shared = self.model_dump(include=set(RowQuery.model_fields) - {"explain", "max_staleness", "weight_version"})
+        of_group = {"explain", "max_staleness", "weight_version"} if self.stale == "drop" else {"explain"}
+        shared = self.model_dump(include=set(RowQuery.model_fields) - of_group)
         return ExportQuery(**shared, explain=True, advantage="grpo")
+
+    @property
+    def max_group_staleness(self) -> int | None:
+        """Of a group that is handed out; None: any."""
+        return self.max_staleness if self.stale == "drop" else None
 
 
 class _LeasedGroup(msgspec.Struct, frozen=True):
@@ -131,7 +137,7 @@ class Feed:
             if current is None:
                 current = await self._database.read(newest_version, or_else=newest_version_of_each)
             given = await self._lease(query, current)
-        return self._lines(query, wanted, current, given)
+        return self._lines(query, wanted.model_copy(update={"weight_version": current}), current, given)
 
     async def group(self, group_id: str) -> wire.Group:
         """A group as it is now. Raises NotFound if no session has the id."""
@@ -164,7 +170,8 @@ class Feed:
         return every
 
     async def _lease(self, query: FeedQuery, current: int | None) -> list[_LeasedGroup]:
-        oldest = None if query.max_staleness is None or current is None else current - query.max_staleness
+        most = query.max_group_staleness
+        oldest = None if most is None or current is None else current - most
         given: list[_LeasedGroup] = []
         for held_by in (None,) if query.new_only else (query.consumer, None):
             after = (-1.0, "")
@@ -344,5 +351,6 @@ def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
     if group.is_leased and (query.new_only or group.consumer != query.consumer):
         return f"leased to {group.consumer}"
     behind = staleness(current, group.oldest_version) if group.measured else None
-    stale = None if behind is None or query.max_staleness is None else too_stale(behind, query.max_staleness)
+    most = query.max_group_staleness
+    stale = None if behind is None or most is None else too_stale(behind, most)
     return stale or f"beyond size: {query.size} groups were given"
