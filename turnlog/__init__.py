@@ -45,6 +45,7 @@ __all__ = [
     "NotFound",
     "NotTurnlog",
     "OpenTurn",
+    "PackedTrees",
     "Part",
     "PausedAdapter",
     "PayloadRows",
@@ -99,7 +100,11 @@ __all__ = [
     "UnreadableEvent",
     "VersionSpan",
     "WaitingGroup",
+    "attention_mask",
+    "attention_slices",
     "fetch_payload",
+    "pack_trees",
+    "unpack_tree",
 ]
 
 if TYPE_CHECKING:
@@ -141,6 +146,7 @@ if TYPE_CHECKING:
         NotFound,
         NotTurnlog,
         OpenTurn,
+        PackedTrees,
         Part,
         PausedAdapter,
         PayloadRows,
@@ -195,7 +201,11 @@ if TYPE_CHECKING:
         UnreadableEvent,
         VersionSpan,
         WaitingGroup,
+        attention_mask,
+        attention_slices,
         fetch_payload,
+        pack_trees,
+        unpack_tree,
     )
 else:
     # For type checkers the names are those above: with a `__getattr__` any other name would be one, too, of type Any.

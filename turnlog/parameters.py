@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
-TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos"]
-"""The shapes of rows that are a trainer's own."""
+TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"]
+"""The other shapes: a trainer's own, and whole sessions as trees."""
 
 Shape = Literal["turnlog"] | TrainerShape
 

@@ -27,6 +27,7 @@ from app.export.shapes import (
     skyrl,
     slime,
     tinker,
+    tree,
     trl,
     turnlog,
     verl,
@@ -38,14 +39,16 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 
 
 class ShapeEntry(msgspec.Struct, frozen=True):
-    """How a shape makes its rows, from one row or from all rows of a group, and its columns.
+    """How a shape makes its rows, from one row or from all rows of a session or a group, and its columns.
 
-    `last_status`: a row's status is that of its last turn instead of all its turns. `of_turns`: the columns that hold
-    the rewards of turns. `masks`: those of sampling masks, in an export with replay payloads.
+    `of_session`: `SessionTree` makes them. `last_status`: a row's status is that of its last turn instead of all its
+    turns. `of_turns`: the columns that hold the rewards of turns. `masks`: those of sampling masks, in an export with
+    replay payloads.
     """
 
     columns: Columns
     of_row: Shape | None = None
+    of_session: bool = False
     of_group: GroupShape | None = None
     last_status: bool = False
     masks: Columns = {}
@@ -65,6 +68,7 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
     "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields, masks=prime_rl.MASKS),
     "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
+    "tree": ShapeEntry(tree.COLUMNS, of_session=True),
 }
 
 
@@ -113,7 +117,9 @@ def require(query: ExportQuery) -> None:
     if query.rewards == "turn" and not _entry(format, shape).of_turns:
         named = ", ".join(name for name, entry in SHAPES.items() if entry.of_turns)
         raise InvalidRequest(f"rewards=turn needs a shape with rewards of tokens: {named}")
-    if query.columns and (format in DOCUMENTS or takes_groups(shape)):
+    if query.stale != "drop" and takes_sessions(shape):
+        raise InvalidRequest(f"shape={shape} takes no stale={query.stale}")
+    if query.columns and (format in DOCUMENTS or takes_groups(shape) or takes_sessions(shape)):
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
     if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
         raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
@@ -122,6 +128,11 @@ def require(query: ExportQuery) -> None:
 def takes_groups(shape: str) -> bool:
     """Does a row of this shape contain a whole group?"""
     return SHAPES[shape].of_group is not None
+
+
+def takes_sessions(shape: str) -> bool:
+    """Does a row of this shape contain all rows of a session?"""
+    return SHAPES[shape].of_session
 
 
 def takes_text(format: str) -> bool:
@@ -138,7 +149,7 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     """Raises Unfit."""
     make = _entry(format, shape).of_row
     if make is None:
-        raise ValueError(f"a row of shape {shape} is made of a whole group")
+        raise ValueError(f"a row of shape {shape} is made of a whole session or a whole group")
     is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
     is_masked = row.age is not None and bool(row.age.stale_tokens)
     copied = sample.response_length and not sample.loss_mask.any() and not is_masked

@@ -97,6 +97,7 @@ from turnlog.rows import (
     TurnSpan,
     WaitingGroup,
 )
+from turnlog.trees import PackedTrees, attention_mask, attention_slices, pack_trees, unpack_tree
 
 __all__ = [
     "Acknowledged",
@@ -136,6 +137,7 @@ __all__ = [
     "NotFound",
     "NotTurnlog",
     "OpenTurn",
+    "PackedTrees",
     "Part",
     "PausedAdapter",
     "PayloadRows",
@@ -190,5 +192,9 @@ __all__ = [
     "UnreadableEvent",
     "VersionSpan",
     "WaitingGroup",
+    "attention_mask",
+    "attention_slices",
     "fetch_payload",
+    "pack_trees",
+    "unpack_tree",
 ]

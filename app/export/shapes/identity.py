@@ -46,13 +46,15 @@ def fields(row: Row) -> Fields:
 
 
 def of(shaped: Fields) -> Fields:
-    """The identity that a shaped row has; of a group's row that of its last session, without a segment.
+    """The identity that a shaped row has; of a session's row without a segment, of a group's that of its last session.
 
     Raises KeyError for a row without one.
     """
     found: Any = shaped
     if "session_ids" in found:
         return {"session_id": found["session_ids"][-1], "segment": None, "cursor": found["cursor"]}
+    if "leaves" in found:
+        return {"session_id": found["session_id"], "segment": None, "cursor": found["cursor"]}
     if "cursor" not in found:
         found = found.get("extra_fields") or found.get("extra") or found["metadata"]["turnlog"]
     return {name: found[name] for name in ("session_id", "segment", "cursor")}
