@@ -20,6 +20,7 @@ from app.export.shapes import (
     areal,
     atif,
     atropos,
+    identity,
     messages,
     miles,
     prime_rl,
@@ -41,7 +42,8 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     """How a shape makes its rows, from one row or from all rows of a session or a group, and its columns.
 
     `of_session`: `SessionTree` makes them. `last_status`: a row's status is that of its last turn instead of all its
-    turns. `of_turns`: the columns that hold the rewards of turns.
+    turns. `of_turns`: the columns that hold the rewards of turns. `masks`: those of sampling masks, in an export with
+    replay payloads.
     """
 
     columns: Columns
@@ -49,21 +51,22 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     of_session: bool = False
     of_group: GroupShape | None = None
     last_status: bool = False
+    masks: Columns = {}
     of_turns: Columns = {}
 
 
 DEFAULT = "turnlog"
 
 SHAPES: Mapping[str, ShapeEntry] = {
-    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields),
-    "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True),
-    "slime": ShapeEntry(slime.COLUMNS, slime.fields),
+    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields, masks=turnlog.MASKS),
+    "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True, masks=miles.MASKS),
+    "slime": ShapeEntry(slime.COLUMNS, slime.fields, masks=slime.MASKS),
     "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
     "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
     "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
-    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields),
+    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields, masks=prime_rl.MASKS),
     "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
     "tree": ShapeEntry(tree.COLUMNS, of_session=True),
 }
@@ -183,6 +186,10 @@ def columns_of(query: ExportQuery) -> Columns:
         columns |= entry.of_turns
     if query.stale != "drop":
         columns |= dict.fromkeys(Age.__struct_fields__, "json" if entry.of_group else "int64")
+    if query.replay is True:
+        columns |= entry.masks
+        if query.routing == "sampled" and "sampling" in columns:
+            columns |= identity.ROUTED
     return {**EXCLUSION, **columns} if query.explain else columns
 
 

@@ -229,9 +229,19 @@ class PartRows:
                 )
             else:
                 advantage = page.advantages.get(session_id)
-                yield _as_asked(
-                    made.row(segment, cursor, payloads=self._query.replay, advantage=advantage), self._query
-                )
+                try:
+                    made_row = made.row(
+                        segment,
+                        cursor,
+                        payloads=self._query.replay,
+                        routing_of=self._query.routing,
+                        advantage=advantage,
+                    )
+                except Unfit as error:
+                    reason = f"{error}{_in_no_loss(found.session, row, self._query)}"
+                    yield excluded(session_id, cursor, reason, segment=number)
+                else:
+                    yield _as_asked(made_row, self._query)
         for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
             yield excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)

@@ -28,6 +28,9 @@ ROLLOUT: Columns = {
 SAMPLING: Columns = {"sampling": "json"}
 """The last column of each shape: which distribution each turn's logprobs are of."""
 
+ROUTED: Columns = {"routing": "text", "routing_differs": "int64"}
+"""Columns beside it in an export of sampled rows of replay payloads."""
+
 
 def fields(row: Row) -> Fields:
     """`cursor` gives what comes after the row."""
@@ -66,4 +69,7 @@ def rollout(row: Row) -> Fields:
 
 
 def sampling(row: Row) -> Fields:
-    return {"sampling": [msgspec.structs.asdict(turn) for turn in row.sampling]}
+    sampling = {"sampling": [msgspec.structs.asdict(turn) for turn in row.sampling]}
+    if row.routing_differs is None:
+        return sampling
+    return {**sampling, "routing": "sampled", "routing_differs": row.routing_differs}
