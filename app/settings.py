@@ -31,7 +31,7 @@ from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
 from app.domain import patterns
-from app.domain.events import History, OnAbort, OnDivergence
+from app.domain.events import History, OnAbort, OnDivergence, ReplayKind
 from app.domain.request import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
@@ -177,7 +177,7 @@ class Settings(BaseSettings):
     max_replay_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=1024 * MIB, ge=MIB)
     picker: str | None = None
     features: Annotated[tuple[Feature, ...], NoDecode] = DEFAULT_FEATURES
-    replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
+    replay: Annotated[tuple[ReplayKind, ...], NoDecode] = ()
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
     moe_topk: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)

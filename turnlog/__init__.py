@@ -40,10 +40,12 @@ __all__ = [
     "ListedGroup",
     "ListedSession",
     "Loss",
+    "MaskRows",
     "NewSession",
     "NotFound",
     "NotTurnlog",
     "OpenTurn",
+    "PackedTrees",
     "Part",
     "PausedAdapter",
     "PayloadRows",
@@ -98,7 +100,11 @@ __all__ = [
     "UnreadableEvent",
     "VersionSpan",
     "WaitingGroup",
+    "attention_mask",
+    "attention_slices",
     "fetch_payload",
+    "pack_trees",
+    "unpack_tree",
 ]
 
 if TYPE_CHECKING:
@@ -135,10 +141,12 @@ if TYPE_CHECKING:
         ListedGroup,
         ListedSession,
         Loss,
+        MaskRows,
         NewSession,
         NotFound,
         NotTurnlog,
         OpenTurn,
+        PackedTrees,
         Part,
         PausedAdapter,
         PayloadRows,
@@ -193,7 +201,11 @@ if TYPE_CHECKING:
         UnreadableEvent,
         VersionSpan,
         WaitingGroup,
+        attention_mask,
+        attention_slices,
         fetch_payload,
+        pack_trees,
+        unpack_tree,
     )
 else:
     # For type checkers the names are those above: with a `__getattr__` any other name would be one, too, of type Any.

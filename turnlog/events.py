@@ -159,6 +159,7 @@ class BlobsTombstoned(_Event):
     turns: list[int]
     freed: list[tuple[int, int]]
     reason: NotRequired[Literal["window", "closed", "budget"]]
+    own: NotRequired[list[int]]
 
 
 class RewardAssigned(_Event):

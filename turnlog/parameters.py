@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
-TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos"]
-"""The shapes of rows that are a trainer's own."""
+TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"]
+"""The other shapes: a trainer's own, and whole sessions as trees."""
 
 Shape = Literal["turnlog"] | TrainerShape
 
@@ -60,7 +60,7 @@ class NewSession(TypedDict, total=False):
     attempt: int | None
     metadata: Mapping[str, Any] | None
     rollback_window: int | None
-    retain: Literal["window", "all"] | None
+    retain: Literal["window", "sampled", "all"] | None
     history: Literal["linear", "tree"] | None
     on_divergence: Literal["reject", "segment"] | None
     on_drift: Literal["segment", "reject"] | None
@@ -145,6 +145,7 @@ class ExportFilters(RowFilters, total=False):
     max_reward: Annotated[float, "Only sessions with at most this reward."]
     advantage: Annotated[Literal["grpo"], "grpo: add each rollout's advantage over its group."]
     replay: Annotated[bool | Literal["urls"], "Include replay payloads."]
+    routing: Annotated[Literal["newest", "sampled"], "Rows of the newest turn, or of the turn that sampled a token."]
     url_s: Annotated[int, "With replay=urls: how many seconds a URL is valid."]
     limit: Annotated[int, "At most this many rows."]
     cursor: Annotated[str, "Resume after an earlier export, or after one of its rows."]

@@ -91,6 +91,17 @@ class PayloadRows(TypedDict):
     shape: list[int]
 
 
+class MaskRows(TypedDict):
+    """A sampling mask: row r has the ids [offsets[r], offsets[r + 1]) of `data`, base64 of little-endian ids of this
+    dtype. Token `row_start` + r + 1 was drawn from them; none where no engine has sampled it."""
+
+    data: str
+    row_start: int
+    rows: int
+    dtype: str
+    offsets: list[int]
+
+
 class RowImage(TypedDict):
     """An image of message `message`. One sent inline has its hash, type, `size` in bytes and, with `images=inline`, its
     base64; one sent by `url` is `not_stored`."""
@@ -174,6 +185,9 @@ class Row(TypedDict):
     dtype: NotRequired[str | None]
     shape: NotRequired[list[int]]
     indexer_topk: NotRequired[PayloadRows | None]
+    sampling_mask: NotRequired[MaskRows | None]
+    routing: NotRequired[Literal["sampled"]]
+    routing_differs: NotRequired[int]
     tombstoned: NotRequired[list[str]]
     replay_urls: NotRequired[dict[str, Any]]
     top_ids: NotRequired[list[list[int]]]

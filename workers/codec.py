@@ -66,13 +66,13 @@ class Cut(msgspec.Struct, frozen=True, omit_defaults=True):
     """A replay payload's value, removed from the stored reply at `at`, and how it was written.
 
     `base64`: of the rows as little-endian int32. `npy`: base64 of a .npy file with header `head` and the rows as
-    `dtype` (numpy's notation). `lists`: nested lists of inner shape `dims`, `separator` between items. `text`: written
-    in a way that the rows do not determine, so its `length` bytes stay in place.
+    `dtype` (numpy's notation). `lists`: nested lists of inner shape `dims`, `separator` between items; `sets`: lists of
+    different lengths. `text`: written in a way that the rows do not determine, so its `length` bytes stay in place.
     """
 
     kind: str
     at: int
-    form: Literal["base64", "npy", "lists", "text"]
+    form: Literal["base64", "npy", "lists", "sets", "text"]
     length: int = 0
     dims: tuple[int, ...] = ()
     head: bytes = b""

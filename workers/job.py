@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from workers import codec, light, payloads, scan
+from workers import codec, light, payloads, sampling_masks, scan
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.parse import REPLAY, Parsed, PromptDiffers, Rejected, parse_reply
+from workers.parse_parts import NAMES
 from workers.parse_prompt import LONG_PROMPT, PROMPT, CutPrompt, KnownText, Prompt
 from workers.reply import Job, PayloadRange, ValidatedReply
 
@@ -71,7 +72,7 @@ def _prompt(body: memoryview, stop: int, largest: PayloadRange | None = None) ->
         key = find(body[:stop], f'"{PROMPT}"'.encode(), at, gaps)
         if key < 0:
             return None
-        place = _value(body, PROMPT, key)
+        place = _value(body, PROMPT, key, PROMPT)
         if place is not None and place.end - place.start > LONG_PROMPT:
             is_flat = place.is_list and scan.is_flat_ids(body[place.start : place.end])
             return place if is_flat else None
@@ -96,33 +97,34 @@ def _payloads(body: memoryview, prompt: PayloadRange | None) -> list[PayloadRang
     payload: that would take more time than anything else."""
     gaps = [] if prompt is None else [prompt]
     for kind in REPLAY:
-        gaps = sorted([*gaps, *_payloads_of(body, kind, gaps)], key=lambda place: place.start)
+        for name in {names[kind]: None for names in NAMES.values()}:
+            gaps = sorted([*gaps, *_payloads_of(body, kind, name, gaps)], key=lambda place: place.start)
     return sorted([place for place in gaps if place is not prompt], key=lambda place: REPLAY.index(place.kind))
 
 
-def _payloads_of(body: memoryview, kind: str, gaps: Sequence[PayloadRange]) -> Iterator[PayloadRange]:
+def _payloads_of(body: memoryview, kind: str, name: str, gaps: Sequence[PayloadRange]) -> Iterator[PayloadRange]:
     at = 0
     for _ in range(COPIES):
-        key = find(body, f'"{kind}"'.encode(), at, gaps)
-        place = None if key < 0 else _value(body, kind, key)
+        key = find(body, f'"{name}"'.encode(), at, gaps)
+        place = None if key < 0 else _value(body, kind, key, name)
         if place is None:
             return
         yield place
         at = place.end
 
 
-def _value_start(body: memoryview, kind: str, key: int) -> tuple[int, bytes]:
+def _value_start(body: memoryview, name: str, key: int) -> tuple[int, bytes]:
     """Where the value of the key that begins at `key` begins, and its first bytes; none if it is no key."""
-    key_end = key + len(kind) + 2
+    key_end = key + len(name) + 2
     following = bytes(body[key_end : key_end + 16])
     value = following.lstrip(b" \t\r\n")
     value = value[1:].lstrip(b" \t\r\n") if value.startswith(b":") else b""
     return key_end + len(following) - len(value), value
 
 
-def _value(body: memoryview, kind: str, key: int) -> PayloadRange | None:
-    """The value of the key that begins at `key`."""
-    start, value = _value_start(body, kind, key)
+def _value(body: memoryview, kind: str, key: int, name: str) -> PayloadRange | None:
+    """The value of the key `name` that begins at `key`."""
+    start, value = _value_start(body, name, key)
     if value.startswith(b'"'):
         end = find(body, b'"', start + 1) + 1
     elif value.startswith(b"["):
@@ -210,14 +212,16 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
             if want.required and parsed.output_ids and (parsed.dialect, want.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{want.kind} was asked for and is not there")
             continue
-        if want.start and not parsed.base:
-            # The prompt drifted: the known rows belong to other tokens.
-            want = msgspec.structs.replace(want, parent=None)
         text = body[values[0].place.start : values[0].place.end]
         if any(body[value.place.start : value.place.end] != text for value in values[1:]):
             raise Rejected(f"{want.kind} is there twice, with different values")
         plain = text if reply.marked else _unescaped(text)
-        payload, cut = payloads.read(plain, want, parsed.sequence.tokens, npy=parsed.dialect == "vllm")
+        base, tokens = parsed.base, parsed.sequence.tokens
+        if want.kind == sampling_masks.KIND:
+            prompt_tokens = tokens - len(parsed.output_ids) // TOKEN_BYTES
+            payload, cut = sampling_masks.read(plain, want, base, prompt_tokens, parsed.output_ids)
+        else:
+            payload, cut = payloads.read(plain, want, base, tokens, npy=parsed.dialect == "vllm")
         if plain is not text:
             cut = Cut(want.kind, 0, "text", len(text))
         stored.append(payload)

@@ -84,8 +84,14 @@ _CHOICES = msgspec.json.Decoder(list[Fields])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _OFFSETS = msgspec.json.Decoder(list[int])
 
-_OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+_OF_TOKENS = (
+    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
+    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
+)
 """Lists in SGLang's `meta_info` with one item per output token."""
+
+_MASK = "sampling_mask"
+"""Such a list on vLLM's choice; the other payloads have rows of the prompt too."""
 
 _OF_THE_END = ("finish_reason", "matched_stop", "stop_reason")
 """Fields of a choice that describe its end."""
@@ -245,7 +251,7 @@ class _Joint:
         choices = [reply.choice for reply in self._replies]
         choice = _merged(self._first.choice, self._last.choice)
         self._end(choice)
-        for name in ("token_ids", "response_token_ids"):
+        for name in ("token_ids", "response_token_ids", _MASK):
             if name in choice:
                 choice[name] = self._list([one.get(name) for one in choices])
         if any(reply.logprobs for reply in self._replies):
@@ -312,6 +318,7 @@ class _Joint:
             "prompt_tokens": self._shape.prompt_tokens,
             "completion_tokens": self._tokens,
             "output_token_logprobs_length": self._tokens,
+            "output_token_sampling_mask_length": self._tokens,
         }
         meta.update((name, _encoded(count)) for name, count in counts.items() if name in meta)
         for name in _OF_TOKENS:
@@ -380,7 +387,7 @@ class _Joint:
         return _raw(b"[" + b",".join(filter(None, inner)) + b"]")
 
     def _with_payloads(self, home: Fields, homes: Sequence[Fields]) -> Fields:
-        for kind in REPLAY:
+        for kind in REPLAY[: REPLAY.index(_MASK)]:
             values = [one.get(kind) for one in homes]
             if any(not is_null(value) for value in values) and any(kind in one.piece.rows for one in self._replies):
                 home[kind] = self._payload(kind, values)

@@ -86,6 +86,7 @@ class _Meta(SglangSpeculative, kw_only=True, gc=False):
     prompt_token_ids: Raw = NULL
     routed_experts: Raw = NULL
     indexer_topk: Raw = NULL
+    output_token_sampling_mask: Raw = NULL
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -107,6 +108,7 @@ class _Choice(msgspec.Struct, gc=False):
     weight_versions: list[Reported] | None = None
     routed_experts: Raw = NULL
     indexer_topk: Raw = NULL
+    sampling_mask: Raw = NULL
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -218,7 +220,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
                 or (choice.finish_reason is None and meta.finish_reason != NULL)
                 or choice.token_ids not in (None, output)
                 or not root.prompt_token_ids == meta.prompt_token_ids == NULL
-                or not root.sglext == meta.indexer_topk == NULL
+                or not root.sglext == meta.indexer_topk == meta.output_token_sampling_mask == NULL
                 or meta.routed_experts != rows_raw
             )
         else:
@@ -232,7 +234,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
                 or choice.token_ids is None
                 or len(entries) != len(output)
                 or usage.completion_tokens != len(output)
-                or not choice.prompt_token_ids == choice.indexer_topk == NULL
+                or not choice.prompt_token_ids == choice.indexer_topk == choice.sampling_mask == NULL
                 or choice.routed_experts != rows_raw
             )
         output_text = _encode(output)
@@ -267,9 +269,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
             # The empty text is the value that was decoded if no other stands there.
             if text.count(_EMPTY_ROWS) != 1:
                 return None
-            if want.start and not base:  # The prompt drifted: the known rows belong to other tokens.
-                want = msgspec.structs.replace(want, parent=None)
-            payload, cut = payloads.read(rows_text, want, tokens + len(output), npy=dialect == "vllm")
+            payload, cut = payloads.read(rows_text, want, base, tokens + len(output), npy=dialect == "vllm")
             if cut.form == "text":
                 return None
             stored.append(payload)

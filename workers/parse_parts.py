@@ -6,7 +6,8 @@ Parsed.logprobs                  little-endian float64, one per output token, na
 from __future__ import annotations
 
 from array import array
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -24,8 +25,18 @@ MAX_LOGPROB = 1e-4
 MISSING_LOGPROB = -9999.0
 """vLLM's placeholder for a missing logprob."""
 
-REPLAY = ("routed_experts", "indexer_topk")
+ReplayKind = Literal["routed_experts", "indexer_topk", "sampling_mask"]
+"""What an engine can return for a trainer to replay its choices, a row for each token but the last: the experts that a
+token was routed to, the positions that sparse attention selected for it, the ids that the next one was drawn from."""
+
+REPLAY: tuple[ReplayKind, ...] = get_args(ReplayKind)
 """The replay payloads: in SGLang's `meta_info` or `sglext`, or on vLLM's choice."""
+
+NAMES: Mapping[Dialect, Mapping[ReplayKind, str]] = {
+    "sglang": {**{kind: kind for kind in REPLAY}, "sampling_mask": "output_token_sampling_mask"},
+    "vllm": {kind: kind for kind in REPLAY},
+}
+"""What an engine calls the field of a kind."""
 
 MAX_VERSION = 256
 """Maximum length of a weight version: it is repeated in every event and row."""
@@ -129,9 +140,10 @@ def only_choice(choices: list[Any]) -> Any:
     return choices[0]
 
 
-def payloads_in(*homes: Fields) -> list[tuple[str, msgspec.Raw]]:
+def payloads_in(dialect: Dialect, *homes: Fields) -> list[tuple[str, msgspec.Raw]]:
     """The replay payloads in these objects: kind and raw value."""
-    return [(name, fields[name]) for fields in homes for name in REPLAY if not is_null(fields.get(name))]
+    named = NAMES[dialect].items()
+    return [(kind, fields[name]) for fields in homes for kind, name in named if not is_null(fields.get(name))]
 
 
 def extension(top: Top) -> Fields:

@@ -25,8 +25,8 @@ from workers.parse import MAX_TOKEN_ID, Rejected
 Ids = npt.NDArray[Any]
 """Integer ids, one-dimensional or as [rows, ids per row]."""
 
-LOWEST = {"routed_experts": 0, "indexer_topk": -1}
-"""Lowest id: an expert's number; a position, or -1 if there were fewer positions than requested."""
+LOWEST = {"routed_experts": 0, "indexer_topk": -1, "sampling_mask": 0}
+"""Lowest id: an expert's number; a position, or -1 if there were fewer positions than requested; a token's id."""
 
 DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
 """Storage types of chunks, in numpy's notation: the first that holds all of a chunk's ids."""
@@ -49,9 +49,9 @@ _NPY_VERSIONS = (b"\x01\x00", b"\x02\x00", b"\x03\x00")
 _NPY_HEAD = re.compile(
     rb"\{'descr': '([<|][iu][1248])', 'fortran_order': False, 'shape': \((\d{1,10}(?:, \d{1,10})*),?\), \} *\n"
 )
-_NUMBER = Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOKEN_ID)]
-_FLAT = msgspec.json.Decoder(list[_NUMBER])
-_NESTED = (_FLAT, msgspec.json.Decoder(list[list[_NUMBER]]), msgspec.json.Decoder(list[list[list[_NUMBER]]]))
+NUMBER = Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOKEN_ID)]
+_FLAT = msgspec.json.Decoder(list[NUMBER])
+_NESTED = (_FLAT, msgspec.json.Decoder(list[list[NUMBER]]), msgspec.json.Decoder(list[list[list[NUMBER]]]))
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -81,13 +81,18 @@ class Parent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
-    """What was requested of a kind: rows from `start` on. `shape` is a row's, if known."""
+    """What was requested of a kind: rows from `start` on. `shape` is a row's, if known.
+
+    `own`: where the turn continues all the parent's tokens, its own rows begin here. They get chunks of their own, as
+    they may be kept longer than the others; None: chunks are as few as can be.
+    """
 
     kind: str
     required: bool = False
     start: int = 0
     shape: tuple[int, ...] | None = None
     parent: Parent | None = None
+    own: int | None = None
 
 
 class StoredPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -105,8 +110,9 @@ class StoredPayload(msgspec.Struct, frozen=True, array_like=True):
     new: list[NewChunk]
 
 
-def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[StoredPayload, Cut]:
-    """Validate a payload's JSON value for a reply of `tokens` tokens in total; also returns its spelling.
+def read(text: memoryview, want: Want, base: int, tokens: int, *, npy: bool) -> tuple[StoredPayload, Cut]:
+    """Validate a payload's JSON value for a reply of `tokens` tokens in total, of which `base` are the parent's first;
+    also returns its spelling.
 
     A string is base64, of a .npy file if the engine's dialect says so, else of int32. Raises Rejected.
     """
@@ -120,10 +126,11 @@ def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[Store
         raise Rejected(f"{want.kind} must be base64 or nested lists")
     shape = _shape(want, ids.size, dims, rows)
     table = ids.reshape(rows, math.prod(shape)) if rows else ids.reshape(0, 0)
-    if rows and want.parent is not None and want.parent.row_ids != math.prod(shape):
-        # Rows of another model: they cannot be the parent's.
+    is_other_model = rows and want.parent is not None and want.parent.row_ids != math.prod(shape)
+    if is_other_model or (want.start and not base):
+        # Without `base` the prompt drifted: the known rows belong to other tokens.
         want = msgspec.structs.replace(want, parent=None)
-    return _stored(want, table, shape), cut or Cut(want.kind, 0, "text", len(text))
+    return _stored(want, base, table, shape), cut or Cut(want.kind, 0, "text", len(text))
 
 
 def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tuple[int, ...]:
@@ -165,7 +172,7 @@ def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int
             body = carry + raw if carry else raw
         whole = len(body) - len(body) % np.dtype(dtype).itemsize
         carry = body[whole:]
-        parts.append(_narrowed(np.frombuffer(body, dtype, whole // np.dtype(dtype).itemsize), kind))
+        parts.append(narrowed(np.frombuffer(body, dtype, whole // np.dtype(dtype).itemsize), kind))
     if carry:
         raise Rejected(f"{kind} is not a whole number of ids")
     ending = len(raw) % 3 or 3
@@ -192,12 +199,12 @@ def _from_lists(text: memoryview, kind: str, rows: int) -> tuple[Ids, tuple[int,
     first = bytes(text[:LISTS_PIECE])
     separator = ", " if b", " in first else ","
     dims = _dims(first, separator.encode())
-    outline = b"".join(piece.translate(None, b"0123456789-") for piece in _pieces(text))
+    outline = b"".join(piece.translate(None, b"0123456789-") for piece in pieces(text))
     items = rows if dims else outline.count(b",") + (len(text) > 2)
     expected = items * math.prod(dims)
     if 2 * expected <= len(text) and outline == _outline((items, *dims), separator.encode()):
         del outline
-        ids, exact = _numbers(text, kind)
+        ids, exact = numbers(text, kind)
         if ids.size != expected:
             raise Rejected(f"{kind} holds something else than ids")
         cut = Cut(kind, 0, "lists", dims=dims, separator=separator) if exact else None
@@ -205,22 +212,22 @@ def _from_lists(text: memoryview, kind: str, rows: int) -> tuple[Ids, tuple[int,
     return _from_odd_lists(bytes(text), kind)
 
 
-def _pieces(text: memoryview) -> Iterator[bytes]:
+def pieces(text: memoryview) -> Iterator[bytes]:
     return (bytes(text[at : at + LISTS_PIECE]) for at in range(0, len(text), LISTS_PIECE))
 
 
-def _numbers(text: memoryview, kind: str) -> tuple[Ids, bool]:
+def numbers(text: memoryview, kind: str) -> tuple[Ids, bool]:
     """All numbers in the lists, a piece at a time; can each be restored exactly?"""
     parts: list[Ids] = []
     exact, carry = True, b""
-    for piece in _pieces(text):
+    for piece in pieces(text):
         flat = carry + piece.translate(None, b"[] ")
         end = flat.rfind(b",")
         if end >= 0:
             exact = exact and b"-0" not in flat[:end]
-            parts.append(_narrowed(np.array(_decoded(flat[:end], kind), np.int64), kind))
+            parts.append(narrowed(np.array(_decoded(flat[:end], kind), np.int64), kind))
         carry = flat[end + 1 :]
-    parts.append(_narrowed(np.array(_decoded(carry, kind), np.int64), kind))
+    parts.append(narrowed(np.array(_decoded(carry, kind), np.int64), kind))
     return _joined(parts), exact and b"-0" not in carry
 
 
@@ -237,7 +244,7 @@ def _from_odd_lists(text: bytes, kind: str) -> tuple[Ids, tuple[int, ...] | None
             ids = np.array(decoder.decode(text), np.int64)
         except ValueError:
             continue
-        return _narrowed(ids.reshape(-1), kind), ids.shape if ids.ndim > 1 else None, None
+        return narrowed(ids.reshape(-1), kind), ids.shape if ids.ndim > 1 else None, None
     raise Rejected(f"{kind} must be a list of integers, or lists of equal length of them, at most three deep")
 
 
@@ -257,7 +264,7 @@ def _outline(shape: tuple[int, ...], separator: bytes) -> bytes:
     return text
 
 
-def _narrowed(ids: Ids, kind: str) -> Ids:
+def narrowed(ids: Ids, kind: str) -> Ids:
     """The ids in the smallest of `DTYPES`. Raises Rejected for one that is out of range."""
     if ids.size == 0:
         return ids.astype("|u1")
@@ -279,7 +286,7 @@ def _joined(parts: Sequence[Ids]) -> Ids:
     return np.concatenate(parts) if parts else np.zeros(0, "|u1")
 
 
-def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
+def _stored(want: Want, base: int, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
     """Split `rows`, which begin with row `want.start`, into the parent's chunks and new ones."""
     start, parent = want.start, want.parent
     stop = start + len(rows)
@@ -289,9 +296,12 @@ def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
     elif parent is not None and parent.start == start and len(rows):
         shared = _shared(rows, start, parent.chunks)
     known = [] if parent is None else parent.chunks[:shared]
-    own = known[-1].start + known[-1].rows if known else start
-    own = _merged(known, own, want.start, (stop - own) * rows.itemsize * rows.shape[1])
-    new = [] if own == stop else _chunks(rows[own - want.start :], own)
+    at = known[-1].start + known[-1].rows if known else start
+    own = at if want.own is None else min(max(at, min(base, want.own)), stop)
+    if want.own is None:
+        at = own = _merged(known, at, want.start, (stop - at) * rows.itemsize * rows.shape[1])
+    new = [] if at == stop else _chunks(rows[at - want.start : own - want.start], at)
+    new += [] if own == stop else _chunks(rows[own - want.start :], own)
     return StoredPayload(want.kind, start, stop, want.start, shape, len(known), new)
 
 
@@ -299,7 +309,7 @@ def _shared(rows: Ids, start: int, chunks: Sequence[Chunk]) -> int:
     """How many of the chunks hold exactly these rows."""
     for count, chunk in enumerate(chunks):
         at = chunk.start - start
-        part = _minimal(rows[at : at + chunk.rows])
+        part = minimal(rows[at : at + chunk.rows])
         if len(part) < chunk.rows or part.dtype.name != chunk.dtype or _digest(part) != chunk.hash:
             return count
     return len(chunks)
@@ -317,13 +327,13 @@ def _chunks(rows: Ids, start: int) -> list[NewChunk]:
     step = max(1, CHUNK_BYTES // (rows.itemsize * rows.shape[1]))
     new: list[NewChunk] = []
     for at in range(0, len(rows), step):
-        part = _minimal(rows[at : at + step])
+        part = minimal(rows[at : at + step])
         chunk = Chunk(start + at, len(part), part.dtype.name, part.nbytes, _digest(part))
         new.append(NewChunk(chunk, codec.compress(part.tobytes())))
     return new
 
 
-def _minimal(rows: Ids) -> Ids:
+def minimal(rows: Ids) -> Ids:
     """The same rows in the smallest type that holds them, so that equal rows have equal bytes."""
     if rows.dtype.itemsize == 1 or rows.size == 0:
         return rows
@@ -334,17 +344,22 @@ def _digest(rows: Ids) -> str:
     return hashlib.sha256(rows.data).hexdigest()[:32]
 
 
-def load(chunk: Chunk, frame: bytes | None) -> Ids:
-    """A stored chunk's rows. Raises CorruptContent if they are missing or changed."""
+def raw_of(chunk: Chunk, frame: bytes | None) -> bytes:
+    """A stored chunk's bytes. Raises CorruptContent if they are missing or changed."""
     raw = codec.decompress(frame, chunk.size)
     if len(raw) != chunk.size or hashlib.sha256(raw).hexdigest()[:32] != chunk.hash:
         raise CorruptContent(f"the rows from {chunk.start} on are not those that were stored")
-    return np.frombuffer(raw, DTYPES[chunk.dtype]).reshape(chunk.rows, -1)
+    return raw
+
+
+def load(chunk: Chunk, frame: bytes | None) -> Ids:
+    """A stored chunk's rows. Raises CorruptContent if they are missing or changed."""
+    return np.frombuffer(raw_of(chunk, frame), DTYPES[chunk.dtype]).reshape(chunk.rows, -1)
 
 
 def join(chunks: Sequence[Ids]) -> Ids:
     """Rows of several chunks as one array, in the smallest type that holds them all."""
-    return _minimal(_joined(chunks))
+    return minimal(_joined(chunks))
 
 
 def render(cut: Cut, rows: Ids) -> bytes:

@@ -45,6 +45,8 @@ from app.domain.events import (
     OnDivergence,
     OnLimit,
     ParamsMode,
+    ReplayKind,
+    Retain,
     SessionConfig,
     StreamMode,
 )
@@ -69,6 +71,7 @@ from app.sessions.cache import CacheEntry
 from app.sessions.lifecycle import NewSession
 from app.settings import LimitsGiven, Settings
 from turnlog import replies as wire
+from workers.sampling_masks import Masks
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -88,7 +91,7 @@ class CreateSession(BaseModel):
     attempt: int | None = Field(default=None, ge=0, le=2**31 - 1)
     metadata: dict[str, Any] | None = None
     rollback_window: int | None = Field(default=None, ge=0, le=1000)
-    retain: Literal["window", "all"] = "window"
+    retain: Retain = "window"
     history: History | None = None
     on_divergence: OnDivergence | None = None
     on_drift: Literal["segment", "reject"] = "segment"
@@ -360,18 +363,20 @@ async def get_payload(
     request: Request,
     session_id: SessionId,
     turn: Annotated[int, Path(ge=1, le=MAX_INTEGER, description="A turn's number, from 1.")],
-    kind: Annotated[Literal["routed_experts", "indexer_topk"], Path(description="The kind of replay payload.")],
+    kind: Annotated[ReplayKind, Path(description="The kind of replay payload.")],
 ) -> Response:
-    """A turn's replay payload: rows of raw little-endian ids. Headers give their type and shape."""
+    """A turn's replay payload: rows of raw little-endian ids. Headers give their type and shape. Before the ids of a
+    `sampling_mask` of R rows, whose lengths differ, come R + 1 offsets (int64): its shape is the ids'."""
     app = services(request)
     live = await app.sessions.require(session_id)
     payload, rows = await replay.payload_of(app.database, live.session, turn, kind)
+    ids, offsets = (rows.ids, rows.offsets.tobytes()) if isinstance(rows, Masks) else (rows, b"")
     headers = {
-        "x-turnlog-dtype": rows.dtype.name,
-        "x-turnlog-shape": msgspec.json.encode([len(rows), *payload.shape]).decode(),
+        "x-turnlog-dtype": ids.dtype.name,
+        "x-turnlog-shape": msgspec.json.encode([len(ids), *payload.shape]).decode(),
         "x-turnlog-row-start": str(payload.start),
     }
-    return Response(rows.tobytes(), media_type=BYTES, headers=headers)
+    return Response(offsets + ids.tobytes(), media_type=BYTES, headers=headers)
 
 
 @router.get("/sessions/{session_id}/rejected/{fence}")

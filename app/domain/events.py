@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from workers.codec import describe
+from workers.parse_parts import ReplayKind as ReplayKind
 from workers.parse_parts import Speculative, VersionSpan
 from workers.reply import LogprobsOf, Part
 
@@ -74,6 +75,11 @@ def shape_of(protocol: str) -> EngineShape:
     return "completions" if protocol == "completions" else "chat"
 
 
+Retain = Literal["window", "sampled", "all"]
+"""Which replay payloads outlive the commits after theirs: those of the rollback window; with `sampled`, behind it, each
+turn's rows of its own tokens too; or every one."""
+
+
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """The base of all events. `omit_defaults` keeps rows small; a default is therefore part of a version."""
 
@@ -97,7 +103,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     rollback_window: int
     matcher: Matcher = "tolerant"
     on_divergence: OnDivergence = "reject"
-    retain: Literal["window", "all"] = "window"
+    retain: Retain = "window"
     on_drift: Literal["segment", "reject"] = "segment"
     history: History | None = "linear"
     group_id: str | None = None
@@ -130,9 +136,6 @@ def is_number(version: str) -> bool:
     return version.isascii() and version.isdigit() and len(version) < 19
 
 
-ReplayKind = Literal["routed_experts", "indexer_topk"]
-"""What an engine can return for a trainer to replay its choices: a row of ids for each token but the last."""
-
 Dtype = Literal["uint8", "uint16", "int16", "int32"]
 """How ids are stored: the smallest of these, in this order, that holds a chunk's ids. Little-endian."""
 
@@ -162,7 +165,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PayloadRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A turn's replay payload: rows [start, stop), each of the inner shape `shape`.
+    """A turn's replay payload: rows [start, stop), each of the inner shape `shape`, () where rows differ in length.
 
     Its chunks are the first `shared` ones of the parent's payload of that kind, then `chunks`. The engine sent
     the rows from `sent` on; the earlier ones are known from the parent.
@@ -428,12 +431,13 @@ class BlobsTombstoned(Event, frozen=True):
     Their description stays in `TurnCommitted`. `freed` are the keys (fence, number) of the chunks that no payload
     refers to any more; their bytes are deleted. They left the rollback window in the commit before this event
     (`window`), the session has been closed for long enough (`closed`), or its payloads exceeded
-    TURNLOG_MAX_REPLAY_BYTES (`budget`).
+    TURNLOG_MAX_REPLAY_BYTES (`budget`). Of those turns that are in `own`, the chunks with their own rows are kept.
     """
 
     turns: tuple[int, ...]
     freed: tuple[tuple[int, int], ...]
     reason: TombstoneReason = "window"
+    own: tuple[int, ...] = ()
 
 
 class RewardAssigned(Event, frozen=True):

@@ -14,6 +14,7 @@ from app.domain.events import SessionConfig
 from app.domain.patterns import is_in_row
 from app.domain.request import ChatRequest, CompletionRequest, value_of
 from app.errors import InvalidRequest
+from workers.parse_parts import REPLAY
 from workers.top_logprobs import MAX_TOP
 
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -33,7 +34,7 @@ _PER_TURN = frozenset(
         *("messages", "prompt", "tools", "input_ids", "stream", "stream_options", "n", "rid", "nvext"),
         *("session_id", "session_params", "kv_transfer_params"),
         *("logprobs", "return_tokens_as_token_ids", "return_meta_info", "return_prompt_token_ids", "return_token_ids"),
-        *("return_weight_versions", "return_routed_experts", "return_indexer_topk"),
+        *("return_weight_versions", *(f"return_{kind}" for kind in REPLAY)),
         *("routed_experts_start_len", "routed_experts_prompt_start"),
     }
 )

@@ -1,13 +1,14 @@
 """Which replay payloads are kept, and which chunks are freed with the others.
 
 A payload of T tokens has T - 1 rows, and a turn's rows begin with those of the turn it continues, so a leaf's newest
-payload holds them all. Older ones are kept only as far back as a retry may go.
+payload holds them all. Older ones are kept only as far back as a retry may go. An engine may give a token another row
+when it prefills it for a later turn; a session that retains `sampled` keeps each live turn's rows of its own tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -56,8 +57,9 @@ def tombstones(
     """The payloads that leave the window with the commit of the newest turn, if any.
 
     For each leaf and kind, the newest `rollback_window` + 1 turns with a payload are kept; with `retain: all` every
-    turn. What a turn in flight continues is kept too: its payload may share chunks. If all payloads together exceed
-    `max_bytes`, those of the leaves that were idle longest are dropped as well.
+    turn, with `sampled` a live turn's own rows behind the window. What a turn in flight continues is kept too: its
+    payload may share chunks. If all payloads together exceed `max_bytes`, those of the leaves that were idle longest
+    are dropped as well.
 
     A checkpoint pins what could be read when it was made: the payloads of turns that were committed up to event
     `pinned_upto`. Those of turns that are undone are dropped as soon as no checkpoint pins them.
@@ -72,22 +74,33 @@ def tombstones(
     pinned, every = _pinned(session, pinned_upto), session.every_payload
     gone = RULES[session.history].just_superseded(session, index)
     dropped = _behind_window(session, gone, index if session.history == "tree" else None, pinned)
+    kept = _own_rows(session, dropped, gone)
+    for payloads in kept.values():
+        uses.add(payloads)
     dropped += [turn for turn in session.undone_payloads if turn not in pinned]
     freed = [key for turn in dropped for key in uses.remove(every[turn])]
-    over = _over_budget(session, set(dropped), uses, max_bytes, pinned)
+    lost = set(dropped)
+    left = {turn: payloads for turn, payloads in session.payloads.items() if turn not in lost} | kept
+    over = _over_budget(session, left, uses, max_bytes, pinned)
     freed += over.freed
-    for turn in (*dropped, *over.turns):
+    for turn in over.turns:
+        uses.add(left[turn])
+    for turn in dropped:
         uses.add(every[turn])
-    uses.remove(own)
-    return _event([*dropped, *over.turns], freed, "budget" if over.turns else "window")
+    for payloads in (own, *kept.values()):
+        uses.remove(payloads)
+    return _event({*dropped, *over.turns}, freed, "budget" if over.turns else "window", kept.keys() - over.turns)
 
 
-def tombstones_of_fork(session: Session, lost: Collection[int]) -> BlobsTombstoned | None:
-    """As `tombstones`, of copied turns; `lost` are those whose payloads can no longer be read at the source."""
-    readable = {turn: payloads for turn, payloads in session.payloads.items() if turn not in lost}
-    dropped = [*lost, *_behind_window(msgspec.structs.replace(session, payloads=readable), (), None, ())]
-    uses = ChunkUses(session.payloads.values())
-    return _event(dropped, [key for turn in dropped for key in uses.remove(session.payloads[turn])], "window")
+def tombstones_of_fork(session: Session, lost: Collection[int], own: Collection[int]) -> BlobsTombstoned | None:
+    """As `tombstones`, of copied turns; `lost` are those whose payloads can no longer be read at the source, `own`
+    those of which it has only the turn's own rows."""
+    readable = {turn: payloads for turn, payloads in session.payloads.items() if turn not in lost and turn not in own}
+    dropped = [*lost, *own, *_behind_window(msgspec.structs.replace(session, payloads=readable), (), None, ())]
+    kept = _own_rows(session, dropped, lost)
+    uses = ChunkUses([*session.payloads.values(), *kept.values()])
+    freed = [key for turn in dropped for key in uses.remove(session.payloads[turn])]
+    return _event(dropped, freed, "window", kept)
 
 
 def tombstone_all(session: Session) -> BlobsTombstoned | None:
@@ -96,8 +109,18 @@ def tombstone_all(session: Session) -> BlobsTombstoned | None:
     return _event(list(session.every_payload), keys, "closed")
 
 
-def _event(turns: Sequence[int], freed: Iterable[ChunkKey], reason: TombstoneReason) -> BlobsTombstoned | None:
-    return BlobsTombstoned(tuple(sorted(turns)), tuple(sorted(freed)), reason) if turns else None
+def _event(
+    turns: Collection[int], freed: Iterable[ChunkKey], reason: TombstoneReason, own: Iterable[int] = ()
+) -> BlobsTombstoned | None:
+    return BlobsTombstoned(tuple(sorted(turns)), tuple(sorted(freed)), reason, tuple(sorted(own))) if turns else None
+
+
+def _own_rows(session: Session, dropped: Iterable[int], gone: Collection[int]) -> dict[int, tuple[Payload, ...]]:
+    """What is kept of these turns' payloads, but for turns that no row is made of."""
+    if session.config.retain != "sampled":
+        return {}
+    kept = {turn: session.own_payloads(turn) for turn in dropped if turn not in gone}
+    return {turn: payloads for turn, payloads in kept.items() if payloads}
 
 
 def _behind_window(
@@ -110,7 +133,7 @@ def _behind_window(
     ranks: dict[tuple[int, ReplayKind], int] = {}
     dropped: list[int] = []
     for number in sorted(session.payloads, key=lambda number: session.turn(number).seq, reverse=True):
-        kinds = [payload.kind for payload in session.payloads[number]]
+        kinds = [payload.kind for payload in session.whole_payloads(number)]
         if number in gone:
             if number not in pinned:
                 dropped.append(number)
@@ -121,7 +144,7 @@ def _behind_window(
                 rank = ranks[number, kind] = 0
             before = _before(session, number, kind)
             ranks[before, kind] = min(ranks.get((before, kind), rank + 1), rank + 1)
-        if number not in pinned and all(ranks.get((number, kind), 0) > window for kind in kinds):
+        if kinds and number not in pinned and all(ranks.get((number, kind), 0) > window for kind in kinds):
             dropped.append(number)
     return dropped
 
@@ -154,7 +177,7 @@ def _pinned(session: Session, upto: int) -> set[int]:
 def _before(session: Session, number: int, kind: ReplayKind) -> int:
     """The nearest turn before `number`, in the tokens that it continues, with a readable payload of a kind; else 0."""
     at = session.turn(number).token_parent
-    while at and not any(payload.kind == kind for payload in session.payloads.get(at, ())):
+    while at and session.payload(at, kind) is None:
         at = session.turn(at).token_parent
     return at
 
@@ -167,22 +190,26 @@ class _Over(NamedTuple):
 
 
 def _over_budget(
-    session: Session, dropped: Collection[int], uses: ChunkUses, max_bytes: int | None, pinned: Collection[int]
+    session: Session,
+    left: Mapping[int, Sequence[Payload]],
+    uses: ChunkUses,
+    max_bytes: int | None,
+    pinned: Collection[int],
 ) -> _Over:
-    """The turns to drop, the longest idle first, until what is left fits; the newest turn's payloads always stay.
+    """The turns to drop of those `left`, the longest idle first, until what is left fits; the newest turn's payloads
+    always stay.
 
     Their payloads are removed from `uses`.
     """
     over = _Over([], [])
     if max_bytes is None or uses.bytes <= max_bytes:
         return over
-    kept = sorted((number for number in session.payloads if number not in dropped), key=lambda n: session.turn(n).seq)
-    for number in kept[:-1]:
+    for number in sorted(left, key=lambda number: session.turn(number).seq)[:-1]:
         if uses.bytes <= max_bytes:
             break
         if number not in pinned:
             over.turns.append(number)
-            over.freed.extend(uses.remove(session.payloads[number]))
+            over.freed.extend(uses.remove(left[number]))
     return over
 
 

@@ -32,6 +32,9 @@ Truncate = Literal["turn", "token"]
 miles' session server cuts inside the turn: dropping overlong turns would bias training against long answers.
 """
 
+RoutingOf = Literal["newest", "sampled"]
+"""Which turn's row a token has, where engines gave it several: the newest's, or that of the turn that sampled it."""
+
 Stale = Literal["drop", "mask", "keep"]
 """What becomes of tokens that older weights than wanted sampled: their session is left out, they leave the loss, or
 the row only says how old it is."""

@@ -243,7 +243,10 @@ Status = Literal["open", "closed", "erased", "undone"]
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """A readable replay payload: rows [start, stop) in consecutive chunks; see `PayloadRef`."""
+    """A readable replay payload: rows [start, stop) in consecutive chunks; see `PayloadRef`.
+
+    `is_own`: only the chunks with the turn's own rows are left, which an export of the sampled rows reads.
+    """
 
     kind: ReplayKind
     start: int
@@ -251,6 +254,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     sent: int
     shape: tuple[int, ...]
     chunks: tuple[ChunkRef, ...]
+    is_own: bool = False
 
     @property
     def row_ids(self) -> int:
@@ -401,7 +405,26 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     def payload(self, number: int, kind: ReplayKind) -> Payload | None:
         """Turn `number`'s payload of a kind; None where there was none or it has been tombstoned."""
-        return next((payload for payload in self.payloads.get(number, ()) if payload.kind == kind), None)
+        return next((payload for payload in self.whole_payloads(number) if payload.kind == kind), None)
+
+    def whole_payloads(self, number: int) -> list[Payload]:
+        """Those of turn `number` of which every row can be read."""
+        return [payload for payload in self.payloads.get(number, ()) if not payload.is_own]
+
+    def first_own_row(self, number: int) -> int:
+        """The first row of turn `number` that no turn before it has: a sequence's last token has none yet."""
+        turn = self.turn(number)
+        return min(turn.base_tokens, self.turn(turn.parent).token_count - 1) if turn.base_tokens else 0
+
+    def own_payloads(self, number: int) -> tuple[Payload, ...]:
+        """What is kept of turn `number`'s payloads where only its own rows are: the chunks that have them."""
+        first = self.first_own_row(number)
+        kept: list[Payload] = []
+        for payload in self.payloads[number]:
+            chunks = tuple(chunk for chunk in payload.chunks if chunk.start + chunk.rows > first)
+            if chunks:
+                kept.append(msgspec.structs.replace(payload, start=chunks[0].start, chunks=chunks, is_own=True))
+        return tuple(kept)
 
     def line(self, number: int) -> list[int]:
         """The turns from the root to turn `number`."""
@@ -585,7 +608,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             spent = session.spent_tokens + event.sampled
             return {"reached": {**session.reached, event.turn: event.limit}, "spent_tokens": spent}
         case BlobsTombstoned():
-            return _tombstoned(session, set(event.turns))
+            return _tombstoned(session, event)
         case RewardAssigned():
             return _rewarded(session, event)
         case AnnotationWritten():
@@ -610,8 +633,10 @@ def _budgets(session_id: str, config: SessionConfig, root: str | None) -> tuple[
     return own if root is None else (*own, root)
 
 
-def _tombstoned(session: Session, dropped: set[int]) -> dict[str, Any]:
+def _tombstoned(session: Session, event: BlobsTombstoned) -> dict[str, Any]:
+    dropped = set(event.turns)
     kept = {turn: payloads for turn, payloads in session.payloads.items() if turn not in dropped}
+    kept.update((turn, session.own_payloads(turn)) for turn in event.own)
     undone = {turn: payloads for turn, payloads in session.undone_payloads.items() if turn not in dropped}
     return {"payloads": kept, "undone_payloads": undone}
 

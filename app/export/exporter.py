@@ -132,7 +132,7 @@ class Exporter:
     def _require(self, query: ExportQuery) -> None:
         formats.require(query)
         if query.replay == "urls":
-            links.require(self._database, query.format, query.shape)
+            links.require(self._database, query)
 
     async def _opened(self, query: ExportQuery, cursor: str | None) -> tuple[Cursor, Position, ExportQuery]:
         """The cursor with its window fixed, the window's end, and what is asked for. Raises InvalidRequest."""

@@ -16,7 +16,22 @@ from app.export.containers.writer import EXCLUSION, Instead, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.query import ExportQuery
 from app.export.row import Columns, Fields, Row, Shape, Unfit
-from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
+from app.export.shapes import (
+    areal,
+    atif,
+    atropos,
+    identity,
+    messages,
+    miles,
+    prime_rl,
+    skyrl,
+    slime,
+    tinker,
+    tree,
+    trl,
+    turnlog,
+    verl,
+)
 from app.extras import install
 
 GroupShape = Callable[[Sequence[Row]], Fields]
@@ -24,32 +39,36 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 
 
 class ShapeEntry(msgspec.Struct, frozen=True):
-    """How a shape makes its rows, from one row or from all rows of a group, and its columns.
+    """How a shape makes its rows, from one row or from all rows of a session or a group, and its columns.
 
-    `last_status`: a row's status is that of its last turn instead of all its turns. `of_turns`: the columns that hold
-    the rewards of turns.
+    `of_session`: `SessionTree` makes them. `last_status`: a row's status is that of its last turn instead of all its
+    turns. `of_turns`: the columns that hold the rewards of turns. `masks`: those of sampling masks, in an export with
+    replay payloads.
     """
 
     columns: Columns
     of_row: Shape | None = None
+    of_session: bool = False
     of_group: GroupShape | None = None
     last_status: bool = False
+    masks: Columns = {}
     of_turns: Columns = {}
 
 
 DEFAULT = "turnlog"
 
 SHAPES: Mapping[str, ShapeEntry] = {
-    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields),
-    "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True),
-    "slime": ShapeEntry(slime.COLUMNS, slime.fields),
+    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields, masks=turnlog.MASKS),
+    "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True, masks=miles.MASKS),
+    "slime": ShapeEntry(slime.COLUMNS, slime.fields, masks=slime.MASKS),
     "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
     "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
     "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
-    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields),
+    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields, masks=prime_rl.MASKS),
     "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
+    "tree": ShapeEntry(tree.COLUMNS, of_session=True),
 }
 
 
@@ -98,7 +117,9 @@ def require(query: ExportQuery) -> None:
     if query.rewards == "turn" and not _entry(format, shape).of_turns:
         named = ", ".join(name for name, entry in SHAPES.items() if entry.of_turns)
         raise InvalidRequest(f"rewards=turn needs a shape with rewards of tokens: {named}")
-    if query.columns and (format in DOCUMENTS or takes_groups(shape)):
+    if query.stale != "drop" and takes_sessions(shape):
+        raise InvalidRequest(f"shape={shape} takes no stale={query.stale}")
+    if query.columns and (format in DOCUMENTS or takes_groups(shape) or takes_sessions(shape)):
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
     if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
         raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
@@ -107,6 +128,11 @@ def require(query: ExportQuery) -> None:
 def takes_groups(shape: str) -> bool:
     """Does a row of this shape contain a whole group?"""
     return SHAPES[shape].of_group is not None
+
+
+def takes_sessions(shape: str) -> bool:
+    """Does a row of this shape contain all rows of a session?"""
+    return SHAPES[shape].of_session
 
 
 def takes_text(format: str) -> bool:
@@ -123,7 +149,7 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     """Raises Unfit."""
     make = _entry(format, shape).of_row
     if make is None:
-        raise ValueError(f"a row of shape {shape} is made of a whole group")
+        raise ValueError(f"a row of shape {shape} is made of a whole session or a whole group")
     is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
     is_masked = row.age is not None and bool(row.age.stale_tokens)
     copied = sample.response_length and not sample.loss_mask.any() and not is_masked
@@ -160,6 +186,10 @@ def columns_of(query: ExportQuery) -> Columns:
         columns |= entry.of_turns
     if query.stale != "drop":
         columns |= dict.fromkeys(Age.__struct_fields__, "json" if entry.of_group else "int64")
+    if query.replay is True:
+        columns |= entry.masks
+        if query.routing == "sampled" and "sampling" in columns:
+            columns |= identity.ROUTED
     return {**EXCLUSION, **columns} if query.explain else columns
 
 

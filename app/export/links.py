@@ -11,6 +11,7 @@ import pybase64
 from app.domain.events import ChunkRef
 from app.domain.session import Payload
 from app.errors import InvalidRequest
+from app.export.query import ExportQuery
 from app.store.bulk import StoredSession
 from app.store.ports import Database
 
@@ -24,10 +25,11 @@ Links = Mapping[str, Any]
 bytes and hash before compression, and either `url` or, for what is in the database, `frame` as base64."""
 
 
-def require(database: Database, format: str, shape: str) -> None:
+def require(database: Database, query: ExportQuery) -> None:
     """Raises InvalidRequest."""
-    if format not in FORMATS or shape != SHAPE:
-        raise InvalidRequest(f"replay=urls needs shape={SHAPE} and one of the formats {', '.join(FORMATS)}")
+    if query.format not in FORMATS or query.shape != SHAPE or query.routing != "newest":
+        formats = ", ".join(FORMATS)
+        raise InvalidRequest(f"replay=urls needs shape={SHAPE}, routing=newest and one of the formats {formats}")
     if database.bucket is None or database.bucket.is_folder:
         raise InvalidRequest("replay=urls needs a bucket: TURNLOG_PAYLOADS is not set, or names a folder")
 

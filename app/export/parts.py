@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 
 import msgspec
 
@@ -16,6 +17,7 @@ from app.export.pages import ExportPage
 from app.export.query import Cursor, ExportQuery, session_excluded
 from app.export.row import Fields, Row, Unfit
 from app.export.rows import SessionRows, known
+from app.export.shapes.tree import SessionTree
 from app.store.bulk import StoredSession
 
 ERASED = "erased"
@@ -60,6 +62,8 @@ class PartRows:
             skip = window.given or 0 if page.at == window.at else 0
             if page.is_group:
                 rows = iter(self._group(members, page))
+            elif formats.takes_sessions(query.shape):
+                rows = (row for member in members for row in self._tree(member, page))
             else:
                 every = (row for member in members for row in self._session(member, page))
                 rows = (self._shaped(row) for row in every)
@@ -75,21 +79,58 @@ class PartRows:
         found = [list(self._session(member, page)) for member in members]
         rows = [one for of_member in found for one in of_member if isinstance(one, Row)]
         left_out = [one for of_member in found for one in of_member if not isinstance(one, Row)]
-        total = bool(rows) + len(left_out) if self._query.explain else 1
-        cursors = [self._window.behind(page.at, number, total) for number in range(1, 2 + len(left_out))]
         if not rows:
-            return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
-        rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
+            return self._numbered(page, None, left_out)
         missing = next(filter(None, map(_missing, members, found)), None)
-        if missing is not None:
-            whole = excluded(page.session_id, cursors[0], f"a session of the group is left out: {missing}")
-        else:
-            whole = self._or_excluded(
-                lambda: self._row_or_counts(formats.of_group(self._query.shape, rows), rows),
-                page.session_id,
-                cursors[0],
+
+        def whole(cursor: str) -> Fields:
+            if missing is not None:
+                return excluded(page.session_id, cursor, f"a session of the group is left out: {missing}")
+            rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursor)
+            return self._or_excluded(
+                lambda: self._row_or_counts(formats.of_group(self._query.shape, rows), rows), page.session_id, cursor
             )
-        return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
+
+        return self._numbered(page, whole, left_out)
+
+    def _tree(self, member: StoredSession, page: ExportPage) -> list[Fields]:
+        """A whole session as one row, and what is excluded from it."""
+        tree = SessionTree()
+
+        def added(row: Row) -> Fields:
+            tree.add(row)
+            return {}
+
+        every = (
+            self._or_excluded(partial(added, row), row.session.session_id, row.cursor, row.sample.segment)
+            if isinstance(row, Row)
+            else row
+            for row in self._session(member, page)
+        )
+        left_out = [fields for fields in every if fields]
+        return self._numbered(page, partial(self._whole, tree) if len(tree) else None, left_out)
+
+    def _whole(self, tree: SessionTree, cursor: str) -> Fields:
+        fields = tree.fields(cursor)
+        return (
+            fields
+            if not self._counts_only
+            else {
+                "sessions": [fields["session_id"]],
+                "tokens": len(fields["tokens"]),
+                "sampled_tokens": int(fields["sampled_mask"].sum()),
+                "cursor": cursor,
+            }
+        )
+
+    def _numbered(
+        self, page: ExportPage, make: Callable[[str], Fields] | None, left_out: Sequence[Fields]
+    ) -> list[Fields]:
+        """The row that is made for its cursor, and what is excluded from it."""
+        total = (make is not None) + len(left_out) if self._query.explain else 1
+        cursors = (self._window.behind(page.at, number, total) for number in count(1))
+        made = [] if make is None else [make(next(cursors))]
+        return [*made, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False))]
 
     def _shaped(self, row: Row | Fields) -> Fields:
         if not isinstance(row, Row):
@@ -188,9 +229,19 @@ class PartRows:
                 )
             else:
                 advantage = page.advantages.get(session_id)
-                yield _as_asked(
-                    made.row(segment, cursor, payloads=self._query.replay, advantage=advantage), self._query
-                )
+                try:
+                    made_row = made.row(
+                        segment,
+                        cursor,
+                        payloads=self._query.replay,
+                        routing_of=self._query.routing,
+                        advantage=advantage,
+                    )
+                except Unfit as error:
+                    reason = f"{error}{_in_no_loss(found.session, row, self._query)}"
+                    yield excluded(session_id, cursor, reason, segment=number)
+                else:
+                    yield _as_asked(made_row, self._query)
         for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
             yield excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)

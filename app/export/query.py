@@ -24,7 +24,7 @@ from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.rules import superseded
-from app.domain.samples import Stale, Truncate
+from app.domain.samples import RoutingOf, Stale, Truncate
 from app.domain.session import Session
 from app.errors import InvalidRequest
 
@@ -158,6 +158,11 @@ class ExportQuery(RowQuery):
     limit: Size = Field(default=None, description="At most so many.")
     replay: Replay = Field(
         default=False, description="Replay payloads too; `urls`: as URLs of the object storage that they are in."
+    )
+    routing: RoutingOf = Field(
+        default="newest",
+        description="With `replay`: each token's row of experts and positions as the newest turn has it, or, for the "
+        "tokens of each turn, as that turn has it (`sampled`).",
     )
     url_s: int = Field(
         default=3600, ge=1, le=MAX_URL_S, description="With `replay=urls`: how many seconds a URL is valid."

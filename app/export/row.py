@@ -18,6 +18,7 @@ from app.domain.session import Session
 from app.export.links import Links
 from workers.codec import describe
 from workers.reply import LogprobsOf
+from workers.sampling_masks import Masks
 
 
 class TurnSampling(msgspec.Struct, frozen=True):
@@ -95,6 +96,13 @@ class Routing(msgspec.Struct, frozen=True):
     row_start: int
 
 
+class MaskRows(msgspec.Struct, frozen=True):
+    """A sampling mask from row `row_start` on: row r has the ids that token r + 1 was drawn from, or none."""
+
+    masks: Masks
+    row_start: int
+
+
 class Top(msgspec.Struct, frozen=True):
     """The k most likely tokens at each of the row's T tokens, most likely first, and the prompt tokens' logprobs.
 
@@ -139,15 +147,16 @@ class Row(msgspec.Struct, frozen=True):
     """One segment. `messages` is the conversation at its end, raw, as sent and answered; `turns` are the sample's.
 
     `replay`: the export asks for replay payloads; `routing` holds the rows of each kind that was stored, None if they
-    are tombstoned. `is_last`: no later segment of the session is live. `advantage` is set if the export asks for one
-    and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
-    `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
-    `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs. `images` are
-    those of `messages`, in their order; None where the export asks for none; `stored_images` counts those that its
-    turns brought inline. `top` is there where the export asks for it. `annotations` are the JSON values of the session
-    and of the row's turns, None where there are none. `columns` are those that the export asks for. `as_of_seq` is the
-    last event that the row shows something of. `age` is there where the export masks or keeps stale tokens. `by_turn`:
-    it asks for rewards where turns earned them.
+    are tombstoned, `mask` the sampling mask likewise. `routing_differs`: the rows are the sampled ones, and so many of
+    them, of all kinds, are not the newest; None: they are the newest. `is_last`: no later segment of the session is
+    live. `advantage` is set if the export asks for one and the session has a reward and a group. `root` is the root of
+    the session's rollout, None for the root itself. `rollout_rows`: how many rows the rollout has in this export,
+    before any filter and limit leaves some out. `sampling` has one for each of `turns`. `links`: instead of `routing`,
+    where the export asks for URLs. `images` are those of `messages`, in their order; None where the export asks for
+    none; `stored_images` counts those that its turns brought inline. `top` is there where the export asks for it.
+    `annotations` are the JSON values of the session and of the row's turns, None where there are none. `columns` are
+    those that the export asks for. `as_of_seq` is the last event that the row shows something of. `age` is there
+    where the export masks or keeps stale tokens. `by_turn`: it asks for rewards where turns earned them.
     """
 
     session: Session
@@ -167,6 +176,8 @@ class Row(msgspec.Struct, frozen=True):
     links: Mapping[str, Links | None] | None = None
     images: Sequence[RowImage] | None = None
     stored_images: int = 0
+    mask: MaskRows | msgspec.UnsetType | None = msgspec.UNSET
+    routing_differs: int | None = None
     annotations: Mapping[str, Any] | None = None
     columns: Mapping[str, AlignedColumn | None] | None = None
     as_of_seq: int = 0

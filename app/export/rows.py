@@ -7,20 +7,32 @@ is always checked against the log's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
 
 from app.domain import images
 from app.domain.branches import Branches, Loss, Picker, branch_rows
 from app.domain.columns import Column, align, unpack
 from app.domain.events import AnnotationWritten, ChunkRef, ReplayKind, TurnCommitted, UnknownEvent, shape_of
 from app.domain.groups import Root
-from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
+from app.domain.samples import RoutingOf, Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Payload, Session, fold
 from app.export.links import Links, links
-from app.export.row import Routing, Row, RowImage, Source, TurnContent, TurnSampling, sampling_of
+from app.export.row import (
+    MaskRows,
+    Routing,
+    Row,
+    RowImage,
+    Source,
+    TurnContent,
+    TurnSampling,
+    Unfit,
+    sampling_of,
+)
 from app.export.top import top_of
 from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
@@ -28,6 +40,7 @@ from app.store.reads import decode_events
 from workers import codec
 from workers.codec import CorruptContent, Messages, TopLogprobs
 from workers.parse import REPLAY
+from workers.sampling_masks import KIND as MASK
 
 T = TypeVar("T", covariant=True)
 
@@ -132,10 +145,22 @@ class SessionRows:
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
     def row(
-        self, segment: Segment, cursor: str, *, payloads: bool | Literal["urls"], advantage: float | None = None
+        self,
+        segment: Segment,
+        cursor: str,
+        *,
+        payloads: bool | Literal["urls"],
+        routing_of: RoutingOf = "newest",
+        advantage: float | None = None,
     ) -> Row:
-        """`payloads`: read the replay payloads, or say where they are. Raises CorruptContent, Inconsistent."""
+        """`payloads`: read the replay payloads, or say where they are. Raises CorruptContent, Inconsistent; Unfit where
+        a sampled row is not there."""
         sample = made(segment)
+        path = segment.row.turns
+        routing, differs = dict(self._routing(sample, path)) if payloads is True else {}, None
+        mask = routing.pop(MASK, UNSET)
+        if payloads is True and routing_of == "sampled":
+            routing, differs = self._sampled(sample, routing)
         columns = {name: self._of_column(sample, name) for name in self._columns}
         return Row(
             session=self.session,
@@ -146,13 +171,15 @@ class SessionRows:
             source=self._source(sample),
             cursor=cursor,
             is_last=self.session.is_tree or segment.row is self.rows[-1],
-            routing=dict(self._routing(sample, segment.row.turns)) if payloads is True else {},
+            routing=cast(dict[str, Routing | None], routing),
+            mask=cast(MaskRows | UnsetType | None, mask),
+            routing_differs=differs,
             advantage=advantage,
             replay=payloads is True,
             root=self._known.root,
             rollout_rows=self._rollout_rows,
             sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),
-            links=dict(self._links(sample, segment.row.turns)) if payloads == "urls" else None,
+            links=dict(self._links(sample, path)) if payloads == "urls" else None,
             stored_images=self._stored_images(sample),
             images=None if self._shown == "none" else Lazy(lambda: list(self._images(sample))),
             annotations=self._annotations(sample) if self.session.annotations else None,
@@ -283,7 +310,49 @@ class SessionRows:
             turnlog_version=self._release,
         )
 
-    def _routing(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Routing | None]]:
+    def _sampled(
+        self, sample: Sample, newest: Mapping[str, Routing | MaskRows | None]
+    ) -> tuple[dict[str, Routing | MaskRows | None], int]:
+        """The rows that each turn has of its own tokens, and how many of them the newest turn has otherwise.
+
+        Raises CorruptContent; Unfit where one is not there.
+        """
+        sampled: dict[str, Routing | MaskRows | None] = {}
+        differs = 0
+        for kind, new in newest.items():
+            parts: list[Routing] = []
+            at = 0
+            for span in sample.turns:
+                event = self._known.events[span.turn]
+                stop = min(event.base_tokens + event.suffix_tokens + event.output_tokens, len(sample.tokens)) - 1
+                stop = min(stop, span.end)
+                if stop > at:
+                    parts.append(self._own_rows(event, kind, at, stop))
+                    at = stop
+            if len({part.ids.shape[1:] for part in parts}) > 1:
+                raise Unfit(f"{kind}: the turns' rows differ in shape")
+            ids = np.concatenate([part.ids for part in parts]) if parts else np.zeros((0,), np.uint8)
+            sampled[kind] = Routing(ids, 0)
+            if isinstance(new, Routing):
+                shared = ids[new.row_start : new.row_start + len(new.ids)]
+                differs += int((shared != new.ids).reshape(len(shared), -1).any(axis=1).sum())
+        return sampled, differs
+
+    def _own_rows(self, event: TurnCommitted, kind: str, first: int, stop: int) -> Routing:
+        """Rows [first, stop) as this turn has them."""
+        payloads = self.session.payloads.get(event.turn, ())
+        payload = next((payload for payload in payloads if payload.kind == kind), None)
+        if payload is None and any(ref.kind == kind for ref in event.payloads):
+            raise Unfit("tombstoned")
+        if payload is None or payload.start > first or payload.stop < stop:
+            raise Unfit(f"turn {event.turn} has no {kind} of its own tokens")
+        needed = [chunk for chunk in payload.chunks if chunk.start < stop and chunk.start + chunk.rows > first]
+        if any(chunk.key not in self._stored.chunks for chunk in needed):
+            raise Unfit("tombstoned")
+        rows = replay.rows_of(payload, self._stored.chunks, first, stop)
+        return Routing(rows.reshape(len(rows), *payload.shape), first)
+
+    def _routing(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Routing | MaskRows | None]]:
         """The sample's rows: those of the newest turn of its branch that has any, up to the sample's end.
 
         Raises CorruptContent.
@@ -292,8 +361,10 @@ class SessionRows:
             yield kind, _routing(self.session, sample, path, kind, self._stored.chunks)
 
     def _links(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Links | None]]:
-        """As `_routing`, unread."""
+        """As `_routing`, unread and without sampling masks."""
         for kind in self._kinds(sample):
+            if kind == MASK:
+                continue
             found = _payload(self.session, sample, path, kind)
             yield kind, None if found is None else links(found.payload, found.chunks, self._stored, found.stop)
 
@@ -326,7 +397,7 @@ class _Needed(NamedTuple):
 
 def _payload(session: Session, sample: Sample, path: Sequence[int], kind: str) -> _Needed | None:
     """None if the payloads are tombstoned."""
-    payloads = (payload for number in reversed(path) for payload in session.payloads.get(number, ()))
+    payloads = (payload for number in reversed(path) for payload in session.whole_payloads(number))
     payload = next((payload for payload in payloads if payload.kind == kind), None)
     if payload is None:
         return None
@@ -336,11 +407,13 @@ def _payload(session: Session, sample: Sample, path: Sequence[int], kind: str) -
 
 def _routing(
     session: Session, sample: Sample, path: Sequence[int], kind: str, chunks: Mapping[tuple[int, int], bytes | None]
-) -> Routing | None:
+) -> Routing | MaskRows | None:
     """None if the payloads are tombstoned, perhaps since the export's window was fixed."""
     found = _payload(session, sample, path, kind)
     if found is None or any(chunk.key not in chunks for chunk in found.chunks):
         return None
     payload = found.payload
+    if kind == MASK:
+        return MaskRows(replay.masks_of(payload, chunks, payload.start, found.stop), payload.start)
     rows = replay.rows_of(payload, chunks, payload.start, found.stop)
     return Routing(rows.reshape(len(rows), *payload.shape), payload.start)

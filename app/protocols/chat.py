@@ -30,6 +30,7 @@ from app.errors import Unsupported
 from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
 from app.protocols.errors import ErrorFields, openai_error
 from app.protocols.sse import KEEPALIVE, event
+from workers.parse_parts import REPLAY
 
 _MESSAGE: Schema = {
     "type": "object",
@@ -232,8 +233,7 @@ _NOT_IN_A_CHUNK = (
     "prompt_token_ids",
     "response_token_ids",
     "token_ids",
-    "routed_experts",
-    "indexer_topk",
+    *REPLAY,
 )
 
 _IN_EVERY_CHUNK = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier"))

@@ -246,6 +246,7 @@ class CacheEntry:
             elif isinstance(event, BlobsTombstoned):
                 for number in event.turns:
                     self.uses.remove(before.every_payload.get(number, ()))
+                    self.uses.add(after.every_payload.get(number, ()))
             elif isinstance(event, SessionErased):
                 self.uses = ChunkUses()
         return True

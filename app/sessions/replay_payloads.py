@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.session import Payload, Session
@@ -11,9 +11,10 @@ from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store import reads
 from app.store.chunk_reader import load_chunks
 from app.store.ports import Database
-from workers import payloads
+from workers import payloads, sampling_masks
 from workers.codec import CorruptContent, Wire
 from workers.payloads import Chunk, Ids
+from workers.sampling_masks import Masks
 
 Frames = Mapping[ChunkKey, bytes | None]
 
@@ -25,13 +26,23 @@ def keys_of(found: Payload, first: int = 0) -> list[ChunkKey]:
 
 def rows_of(found: Payload, frames: Frames, first: int, stop: int) -> Ids:
     """Rows [first, stop) as [rows, ids a row], in the smallest type. Raises CorruptContent."""
-    parts: list[Ids] = []
-    for chunk in found.chunks:
-        if chunk.start < stop and chunk.start + chunk.rows > first:
+    parts = _parts(found, first, stop)
+    return payloads.join([payloads.load(ref, frames.get(key))[rows] for key, ref, rows in parts])
+
+
+def masks_of(found: Payload, frames: Frames, first: int, stop: int) -> Masks:
+    """Rows [first, stop) of a sampling mask. Raises CorruptContent."""
+    parts = _parts(found, first, stop)
+    masks = [(sampling_masks.load(ref, frames.get(key)), rows) for key, ref, rows in parts]
+    return sampling_masks.join([mask.part(rows.start, rows.stop) for mask, rows in masks])
+
+
+def _parts(found: Payload, first: int, stop: int) -> Iterator[tuple[ChunkKey, Chunk, slice]]:
+    """The chunks with rows of [first, stop), and which of their rows. One ends where the next begins."""
+    for chunk, end in zip(found.chunks, [*(chunk.start for chunk in found.chunks[1:]), found.stop], strict=True):
+        if chunk.start < stop and end > first:
             ref = Chunk(chunk.start, chunk.rows, chunk.dtype, chunk.size, chunk.hash)
-            rows = payloads.load(ref, frames.get(chunk.key))
-            parts.append(rows[max(first - chunk.start, 0) : stop - chunk.start])
-    return payloads.join(parts)
+            yield chunk.key, ref, slice(max(first - chunk.start, 0), min(end, stop) - chunk.start)
 
 
 async def values(
@@ -43,7 +54,7 @@ async def values(
     """
     found: dict[str, bytes] = {}
     for cut in wire.cuts:
-        payload = next((one for one in session.payloads.get(number, ()) if one.kind == cut.kind), None)
+        payload = next((one for one in session.whole_payloads(number) if one.kind == cut.kind), None)
         if cut.kind not in kinds or payload is None:
             continue
         if cut.form == "text":
@@ -53,7 +64,10 @@ async def values(
         frames = await load_chunks(database, session.session_id, keys)
 
         def render() -> bytes:
-            return payloads.render(cut, rows_of(payload, frames, payload.sent, payload.stop))  # noqa: B023
+            first, stop = payload.sent, payload.stop  # noqa: B023
+            if cut.form == "sets":  # noqa: B023
+                return sampling_masks.render(cut, masks_of(payload, frames, first, stop))  # noqa: B023
+            return payloads.render(cut, rows_of(payload, frames, first, stop))  # noqa: B023
 
         try:
             found[cut.kind] = await asyncio.to_thread(render)
@@ -64,7 +78,9 @@ async def values(
     return found
 
 
-async def payload_of(database: Database, session: Session, number: int, kind: ReplayKind) -> tuple[Payload, Ids]:
+async def payload_of(
+    database: Database, session: Session, number: int, kind: ReplayKind
+) -> tuple[Payload, Ids | Masks]:
     """Turn `number`'s payload: its description and all its rows, including those that the engine left out.
 
     Raises NotFound (no such turn or payload), PayloadTombstoned, SessionUnreadable.
@@ -77,7 +93,8 @@ async def payload_of(database: Database, session: Session, number: int, kind: Re
     keys = keys_of(payload)
     frames = await load_chunks(database, session.session_id, keys)
     try:
-        rows = await asyncio.to_thread(rows_of, payload, frames, payload.start, payload.stop)
+        read: Callable[..., Ids | Masks] = masks_of if kind == sampling_masks.KIND else rows_of
+        rows = await asyncio.to_thread(read, payload, frames, payload.start, payload.stop)
     except CorruptContent as error:
         why = await _why_not(database, session.session_id, number, kind)
         if isinstance(why, PayloadTombstoned):  # since `session` was read

@@ -247,7 +247,7 @@ def _open_turn(found: SessionAt, held: OpenTurn) -> OpenTurnView:
 
 
 def _turn(found: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> TurnView:
-    readable = {payload.kind for payload in found.session.payloads.get(event.turn, ())}
+    readable = {payload.kind for payload in found.session.whole_payloads(event.turn)}
     return TurnView(
         **{name: getattr(event, name) for name in _OF_EVENT},
         live=event.turn not in discarded_by,

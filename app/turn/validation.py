@@ -136,17 +136,20 @@ class ReplyValidator:
         except (PoolError, OSError) as error:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
 
-    def _want(self, turn: InFlightTurn, kind: str, call: EngineCall) -> Want:
+    def _want(self, turn: InFlightTurn, kind: ReplayKind, call: EngineCall) -> Want:
         of_experts = kind == "routed_experts"
         # If the client left out rows itself, they are not known to be the parent's.
         is_unchecked = of_experts and call.first_row > 0 and not call.own
-        parent = None if is_unchecked else _parent(turn.session, turn.plan.parent, cast(ReplayKind, kind))
+        session, number = turn.session, turn.plan.parent
+        parent = None if is_unchecked else _parent(session, number, kind)
+        own = session.turn(number).token_count - 1 if number else 0
         return Want(
             kind=kind,
             required=kind in self._settings.replay and returns(kind, self._settings.upstream_dialect, call.shape),
             start=call.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
             parent=parent,
+            own=own if session.config.retain == "sampled" else None,
         )
 
 

@@ -7,7 +7,8 @@ tells which engine it is.
 
 Replay payloads: SGLang returns `routed_experts` for `return_routed_experts` and, in newer builds, `indexer_topk` for
 `return_indexer_topk`; vLLM returns `routed_experts` if it was started so. Each can leave out the first rows, with a
-parameter of its own.
+parameter of its own. SGLang returns sampling masks for `return_sampling_mask` with a finite `top_k`, and refuses a
+request without one; vLLM if it was started so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from app.domain.events import EngineShape
+from workers.parse_parts import REPLAY
 from workers.top_logprobs import LogprobWish
 
 DialectChoice = Literal["auto", "sglang", "vllm"]
@@ -39,7 +41,7 @@ _NEEDED: Mapping[DialectChoice, Mapping[str, bytes]] = {
 _COMPLETION: Mapping[str, bytes] = {"return_token_ids": b"true", "return_weight_versions": b"true"}
 """For completions on either engine, with a number for `logprobs`; 0 returns only the sampled token's."""
 
-_RETURN = {"routed_experts": "return_routed_experts", "indexer_topk": "return_indexer_topk"}
+_RETURN: Mapping[str, str] = {kind: f"return_{kind}" for kind in REPLAY}
 _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
     "sglang": ("routed_experts_start_len",),
     "vllm": ("routed_experts_prompt_start",),
@@ -134,8 +136,8 @@ def _base_model(raw: bytes) -> bytes:
 
 
 def returns(kind: str, dialect: DialectChoice, shape: EngineShape) -> bool:
-    """Can this kind of payload be asked for? vLLM has no `indexer_topk`, nor have SGLang's completions."""
-    return kind == "routed_experts" or (dialect != "vllm" and shape == "chat")
+    """Can this kind of payload be asked for? Completions have only `routed_experts`, vLLM has no `indexer_topk`."""
+    return kind == "routed_experts" or (shape == "chat" and (dialect != "vllm" or kind == "sampling_mask"))
 
 
 def asked_for(params: Mapping[str, msgspec.Raw]) -> frozenset[str]:

@@ -23,6 +23,7 @@ import msgspec
 from app.domain.request import join_object
 from app.upstream.streams import BadStream, CutStream, EventReader
 from workers.parse_json import is_null
+from workers.parse_parts import REPLAY
 
 GENERATE = "/generate"
 
@@ -53,7 +54,7 @@ _OF_CHATS = frozenset(
 
 _ONLY_CHATS = frozenset(
     {
-        *("logit_bias", "seed", "return_routed_experts", "return_indexer_topk", "return_hidden_states", "cache_salt"),
+        *("logit_bias", "seed", *(f"return_{kind}" for kind in REPLAY), "return_hidden_states", "cache_salt"),
         *("continue_final_message", "session_params", "reasoning", "reasoning_effort", "task", "data_parallel_rank"),
     }
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import archive, export, payloads, peer, sessions, startup, turns
+from ops.bench import archive, export, payloads, peer, sessions, startup, trees, turns
 from ops.bench.measure import print_results
 
 BENCHMARKS = {
@@ -21,6 +21,7 @@ BENCHMARKS = {
     "payloads": payloads,
     "export": export,
     "archive": archive,
+    "trees": trees,
     "startup": startup,
 }
 

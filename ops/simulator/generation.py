@@ -240,7 +240,7 @@ class ReplyWriter:
             return None
         layers, top_k, experts = self.config.experts
         options = options or Experts()
-        shape = Shape(options.layers or layers, options.top_k or top_k, options.experts or experts)
+        shape = Shape(options.layers or layers, options.top_k or top_k, options.experts or experts, options.shift)
         return self._payload(generation, shape, options, start, npy)
 
     def indexer(self, generation: Generation[ChatRequest]) -> bytes | None:
@@ -250,7 +250,23 @@ class ReplyWriter:
             return None
         layers, top_k = self.config.indexer
         options = options or Experts()
-        return self._payload(generation, Shape(options.layers or layers, options.top_k or top_k, 0), options, 0, False)
+        return self._payload(
+            generation, Shape(options.layers or layers, options.top_k or top_k, 0, options.shift), options, 0, False
+        )
+
+    def masks(self, generation: Generation[ChatRequest]) -> bytes | None:
+        """The ids that each sampled token was drawn from, at most ``top_k``, ascending; ``None`` if not requested."""
+        request = generation.request
+        if not request.return_sampling_mask:
+            return None
+        known = len(self._tokenizer.texts)
+        most = min(request.top_k or known, 64)
+        return encode(
+            [
+                sorted({(token + number * 31) % known if number else token for number in range(1 + token * 7 % most)})
+                for token in generation.draft.ids
+            ]
+        )
 
     def _payload(self, generation: Generation[R], shape: Shape, options: Experts, start: int, npy: bool) -> bytes:
         stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)

@@ -7,7 +7,7 @@ repeats the rows of the shorter one, as an engine with a warm cache does, and an
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,13 @@ class Shape:
     """The shape ``[rows, layers, top_k]`` without the rows.
 
     ``experts`` is the exclusive bound of an id. 0 means that ids are positions, bounded by their row
-    (``indexer_topk``).
+    (``indexer_topk``). Another ``shift`` gives other rows.
     """
 
     layers: int
     top_k: int
     experts: int
+    shift: int = 0
 
     @property
     def cells(self) -> int:
@@ -53,7 +54,7 @@ class Payloads:
 
         ``sequence`` is the packed prompt and output; its first 16 ids choose the rows.
         """
-        return self._slice(shape, start, stop, self._shift(sequence))
+        return self._slice(shape, start, stop, self._shift(shape, sequence))
 
     def base64(self, shape: Shape, start: int, stop: int, sequence: bytes) -> bytes:
         """The rows as a JSON string of base64 of raw int32."""
@@ -73,11 +74,11 @@ class Payloads:
         return [b'"', *[self._block] * blocks, self._block[:rest], b'"']
 
     @staticmethod
-    def _shift(sequence: bytes) -> int:
-        return zlib.crc32(sequence[:_HEAD_BYTES]) % _SHIFTS
+    def _shift(shape: Shape, sequence: bytes) -> int:
+        return (zlib.crc32(sequence[:_HEAD_BYTES]) + shape.shift) % _SHIFTS
 
     def _kept(self, shape: Shape, start: int, stop: int, sequence: bytes, form: str) -> bytes:
-        shift = self._shift(sequence)
+        shift = self._shift(shape, sequence)
         key = (shape, start, stop, shift, form)
         found = self._encoded.get(key)
         if found is not None:
@@ -97,6 +98,7 @@ class Payloads:
         return table[start + shift : max(start, stop) + shift]
 
     def _table(self, shape: Shape, rows: int) -> npt.NDArray[np.int32]:
+        shape = replace(shape, shift=0)
         table = self._tables.get(shape)
         if table is None or len(table) < rows:
             size = _FIRST_ROWS

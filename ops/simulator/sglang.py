@@ -42,6 +42,8 @@ def check(request: ChatRequest) -> None:
         for name in _NOT_STREAMED:
             if getattr(request, name):
                 raise BadRequest(f"{name} is not supported with streaming; set stream=false.")
+    if request.return_sampling_mask and (request.top_k or 0) < 1:
+        raise BadRequest("return_sampling_mask requires a finite top_k.")
 
 
 def check_history(conversation: Conversation) -> None:
@@ -142,6 +144,11 @@ def _meta_info(
     for name, payload in (("routed_experts", experts), ("indexer_topk", writer.indexer(generation))):
         if payload is not None:
             parts += [b',"%s":' % name.encode(), payload]
+    masks = writer.masks(generation)
+    if masks is not None:
+        logprobs = b",".join(numbers or writer.logprobs(generation.draft))
+        parts += [b',"output_token_sampling_mask":', masks, b',"output_token_sampling_logprobs":[', logprobs, b"]"]
+        parts.append(b',"output_token_sampling_mask_length":%d' % generation.completion_tokens)
     return [*parts, b"}"]
 
 

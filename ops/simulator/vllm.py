@@ -95,6 +95,9 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     parts = [b"".join(head)]
     if experts is not None:
         parts += [b',"routed_experts":', experts]
+    masks = writer.masks(generation)
+    if masks is not None:
+        parts += [b',"sampling_mask":', masks]
     prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
     of_prompt = writer.prompt_logprobs(generation.prompt, request.prompt_logprobs)
     parts.append(

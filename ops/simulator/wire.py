@@ -49,13 +49,15 @@ class SentMessage(Struct):
 
 
 class Experts(Struct, forbid_unknown_fields=True):
-    """The shape of a routing payload; with ``unasked`` it is sent without a request for it."""
+    """The shape of a routing payload; with ``unasked`` it is sent without a request for it. A generation with another
+    ``shift`` routes the same tokens otherwise, the prompt's too."""
 
     layers: int | None = None
     top_k: int | None = None
     experts: int | None = None
     nested: bool = False
     unasked: bool = False
+    shift: int = 0
 
 
 class FaultOrder(Struct, forbid_unknown_fields=True):
@@ -173,6 +175,8 @@ class ChatRequest(Request, kw_only=True):
     return_meta_info: bool = False
     return_prompt_token_ids: bool = False
     return_indexer_topk: bool = False
+    return_sampling_mask: bool = False
+    top_k: int | None = None
 
     @property
     def alternatives(self) -> int:

@@ -73,7 +73,7 @@ async def _difference(database: Database, log: FoldedLog | None, turn: Acknowled
         report.not_compared += 1
         return None
     try:
-        for kinds in _kind_combinations([payload.kind for payload in session.payloads.get(turn.turn, ())]):
+        for kinds in _kind_combinations([payload.kind for payload in session.whole_payloads(turn.turn)]):
             _, _, body = await stored_reply(database, session, turn.turn, kinds)
             if hashlib.sha256(body).hexdigest() == turn.reply_sha256:
                 return None
@@ -94,7 +94,7 @@ def _kind_combinations(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind
 
 def _tombstoned(log: FoldedLog, session: Session, number: int) -> bool:
     """Whether the reply had a payload that has been tombstoned since."""
-    return len(_committed(log, session, number).payloads) > len(session.payloads.get(number, ()))
+    return len(_committed(log, session, number).payloads) > len(session.whole_payloads(number))
 
 
 def _committed(log: FoldedLog, session: Session, number: int) -> TurnCommitted:

@@ -47,7 +47,7 @@ from app.store.schema import (
     turns,
 )
 from ops.verify.report import Report
-from workers import codec, payloads
+from workers import codec, payloads, sampling_masks
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import token_text
 from workers.top_logprobs import FLOAT_BYTES, unpacked
@@ -108,7 +108,7 @@ def check_damaged(connection: Connection, session_id: str, report: Report) -> No
 def chunk_fault(ref: ChunkRef, frame: bytes | None) -> str | None:
     """What is wrong with a chunk's frame."""
     try:
-        payloads.load(payloads.Chunk(ref.start, ref.rows, ref.dtype, ref.size, ref.hash), frame)
+        payloads.raw_of(payloads.Chunk(ref.start, ref.rows, ref.dtype, ref.size, ref.hash), frame)
     except CorruptContent as error:
         return f"chunk {ref.key}: {error}"
     return None
@@ -391,12 +391,15 @@ class SessionCheck:
         bases = {turn.turn: turn.base_tokens for turn in self._committed()}
         for number, live in session.payloads.items():
             for payload in live:
-                at = payload.start
+                at, is_mask = payload.start, payload.kind == sampling_masks.KIND
                 for chunk in payload.chunks:
-                    self._expect(chunk.start == at, f"turn {number}: {payload.kind} has a gap at row {at}")
+                    # A sampling mask's chunk may stand for the last rows of the one before.
+                    follows = chunk.start <= at if is_mask else chunk.start == at
+                    self._expect(follows, f"turn {number}: {payload.kind} has a gap at row {at}")
                     at = chunk.start + chunk.rows
                 self._expect(at == payload.stop, f"turn {number}: {payload.kind} ends at row {at}, not {payload.stop}")
-                own = bases[number] > 0 or payload.start == payload.sent
+                # An engine sends a mask's rows of its own output only.
+                own = bases[number] > 0 or payload.start == (0 if is_mask else payload.sent)
                 self._expect(own, f"turn {number}: {payload.kind} begins with rows of other tokens")
 
     def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:

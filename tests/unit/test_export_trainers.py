@@ -40,7 +40,7 @@ def exported(format: str, shape: str, given: Sequence[Row], **more: Any) -> list
     found: list[JSON] = pq.read_table(BytesIO(data)).to_pylist()
     columns = formats.columns_of(query)
     for row in found:
-        row.update({name: json.loads(value) for name, value in row.items() if columns[name] == "json"})
+        row.update({name: json.loads(value) for name, value in row.items() if columns[name] == "json" and value})
     return found
 
 

@@ -23,6 +23,7 @@ from test_parse_fuzz import BYTES, JUNK, mutated
 from workers import codec, job, light, payloads
 from workers.codec import Facts, Wire
 from workers.parse import REPLAY, Rejected, token_text
+from workers.parse_parts import NAMES, ReplayKind
 from workers.parse_prompt import KnownText
 from workers.payloads import Parent, Want
 from workers.reply import Job, ValidatedReply
@@ -159,11 +160,12 @@ def test_what_is_told_of_a_reply(shape: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REPLAY)
-def test_payloads_are_for_the_other_rules(kind: str) -> None:
+def test_payloads_are_for_the_other_rules(kind: ReplayKind) -> None:
     required = msgspec.structs.replace(PLAIN, wants=[Want(kind, required=True)])
     for shape, meta in (("sglang", "choices.0.meta_info"), ("vllm", "choices.0")):
-        assert is_read(a_body(shape, {f"{meta}.{kind}": None}))
-        assert light.read(PLAIN, a_body(shape, {f"{meta}.{kind}": "AAAA"}), None) is None
+        name = NAMES[shape][kind]
+        assert is_read(a_body(shape, {f"{meta}.{name}": None}))
+        assert light.read(PLAIN, a_body(shape, {f"{meta}.{name}": "AAAA"}), None) is None
         assert light.read(required, a_body(shape), None) is None
     assert light.read(PLAIN, a_body("sglang", {"sglext": {kind: "AAAA"}}), None) is None
 

@@ -46,7 +46,7 @@ class Kept:
     def turn(self, rows: Rows, start: int = 0) -> StoredPayload:
         """Keep a payload whose first row is `start`; what is kept must give the rows again."""
         want = Want(KIND, start=start, parent=self.parent)
-        stored, _ = payloads.read(text_of(rows), want, start + len(rows) + 1, npy=False)
+        stored, _ = payloads.read(text_of(rows), want, start + 1, start + len(rows) + 1, npy=False)
         known = self.rows() if stored.start < start else rows[:0]
         self.chunks = [*self.chunks[: stored.shared], *stored.new]
         self.start, self.stop, self.row_ids = stored.start, stored.stop, rows.shape[1]
@@ -129,7 +129,7 @@ def test_a_patch_that_does_not_begin_where_the_parent_ends_stands_alone(start: i
     kept, rows = Kept(), table(1000, 64)
     kept.turn(rows)
     want = Want(KIND, start=start, parent=kept.parent)
-    stored, _ = payloads.read(text_of(rows), want, start + 1001, npy=False)
+    stored, _ = payloads.read(text_of(rows), want, start + 1, start + 1001, npy=False)
     assert (stored.start, stored.sent, stored.shared, stored.new[0].chunk.start) == (start, start, 0, start)
 
 
@@ -137,7 +137,7 @@ def test_a_patch_of_no_rows_keeps_the_parents() -> None:
     kept, rows = Kept(), table(1000, 64)
     kept.turn(rows)
     want = Want(KIND, start=1000, parent=kept.parent)
-    stored, _ = payloads.read(memoryview(b'""'), want, 1001, npy=False)
+    stored, _ = payloads.read(memoryview(b'""'), want, 1001, 1001, npy=False)
     assert (stored.start, stored.stop, stored.shared, stored.new) == (0, 1000, len(kept.chunks), [])
 
 
@@ -173,7 +173,7 @@ def test_a_chunks_hash_says_no_more_than_its_rows(highest: list[int]) -> None:
         kept.turn(rows[:stop])
     brought = {(new.chunk.start, new.chunk.rows): new.chunk for new in kept.chunks}
     for (start, count), chunk in brought.items():
-        alone, _ = payloads.read(text_of(rows[start : start + count]), Want(KIND), count + 1, npy=False)
+        alone, _ = payloads.read(text_of(rows[start : start + count]), Want(KIND), 0, count + 1, npy=False)
         [new] = alone.new
         assert (new.chunk.hash, new.chunk.dtype) == (chunk.hash, chunk.dtype)
     again = kept.turn(rows)
@@ -230,7 +230,7 @@ def test_a_row_larger_than_a_chunk_is_a_chunk() -> None:
 
 
 def one() -> NewChunk:
-    [new] = payloads.read(text_of(table(50)), Want(KIND), 51, npy=False)[0].new
+    [new] = payloads.read(text_of(table(50)), Want(KIND), 0, 51, npy=False)[0].new
     return new
 
 

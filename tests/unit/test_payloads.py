@@ -48,7 +48,7 @@ def in_compact_lists(rows: Rows) -> bytes:
 
 
 def read(text: bytes, want: Want = EXPERTS, *, tokens: int = 4, npy: bool = False) -> tuple[StoredPayload, Cut]:
-    return payloads.read(memoryview(text), want, tokens, npy=npy)
+    return payloads.read(memoryview(text), want, 0, tokens, npy=npy)
 
 
 def rows_in(stored: StoredPayload) -> Rows:

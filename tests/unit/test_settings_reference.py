@@ -21,5 +21,6 @@ def test_what_is_accepted_is_what_the_settings_accept() -> None:
     assert "| `off` | over 0, `off` |" in rows["| `TURNLOG_IDLE_CLOSE_S`"]
     assert "| 1 GiB | from 1 MiB, `off` |" in rows["| `TURNLOG_MAX_REPLAY_BYTES`"]
     assert "| 5 | over 0, at most 3,600 |" in rows["| `TURNLOG_UPSTREAM_CONNECT_TIMEOUT_S`"]
-    assert "| none | `routed_experts`, `indexer_topk`, several with commas |" in rows["| `TURNLOG_REPLAY`"]
+    kinds = "`routed_experts`, `indexer_topk`, `sampling_mask`, several with commas"
+    assert f"| none | {kinds} |" in rows["| `TURNLOG_REPLAY`"]
     assert "| CPUs, at most 16 | 1 to 256 |" in rows["| `TURNLOG_WORKERS`"]

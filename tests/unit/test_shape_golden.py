@@ -31,7 +31,7 @@ DEFAULTS = {"logprobs_of": "unknown", "temperature": None, "top_k": None, "top_p
 SAMPLING = {"sampling": [{"turn": 1, **DEFAULTS, "temperature": 0.7}, {"turn": 2, **DEFAULTS}]}
 OURS = {**WHO, "cursor": "after-s-0", "advantage": -0.5, **ROLLOUT, **SAMPLING}
 SAID = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}] * 2
-TURN = {"engine": "http://engine", "dispatched": None, "adapter": None, "parts": []}
+TURN = {"speculative": None, "engine": "http://engine", "dispatched": None, "adapter": None, "parts": []}
 SLIME = {
     "group_index": None,
     "index": None,
@@ -73,8 +73,8 @@ GOLDEN: dict[str, JSON] = {
         "weight_version_names": [],
         "weight_version_regressed": False,
         "turns": [
-            {"turn": 1, "start": 0, "output_start": 2, "end": 3, "finish_reason": "stop", **TURN},
-            {"turn": 2, "start": 3, "output_start": 4, "end": 5, "finish_reason": "length", **TURN},
+            {"turn": 1, "start": 0, "output_start": 2, "end": 3, "finish_reason": "stop", "cached_tokens": 0, **TURN},
+            {"turn": 2, "start": 3, "output_start": 4, "end": 5, "finish_reason": "length", "cached_tokens": 3, **TURN},
         ],
         "segment_cause": None,
         "messages": SAID,

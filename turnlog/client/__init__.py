@@ -79,6 +79,7 @@ from turnlog.rows import (
     LeasedAttempt,
     LeasedGroup,
     LeftOut,
+    MaskRows,
     Part,
     PayloadRows,
     Pinned,
@@ -96,6 +97,7 @@ from turnlog.rows import (
     TurnSpan,
     WaitingGroup,
 )
+from turnlog.trees import PackedTrees, attention_mask, attention_slices, pack_trees, unpack_tree
 
 __all__ = [
     "Acknowledged",
@@ -130,10 +132,12 @@ __all__ = [
     "ListedGroup",
     "ListedSession",
     "Loss",
+    "MaskRows",
     "NewSession",
     "NotFound",
     "NotTurnlog",
     "OpenTurn",
+    "PackedTrees",
     "Part",
     "PausedAdapter",
     "PayloadRows",
@@ -188,5 +192,9 @@ __all__ = [
     "UnreadableEvent",
     "VersionSpan",
     "WaitingGroup",
+    "attention_mask",
+    "attention_slices",
     "fetch_payload",
+    "pack_trees",
+    "unpack_tree",
 ]

@@ -32,8 +32,9 @@ class Sample:
     """One segment of the session: T tokens, of which the last R are the response.
 
     arrays: `tokens` int64 [T], `loss_mask` uint8 [R], `rollout_log_probs` float64 [R], and if the engines sent them
-        `rollout_routed_experts` int32 [T-1, layers, k] and `rollout_indexer_topk` int32 [T-1, layers, k]. The arrays
-        are writable and share one buffer.
+        `rollout_routed_experts` int32 [T-1, layers, k] and `rollout_indexer_topk` int32 [T-1, layers, k],
+        `rollout_sampling_mask.ids` int32 and `rollout_sampling_mask.offsets` int64 [R+1]. The arrays are writable and
+        share one buffer.
     fields: what is no array: `response`, `response_length`, `status`, `reward`, `metadata`, …
     """
 

@@ -28,6 +28,9 @@ ROLLOUT: Columns = {
 SAMPLING: Columns = {"sampling": "json"}
 """The last column of each shape: which distribution each turn's logprobs are of."""
 
+ROUTED: Columns = {"routing": "text", "routing_differs": "int64"}
+"""Columns beside it in an export of sampled rows of replay payloads."""
+
 
 def fields(row: Row) -> Fields:
     """`cursor` gives what comes after the row."""
@@ -43,13 +46,15 @@ def fields(row: Row) -> Fields:
 
 
 def of(shaped: Fields) -> Fields:
-    """The identity that a shaped row has; of a group's row that of its last session, without a segment.
+    """The identity that a shaped row has; of a session's row without a segment, of a group's that of its last session.
 
     Raises KeyError for a row without one.
     """
     found: Any = shaped
     if "session_ids" in found:
         return {"session_id": found["session_ids"][-1], "segment": None, "cursor": found["cursor"]}
+    if "leaves" in found:
+        return {"session_id": found["session_id"], "segment": None, "cursor": found["cursor"]}
     if "cursor" not in found:
         found = found.get("extra_fields") or found.get("extra") or found["metadata"]["turnlog"]
     return {name: found[name] for name in ("session_id", "segment", "cursor")}
@@ -64,4 +69,7 @@ def rollout(row: Row) -> Fields:
 
 
 def sampling(row: Row) -> Fields:
-    return {"sampling": [msgspec.structs.asdict(turn) for turn in row.sampling]}
+    sampling = {"sampling": [msgspec.structs.asdict(turn) for turn in row.sampling]}
+    if row.routing_differs is None:
+        return sampling
+    return {**sampling, "routing": "sampled", "routing_differs": row.routing_differs}

@@ -24,6 +24,8 @@ from workers.codec import describe
 
 COLUMNS: Columns = {**slime.COLUMNS, "rollout_indexer_topk": "[[[int32]]]", "adapter": "text"}
 
+MASKS: Columns = {"rollout_sampling_mask": {"ids": "[int32]", "offsets": "[int64]"}}
+
 META = "_samples_meta"
 """The tensor (uint8) with the JSON of what is no array."""
 
@@ -32,11 +34,23 @@ def fields(row: Row) -> Fields:
     """Raises Unfit."""
     row = _with_last_status(row)
     positions, missing = routing.whole(row, "indexer_topk")
+    mask, mask_missing = _mask(row)
     return {
-        **slime.shaped(row, {"indexer_topk_missing": missing}),
+        **slime.shaped(row, {"indexer_topk_missing": missing, "sampling_mask_missing": mask_missing}),
+        **({} if mask is None else {"rollout_sampling_mask": mask}),
         "rollout_indexer_topk": None if positions is None else positions.astype(np.int32),
         "adapter": row.adapter,
     }
+
+
+def _mask(row: Row) -> tuple[dict[str, Array] | None, str | None]:
+    """`RolloutSamplingMask`: the ids of each token of the response; miles wants none to be empty."""
+    start = row.sample.prompt_length
+    mask, missing = routing.whole_mask(row, start)
+    if mask is None:
+        return None, missing
+    mask = mask.with_singletons(row.sample.tokens[start:])
+    return {"ids": mask.ids, "offsets": mask.offsets}, None
 
 
 def _with_last_status(row: Row) -> Row:
@@ -76,6 +90,12 @@ def samples_body(
                     file.add(f"{name}.{index}", array)
             response = _text(row) if responses is None else responses[index]
             nulls = [name for name, array in tensors.items() if array is None]
+            mask, mask_missing = _mask(row)
+            for name, array in (mask or {}).items():
+                file.add(f"rollout_sampling_mask.{name}.{index}", array)
+            if mask is None and row.mask is not msgspec.UNSET:
+                nulls.append("rollout_sampling_mask")
+            missing = {**missing, "sampling_mask_missing": mask_missing}
             samples.append(_sample(row, response, nulls, missing, versions, tree))
         found = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
         meta.add(jsontext.encode(found))

@@ -37,6 +37,9 @@ COLUMNS: Columns = {
 }
 
 
+MASKS: Columns = {"sampling_mask": {"ids": "bytes", "counts": "bytes"}, "sampling_mask_missing": "text"}
+
+
 class _Metadata(msgspec.Struct, frozen=True):
     env_name: object = None
 
@@ -62,6 +65,7 @@ def fields(row: Row) -> Fields:
         "env_name": _env_name(row.metadata),
         "routed_experts": experts,
         "routed_experts_missing": missing,
+        **_mask(row),
         "trace_id": row.session.session_id,
         "branch_index": sample.segment,
         "reward": row.reward,
@@ -70,6 +74,15 @@ def fields(row: Row) -> Fields:
         **identity.sampling(row),
         **images.left_out(row),
     }
+
+
+def _mask(row: Row) -> Fields:
+    """All ids and, for each token, how many of them are its own, as int32; 0: prime-rl has no mask there."""
+    mask, missing = routing.whole_mask(row, 0)
+    if mask is None:
+        return {} if missing is None else {"sampling_mask": None, "sampling_mask_missing": missing}
+    ids, counts = (array.astype("<i4").tobytes() for array in (mask.ids, mask.lengths))
+    return {"sampling_mask": {"ids": ids, "counts": counts}, "sampling_mask_missing": None}
 
 
 def _env_name(metadata: bytes | None) -> str:

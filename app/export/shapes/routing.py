@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from app.domain.samples import Array
 from app.export.row import Row
+from workers.sampling_masks import Masks
 
 
 def whole(row: Row, kind: str, largest: int = np.iinfo(np.int32).max) -> tuple[Array | None, str | None]:
@@ -27,3 +29,20 @@ def whole(row: Row, kind: str, largest: int = np.iinfo(np.int32).max) -> tuple[A
     if ids.size and ids.max() > largest:
         return None, f"an id exceeds {largest}"
     return ids, None
+
+
+def whole_mask(row: Row, first: int) -> tuple[Masks | None, str | None]:
+    """The sampling mask of the tokens from `first` on, which may be 0, or None and why.
+
+    None and no reason where the session had none, or the export does not ask for payloads.
+    """
+    if row.mask is msgspec.UNSET:
+        return None, None
+    if row.mask is None:
+        return None, "tombstoned"
+    start, rows = row.mask.row_start, len(row.mask.masks)
+    tokens = len(row.sample.tokens)
+    if start > max(first - 1, 0) or start + rows < tokens - 1:
+        return None, f"rows {start} to {start + rows} are there, {max(first - 1, 0)} to {tokens - 1} are needed"
+    mask = row.mask.masks.part(max(first - 1, 0) - start, tokens - 1 - start)
+    return mask if first else Masks.of(np.append(0, mask.lengths), mask.ids), None

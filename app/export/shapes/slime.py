@@ -31,13 +31,20 @@ COLUMNS: Columns = {
     "metadata": "json",
 }
 
+MASKS: Columns = {"rollout_top_p_token_ids": "[int32]", "rollout_top_p_token_offsets": "[int64]"}
+
 
 def fields(row: Row) -> Fields:
     """`index`, slime's place of a sample in its own data source, is None: no log knows it.
 
     `reward` is None where none was assigned, which slime's reward functions fill in. Raises Unfit.
     """
-    return shaped(row, {})
+    mask, missing = routing.whole_mask(row, row.sample.prompt_length)
+    shaped_row = shaped(row, {"sampling_mask_missing": missing})
+    if mask is None:
+        return shaped_row
+    named = {"rollout_top_p_token_ids": mask.ids.astype(np.int32), "rollout_top_p_token_offsets": mask.offsets}
+    return {**shaped_row, **named}
 
 
 def shaped(row: Row, beside: Fields) -> Fields:

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from app.domain.samples import TurnSpan
-from app.export.row import Columns, Fields, Routing, Row, Value
+from app.export.row import Columns, Fields, MaskRows, Routing, Row, Value
 from app.export.shapes import identity
+from workers.sampling_masks import KIND as MASK
 
 COLUMNS: Columns = {
     "session_id": "text",
@@ -60,6 +61,10 @@ COLUMNS: Columns = {
     "images": "json",
     "limit": "text",
     "annotations": "json",
+}
+
+MASKS: Columns = {
+    "sampling_mask": {"data": "bytes", "row_start": "int64", "rows": "int64", "dtype": "text", "offsets": "[int64]"}
 }
 
 TOP_COLUMNS: Columns = {
@@ -148,12 +153,29 @@ def _payloads(row: Row) -> dict[str, Value]:
     fields: dict[str, Value] = {"routed_experts": None, "row_start": None, "rows": 0, "dtype": None, "shape": []}
     if experts is not None:
         fields = {"routed_experts" if name == "data" else name: value for name, value in _payload(experts).items()}
-    others = {
+    others: dict[str, Value] = {
         kind: None if found is None else _payload(found)
         for kind, found in row.routing.items()
         if kind != "routed_experts"
     }
-    return {**fields, **others, "tombstoned": [kind for kind, found in row.routing.items() if found is None]}
+    tombstoned = [kind for kind, found in row.routing.items() if found is None]
+    if row.mask is not msgspec.UNSET:
+        others[MASK] = None if row.mask is None else _mask(row.mask)
+        tombstoned += [MASK] if row.mask is None else []
+    return {**fields, **others, "tombstoned": tombstoned}
+
+
+def _mask(found: MaskRows) -> dict[str, Value]:
+    """Row r of `rows` has the ids [offsets[r], offsets[r + 1]) of `data`, little-endian."""
+    masks = found.masks
+    ids = masks.ids.astype(masks.ids.dtype.newbyteorder("<"), copy=False)
+    return {
+        "data": ids.tobytes(),
+        "row_start": found.row_start,
+        "rows": len(masks),
+        "dtype": ids.dtype.name,
+        "offsets": masks.offsets,
+    }
 
 
 def _payload(routing: Routing) -> dict[str, Value]:

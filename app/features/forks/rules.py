@@ -100,7 +100,9 @@ def fork(
     session = fold(source.session_id, (Recorded(seq, 0.0, event) for seq, event in enumerate(new, 1)))
     assert session is not None
     lost = [place for place, event in enumerate(chain, 1) if event.payloads and event.turn not in source.payloads]
-    tombstoned = retention.tombstones_of_fork(session, lost)
+    kept = source.payloads
+    partly = [place for place, event in enumerate(chain, 1) if any(one.is_own for one in kept.get(event.turn, ()))]
+    tombstoned = retention.tombstones_of_fork(session, lost, partly)
     if tombstoned is not None:
         new.append(tombstoned)
         session = apply(session, Recorded(len(new), 0.0, tombstoned), source.session_id)

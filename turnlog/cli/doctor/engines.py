@@ -93,7 +93,7 @@ async def _generated(
 ) -> list[Finding]:
     """A short chat, requested and validated like a turn."""
     area = f"engine {url}"
-    wish = {"model": model, "max_tokens": TOKENS}
+    wish = {"model": model, "max_tokens": TOKENS, **({"top_k": 8} if "sampling_mask" in settings.replay else {})}
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in wish.items()}
     fields = complete(raw, settings.upstream_dialect, settings.replay)
     fields["messages"] = msgspec.json.encode(MESSAGES)

@@ -6,7 +6,7 @@ import { numberField, readForm, textField, valuesOf, writeForm } from "./form.js
 
 /** @import {Values} from "./form.js" */
 
-export const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos"];
+export const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"];
 
 /** The options that the preview does not need: they do not decide which rows there are. */
 const NOT_COUNTED = ["limit", "replay", "explain"];

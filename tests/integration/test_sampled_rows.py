@@ -1,0 +1,152 @@
+"""Rows of the decode: `retain: sampled` and `routing=sampled`, before an engine that routes a prompt anew each turn."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from integration.places import Places
+from integration.routing import EXPERTS, Rows, Session, fetch, problems, rows_in, session_of
+from integration.stand import Stand, error_of, user
+from integration.tito import checked
+from ops.simulator.process import SimulatorProcess
+
+pytestmark = pytest.mark.long
+
+ROW_BYTES = 8
+WINDOW = 1
+
+
+@pytest.fixture(scope="module")
+def line(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
+    with checked(places.new("sampled"), sglang.base_url, environment=environment) as made:
+        yield made
+
+
+class Player:
+    """Takes turns at random places, and keeps what the engine gave of each."""
+
+    def __init__(self, stand: Stand, seed: int, **body: Any) -> None:
+        self.draw = random.Random(seed)
+        self.talk: Session = session_of(stand, rollback_window=WINDOW, **body)
+        self.given: dict[int, Rows] = {}
+        self.live: list[int] = []
+
+    def turn(self, keep: int | None = None) -> None:
+        """The next turn, or one that goes on behind the first `keep` messages."""
+        self.talk.messages = self.talk.messages[:keep]
+        shift = len(self.given) + 1
+        sim = {"completion_tokens": self.draw.randint(1, 12), "tool_calls": False, "experts": {"shift": shift}}
+        reply = self.talk.add(user(f"{shift} " + "so " * self.draw.randint(1, 9)), sim=sim, return_routed_experts=True)
+        self.given[int(reply.headers["x-turnlog-turn"])] = rows_in(reply.content)
+        self.live.append(self.live_bytes())
+
+    def linear(self, turns: int) -> None:
+        for _ in range(turns):
+            back = self.draw.random() < 0.3 and len(self.talk.messages) >= 2 * WINDOW + 2
+            self.turn(len(self.talk.messages) - 2 * WINDOW if back else None)
+
+    def tree(self, turns: int) -> None:
+        histories: list[list[Any]] = [[]]
+        for _ in range(turns):
+            self.talk.messages = list(self.draw.choice(histories[-3:] if self.draw.random() < 0.7 else histories))
+            self.turn()
+            histories.append(self.talk.messages)
+
+    def live_bytes(self) -> int:
+        """Of the chunks that are stored now, by the log."""
+        sizes: dict[tuple[int, int], int] = {}
+        for event in self.talk.events():
+            for payload in event.get("payloads", ()):
+                sizes |= {(chunk[0], chunk[1]): chunk[5] for chunk in payload["chunks"]}
+            for key in event.get("freed", ()):
+                del sizes[tuple(key)]
+        return sum(sizes.values())
+
+    def sampled(self, row: dict[str, Any]) -> Rows:
+        """Each turn's rows of its own tokens, as its reply had them."""
+        parts, at = [], 0
+        for span in row["turns"]:
+            own = self.given[span["turn"]]
+            parts.append(own[at : span["end"] - 1])
+            at = span["end"] - 1
+        return np.concatenate(parts)
+
+    def rows(self, routing: str) -> list[dict[str, Any]]:
+        return self.talk.rows(replay="true", routing=routing, explain="true")
+
+
+def decoded(row: dict[str, Any]) -> Rows:
+    return np.frombuffer(base64.b64decode(row[EXPERTS]), row["dtype"]).reshape(row["rows"], -1)
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+@pytest.mark.parametrize("seed", range(3))
+def test_sampled_rows_are_those_of_the_decode(line: Stand, history: str, seed: int) -> None:
+    player = Player(line, seed, history=history, retain="sampled")
+    getattr(player, history)(14)
+    rows = [row for row in player.rows("sampled") if row.get("excluded") is None]
+    newest = [row for row in player.rows("newest") if row.get("excluded") is None]
+    assert len(rows) == len(newest) > 0
+    for row, other in zip(rows, newest, strict=True):
+        assert "routing" not in other
+        assert np.array_equal(decoded(other), player.given[other["turns"][-1]["turn"]])
+        assert np.array_equal(decoded(row), player.sampled(row))
+        differs = int((decoded(row) != decoded(other)).any(axis=1).sum())
+        assert (row["routing"], row["routing_differs"]) == ("sampled", differs)
+    assert any(row["routing_differs"] for row in rows)
+    # Each token's own row once, and what the window has of each leaf.
+    turns = {span["turn"]: span["end"] - span["start"] for row in rows for span in row["turns"]}
+    whole = (WINDOW + 1) * sum(len(row["tokens"]) for row in rows)
+    assert player.live[-1] <= ROW_BYTES * (sum(turns.values()) + whole)
+    assert problems(line) == []
+
+
+def test_stored_bytes_grow_with_the_tokens(line: Stand) -> None:
+    kept = {}
+    for retain in ("sampled", "all"):
+        player = Player(line, 5, history="linear", retain=retain)
+        for _ in range(24):
+            player.turn()
+        tokens = len(player.rows("newest")[0]["tokens"])
+        kept[retain] = player.live[-1] / tokens / ROW_BYTES
+        assert fetch(player.talk, 1).status_code == (410 if retain == "sampled" else 200)
+    assert kept["sampled"] <= WINDOW + 2 < 8 < kept["all"]
+
+
+def test_a_row_that_needs_a_tombstoned_one_is_left_out(line: Stand) -> None:
+    player = Player(line, 7, history="linear")
+    for _ in range(WINDOW + 1):
+        player.turn()
+    [row] = player.rows("sampled")
+    assert np.array_equal(decoded(row), player.sampled(row))
+    player.turn()
+    [left_out] = player.rows("sampled")
+    assert left_out["excluded"] == "tombstoned"
+    assert len(player.rows("newest")) == 1
+
+
+def test_forks_have_the_sampled_rows(line: Stand) -> None:
+    player = Player(line, 9, history="linear", retain="sampled")
+    for _ in range(6):
+        player.turn()
+    for turn in (6, 3):
+        reply = line.http.post(f"{player.talk.path}/fork", json={"turn": turn, "parent_loss": True})
+        assert reply.status_code == 200, reply.text
+        forked = reply.json()
+        session_id = forked["session_id"] if "session_id" in forked else forked["sessions"][0]["session_id"]
+        [row] = line.rows(session_id=session_id, replay="true", routing="sampled")
+        assert np.array_equal(decoded(row), player.sampled(row))
+    assert problems(line) == []
+
+
+def test_urls_are_of_the_newest_rows(line: Stand) -> None:
+    reply: httpx.Response = line.http.get("/export", params={"replay": "urls", "routing": "sampled"})
+    assert error_of(reply)[0] == 400
