@@ -22,7 +22,7 @@ def to_npy(values: ArrayLike) -> bytes:
     """
     import numpy as np  # most commands and clients never need numpy
 
-    given = np.ma.asarray(values)
+    given: Column = np.ma.asarray(values)
     if given.ndim != 1 or given.dtype.kind not in "fiu":
         raise ValueError(f"a column is numbers of the shape (T,), not {given.dtype} of {given.shape}")
     dtype = "<f4" if given.dtype.kind == "f" else "<i4"
