@@ -62,12 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = {marker for marker in LANES if config.getoption(f"--{marker.replace('_', '-')}")} or {None}
-    covered: set[tuple[str, str, int]] = set()
-    chosen = [item for item in items if lane_of(item) in asked and _adds_a_value(item, covered)]
-    if len(chosen) < len(items):
-        kept = set(chosen)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = chosen
+    others = [item for item in items if lane_of(item) not in asked]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if lane_of(item) in asked]
 
 
 def lane_of(item: pytest.Item) -> str | None:
@@ -83,19 +81,6 @@ def _repeats_on_postgres(item: pytest.Item) -> bool:
         return False
     callspec = getattr(item, "callspec", None)
     return callspec is not None and "postgresql" in callspec.params.values()
-
-
-def _adds_a_value(item: pytest.Item, covered: set[tuple[str, str, int]]) -> bool:
-    """On PostgreSQL a test runs once with each value of each parameter; on SQLite, and with `--store`, with all
-    combinations. `covered`: what of the test is tried already."""
-    if not _repeats_on_postgres(item):
-        return True
-    test = item.nodeid.partition("[")[0]
-    values = {(test, name, index) for name, index in item.callspec.indices.items()}  # type: ignore[attr-defined]
-    if values <= covered:
-        return False
-    covered |= values
-    return True
 
 
 @pytest.fixture(scope="session")
