@@ -13,6 +13,7 @@ from app.crash_points import CrashPoint
 from fault.table import Tally
 from fault.test_crash_points import TITLE, Site, on_one_of_both
 from fault.test_crash_points import site as site
+from fault.test_crash_points import vendor as vendor
 from fault.verified import acknowledgement, verified
 from ops.verify import Acknowledged
 

@@ -523,6 +523,7 @@ def test_every_point_is_tried() -> None:
     tests = (
         test_a_creation,
         test_a_fork,
+        test_a_limit_that_ends_something,
         test_a_word_about_a_session,
         test_an_erasure,
         test_a_rollouts_close,
