@@ -130,9 +130,9 @@ def test_the_context_of_a_captured_turn_is_known_afterwards(stand: Stand) -> Non
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 def test_time_ends_a_generation(places: Places, dialect: str) -> None:
     with standing(places.new("time"), "--dialect", dialect) as stand:
-        for on_limit in ("length", "error"):
+        for on_limit, on_abort in (("length", "return"), ("length", "fail"), ("error", "fail")):
             latency(stand, HOURS)
-            talk = stand.talk(limits={"seconds": 1.5}, on_limit=on_limit)
+            talk = stand.talk(limits={"seconds": 1.5}, on_limit=on_limit, on_abort=on_abort)
             sim = {"completion_tokens": 50, "reasoning": False, "abort_at": [5]}
             response = talk.chat([user("One")], sim=sim)
             if on_limit == "error":
@@ -189,6 +189,16 @@ def test_a_rollout_and_one_of_its_sessions_have_limits(stand: Stand) -> None:
     stand.talk(session_id="late-root", limits={"tokens": 4})
     late.say("Two", **of_length(4))
     over(late.chat([*late.messages, user("Three")]))
+
+
+def test_an_agents_session_has_the_limits_of_its_parent(stand: Stand) -> None:
+    root = stand.talk(history="linear", limits={"tokens": 8, "per": "session"}, on_limit="length")
+    headers = {"x-turnlog-session-id": root.id, "x-turnlog-agent-id": "helper"}
+    body = {"model": "m", "messages": [user("One")], **of_length(20)}
+    reply = stand.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.json()["usage"]["completion_tokens"] == 8
+    assert budget(root)["left"] == {"tokens": 8}
+    assert budget(stand.known(f"{root.id}:helper"))["left"] == {"tokens": 0}
 
 
 def test_a_fork_begins_anew_and_keeps_the_limits(stand: Stand) -> None:

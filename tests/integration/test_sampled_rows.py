@@ -147,6 +147,7 @@ def test_forks_have_the_sampled_rows(line: Stand) -> None:
     assert problems(line) == []
 
 
-def test_urls_are_of_the_newest_rows(line: Stand) -> None:
-    reply: httpx.Response = line.http.get("/export", params={"replay": "urls", "routing": "sampled"})
+@pytest.mark.parametrize("replay", ["urls", "false"])
+def test_what_has_no_sampled_rows_is_refused(line: Stand, replay: str) -> None:
+    reply: httpx.Response = line.http.get("/export", params={"replay": replay, "routing": "sampled"})
     assert error_of(reply)[0] == 400
