@@ -258,6 +258,29 @@ def test_a_close_ends_the_generation(stand: Stand, sglang: SimulatorProcess, ven
     assert [request["path"] for request in asked(sglang.base_url)] == before
 
 
+def test_limits_count_what_the_vendor_says(stand: Stand) -> None:
+    """A reply without `usage` counts as no tokens; it is a turn all the same."""
+    talk = judge(stand, limits={"tokens": 20, "turns": 3}, on_limit="length")
+    talk.say("One", sim={"completion_tokens": 12, "reasoning": False})
+    assert asked(str(stand.sim.base_url))[-1]["body"]["max_tokens"] == 20  # the client gave none
+    talk.say("Two", sim={"completion_tokens": 9, "reasoning": False, "fault": "no_usage"}, max_completion_tokens=9)
+    body = asked(str(stand.sim.base_url))[-1]["body"]
+    assert (body["max_completion_tokens"], "max_tokens" in body) == (8, False)
+    [told] = talk.state()["session"]["budgets"]
+    assert (told["used"]["tokens"], told["left"], told["in_flight"]["tokens"]) == (12, {"tokens": 8, "turns": 1}, 0)
+    cut = talk.say("Three", sim={"completion_tokens": 30, "reasoning": False})
+    assert cut.json()["choices"][0]["finish_reason"] == "length"
+    assert talk.committed()[-1]["limit"] == "tokens"
+    [row] = talk.rows(format="messages")
+    assert row["status"] == "truncated"
+    assert error_of(talk.chat([*talk.messages, user("Four")])) == (409, "over_budget")
+    late = judge(stand, limits={"seconds": 0.5})
+    assert error_of(late.chat([user("One")], sim={"latency_s": 3600})) == (409, "over_budget")
+    tight = judge(stand, limits={"tokens": 5})
+    assert error_of(tight.chat([user("One")], sim={"completion_tokens": 9, "reasoning": False})) == (409, "over_budget")
+    assert tight.state()["session"]["budgets"][0]["used"]["tokens"] == 5
+
+
 FAULTS = {
     **dict.fromkeys(
         (
