@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -70,21 +69,8 @@ class Player:
                 del sizes[tuple(key)]
         return sum(sizes.values())
 
-    def sampled(self, row: dict[str, Any]) -> Rows:
-        """Each turn's rows of its own tokens, as its reply had them."""
-        parts, at = [], 0
-        for span in row["turns"]:
-            own = self.given[span["turn"]]
-            parts.append(own[at : span["end"] - 1])
-            at = span["end"] - 1
-        return np.concatenate(parts)
-
     def rows(self, routing: str) -> list[dict[str, Any]]:
         return self.talk.rows(replay="true", routing=routing, explain="true")
-
-
-def decoded(row: dict[str, Any]) -> Rows:
-    return np.frombuffer(base64.b64decode(row[EXPERTS]), row["dtype"]).reshape(row["rows"], -1)
 
 
 @pytest.mark.parametrize("history", ["linear", "tree"])
@@ -97,9 +83,9 @@ def test_sampled_rows_are_those_of_the_decode(line: Stand, history: str, seed: i
     assert len(rows) == len(newest) > 0
     for row, other in zip(rows, newest, strict=True):
         assert "routing" not in other
-        assert np.array_equal(decoded(other), player.given[other["turns"][-1]["turn"]])
-        assert np.array_equal(decoded(row), player.sampled(row))
-        differs = int((decoded(row) != decoded(other)).any(axis=1).sum())
+        assert np.array_equal(payload_rows(other), player.given[other["turns"][-1]["turn"]])
+        assert np.array_equal(payload_rows(row), own_rows(row, player.given))
+        differs = int((payload_rows(row) != payload_rows(other)).any(axis=1).sum())
         assert (row["routing"], row["routing_differs"]) == ("sampled", differs)
     assert any(row["routing_differs"] for row in rows)
     # Each token's own row once, and what the window has of each leaf.
@@ -126,7 +112,7 @@ def test_a_row_that_needs_a_tombstoned_one_is_left_out(line: Stand) -> None:
     for _ in range(WINDOW + 1):
         player.turn()
     [row] = player.rows("sampled")
-    assert np.array_equal(decoded(row), player.sampled(row))
+    assert np.array_equal(payload_rows(row), own_rows(row, player.given))
     player.turn()
     [left_out] = player.rows("sampled")
     assert left_out["excluded"] == "tombstoned"
@@ -143,7 +129,7 @@ def test_forks_have_the_sampled_rows(line: Stand) -> None:
         forked = reply.json()
         session_id = forked["session_id"] if "session_id" in forked else forked["sessions"][0]["session_id"]
         [row] = line.rows(session_id=session_id, replay="true", routing="sampled")
-        assert np.array_equal(decoded(row), player.sampled(row))
+        assert np.array_equal(payload_rows(row), own_rows(row, player.given))
     assert problems(line) == []
 
 
