@@ -179,9 +179,9 @@ def is_of_the_decode(row: Mapping[str, Any], replies: Iterable[httpx.Response]) 
     )
 
 
-def asks_for_all(turn: int) -> dict[str, Any]:
+def asks_for_all(turn: int, **experts: int) -> dict[str, Any]:
     """Fields of a request for all three kinds, whose rows SGLang gives otherwise than in another turn."""
-    shifted = {name: {"shift": turn} for name in ("experts", POSITIONS)}
+    shifted = {"experts": {"shift": turn, **experts}, POSITIONS: {"shift": turn}}
     asked = dict.fromkeys(("return_routed_experts", "return_indexer_topk", "return_sampling_mask"), True)
     return {"sim": {"tool_calls": False, "completion_tokens": 3 + turn, **shifted}, "top_k": 8, **asked}
 
