@@ -213,6 +213,8 @@ class HeaderSession:
                 evaluation=parent.evaluation,
                 capture=parent.capture,
                 upstream=parent.upstream,
+                retain=parent.retain,
+                on_limit=parent.on_limit,
                 matcher=parent.matcher,
                 rollback_window=parent.rollback_window,
                 on_divergence=parent.on_divergence,

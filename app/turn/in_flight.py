@@ -85,6 +85,11 @@ class SessionLimits(Protocol):
 class TurnLimit(Protocol):
     """The limits that hold for a turn."""
 
+    @property
+    def is_late(self) -> bool:
+        """Is the turn's time over? What an engine ends then is not continued."""
+        ...
+
     def claimed(self, turn: InFlightTurn) -> None:
         """The turn has its claim: its request asks for no more than that."""
 

@@ -180,6 +180,7 @@ VALUES: dict[str, tuple[str, str]] = {
     "too large a number": ('{"value": 18446744073709551616}', "64 bits"),
     "too deep": (f'{{"value": {DEEP}}}', "deeper"),
     "too long": (json.dumps({"value": "x" * MAX_VALUE}), str(MAX_VALUE)),
+    "too long before all else": (f'{{"value": {{"{"x" * MAX_VALUE}": [1e999]}}}}', str(MAX_VALUE)),
     "half a character": ('{"value": "\\ud800"}', "the body"),
     "a writer": ('{"value": 1, "writer": "a\\nb"}', "writer"),
     "over alone": ('{"value": 1, "over": "own"}', "over"),

@@ -130,9 +130,9 @@ def test_the_context_of_a_captured_turn_is_known_afterwards(stand: Stand) -> Non
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 def test_time_ends_a_generation(places: Places, dialect: str) -> None:
     with standing(places.new("time"), "--dialect", dialect) as stand:
-        for on_limit in ("length", "error"):
+        for on_limit, on_abort in (("length", "return"), ("length", "fail"), ("error", "fail")):
             latency(stand, HOURS)
-            talk = stand.talk(limits={"seconds": 1.5}, on_limit=on_limit)
+            talk = stand.talk(limits={"seconds": 1.5}, on_limit=on_limit, on_abort=on_abort)
             sim = {"completion_tokens": 50, "reasoning": False, "abort_at": [5]}
             response = talk.chat([user("One")], sim=sim)
             if on_limit == "error":

@@ -166,6 +166,8 @@ def test_a_child_takes_after_its_parent(stand: Stand) -> None:
         "matcher": "strict",
         "rollback_window": 3,
         "on_divergence": "segment",
+        "retain": "sampled",
+        "on_limit": "length",
     }
     parent = stand.talk(**taken, group_id="task", history="linear")
     Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")

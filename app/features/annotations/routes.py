@@ -182,15 +182,21 @@ def _given(raw: bytes, kind: str, over: Over | None) -> tuple[Any | Column, str 
 async def _get(request: Request, session_id: str, turn: int | None, name: str, format: str) -> Response:
     said = await _annotations(request).read(session_id, turn, name)
     column = said.content if isinstance(said.content, Column) else None
-    if format != "json":
-        if column is None:
+    if column is None:
+        if format != "json":
             raise InvalidRequest(f"format={format}: {name} is a JSON value, no column")
-        if format == "npy":
-            return Response(bodies.to_npy(column), media_type=NPY)
+        fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation), "value": said.content}
+        return Response(jsontext.encode(fields), media_type=JSON)
+    if format == "npy":
+        return Response(bodies.to_npy(column), media_type=NPY)
+    if format == "safetensors":
         return Response(bodies.to_safetensors(column), media_type=SAFETENSORS)
-    content = {"value": said.content} if column is None else {"values": bodies.to_list(column)}
-    fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation), **content}
-    return Response(jsontext.encode(fields), media_type=JSON)
+    fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation)}
+    return Response(await asyncio.to_thread(_with_values, fields, column), media_type=JSON)
+
+
+def _with_values(fields: dict[str, Any], column: Column) -> bytes:
+    return jsontext.encode({**fields, "values": bodies.to_list(column)})
 
 
 async def _list(request: Request, session_id: str, turn: int | None) -> dict[str, Any]:

@@ -37,17 +37,17 @@ def of_value(session: Session | None, session_id: str, turn: int | None, name: s
     there = _place(session, session_id, turn)
     if value is None:
         raise InvalidRequest("value: null is no value; DELETE removes an annotation")
-    _require_storable(value, "value", 0)
+    # Before the walk below, which names places by all names above them.
+    if (size := len(msgspec.json.encode(value))) > MAX_VALUE:
+        raise InvalidRequest(f"value: {size} bytes as JSON; the limit is {MAX_VALUE}")
+    _require_storable(value, "value")
     if turn is None and name == "note":
         _require_note(value)
     elif turn is None and name == "tags":
         value = _tags(value)
     if turn is None and name in ("note", "tags") and not value:
         return AnnotationWritten(name)
-    size = len(msgspec.json.encode(value))
-    if size > MAX_VALUE:
-        raise InvalidRequest(f"value: {size} bytes as JSON; the limit is {MAX_VALUE}")
-    return _within_limits(there, AnnotationWritten(name, turn, value, size=size))
+    return _within_limits(there, AnnotationWritten(name, turn, value, size=len(msgspec.json.encode(value))))
 
 
 def of_column(
@@ -93,15 +93,15 @@ def _within_limits(session: Session, event: AnnotationWritten) -> AnnotationWrit
     return event
 
 
-def _require_storable(value: Any, place: str, depth: int) -> None:
+def _require_storable(value: Any, *place: str | int) -> None:
     """Raises InvalidRequest."""
-    if depth > MAX_DEPTH:
+    if len(place) > MAX_DEPTH + 1:
         raise InvalidRequest(f"value: deeper than {MAX_DEPTH} lists and objects")
     if not is_in_row(value):
-        raise InvalidRequest(f"{place:.200}: a finite number of at most 64 bits is needed")
+        raise InvalidRequest(f"{'.'.join(map(str, place)):.200}: a finite number of at most 64 bits is needed")
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, each in inner:
-        _require_storable(each, f"{place}.{part}", depth + 1)
+        _require_storable(each, *place, part)
 
 
 def _require_note(value: Any) -> None:

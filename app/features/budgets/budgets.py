@@ -173,7 +173,7 @@ class LimitedTurn:
         self._parent = 0
         self._most: int | None = None
         self._cut_by: LimitName | None = None
-        self._is_late = False
+        self.is_late = False
         self._aborting: asyncio.Task[None] | None = None
         self._ended_by: LimitName | None = None
 
@@ -211,7 +211,7 @@ class LimitedTurn:
             while self._has_no_room(turn):
                 await generate(turn)
         except (TurnCancelled, AppError) as error:
-            if self._is_late and turn.cancel_reason in (None, "limit"):
+            if self.is_late and turn.cancel_reason in (None, "limit"):
                 raise OverBudget.of(self._session_id, "seconds") from error
             raise
         finally:
@@ -251,7 +251,7 @@ class LimitedTurn:
 
     def _time_is_over(self, turn: InFlightTurn) -> None:
         """End the generation. An engine that has it returns the tokens so far, for which it has ABORT_S."""
-        self._is_late = True
+        self.is_late = True
         engine = self._services.engines.engine_of(turn.rid)
         if turn.task is None or engine is None:
             turn.cancel("limit")  # A reply that is there already is not lost by it.
@@ -269,10 +269,10 @@ class LimitedTurn:
         """Did a limit end the generation? Raises OverBudget if the turn ends with it."""
         reply = turn.reply
         if reply is None:
-            if self._is_late:
+            if self.is_late:
                 raise OverBudget.of(self._session_id, "seconds")
             return
-        if self._is_late and reply.finish_reason == "abort":
+        if self.is_late and reply.finish_reason == "abort":
             self._ended_by = "seconds"
         elif reply.finish_reason == "length" and self._cut_by is not None and reply.output_tokens >= (self._most or 0):
             self._ended_by = self._cut_by

@@ -154,6 +154,8 @@ class Resume:
         enough samples ends the others for good. Raises GenerationAborted, TakesNoIds for one that is cut."""
         services, policy = self._services, self.on_abort(turn)
         if not first.is_cut:
+            if _is_late(turn):
+                return False
             if policy == "fail":
                 raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
             if policy == "return" or not await self._was_shut(turn):
@@ -212,6 +214,8 @@ class Resume:
             if part is None:
                 return False
             await continuation.add(part)
+            if _is_late(turn):
+                break
             if part.is_cut or await self._was_shut(turn):
                 misses = 0
             elif misses == EMPTY_TRIES or part.reply.output_tokens:
@@ -273,3 +277,7 @@ class Resume:
             return suffix
         stored = await self._services.cache.tokens(turn.entry, parent.number)
         return b",".join(filter(None, (stored, suffix)))
+
+
+def _is_late(turn: InFlightTurn) -> bool:
+    return turn.limit is not None and turn.limit.is_late
