@@ -126,7 +126,7 @@ class RowFilters(TypedDict, total=False):
     rewards: Annotated[Literal["total", "turn"], "total (default), turn (at the token that earned it: verl, skyrl)."]
     max_seq_len: Annotated[int, "Cut rows to at most this many tokens."]
     truncate: Annotated[Literal["turn", "token"], "turn (default: at a turn's end), token (inside one)."]
-    columns: Annotated[str, "Columns of numbers that rows have too: names with commas between them."]
+    columns: Annotated[str | Sequence[str], "Columns of numbers that rows have too: names with commas between them."]
     top_k: Annotated[int, "The k most likely tokens at each token, and the prompts' logprobs."]
     branches: Annotated[Branches, "Leaves that become rows; default: all but superseded ones."]
     loss: Annotated[Loss, "once (default: a token is in one row's loss), every (in each)."]

@@ -17,6 +17,7 @@ probability (null, or vLLM's -9999) is not there: what a grammar rules out.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -84,6 +85,8 @@ _BY_NAME = msgspec.json.Decoder(list[dict[str, _Maybe] | None])
 _BY_ID = msgspec.json.Decoder(list[dict[str, _ById] | None])
 
 _NAME = "token_id:"
+_LOGPROB_KEY = re.compile(rb'"logprob"\s*:')
+"""A key: the colon tells it from a token of this text, which vLLM names too."""
 
 
 def of_sglang_chat(meta: Fields, where: str, prompt: Prompt, output: int, wish: LogprobWish) -> TopLogprobs | None:
@@ -163,7 +166,7 @@ def _of_vllm_prompt(
         raise Rejected(f"{where} was asked for and is not there")
     objects: list[dict[str, _ById] | None] = typed(_BY_ID, raw, where)
     _require_rows(len(objects), prompt.tokens, where)
-    _require_distinct(bytes(raw).count(b'"logprob"'), objects, where)
+    _require_distinct(len(_LOGPROB_KEY.findall(raw)), objects, where)
     logprobs: list[float] = []
     rows: list[_Row] = []
     for place, token in enumerate(_own(prompt), prompt.base):

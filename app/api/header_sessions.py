@@ -214,6 +214,8 @@ class HeaderSession:
                 capture=parent.capture,
                 upstream=parent.upstream,
                 retain=parent.retain,
+                # Else it would have no limits under another name. Those of a rollout hold for it anyway.
+                limits=parent.limits if parent.limits is not None and parent.limits.per == "session" else None,
                 on_limit=parent.on_limit,
                 matcher=parent.matcher,
                 rollback_window=parent.rollback_window,

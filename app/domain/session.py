@@ -634,10 +634,11 @@ def _budgets(session_id: str, config: SessionConfig, root: str | None) -> tuple[
 
 
 def _tombstoned(session: Session, event: BlobsTombstoned) -> dict[str, Any]:
-    dropped = set(event.turns)
-    kept = {turn: payloads for turn, payloads in session.payloads.items() if turn not in dropped}
+    kept, undone = {**session.payloads}, {**session.undone_payloads}
+    for turn in event.turns:
+        kept.pop(turn, None)
+        undone.pop(turn, None)
     kept.update((turn, session.own_payloads(turn)) for turn in event.own)
-    undone = {turn: payloads for turn, payloads in session.undone_payloads.items() if turn not in dropped}
     return {"payloads": kept, "undone_payloads": undone}
 
 

@@ -102,6 +102,8 @@ def require(query: ExportQuery) -> None:
     format, shape = query.format, query.shape
     if query.stale == "mask" and query.max_staleness is None:
         raise InvalidRequest("stale=mask needs max_staleness")
+    if query.routing == "sampled" and not query.replay:
+        raise InvalidRequest("routing=sampled needs replay=true")
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:

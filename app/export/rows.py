@@ -335,7 +335,7 @@ class SessionRows:
             sampled[kind] = Routing(ids, 0)
             if isinstance(new, Routing):
                 shared = ids[new.row_start : new.row_start + len(new.ids)]
-                differs += int((shared != new.ids).reshape(len(shared), -1).any(axis=1).sum())
+                differs += int((shared != new.ids).any(axis=tuple(range(1, shared.ndim))).sum())
         return sampled, differs
 
     def _own_rows(self, event: TurnCommitted, kind: str, first: int, stop: int) -> Routing:

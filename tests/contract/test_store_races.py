@@ -18,7 +18,7 @@ from app.store.log_turns import AbandonDead, Busy, Stale
 
 pytestmark = pytest.mark.anyio
 
-ROUNDS = 40
+ROUNDS = 12
 
 
 async def test_of_two_processes_that_claim_one_session_one_wins(pair: tuple[Store, Store]) -> None:

@@ -5,14 +5,13 @@ It reads the sessions' rows, scores their tokens and writes what it thinks of ea
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
-import numpy as np
 import torch
+
+from turnlog import Turnlog
 
 COLUMN = "teacher_logprobs"
 VOCABULARY = 4096
@@ -52,19 +51,13 @@ def teachers_scores(tokens: Sequence[int]) -> Any:
 
 
 def main(server: str, sessions: Sequence[str]) -> None:
-    with httpx.Client(base_url=server, trust_env=False) as http:
-        for session in sessions:
-            row = http.get("/export", params={"session_id": session}).raise_for_status().json()
-            scores = teachers_scores(row["tokens"])
+    with Turnlog(server) as turnlog:
+        for session_id in sessions:
+            [row] = turnlog.export(session_id=session_id)
+            session, scores = turnlog.attach(session_id), teachers_scores(row["tokens"])
             for turn in row["turns"]:
-                file = io.BytesIO()
-                np.save(file, scores[turn["output_start"] : turn["end"]])
-                http.put(
-                    f"/sessions/{session}/turns/{turn['turn']}/annotations/{COLUMN}",
-                    params={"over": "output", "writer": "teacher"},
-                    content=file.getvalue(),
-                    headers={"content-type": "application/x-npy"},
-                ).raise_for_status()
+                own = scores[turn["output_start"] : turn["end"]]
+                session.annotate(COLUMN, own, turn=turn["turn"], over="output", writer="teacher")
 
 
 if __name__ == "__main__":

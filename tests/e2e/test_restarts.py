@@ -18,11 +18,11 @@ from ops.simulator.process import SimulatorProcess
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
-KILLS = 5
+KILLS = 3
 LATENCY_MS = "300"
 
 
-@pytest.fixture(params=["capture", "tokenizer"])
+@pytest.fixture
 def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
     environment = {}
     if request.param == "tokenizer":
@@ -38,7 +38,17 @@ def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
             server.stop()
 
 
-@pytest.mark.parametrize("harness", ["openai", "anthropic", "openai-agents", "pydantic-ai", "langgraph"])
+@pytest.mark.parametrize(
+    ("stand", "harness"),
+    [
+        ("capture", "openai"),
+        ("tokenizer", "anthropic"),
+        ("capture", "openai-agents"),
+        ("tokenizer", "pydantic-ai"),
+        ("capture", "langgraph"),
+    ],
+    indirect=["stand"],
+)
 def test_no_kill_in_a_turn_reaches_an_agent(stand: Stand, harness: str) -> None:
     server = stand.server
     assert isinstance(server, KeptServer)

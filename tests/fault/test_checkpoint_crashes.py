@@ -11,8 +11,9 @@ from integration.stand import Stand, Talk, until
 
 from app.crash_points import CrashPoint
 from fault.table import Tally
-from fault.test_crash_points import TITLE, Site
+from fault.test_crash_points import TITLE, Site, on_one_of_both
 from fault.test_crash_points import site as site
+from fault.test_crash_points import vendor as vendor
 from fault.verified import acknowledgement, verified
 from ops.verify import Acknowledged
 
@@ -78,8 +79,9 @@ def test_a_cut(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize(("point", "times"), RESTORES, ids=lambda value: str(value))
-def test_a_restore(site: Site, tally: Tally, point: CrashPoint, times: int) -> None:
+@on_one_of_both("crash", RESTORES, lambda crash: f"{crash[0]}-{crash[1]}")
+def test_a_restore(site: Site, tally: Tally, crash: tuple[CrashPoint, int]) -> None:
+    point, times = crash
     name, groups = f"restore-{point}-{times}", [f"{point}-{times}-{kind}" for kind in ("acked", "leased", "later")]
     acked, leased, later = groups
     acknowledged: list[Acknowledged] = []

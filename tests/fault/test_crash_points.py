@@ -9,8 +9,9 @@ import contextlib
 import json
 import signal
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -31,6 +32,7 @@ from ops.verify import Acknowledged
 pytestmark = pytest.mark.long
 
 TITLE = "kill -9 at a crash point"
+BOTH = ("sqlite", "postgresql")
 
 OF_PAUSES: tuple[CrashPoint, ...] = ("after_gate_shut", "before_gate_opened")
 """Tried in `test_fleet_faults`: they need several processes and engines."""
@@ -113,13 +115,22 @@ class Site:
         self.acknowledged.append(acknowledgement(talk.id, reply))
 
 
+def on_one_of_both(name: str, values: Sequence[Any], ids: Callable[[Any], str] = str) -> pytest.MarkDecorator:
+    """Every other value on SQLite, the rest on PostgreSQL. Turns, creations, forks and rollouts, which try each kind of
+    point, run on both: there what differs is how a dead process's store is taken over.
+    """
+    pairs = zip(cycle(BOTH), values, strict=False)
+    rows = [pytest.param(database, value, id=f"{database}-{ids(value)}") for database, value in pairs]
+    return pytest.mark.parametrize(("site", name), rows, indirect=["site"])
+
+
 @pytest.fixture(scope="module")
 def vendor() -> Iterator[SimulatorProcess]:
     with SimulatorProcess("--dialect", "openai") as upstream:
         yield upstream
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="module", params=BOTH)
 def site(
     request: pytest.FixtureRequest,
     engine: SimulatorProcess,
@@ -279,7 +290,7 @@ LIMITED = (
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize("case", LIMITED, ids=_name)
+@on_one_of_both("case", LIMITED, _name)
 def test_a_turn_that_has_reserved_what_is_left(site: Site, tally: Tally, case: TurnCase) -> None:
     """Of a rollout. What it had reserved is there for its retry and for the others of the rollout."""
     fields: dict[str, Any] = {"sim": {"completion_tokens": 5, "reasoning": False}}
@@ -372,9 +383,7 @@ def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize(
-    "point", ["in_reward", "after_reward", "in_annotation", "after_annotation", "in_close", "after_close"]
-)
+@on_one_of_both("point", ["in_reward", "after_reward", "after_annotation", "in_annotation", "in_close", "after_close"])
 def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> None:
     """Its reward, a note, its close: there whole or not at all, and asked for again it is there."""
     what = point.partition("_")[2]
@@ -405,7 +414,7 @@ def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> 
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize("point", ["in_annotation", "after_annotation"])
+@on_one_of_both("point", ["in_annotation", "after_annotation"])
 def test_a_column_that_is_replaced(site: Site, tally: Tally, point: CrashPoint) -> None:
     """The earlier column or the new one, whole; asked for again it is the new one."""
     with site.armed(point, 2) as stand:
@@ -430,15 +439,15 @@ def test_a_column_that_is_replaced(site: Site, tally: Tally, point: CrashPoint) 
 
 
 @pytest.mark.fault(2, TITLE)
-@pytest.mark.parametrize(
+@on_one_of_both(
     "point",
     [
         "in_close",
         "after_close",
         "after_tombstones",
         "after_freed",
-        "after_components",
         "in_erase",
+        "after_components",
         "after_erase",
     ],
 )
@@ -552,6 +561,7 @@ def test_every_point_is_tried() -> None:
     tests = (
         test_a_creation,
         test_a_fork,
+        test_a_limit_that_ends_something,
         test_a_word_about_a_session,
         test_an_erasure,
         test_a_rollouts_close,
@@ -559,7 +569,8 @@ def test_every_point_is_tried() -> None:
         test_a_limit_that_ends_something,
     )
     marked = [mark for test in tests for mark in test.pytestmark]
-    named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
+    rows = [row for mark in marked if mark.name == "parametrize" for row in mark.args[1]]
+    named = {row if isinstance(row, str) else row.values[1] for row in rows}
     assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_OBJECTS, *OF_ARCHIVES} == set(
         POINTS
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,11 +16,10 @@ import httpx
 import pytest
 from integration.patient import answered
 from integration.stand import Stand, Talk, serving, until, user
-from integration.tito import output_of
+from integration.tito import output_of, tokenizer_folder
 
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
-from ops.server import ROOT
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
@@ -89,9 +86,9 @@ class Staged:
     def __init__(self, stand: Stand, engine: SimulatorProcess, wire: Wire) -> None:
         self.stand, self.engine, self.wire = stand, engine, wire
 
-    def ask(self, talk: Talk, **fields: Any) -> httpx.Response:
-        sim = {"completion_tokens": TOKENS, "latency_s": LATENCY_S, "reasoning": False, "chunk_tokens": 1}
-        body = talk.body([user("Go")], temperature=0, max_tokens=TOKENS + 8, sim=sim, **fields)
+    def ask(self, talk: Talk, latency_s: float = LATENCY_S) -> httpx.Response:
+        sim = {"completion_tokens": TOKENS, "latency_s": latency_s, "reasoning": False, "chunk_tokens": 1}
+        body = talk.body([user("Go")], temperature=0, max_tokens=TOKENS + 8, sim=sim)
         return answered(self.stand, talk, body, PATIENCE_S)
 
     def until_generating(self, asked: Future[httpx.Response]) -> None:
@@ -109,12 +106,10 @@ ENGINES = {
 def staged(request: pytest.FixtureRequest, dialect: str, store: str, tmp_path: Path) -> Iterator[Staged]:
     engine = SimulatorProcess("--seed", "23", "--reasoning", "0", *ENGINES[dialect])
     wire = Wire(engine.port)
-    tokenizer = tmp_path / "tokenizer"
-    subprocess.run([sys.executable, "-m", "ops.simulator.tokenizer_files", str(tokenizer)], cwd=ROOT, check=True)
     environment = {
         "TURNLOG_DATABASE_URL": request.getfixturevalue(f"{store}_url"),
         "TURNLOG_UPSTREAM_DIALECT": dialect,
-        "TURNLOG_TOKENIZER": str(tokenizer) if dialect == "sglang" else "",
+        "TURNLOG_TOKENIZER": str(tokenizer_folder(tmp_path / "tokenizer")) if dialect == "sglang" else "",
         "TURNLOG_STAGE_TOKENS_S": str(INTERVAL_S),
         "TURNLOG_LEASE_S": "1",
     }
@@ -145,7 +140,7 @@ def said(response: httpx.Response) -> tuple[Any, ...]:
 def test_a_generation_outlives_kills(staged: Staged, tally: Tally, killed: str) -> None:
     rng = random.Random(killed)
     stand, wire = staged.stand, staged.wire
-    whole = staged.ask(stand.talk())
+    whole = staged.ask(stand.talk(), latency_s=0.0)
     talk = stand.talk()
     wire.tokens = 0
     asked = stand.meanwhile(staged.ask, talk)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 TITLE = "64 turns of one session at once on two processes, one of which is killed"
 SESSION = "tree"
 AT_ONCE = 64
-WAVES = 6
+WAVES = 4
 START_S = 180
 
 

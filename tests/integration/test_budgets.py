@@ -191,6 +191,16 @@ def test_a_rollout_and_one_of_its_sessions_have_limits(stand: Stand) -> None:
     over(late.chat([*late.messages, user("Three")]))
 
 
+def test_an_agents_session_has_the_limits_of_its_parent(stand: Stand) -> None:
+    root = stand.talk(history="linear", limits={"tokens": 8, "per": "session"}, on_limit="length")
+    headers = {"x-turnlog-session-id": root.id, "x-turnlog-agent-id": "helper"}
+    body = {"model": "m", "messages": [user("One")], **of_length(20)}
+    reply = stand.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.json()["usage"]["completion_tokens"] == 8
+    assert budget(root)["left"] == {"tokens": 8}
+    assert budget(stand.known(f"{root.id}:helper"))["left"] == {"tokens": 0}
+
+
 def test_a_fork_begins_anew_and_keeps_the_limits(stand: Stand) -> None:
     talk = stand.talk(limits={"tokens": 10}, on_limit="length")
     talk.say("One", **of_length(10))

@@ -87,7 +87,7 @@ def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stan
         records = session.get()["records"]
         assert session.set_reward(1.0, {"tests": 0.5}, turn=1) < session.set_reward(0.25)
         assert session.get()["metadata"]["reward"] == 0.25
-        assert session.set_note("Look again.", ["b", "a"]) < session.set_note(tags=["a"])
+        assert session.annotate("note", "Look again.") < session.annotate("tags", ["a"])
         assert (session.get()["session"]["note"], session.get()["session"]["tags"]) == ("Look again.", ["a"])
     [sample] = found.samples
     [row] = client.export(session_id=session.id)
@@ -107,6 +107,51 @@ def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stan
     with client.create_session() as other:
         converse(other, "Hello")
         assert (other.samples(max_seq_len=1).samples, other.samples(1).empty_reason) == ([], "all_truncated")
+
+
+def test_annotations_are_of_numpy_in_and_out(client: Turnlog) -> None:
+    with client.create_session() as session:
+        converse(session, "Hello", "Again")
+    [row] = client.export(session_id=session.id)
+    span = row["turns"][1]
+    size, own = span["end"] - span["output_start"], span["end"] - span["start"]
+    scores = np.linspace(-2, 0, size, dtype=np.float64)
+    masked = np.ma.masked_array(np.arange(own), mask=np.arange(own) % 2 == 0)
+    session.annotate("scores", scores, turn=2, over="output", writer="teacher")
+    session.annotate("steps", masked, turn=2, over="own")
+    session.annotate("verdict", {"passed": True}, turn=1)
+    session.annotate("note", "Seen.")
+    given, steps = session.annotation("scores", turn=2), session.annotation("steps", turn=2)
+    assert (given.dtype, given.mask.any(), steps.dtype) == (np.float32, False, np.int32)
+    np.testing.assert_array_equal(given, scores.astype(np.float32))
+    np.testing.assert_array_equal(steps.mask, masked.mask)
+    np.testing.assert_array_equal(steps.compressed(), masked.compressed())
+    assert (session.annotation("verdict", turn=1), session.annotation("note")) == ({"passed": True}, "Seen.")
+    listed = {one["name"]: (one["turn"], one["writer"], one.get("length")) for one in session.annotations()}
+    assert listed == {
+        "note": (None, None, None),
+        "scores": (2, "teacher", size),
+        "steps": (2, None, own),
+        "verdict": (1, None, None),
+    }
+    assert [one["name"] for one in session.annotations(turn=2)] == ["scores", "steps"]
+    [row] = client.export(session_id=session.id, columns=["scores", "steps"])
+    columns, masks = row["columns"], row["column_masks"]
+    assert columns["scores"] is not None
+    np.testing.assert_array_equal(np.float32(columns["scores"][span["output_start"] : span["end"]]), given)
+    assert masks["steps"] is not None
+    assert masks["steps"][span["start"] : span["end"]] == (~masked.mask).astype(int).tolist()
+    session.delete_annotation("scores", turn=2)
+    session.delete_annotation("scores", turn=2)
+    with pytest.raises(NotFound):
+        session.annotation("scores", turn=2)
+    for wrong in ([[1.0]], ["a"], [None], [1 << 40]):
+        with pytest.raises(ValueError, match="column"):
+            session.annotate("scores", wrong, turn=2, over="output")
+    with pytest.raises(ValueError, match="of a turn"):
+        session.annotate("scores", scores, over="output")  # type: ignore[call-overload]
+    with pytest.raises(InvalidRequest, match=str(size)):
+        session.annotate("scores", scores[1:], turn=2, over="output")
 
 
 def test_closing_ends_with_the_context_also_after_an_exception(client: Turnlog) -> None:

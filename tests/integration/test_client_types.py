@@ -66,7 +66,8 @@ def filled(client: Turnlog, stand: Stand) -> str:
             assert talk.chat([*messages, user("Two, else")]).status_code == 200
             session.set_reward(0.5, components={"tests": 0.5})
             session.set_reward(0.25, turn=1)
-            session.set_note("A note", tags=[group])
+            session.annotate("note", "A note")
+            session.annotate("tags", [group])
         elif attempt == 1:
             assert talk.chat([user("Bad")], sim={"fault": "missing_meta_info"}).status_code == 502
             session.set_reward(1.0)

@@ -219,6 +219,7 @@ def test_payloads_that_are_dropped_leave_no_sampled_rows(sglang: SimulatorProces
             assert row.get("excluded") == "tombstoned" if routing == "sampled" else row["tombstoned"]
 
 
-def test_urls_are_of_the_newest_rows(line: Stand) -> None:
-    reply: httpx.Response = line.http.get("/export", params={"replay": "urls", "routing": "sampled"})
+@pytest.mark.parametrize("replay", ["urls", "false"])
+def test_what_has_no_sampled_rows_is_refused(line: Stand, replay: str) -> None:
+    reply: httpx.Response = line.http.get("/export", params={"replay": replay, "routing": "sampled"})
     assert error_of(reply)[0] == 400

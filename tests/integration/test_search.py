@@ -263,9 +263,11 @@ def test_the_client_and_the_command_line_give_every_page(
     assert [hit["turn"] for hit in first["hits"] + rest["hits"]] == list(range(25, 0, -1))
     shown = run("search", word, "--limit", "1").stdout.splitlines()
     assert shown[1].split()[:4] == [talk.id, "25", "48", "user"]
-    assert run("note", talk.id, "Seen.", "--tag", word).stdout == ""
+    assert run("annotate", talk.id, "note", "Seen.").stdout == ""
+    assert answer("annotate", talk.id, "tags", f'["{word}"]')["name"] == "tags"
+    assert answer("annotate", talk.id, "judge", "0.5", "--turn", "2", "--writer", "ann")["turn"] == 2
     assert [row["note"] for row in answer("sessions", "--tag", word)["sessions"]] == ["Seen."]
-    assert "is needed" in complaint("note", talk.id, code=2)
+    assert searched.get(f"{talk.path}/turns/2/annotations/judge")["value"] == 0.5
 
 
 def test_where_it_is_off_nothing_of_it_is_loaded(

@@ -10,7 +10,7 @@ from integration.stand import serving
 from integration.test_search import ON, ask, current, places_of
 from ops.simulator.process import SimulatorProcess
 
-KILLS, TURNS = 6, 4
+KILLS, TURNS = 3, 4
 
 
 def test_each_message_is_found_once_after_kills(sglang: SimulatorProcess, places: Places) -> None:
@@ -26,4 +26,4 @@ def test_each_message_is_found_once_after_kills(sglang: SimulatorProcess, places
         places_found = places_of(current(stand, q=word, limit=100))
         expected = Counter((talk.id, turn, 2 * (turn - 1)) for talk in talks for turn in range(1, KILLS * TURNS + 1))
         assert Counter(places_found) == expected
-        assert len(ask(stand, q=f'"{word} 3"', limit=100)["hits"]) == len(talks) * TURNS
+        assert len(ask(stand, q=f'"{word} 2"', limit=100)["hits"]) == len(talks) * TURNS

@@ -25,7 +25,7 @@ from app.features.search.routes import SearchQuery
 from app.sessions.session_list import Sort, Status
 from ops import unasync
 from turnlog import client, events, parameters, replies, rows
-from turnlog.client.checked import checked, metadata_filter
+from turnlog.client.checked import checked, metadata_filter, rows_wanted
 
 
 def names(kind: type) -> set[str]:
@@ -130,6 +130,7 @@ def test_a_wrong_parameter_is_refused(kind: type, given: dict[str, Any], error: 
 def test_right_parameters_pass() -> None:
     given = {"limit": np.int64(3), "min_reward": 1, "max_reward": np.float32(2), "since": "2026-01-01", "until": 5}
     assert checked(parameters.ExportParameters, {**given, "replay": True, "cursor": None}) == {**given, "replay": True}
+    assert rows_wanted(parameters.ExportParameters, {"columns": ["a", "b"]}) == {"columns": "a,b"}
     assert checked(parameters.EventParameters, {"type": ("TurnCommitted",)}) == {"type": ("TurnCommitted",)}
     filters = {"a": "b", "n": 3, "yes": True, "none": None}
     assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}

@@ -33,7 +33,8 @@ def named(*pairs: tuple[int, float]) -> list[dict[str, Any]]:
 
 
 def by_id(*pairs: tuple[int, float]) -> dict[str, Any]:
-    return {str(token): {"logprob": logprob, "rank": 1, "decoded_token": '"logprob"'} for token, logprob in pairs}
+    texts = ('"logprob":', "logprob")
+    return {str(token): {"logprob": logprob, "rank": 1, "decoded_token": texts[token % 2]} for token, logprob in pairs}
 
 
 ROWS = [[[-0.25, 10, "a"], [-1.5, 7, "b"]], [[-0.5, 3, None], [-2.0, 9, '"token_id:']]]

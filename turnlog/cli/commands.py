@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from turnlog.cli import (
+    annotate,
     archive,
     checkpoints,
     export,
     fleet,
     forks,
     maintain,
-    notes,
     search,
     sessions,
     tail,
@@ -48,7 +48,7 @@ for _panel, _name, _function in (
     (OBSERVE, "search", search.search),
     (OBSERVE, "export", export.export),
     (MAKE, "fork", forks.fork),
-    (MAKE, "note", notes.note),
+    (MAKE, "annotate", annotate.annotate),
     (ORDER, "pause", fleet.pause),
     (ORDER, "resume", fleet.resume),
     (KEEP, "archive", archive.archive),

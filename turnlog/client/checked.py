@@ -31,6 +31,14 @@ def checked(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rows_wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`checked` parameters of rows, whose `columns` may be a list. Raises TypeError, ValueError."""
+    found = checked(parameters, given)
+    if not isinstance(columns := found.get("columns", ""), str):
+        found["columns"] = ",".join(columns)
+    return found
+
+
 def metadata_filter(wanted: Mapping[str, str | int | float | bool | None]) -> list[str]:
     """`key=value` for each, as `GET /sessions` takes it."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in wanted.items()]

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import default_address, default_token, segment
-from turnlog.client.checked import checked, metadata_filter
+from turnlog.client.checked import checked, metadata_filter, rows_wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
@@ -172,7 +172,7 @@ class AsyncTurnlog:
 
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = checked(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
+        given = rows_wanted(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
         return AsyncExport(self._transport, ExportPlace(given))
 
     def events(self, **parameters: Unpack[EventParameters]) -> AsyncEvents:
@@ -226,7 +226,7 @@ class AsyncTurnlog:
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = checked(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
+        given = rows_wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
         given["consumer"] = consumer
         once = filters.get("new_only", False)
         reply = await self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 from turnlog.client._async.transport import AsyncTransport
-from turnlog.client.address import session_path
+from turnlog.client.address import segment, session_path
 from turnlog.client.checked import checked
+from turnlog.client.columns import NPY, to_array, to_npy
 from turnlog.client.lines import EventsPlace, Object, present
 from turnlog.client.samples import Samples, parse
 from turnlog.errors import SessionClosed
 from turnlog.events import Event
 from turnlog.parameters import TreeParameters
-from turnlog.replies import Records, State, Tree
+from turnlog.replies import ListedAnnotation, Records, State, Tree
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
     from openai import AsyncOpenAI
 
 OPENAI_RETRIES = 5
@@ -83,22 +85,74 @@ class AsyncSession:
         seq: int = reply["seq"]
         return seq
 
-    async def set_note(self, note: str | None = None, tags: Sequence[str] | None = None) -> int:
-        """Write a note (at most 4,000 characters) or tags (at most 32) on the session; each replaces what was there,
-        an empty one removes it, and None leaves it. Also possible after the close.
+    @overload
+    async def annotate(
+        self,
+        name: str,
+        value: ArrayLike,
+        *,
+        turn: int,
+        over: Literal["output", "own"],
+        writer: str | None = None,
+    ) -> int: ...
 
-        They are the annotations `note` and `tags`, so this needs the admin token. Returns the last event's number.
-        Raises ValueError if neither is given, NotFound, InvalidRequest (too long, an invalid tag), Forbidden.
+    @overload
+    async def annotate(self, name: str, value: Any, *, turn: int | None = None, writer: str | None = None) -> int: ...
+
+    async def annotate(
+        self,
+        name: str,
+        value: Any,
+        *,
+        turn: int | None = None,
+        over: Literal["output", "own"] | None = None,
+        writer: str | None = None,
+    ) -> int:
+        """Say something of the session, or of one of its turns; it replaces what was there under this name. Also
+        possible after the close.
+
+        value: what JSON has; or with `over` a column of `turn`, numbers of the shape (T,), one for each token that the
+            turn sampled (`output`) or that is new in it (`own`). It becomes int32 or float32. A token that is masked in
+            a numpy masked array has no number.
+        writer: who says so.
+
+        Returns the event's number. Needs the admin token. Raises ValueError for a column without a turn, and for what
+        is none; NotFound, InvalidRequest (a column of another length, a number that is not finite, past a limit),
+        Forbidden.
         """
-        given = {"note": note, "tags": None if tags is None else list(tags)}
-        seq: int | None = None
-        for name, value in given.items():
-            if value is not None:
-                reply = await self._transport.read("PUT", f"{self._path}/annotations/{name}", body={"value": value})
-                seq = reply["seq"]
-        if seq is None:
-            raise ValueError("note or tags must be given")
+        path = self._annotations(turn, name)
+        if over is None:
+            given = {"value": value, **present({"writer": writer})}
+            reply = await self._transport.read("PUT", path, body=given)
+        else:
+            if turn is None:
+                raise ValueError("a column is of a turn")
+            file, parameters = (NPY, to_npy(value)), {"over": over, "writer": writer}
+            reply = await self._transport.read("PUT", path, file=file, parameters=parameters, slow=True)
+        seq: int = reply["seq"]
         return seq
+
+    async def annotation(self, name: str, *, turn: int | None = None) -> Any:
+        """The value under this name; a column as a numpy masked array (T,), masked where a token has no number.
+
+        Raises NotFound.
+        """
+        path = self._annotations(turn, name)
+        found = await self._transport.read("GET", path, token=self.token, slow=True)
+        return to_array(found["values"], found["dtype"]) if "values" in found else found["value"]
+
+    async def annotations(self, *, turn: int | None = None) -> list[ListedAnnotation]:
+        """What is said of the session and of all its turns, or of one turn, without the content. Raises NotFound."""
+        found = await self._transport.read("GET", self._annotations(turn), token=self.token)
+        return cast(list[ListedAnnotation], found["annotations"])
+
+    async def delete_annotation(self, name: str, *, turn: int | None = None, writer: str | None = None) -> None:
+        """Remove an annotation, if there is one. Needs the admin token. Raises NotFound, Forbidden."""
+        await self._transport.call("DELETE", self._annotations(turn, name), parameters={"writer": writer})
+
+    def _annotations(self, turn: int | None, name: str | None = None) -> str:
+        of = self._path if turn is None else f"{self._path}/turns/{turn}"
+        return f"{of}/annotations" if name is None else f"{of}/annotations/{segment(name)}"
 
     async def get(self) -> Records:
         """`session_id`, `records` (for each live turn its request as sent to the engine, and the engine's reply),

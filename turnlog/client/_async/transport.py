@@ -64,26 +64,32 @@ class AsyncTransport:
         path: str,
         *,
         body: Mapping[str, Any] | None = None,
+        file: tuple[str, bytes] | None = None,
         parameters: Mapping[str, Any] | None = None,
         token: str | None = None,
         slow: bool = False,
         once: bool = False,
         key: str | None = None,
     ) -> httpx.Response:
-        """Send a request and return the successful reply. Parameters that are None are left out. `once`: do not repeat
-        a request that may have arrived. `key` is sent as `Idempotency-Key`.
+        """Send a request and return the successful reply. Parameters that are None are left out. `file`: a body's media
+        type and bytes, in the place of JSON. `once`: do not repeat a request that may have arrived. `key` is sent as
+        `Idempotency-Key`.
 
         Raises TurnlogError.
         """
         waits = Waits(self._patience_s)
+        headers = self._headers(token) | ({} if key is None else {"idempotency-key": key})
+        if file is not None:
+            headers["content-type"] = file[0]
         while True:
             try:
                 response = await self._client.request(
                     method,
                     self.base_url + path,
                     json=None if body is None else dict(body),
+                    content=None if file is None else file[1],
                     params=present(parameters or {}),
-                    headers=self._headers(token) | ({} if key is None else {"idempotency-key": key}),
+                    headers=headers,
                     timeout=self._timeout(SLOW_S if slow else self._timeout_s),
                 )
                 self._may_be_starting = True
