@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -215,7 +216,7 @@ def test_text_completions(stand: Stand) -> None:
     assert error_of(stand.http.post(path, json={"prompt": [1, 2]})) == (400, "unsupported")
 
 
-def test_what_else_a_session_can_do(stand: Stand) -> None:
+def test_what_else_a_session_can_do(stand: Stand, tmp_path: Path) -> None:
     talk = judge(stand)
     talk.say("Hello")
     assert stand.get(f"{talk.path}/v1/models")["data"][0]["id"] == "large"
@@ -240,6 +241,15 @@ def test_what_else_a_session_can_do(stand: Stand) -> None:
     assert stand.http.post("/checkpoints/text/restore").status_code == 200
     assert len(talk.state()["records"]) == 2
     assert stand.http.delete("/checkpoints/text").status_code == 204
+    left = judge(stand)
+    left.say("I leave")
+    assert stand.http.put(f"{left.path}/reward", json={"reward": 0.5}).status_code == 200
+    assert stand.http.delete(left.path).status_code == 204
+    before, events = messages_of(left), left.events()
+    step = stand.http.post("/archives", json={"to": tmp_path.as_uri(), "older_than_s": 0}).json()
+    assert error_of(stand.http.get(left.path)) == (404, "session_archived"), step
+    assert stand.http.post("/archives/import", json={"file": step["file"]}).json()["imported"] == step["archived"]
+    assert (messages_of(left), left.events()) == (before, events)
     verified(stand)
     assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
     assert talk.rows(format="messages") == []
