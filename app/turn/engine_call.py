@@ -188,8 +188,9 @@ class EngineCalls:
             fields = {**asked, **self._chat}
             if "top_logprobs" in asked or "prompt_logprobs" in asked or "logprob_start_len" in asked:
                 wish = logprob_wish(asked)
-                if wish is not None and wish.top:
-                    fields["top_logprobs"] = asked["top_logprobs"]
+                if wish is not None:
+                    if wish.top:
+                        fields["top_logprobs"] = asked["top_logprobs"]
                     needed = top_needed(wish, self._dialect)
                     fields.update((name, msgspec.Raw(raw)) for name, raw in needed.items())
             if self._replays_experts:

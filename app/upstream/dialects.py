@@ -104,10 +104,12 @@ PROMPT_WISHES = ("prompt_logprobs", "logprob_start_len")
 
 
 def top_needed(wish: LogprobWish, dialect: DialectChoice) -> dict[str, bytes]:
-    """vLLM names alternatives by their ids only where it is asked to; SGLang's flat lists are not read."""
+    """vLLM names alternatives by their ids only where it is asked to, and knows no `logprob_start_len`; SGLang's flat
+    lists are not read."""
+    asked = {} if wish.prompt is None or dialect == "sglang" else {"prompt_logprobs": b"%d" % wish.prompt}
     if not wish.top:
-        return {}
-    own = {} if dialect == "sglang" else {"return_tokens_as_token_ids": b"true"}
+        return asked
+    own = asked if dialect == "sglang" else {**asked, "return_tokens_as_token_ids": b"true"}
     return own if dialect == "vllm" else {**own, "return_flat_raw_output_top_logprobs": b"false"}
 
 

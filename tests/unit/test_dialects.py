@@ -17,6 +17,7 @@ from app.upstream.dialects import (
     takes_rid,
 )
 
+
 WISHES = {
     name: msgspec.Raw(text)
     for name, text in {
@@ -47,6 +48,11 @@ def test_top_logprobs_of_the_client_stay_and_are_never_null_for_vllm() -> None:
     assert complete({"top_logprobs": msgspec.Raw(b"3")}, "auto")["top_logprobs"] == b"3"
     assert complete({}, "vllm")["top_logprobs"] == b"0"
     assert "top_logprobs" not in complete({}, "sglang")
+
+
+def test_vllm_is_asked_in_its_own_way_for_what_sglang_names_otherwise() -> None:
+    asked = {"logprob_start_len": msgspec.Raw(b"4")}
+    assert [complete(asked, dialect).get("prompt_logprobs") for dialect in DIALECTS] == [b"0", None, b"0"]
 
 
 def test_only_sglang_knows_a_rid() -> None:
