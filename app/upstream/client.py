@@ -24,7 +24,7 @@ SHORT = 64 << 10
 """Parts of a body up to this size are joined before they are sent; longer bodies are sent as they lie in memory."""
 
 PATHS = (
-    *("/chat/completions", "/completions", "/v1/models", "/v1/messages/count_tokens"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
     *("/health", "/model_info", "/is_paused", "/weight_info", "/server_info"),
     *("/abort_requests", "/inference/v1/abort_requests"),
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
@@ -33,6 +33,11 @@ PATHS = (
     *("/generate", "/separate_reasoning", "/parse_function_call"),
 )
 """All paths that are ever requested from an engine. No part of a client's request becomes part of a path."""
+
+TEXT_PATHS = ("/chat/completions", "/completions")
+"""Those of a text upstream, whose base URL has a version of its own."""
+
+ASKED = PATHS + TEXT_PATHS
 
 JSON = ("content-type", "application/json")
 
@@ -180,7 +185,7 @@ class EngineClient:
     def _target(self, url: str) -> tuple[Origin, str]:
         """Where the URL leads, and a request's head up to the headers that are its own. Raises ValueError for a path
         that no engine is asked for, NotSent for a URL that is malformed."""
-        if not url.partition("?")[0].endswith(PATHS):
+        if not url.partition("?")[0].endswith(ASKED):
             raise ValueError("an engine is not asked for such a path")
         try:
             parts = urlsplit(url)

@@ -128,6 +128,10 @@ def _drop_logprobs(value: dict[str, Any]) -> None:
     choice.get("meta_info", {}).pop("output_token_logprobs", None)
 
 
+def _drop_usage(value: dict[str, Any]) -> None:
+    value.pop("usage", None)
+
+
 def _shorten_logprobs(value: dict[str, Any]) -> None:
     choice = _choice(value)
     for entries in (
@@ -283,6 +287,7 @@ FAULTS: dict[str, Fault] = {
     "missing_meta_info": Fault(_edited(_drop_meta)),
     "missing_logprobs": Fault(_edited(_drop_logprobs)),
     "short_logprobs": Fault(_edited(_shorten_logprobs)),
+    "no_usage": Fault(_edited(_drop_usage)),
     "no_choices": Fault(_edited(_no_choices)),
     "two_choices": Fault(_edited(_two_choices)),
     "message_null": Fault(_edited(_null_message)),

@@ -71,8 +71,8 @@ def test_a_session_with_its_rollback_in_place(page_stand: PageStand, watch: Watc
     assert "turn=2" in page.evaluate("location.hash")
 
 
-def test_the_tokens_in_the_head_are_the_sessions(stand: Stand, watch: Watch) -> None:
-    talk = stand.talk(history="tree")
+def test_the_tokens_and_limits_in_the_head_are_the_sessions(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk(history="tree", limits={"turns": 3, "tokens": 5000, "context": 9000})
     talk.say("One", sim=NOW)
     first = list(talk.messages)
     talk.say("Two", sim=NOW)
@@ -84,6 +84,11 @@ def test_the_tokens_in_the_head_are_the_sessions(stand: Stand, watch: Watch) -> 
     watched.open(_at(talk)).wait_for_selector(".said")
     told = next(text for text in _texts(watched, ".sessionfacts div") if text.startswith("Tokens"))
     assert told.removeprefix("Tokens").strip() == f"{sampled + prompt} of live turns, each once; {sampled} sampled"
+    assert talk.chat([user("One more")], sim=NOW).status_code == 409
+    watched.page.get_by_text("Limit reached").wait_for()
+    [told] = [text for text in _texts(watched, ".sessionfacts div") if text.startswith("Limits")]
+    used = f"3 of 3 turns, 0 left; {sampled} of 5,000 tokens, {5000 - sampled:,} left; context 9,000 per rollout"
+    assert told.removeprefix("Limits").strip() == used
 
 
 def test_refused_turns_say_why(page_stand: PageStand, watch: Watch) -> None:
@@ -292,7 +297,7 @@ def test_tokens_with_their_masks_versions_and_branches(stand: Stand, watch: Watc
 
 
 def test_the_tree_stands_beside_the_conversation(stand: Stand, watch: Watch) -> None:
-    talk = stand.talk(history="tree")
+    talk = stand.talk(history="tree", limits={"turns": 3, "tokens": 5000, "context": 9000})
     talk.say("One", sim=NOW)
     first = list(talk.messages)
     talk.say("Go on", sim={**NOW, "text": "Here it is"})

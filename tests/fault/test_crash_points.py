@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.databases import Postgres, SqliteTemplate
+from integration.routing import asks_for_all, is_of_the_decode
 from integration.stand import Stand, Talk, until, user
 
 from app.crash_points import POINTS, VARIABLE, CrashPoint
@@ -241,6 +242,43 @@ def test_a_turn(site: Site, vendor: SimulatorProcess, tally: Tally, case: TurnCa
         for row in rows:
             assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
         verified(site.url, site.acknowledged[-3:], tally)
+
+
+RETAINED = (
+    TurnCase("before_commit", 3, 2),
+    TurnCase("in_commit", 3, 2),
+    TurnCase("after_commit", 3, 1, landed=True),
+)
+"""The commit of the third turn drops what the first one's payloads had but its own rows."""
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("case", RETAINED, ids=_name)
+def test_a_turn_of_a_session_that_retains_sampled_rows(site: Site, tally: Tally, case: TurnCase) -> None:
+    key = {"idempotency-key": f"retained {case.point}"}
+    with site.armed(case.point, case.times) as stand:
+        talk = stand.talk(retain="sampled", rollback_window=1)
+        replies = [talk.say(f"Turn {turn}", **asks_for_all(turn)) for turn in (1, 2)]
+        sent = [*talk.messages, user("Turn 3")]
+        with pytest.raises(httpx.TransportError):
+            talk.chat(sent, headers=key, **asks_for_all(3))
+        tally.tried += 1
+    with site.after() as stand:
+        again = stand.known(talk.id)
+        replies.append(again.chat(sent, headers=key, **asks_for_all(3)))
+        assert replies[-1].status_code == 200, replies[-1].text
+        assert ("x-turnlog-replayed" in replies[-1].headers) is case.landed
+        again.messages = [*sent, replies[-1].json()["choices"][0]["message"]]
+        replies.append(again.say("Turn 4", **asks_for_all(4)))
+        for reply in replies:
+            site.acknowledge(again, reply)
+        assert again.generations() == 3 + case.generations
+        tally.doubled += len(again.committed()) - 4
+        assert [event["own"] for event in again.events() if event["type"] == "BlobsTombstoned"] == [[1], [2]]
+        [row] = again.rows(replay="true", routing="sampled")
+        assert row["routing_differs"] > 0
+        assert is_of_the_decode(row, replies)
+        verified(site.url, site.acknowledged[-4:], tally)
 
 
 LIMITED = (
@@ -528,6 +566,7 @@ def test_every_point_is_tried() -> None:
         test_an_erasure,
         test_a_rollouts_close,
         test_a_rollouts_reward,
+        test_a_limit_that_ends_something,
     )
     marked = [mark for test in tests for mark in test.pytestmark]
     rows = [row for mark in marked if mark.name == "parametrize" for row in mark.args[1]]

@@ -25,6 +25,7 @@ ON_BOTH = frozenset(
         "test_odd_parameters",
         "test_retries",
         "test_rollouts",
+        "test_sampled_rows",
         "test_session_lists",
         "test_search",
         "test_search_erasure",

@@ -7,7 +7,8 @@ import base64
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from integration.proxy import RecordingProxy
 from integration.stand import Stand, Talk, serving
 from ops.verify import verify_url
 
-EXPERTS, POSITIONS = "routed_experts", "indexer_topk"
+EXPERTS, POSITIONS, MASK = "routed_experts", "indexer_topk", "sampling_mask"
 KINDS = (EXPERTS, POSITIONS)
 BOTH = {"TURNLOG_REPLAY": "routed_experts,indexer_topk"}
 Rows = npt.NDArray[Any]
+Sets = list[list[int]]
 
 
 class Session(Talk):
@@ -128,6 +130,60 @@ def fetched(talk: Session, turn: int, kind: str = EXPERTS) -> Fetched:
     rows = np.frombuffer(response.content, np.dtype(dtype).newbyteorder("<"))
     assert rows.size == np.prod(shape)
     return Fetched(rows.reshape(shape[0], -1), int(response.headers["x-turnlog-row-start"]), shape, dtype)
+
+
+def sets_in(body: bytes) -> Sets:
+    """The ids that each sampled token was drawn from, in an engine's reply."""
+    choice = json.loads(body)["choices"][0]
+    meta = choice.get("meta_info")
+    found: Sets = choice[MASK] if meta is None else meta["output_token_sampling_mask"]
+    return found
+
+
+def split(ids: Any, offsets: Any) -> Sets:
+    return [list(map(int, ids[first:stop])) for first, stop in pairwise(offsets)]
+
+
+def sets_of(row: Mapping[str, Any]) -> Sets:
+    """What a row of the shape `turnlog` says of each of its tokens but the first."""
+    mask = row[MASK]
+    assert (mask["row_start"], mask["rows"]) == (0, len(row["tokens"]) - 1)
+    return split(np.frombuffer(base64.b64decode(mask["data"]), mask["dtype"]), mask["offsets"])
+
+
+def payload_rows(row: Mapping[str, Any], kind: str = EXPERTS) -> Rows:
+    """A payload of a row of the shape `turnlog`, which begins with row 0."""
+    data, about = (row[kind], row) if kind == EXPERTS else (row[kind]["data"], row[kind])
+    assert about["row_start"] == 0
+    return np.frombuffer(base64.b64decode(data), about["dtype"]).reshape(about["rows"], -1)
+
+
+def own_rows(row: Mapping[str, Any], given: Mapping[int, Rows]) -> Rows:
+    """Each turn's rows of its own tokens, as its reply had them."""
+    parts, at = [], 0
+    for span in row["turns"]:
+        parts.append(given[span["turn"]][at : span["end"] - 1])
+        at = span["end"] - 1
+    return np.concatenate(parts)
+
+
+def is_of_the_decode(row: Mapping[str, Any], replies: Iterable[httpx.Response]) -> bool:
+    """Has a row all three kinds, each as the replies of its turns had them?"""
+    bodies = {int(reply.headers["x-turnlog-turn"]): reply.content for reply in replies}
+    sets: Sets = [[] for _ in row["tokens"]]
+    for span in row["turns"]:
+        sets[span["output_start"] : span["end"]] = sets_in(bodies[span["turn"]])
+    given = {kind: {turn: rows_in(body, kind) for turn, body in bodies.items()} for kind in KINDS}
+    return sets_of(row) == sets[1:] and all(
+        np.array_equal(payload_rows(row, kind), own_rows(row, given[kind])) for kind in KINDS
+    )
+
+
+def asks_for_all(turn: int, **experts: int) -> dict[str, Any]:
+    """Fields of a request for all three kinds, whose rows SGLang gives otherwise than in another turn."""
+    shifted = {"experts": {"shift": turn, **experts}, POSITIONS: {"shift": turn}}
+    asked = dict.fromkeys(("return_routed_experts", "return_indexer_topk", "return_sampling_mask"), True)
+    return {"sim": {"tool_calls": False, "completion_tokens": 3 + turn, **shifted}, "top_k": 8, **asked}
 
 
 def live_payloads(talk: Talk, kind: str = EXPERTS) -> list[bool]:

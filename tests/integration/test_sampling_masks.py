@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,15 @@ import pytest
 import safetensors.numpy
 
 from integration.places import Places
-from integration.routing import Session, fetch, problems, session_of
+from integration.routing import MASK, Session, Sets, fetch, problems, session_of, sets_in, sets_of, split
 from integration.stand import Stand, user
 from integration.tito import checked
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
-MASK = "sampling_mask"
-FIELD = {"sglang": "output_token_sampling_mask", "vllm": MASK}
 ASKED: dict[str, Any] = {"top_k": 8, "top_p": 0.9, "return_sampling_mask": True}
 PLAIN = {"tool_calls": False}
-
-Sets = list[list[int]]
 
 
 @pytest.fixture(scope="module", params=["sglang", "vllm", "pool"])
@@ -40,17 +36,10 @@ def line(
         yield made
 
 
-def sets_in(reply: Any) -> Sets:
-    choice = reply["choices"][0]
-    meta = choice.get("meta_info")
-    found: Sets = choice[FIELD["vllm"]] if meta is None else meta[FIELD["sglang"]]
-    return found
-
-
 def played(stand: Stand, **body: Any) -> tuple[Session, list[Sets]]:
     talk = session_of(stand, **body)
-    replies = [talk.say(text, sim=PLAIN, **ASKED).json() for text in ("One", "Two", "Three")]
-    return talk, [sets_in(reply) for reply in replies]
+    replies = [talk.say(text, sim=PLAIN, **ASKED) for text in ("One", "Two", "Three")]
+    return talk, [sets_in(reply.content) for reply in replies]
 
 
 def expected(row: Any, given: list[Sets]) -> Sets:
@@ -61,22 +50,15 @@ def expected(row: Any, given: list[Sets]) -> Sets:
     return found
 
 
-def split(ids: Any, offsets: Any) -> Sets:
-    return [list(map(int, ids[first:stop])) for first, stop in pairwise(offsets)]
-
-
 def test_each_token_has_the_ids_that_it_was_drawn_from(line: Stand) -> None:
     talk, given = played(line)
     [row] = talk.rows(replay="true")
     wanted = expected(row, given)
     assert all(token in ids for token, ids in zip(row["tokens"], wanted, strict=True) if ids)
-    mask = row[MASK]
-    ids = np.frombuffer(base64.b64decode(mask["data"]), mask["dtype"])
-    assert (mask["row_start"], mask["rows"]) == (0, len(row["tokens"]) - 1)
-    assert split(ids, mask["offsets"]) == wanted[1:]
+    assert sets_of(row) == wanted[1:]
 
     found = fetch(talk, 3, MASK)
-    count = mask["rows"] + 1
+    count = len(wanted)
     offsets = np.frombuffer(found.content, "<i8", count)
     assert (
         split(np.frombuffer(found.content, found.headers["x-turnlog-dtype"], offset=8 * count), offsets) == wanted[1:]
@@ -110,7 +92,7 @@ def test_a_reply_is_given_again_to_the_byte(line: Stand) -> None:
         assert again.headers["x-turnlog-replayed"] == "true"
         assert first.content == again.content
         talk = session_of(line)
-    assert sets_in(first.json()) is None
+    assert sets_in(first.content) is None
 
 
 def test_what_is_cut_and_what_is_gone_is_said(line: Stand) -> None:
@@ -118,8 +100,6 @@ def test_what_is_cut_and_what_is_gone_is_said(line: Stand) -> None:
     [whole] = talk.rows(replay="true")
     length = whole["turns"][1]["end"]
     [row] = talk.rows(replay="true", max_seq_len=str(length))
-    offsets = row[MASK]["offsets"]
-    ids = np.frombuffer(base64.b64decode(row[MASK]["data"]), row[MASK]["dtype"])
-    assert split(ids, offsets) == expected(whole, given)[1:length]
+    assert sets_of(row) == expected(whole, given)[1:length]
     state = line.get(talk.path)["records"]
-    assert [sets_in(record["response"]) is None for record in state] == [True, True, False]
+    assert [sets_in(json.dumps(record["response"]).encode()) is None for record in state] == [True, True, False]

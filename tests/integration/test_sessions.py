@@ -167,11 +167,15 @@ def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> No
         "evaluation": True,
         "capture": "tokens",
         "upstream": None,
+        "limits": {"turns": 5, "per": "session"},
+        "on_limit": "length",
         "parent_session_id": parent.id,
     }
     talk = stand.talk(**given)
     assert set(given) == set(CreateSession.model_fields)
-    assert talk.state()["session"] == {**given, "note": None, "tags": []}
+    session = talk.state()["session"]
+    assert (session.pop("budgets")[0]["limits"], session.pop("limit")) == (given["limits"], None)
+    assert session == {**given, "note": None, "tags": []}
     assert "snapshot" not in talk.state()["metadata"], "that is what is so now"
 
 
@@ -198,6 +202,8 @@ def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) ->
         "evaluation": False,
         "capture": "tokens",
         "upstream": None,
+        "limits": None,
+        "on_limit": "error",
         "parent_session_id": None,
         "note": None,
         "tags": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -215,7 +216,7 @@ def test_text_completions(stand: Stand) -> None:
     assert error_of(stand.http.post(path, json={"prompt": [1, 2]})) == (400, "unsupported")
 
 
-def test_what_else_a_session_can_do(stand: Stand) -> None:
+def test_what_else_a_session_can_do(stand: Stand, tmp_path: Path) -> None:
     talk = judge(stand)
     talk.say("Hello")
     assert stand.get(f"{talk.path}/v1/models")["data"][0]["id"] == "large"
@@ -240,6 +241,15 @@ def test_what_else_a_session_can_do(stand: Stand) -> None:
     assert stand.http.post("/checkpoints/text/restore").status_code == 200
     assert len(talk.state()["records"]) == 2
     assert stand.http.delete("/checkpoints/text").status_code == 204
+    left = judge(stand)
+    left.say("I leave")
+    assert stand.http.put(f"{left.path}/reward", json={"reward": 0.5}).status_code == 200
+    assert stand.http.delete(left.path).status_code == 204
+    before, events = messages_of(left), left.events()
+    step = stand.http.post("/archives", json={"to": tmp_path.as_uri(), "older_than_s": 0}).json()
+    assert error_of(stand.http.get(left.path)) == (404, "session_archived"), step
+    assert stand.http.post("/archives/import", json={"file": step["file"]}).json()["imported"] == step["archived"]
+    assert (messages_of(left), left.events()) == (before, events)
     verified(stand)
     assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
     assert talk.rows(format="messages") == []
@@ -256,6 +266,29 @@ def test_a_close_ends_the_generation(stand: Stand, sglang: SimulatorProcess, ven
     assert error_of(answer.result()) == (404, "session_closed")
     until(lambda: stand.stats()["disconnected"] > 0)
     assert [request["path"] for request in asked(sglang.base_url)] == before
+
+
+def test_limits_count_what_the_vendor_says(stand: Stand) -> None:
+    """A reply without `usage` counts as no tokens; it is a turn all the same."""
+    talk = judge(stand, limits={"tokens": 20, "turns": 3}, on_limit="length")
+    talk.say("One", sim={"completion_tokens": 12, "reasoning": False})
+    assert asked(str(stand.sim.base_url))[-1]["body"]["max_tokens"] == 20  # the client gave none
+    talk.say("Two", sim={"completion_tokens": 9, "reasoning": False, "fault": "no_usage"}, max_completion_tokens=9)
+    body = asked(str(stand.sim.base_url))[-1]["body"]
+    assert (body["max_completion_tokens"], "max_tokens" in body) == (8, False)
+    [told] = talk.state()["session"]["budgets"]
+    assert (told["used"]["tokens"], told["left"], told["in_flight"]["tokens"]) == (12, {"tokens": 8, "turns": 1}, 0)
+    cut = talk.say("Three", sim={"completion_tokens": 30, "reasoning": False})
+    assert cut.json()["choices"][0]["finish_reason"] == "length"
+    assert talk.committed()[-1]["limit"] == "tokens"
+    [row] = talk.rows(format="messages")
+    assert row["status"] == "truncated"
+    assert error_of(talk.chat([*talk.messages, user("Four")])) == (409, "over_budget")
+    late = judge(stand, limits={"seconds": 0.5})
+    assert error_of(late.chat([user("One")], sim={"latency_s": 3600})) == (409, "over_budget")
+    tight = judge(stand, limits={"tokens": 5})
+    assert error_of(tight.chat([user("One")], sim={"completion_tokens": 9, "reasoning": False})) == (409, "over_budget")
+    assert tight.state()["session"]["budgets"][0]["used"]["tokens"] == 5
 
 
 FAULTS = {

@@ -317,6 +317,22 @@ def test_the_text_before_a_stop_string_is_the_engines(second: str, keeps: bool) 
     assert len(choice["token_ids"]) == 4
 
 
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "untold"])
+def test_sampling_masks_follow_one_another(tells: bool) -> None:
+    """Over a generation that was aborted with none, and up to a stop string; one that tells none leaves none."""
+    names = ("output_token_sampling_mask", "output_token_sampling_mask_length")
+    first = chat(["a", "b"], **dict(zip(names, ([[7, 100], [101]], 2), strict=True)))
+    aborted = chat([], seen=[100, 101], **dict.fromkeys(names))
+    told = dict(zip(names, ([[100, 9], [8, 101], [102]], 3), strict=True)) if tells else {}
+    last = chat(["c", "d", "e"], finish="stop", seen=[100, 101], **told)
+    meta = reply(first, aborted, last)["choices"][0]["meta_info"]
+    joined = [[7, 100], [101], [100, 9], [8, 101], [102]] if tells else None
+    assert [meta[name] for name in names] == [joined, 5]
+    cut = Shape("sglang", "chat", len(PROMPT), stops=["bc"])
+    meta = reply(first, aborted, last, shape=cut)["choices"][0]["meta_info"]
+    assert [meta[name] for name in names] == [joined and joined[:3], 3]
+
+
 def rows_of(count: int, start: int = 0) -> np.ndarray[Any, Any]:
     return np.arange(start * 4, (start + count) * 4, dtype="<i4").reshape(count, 2, 2)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -12,8 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers import codec, payloads
-from workers.codec import CorruptContent
+from app.domain.events import ChunkRef
+from app.domain.session import Payload
+from app.sessions.replay_payloads import masks_of
+from workers import codec, payloads, sampling_masks
+from workers.codec import CorruptContent, Cut
 from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, StoredPayload, Want
 
 KIND = "indexer_topk"
@@ -264,3 +269,25 @@ def test_a_chunk_that_unpacks_to_too_much_is_not_unpacked() -> None:
     bomb = codec.compress(bytes(64 << 20))
     with pytest.raises(CorruptContent, match="declares"):
         payloads.load(Chunk(0, 1, "uint8", 800, "0" * 32), bomb)
+
+
+def test_masks_of_tokens_that_a_prompt_trims_are_those_that_follow() -> None:
+    """Their chunk stands, a later one begins before its end; the turn's own rows are in chunks of its own."""
+    before, after = [[1, 9], [2], [3, 4]], [[5], [6, 7]]
+    chunks: list[tuple[Chunk, bytes]] = []
+    parent = None
+    # Tokens 3 to 5 are sampled; the next prompt has but the first of these two, and two of its own.
+    for base, prompt, sets in ((0, 3, before), (5, 7, after)):
+        output = np.array([row[0] for row in sets], "<i4").tobytes()
+        want = Want(sampling_masks.KIND, parent=parent)
+        stored, _ = sampling_masks.read(memoryview(json.dumps(sets).encode()), want, base, prompt, output)
+        chunks = [*chunks[: stored.shared], *((new.chunk, new.frame) for new in stored.new)]
+        parent = Parent(stored.start, stored.stop, 0, [chunk for chunk, _ in chunks])
+    refs = tuple(ChunkRef(number, 0, *msgspec.to_builtins(chunk)) for number, (chunk, _) in enumerate(chunks))
+    frames = {ref.key: frame for ref, (_, frame) in zip(refs, chunks, strict=True)}
+    payload = Payload("sampling_mask", stored.start, stored.stop, stored.sent, (), refs)
+    assert [(chunk.start, chunk.rows) for chunk, _ in chunks] == [(0, 5), (4, 4)]
+    masks = masks_of(payload, frames, payload.start, payload.stop)
+    rows = [masks.ids[first:stop].tolist() for first, stop in pairwise(masks.offsets)]
+    assert rows == [[], [], *before[:2], [], [], *after]
+    assert sampling_masks.render(Cut(sampling_masks.KIND, 0, "sets"), masks_of(payload, frames, 6, 8)) == b"[[5],[6,7]]"

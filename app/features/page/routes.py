@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from app.api.page_views import MAX_PAGE, for_the_page, page_reply
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
+from app.errors import SessionUnreadable
 from app.features.page.rollout_view import MAX_STEPS
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view
@@ -91,12 +93,18 @@ BranchNumber = Annotated[
 @router.get("/sessions/{session_id}")
 @for_the_page
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
-    """A session in any state, after event `seq`, and the checkpoints that have it now."""
+    """A session in any state, after event `seq`, the checkpoints that have it now, and, without `seq`, its budgets."""
     app = services(request)
     view = await app.views.at(session_id, seq)
     has_checkpoints = "checkpoints" in app.features
     pins = await app.features["checkpoints"].of_session(session_id) if has_checkpoints else []
-    return page_reply({**msgspec.structs.asdict(view), "checkpoints": pins})
+    budgets: dict[str, Any] = {"budgets": [], "limit": None}
+    if seq is None and "budgets" in app.features:
+        # The view is of a damaged log too.
+        with contextlib.suppress(SessionUnreadable):
+            live = await app.cache.get(session_id)
+            budgets |= {} if live is None else await app.features["budgets"].fields(live.session)
+    return page_reply({**msgspec.structs.asdict(view), "checkpoints": pins, **budgets})
 
 
 @router.get("/sessions/{session_id}/conversation")

@@ -312,7 +312,22 @@ export interface Session {
   /** those that have the session, as it was after event `seq`; the oldest first */
   checkpoints: { name: string; created_at: number; seq: number }[];
   problems: { part: string; message: string }[];
+  /** what holds for it now: its own, that of its rollout's root; none in the state after an earlier event */
+  budgets: Budget[];
+  /** which was reached last */
+  limit: string | null;
 }
+
+/** What is reserved by turns in flight is not left. */
+export interface Budget {
+  session_id: string;
+  limits: { per?: "session" } & Partial<Record<LimitName, number>>;
+  used: Record<"turns" | "tokens" | "seconds", number>;
+  in_flight: Record<"turns" | "tokens", number>;
+  left: Partial<Record<LimitName, number>>;
+}
+
+export type LimitName = "turns" | "tokens" | "context" | "seconds";
 
 /** A message as an agent or an engine wrote it: any JSON, if it is an object perhaps with these fields. */
 export interface ChatMessage {

@@ -5,7 +5,7 @@ import { Conversation } from "./conversation.js";
 import { copyCurl } from "./copy.js";
 import { badge, button, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
-import { clock, count, decimal, since } from "./format.js";
+import { clock, count, decimal, duration, since } from "./format.js";
 import { NoteForm } from "./noteform.js";
 import { checkpointHref, groupHref, sessionHref, sessionsHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
@@ -14,7 +14,7 @@ import { BranchTree } from "./tree.js";
 import { noSession, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
-/** @import {Child, Reward, Session, SessionRow} from "../ui_types.d.ts" */
+/** @import {Budget, Child, Reward, Session, SessionRow} from "../ui_types.d.ts" */
 /** @import {Place} from "./view.js" */
 
 /** Checkpoints that are named; a run may make hundreds. */
@@ -29,6 +29,18 @@ function fact(name, ...value) {
 function rewardParts({ reward, components }) {
   const parts = Object.entries(components).map(([name, value]) => [named(name), ` ${decimal(value)} `]);
   return [h("strong", null, decimal(reward)), parts.length > 0 && h("span", { class: "note" }, " ", parts)];
+}
+
+/** @param {Budget} budget @param {string} id of the session that it holds for @returns {HTMLElement} */
+function budgetFact({ session_id, limits, used, left }, id) {
+  const parts = [
+    limits.turns != null && `${count(used.turns)} of ${count(limits.turns)} turns, ${count(left.turns)} left`,
+    limits.tokens != null && `${count(used.tokens)} of ${count(limits.tokens)} tokens, ${count(left.tokens)} left`,
+    limits.seconds != null && `${duration(used.seconds)} of ${duration(limits.seconds)}, ${duration(left.seconds)} left`,
+    limits.context != null && `context ${count(limits.context)}`,
+  ];
+  const whose = session_id === id ? null : [" of ", h("a", { href: sessionHref(session_id) }, named(session_id))];
+  return fact("Limits", parts.filter(Boolean).join("; "), h("span", { class: "note" }, ` per ${limits.per ?? "rollout"}`, whose));
 }
 
 /** @param {Session} session @param {number|null} branch @returns {boolean} false after an event before it began */
@@ -243,7 +255,7 @@ export class SessionView extends View {
 }
 
 /** @param {Session} session @returns {Child} */
-function facts({ session_id, note, tags, config, fork, turns, tree, affinity, reward, checkpoints, created_at, closed_at }) {
+function facts({ session_id, note, tags, config, fork, turns, tree, affinity, reward, checkpoints, created_at, closed_at, budgets, limit }) {
   const live = turns.filter((turn) => turn.live);
   const newest = live.at(-1);
   const engine = affinity?.engine ?? newest?.engine;
@@ -277,6 +289,8 @@ function facts({ session_id, note, tags, config, fork, turns, tree, affinity, re
     adapter != null && fact("Adapter", named(adapter)),
     fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
     fact("Tokens", count(sampled + suffix), h("span", { class: "note" }, ` of live turns, each once; ${count(sampled)} sampled`)),
+    budgets.map((budget) => budgetFact(budget, session_id)),
+    limit != null && fact("Limit reached", badge(limit, "warn")),
     note && fact("Note", textBlock(note)),
     tags.length > 0 && fact("Tags", tags.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))])),
     checkpoints.length > 0 && fact("In checkpoints", inCheckpoints(session_id, checkpoints)),
