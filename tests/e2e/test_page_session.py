@@ -265,6 +265,7 @@ def test_tokens_with_their_masks_versions_and_branches(stand: Stand, watch: Watc
     talk.say(long, sim={**NOW, "completion_tokens": 40, "weight_versions": ["7", "8"]})
     talk.say("more", sim={**NOW, "completion_tokens": 20, "weight_version": "8"})
     assert talk.chat([user("a summary")], sim={**NOW, "weight_version": "9"}).status_code == 200
+    talk.column(1, "teacher", [-0.125, *[None] * 39])
     row = next(row for row in talk.rows() if row["segment"] == 0)
     first = row["loss_mask"].index(1)
 
@@ -283,6 +284,7 @@ def test_tokens_with_their_masks_versions_and_branches(stand: Stand, watch: Watc
     assert "sampled, in the loss" in detail
     assert f"logprob {row['logprobs'][first]:.6f}" in detail
     assert "weights 7" in detail
+    assert "teacher -0.125" in detail
     page.keyboard.press("ArrowLeft")
     page.locator(".tokendetail", has_text="not sampled, not in the loss").wait_for()
     page.keyboard.press("Home")

@@ -129,6 +129,28 @@ def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     assert get(shared, f"{walked.id}/tokens", start=10**9)["tokens"] == []
 
 
+def test_columns_are_those_of_the_export(stand: Stand) -> None:
+    talk = stand.talk()
+    for text in ("One", "Two"):
+        talk.say(text, max_tokens=3)
+    assert get(stand, f"{talk.id}/tokens")["columns"] == {}
+    talk.column(1, "teacher", [-0.5, None, -0.25])
+    before = talk.events()[-1]["seq"]
+    talk.column(2, "labels", [7, 8, 9])
+    [row] = talk.rows(columns="teacher,labels")
+    found = get(stand, f"{talk.id}/tokens")
+    assert found["columns"] == {
+        name: [value if there else None for value, there in zip(row["columns"][name], mask, strict=True)]
+        for name, mask in row["column_masks"].items()
+    }
+    assert found["columns"]["labels"][-3:] == [7, 8, 9]
+    page = get(stand, f"{talk.id}/tokens", start=row["prompt_length"] + 1, limit=1)
+    assert page["columns"] == {"teacher": [None]}, "of the page's turns"
+    assert get(stand, f"{talk.id}/tokens", seq=before)["columns"].keys() == {"teacher"}
+    talk.column(1, "teacher", [1, 2, 3])
+    assert get(stand, f"{talk.id}/tokens", seq=before)["columns"] == {}, "replaced since"
+
+
 def test_the_engine_tells_the_texts_of_what_it_sampled(shared: Stand, walked: Talk, vllm_stand: Stand) -> None:
     talk = vllm_stand.talk()
     talk.say("Hello")

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
+from sqlalchemy import Connection, select
 
 from app.domain.branches import BranchRow, branch_rows, place_of, row_of
+from app.domain.columns import Column, align, unpack
 from app.domain.events import TurnCommitted
-from app.domain.samples import Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
+from app.domain.samples import Array, Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
 from app.domain.session import Session
 from app.features.page.conversation import unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Frames
+from app.store.schema import annotation_columns
 from workers import codec
 from workers.codec import CorruptContent, Wire
 from workers.join_text import token_texts
@@ -31,6 +34,9 @@ TEXT_TURNS = 64
 
 MAX_BRANCHES = 40
 """Branches without a row are listed up to this number of branches; each costs a walk through its turns."""
+
+MAX_COLUMNS = 16
+"""Columns that one page of tokens has; further names are left out."""
 
 _CHOICES = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -82,7 +88,8 @@ class TokenView(msgspec.Struct, frozen=True):
     """Tokens [start, start + len(tokens)) of the `total` of branch `branch`, which is null if there is none.
 
     `branches` are those that are rows of an export, this one, and others up to MAX_BRANCHES. `texts` has one text per
-    token; it is null if neither a tokenizer nor the engine gives any. `error` says why they cannot be read.
+    token; it is null if neither a tokenizer nor the engine gives any. `columns` have one number per token, or null, by
+    their names; one that was written again since is not in a view of the past. `error` says why they cannot be read.
     """
 
     branch: int | None
@@ -94,6 +101,7 @@ class TokenView(msgspec.Struct, frozen=True):
     versions: Sequence[str]
     turns: Sequence[TurnRange]
     boundaries: Sequence[Boundary]
+    columns: Mapping[str, Sequence[float | None]] = {}
     error: str | None = None
 
 
@@ -115,7 +123,7 @@ class TokenViews:
             return TokenView(None, [], 0, 0, [], None, [], [], [])
         branch = session.leaf.branch if branch is None else branch
         if session.is_text:
-            return TokenView(branch, [], 0, start, [], None, [], [], [], TEXT_ONLY)
+            return TokenView(branch, [], 0, start, [], None, [], [], [], error=TEXT_ONLY)
         try:
             row, branches = await asyncio.to_thread(_row_and_branches, session, branch)
         except KeyError:
@@ -124,17 +132,49 @@ class TokenViews:
         frames = await self._frames(session_id, row.turns, wire=False)
         try:
             made = await asyncio.to_thread(_sample, session, row, turns, frames)
+            columns = await self._columns(session, made, start, limit)
         except (CorruptContent, Inconsistent) as error:
-            return TokenView(branch, branches, 0, start, [], None, [], [], [], str(error))
+            return TokenView(branch, branches, 0, start, [], None, [], [], [], error=str(error))
         counts = {turn.turn: turn.output_tokens for turn in turns}
         texts = await self._texts(session_id, made, counts, start, limit)
-        return await asyncio.to_thread(_view, made, branch, branches, start, limit, texts)
+        return await asyncio.to_thread(_view, made, branch, branches, start, limit, texts, columns)
 
     async def _frames(self, session_id: str, numbers: Sequence[int], *, wire: bool) -> Frames:
         return await self._database.read(
             lambda connection: reads.load_frames(connection, session_id, numbers, facts=not wire, wire=wire),
             session_id=session_id,
         )
+
+    async def _columns(self, session: Session, made: Sample, start: int, limit: int) -> dict[str, list[float | None]]:
+        """One number per token of the page, by the names of its turns' columns. Raises CorruptContent."""
+        shown = {span.turn for span in made.turns if span.start < start + limit and span.end > start}
+        written = {
+            said.seq: (turn, name, said.column)
+            for turn in sorted(shown & session.annotations.keys())
+            for name, said in session.annotations[turn].items()
+            if said.column is not None
+        }
+        names = list(dict.fromkeys(name for _, name, _ in written.values()))[:MAX_COLUMNS]
+        if not names:
+            return {}
+        wanted = [seq for seq, (_, name, _) in written.items() if name in names]
+        data = await self._database.read(
+            lambda connection: _load_columns(connection, session.session_id, wanted),
+            session_id=session.session_id,
+        )
+
+        def aligned() -> dict[str, list[float | None]]:
+            by_name: dict[str, dict[int, Column]] = {name: {} for name in names}
+            for seq, frame in data.items():
+                turn, name, ref = written[seq]
+                by_name[name][turn] = unpack(frame, ref)
+            return {
+                name: _numbers(row.values[start : start + limit], row.mask[start : start + limit])
+                for name, columns in by_name.items()
+                if (row := align(made.turns, columns)) is not None
+            }
+
+        return await asyncio.to_thread(aligned)
 
     async def _texts(
         self, session_id: str, made: Sample, counts: Mapping[int, int], start: int, limit: int
@@ -188,6 +228,7 @@ def _view(
     start: int,
     limit: int,
     texts: list[str | None] | None,
+    columns: Mapping[str, Sequence[float | None]],
 ) -> TokenView:
     part = slice(start, start + limit)
     versions = list(dict.fromkeys(span.version for span in made.version_spans))
@@ -197,8 +238,8 @@ def _view(
         by_token[span.start : span.end] = versions.index(span.version)
     for turn in made.turns:
         turns[turn.start : turn.end] = turn.turn
-    columns = (made.tokens, made.sampled_mask, made.loss_mask, made.logprobs, by_token, turns)
-    rows = zip(*(column[part].tolist() for column in columns), strict=True)
+    facts = (made.tokens, made.sampled_mask, made.loss_mask, made.logprobs, by_token, turns)
+    rows = zip(*(fact[part].tolist() for fact in facts), strict=True)
     return TokenView(
         branch=branch,
         branches=branches,
@@ -212,7 +253,23 @@ def _view(
         versions=versions,
         turns=[TurnRange(span.turn, span.start, span.output_start, span.end) for span in made.turns],
         boundaries=_boundaries(made),
+        columns=columns,
     )
+
+
+def _load_columns(connection: Connection, session_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
+    """The frames that these events wrote, without those that were replaced since."""
+    query = select(annotation_columns.c.seq, annotation_columns.c.data).where(
+        annotation_columns.c.session_id == session_id
+    )
+    parts = (seqs[at : at + reads.SPAN] for at in range(0, len(seqs), reads.SPAN))
+    return {
+        seq: data for part in parts for seq, data in connection.execute(query.where(annotation_columns.c.seq.in_(part)))
+    }
+
+
+def _numbers(values: Array, mask: Array) -> list[float | None]:
+    return [value if there else None for value, there in zip(values.tolist(), mask, strict=True)]
 
 
 def _boundaries(made: Sample) -> list[Boundary]:

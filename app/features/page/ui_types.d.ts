@@ -389,6 +389,8 @@ export interface TokenPage {
   versions: string[];
   turns: { turn: number; start: number; output_start: number; end: number }[];
   boundaries: Boundary[];
+  /** annotations of one number per token, by name */
+  columns: Record<string, (number | null)[]>;
   error: string | null;
 }
 

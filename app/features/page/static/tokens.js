@@ -286,7 +286,7 @@ export class TokensView extends View {
   /** @param {HTMLElement} cell */
   #explain(cell) {
     if (!this.page) return;
-    const { tokens, texts, versions, start } = this.page;
+    const { tokens, texts, versions, start, columns } = this.page;
     const at = positionOf(cell);
     const token = tokens[at - start];
     if (!token) return;
@@ -302,8 +302,15 @@ export class TokensView extends View {
         sampled > 0 &&
         ` · logprob ${logprob.toFixed(6)}, probability ${Math.exp(logprob).toPrecision(4)}`,
       version >= 0 && [" · weights ", named(versions[version] ?? "?")],
+      Object.entries(columns).map(([name, values]) => [` · ${name} `, figure(values[at - start] ?? null)]),
     );
   }
+}
+
+/** @param {number|null} value of a column @returns {string} */
+function figure(value) {
+  if (value === null) return "–";
+  return String(Number.isInteger(value) ? value : Number(value.toPrecision(7)));
 }
 
 /** @param {Token} token @param {number} position @param {string|null|undefined} text */
