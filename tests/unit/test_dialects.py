@@ -17,7 +17,6 @@ from app.upstream.dialects import (
     takes_rid,
 )
 
-
 WISHES = {
     name: msgspec.Raw(text)
     for name, text in {
