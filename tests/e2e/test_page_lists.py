@@ -191,7 +191,7 @@ def test_exports(watched: Watched, page_stand: PageStand, api: Callable[..., Any
     assert preview["rows"] == len(rows)
 
     links = page.eval_on_selector_all("a[download]", "links => links.map(link => link.href)")
-    assert len(links) == len(set(links)) == 10 * 4 + 2
+    assert len(links) == len(set(links)) == 11 * 4 + 2
     for link in (links[0], links[-1]):
         query = {name: values[0] for name, values in parse_qs(urlsplit(link).query).items()}
         assert query["group_id"] == group

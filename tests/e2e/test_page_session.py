@@ -297,7 +297,7 @@ def test_tokens_with_their_masks_versions_and_branches(stand: Stand, watch: Watc
 
 
 def test_the_tree_stands_beside_the_conversation(stand: Stand, watch: Watch) -> None:
-    talk = stand.talk(history="tree", limits={"turns": 3, "tokens": 5000, "context": 9000})
+    talk = stand.talk(history="tree")
     talk.say("One", sim=NOW)
     first = list(talk.messages)
     talk.say("Go on", sim={**NOW, "text": "Here it is"})

@@ -41,7 +41,7 @@ DAMAGE = {
     "a head that lags": ("UPDATE sessions SET version = 3 WHERE session_id = 'filled-1'", "sessions.version is 3"),
     "a miscounted head": ("UPDATE sessions SET turns = 9 WHERE session_id = 'filled-0'", "sessions.turns is 9"),
     "a claim that the log does not know": (
-        "INSERT INTO open_turns SELECT 'filled-0', 99, 6, 5, 1, 'x', NULL, 0, NULL",
+        "INSERT INTO open_turns SELECT 'filled-0', 99, 6, 5, 1, 'x', NULL, 0, NULL, NULL",
         "open_turns[99]",
     ),
     "a turn without content": ("DELETE FROM turns WHERE session_id = 'filled-0' AND turn = 3", "4 turns are stored"),

@@ -53,7 +53,7 @@ DAMAGE = {
     "a head that is gone": ("DELETE FROM sessions WHERE session_id = 'waiting'", {"sessions"}),
     "a claim that is gone": ("DELETE FROM open_turns", {"open_turns[2]"}),
     "a claim of nobody": (
-        "INSERT INTO open_turns SELECT 'talked', 99, turn, parent_turn, 1, 'x', NULL, 0, NULL FROM open_turns",
+        "INSERT INTO open_turns SELECT 'talked', 99, turn, parent_turn, 1, 'x', NULL, 0, NULL, NULL FROM open_turns",
         {"open_turns[99]"},
     ),
     "a claim with another holder": (

@@ -140,7 +140,7 @@ def test_a_session_after_any_event(stand: Stand) -> None:
     stand.http.delete(talk.path).raise_for_status()
     state = stand.get(f"{talk.path}/state")
     assert (state["status"], len(state["turns"]), state["metadata"]) == ("closed", 2, {"task": "seven"})
-    assert {**state, "checkpoints": []} == stand.get(f"/ui/api{talk.path}")
+    assert {**state, "checkpoints": [], "budgets": [], "limit": None} == stand.get(f"/ui/api{talk.path}")
     first = stand.get(f"{talk.path}/state", seq=talk.types().index("TurnCommitted") + 1)
     assert (first["status"], len(first["turns"]), first["last_seq"]) == ("open", 1, state["seq"])
     assert error_of(stand.http.get("/sessions/never-seen/state")) == (404, "session_not_found")
