@@ -15,7 +15,7 @@ from app.domain.request import CompletionRequest, value_of
 from app.domain.session import Session
 from app.errors import AppError, InvalidRequest, OverBudget, SessionBusy
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit, NoteLimit, read_used
-from app.features.budgets.rules import NAMES, NoneLeft, allowance, left, wanted_tokens
+from app.features.budgets.rules import NAMES, NoneLeft, Used, allowance, left, wanted_tokens
 from app.protocols.errors import engine_error
 from app.store.log import Appended
 from app.store.log_turns import Claim, Commit, Limited, Release
@@ -96,7 +96,7 @@ class Budgets:
     def _reached(self, turn: InFlightTurn, session: Session, held: Sequence[Held]) -> LimitName | None:
         """A limit that needs no look at the store: the time, and the context if the turn continues one that is full."""
         now = self._services.clock()
-        if any((seconds := one.seconds_left(now)) is not None and seconds <= 0 for one in held):
+        if _is_over(held, now):
             return "seconds"
         parent = decide.token_parent(session, turn.plan)
         most = _context(held)
@@ -105,7 +105,7 @@ class Budgets:
     async def require_left(self, session: Session) -> None:
         """Raises OverBudget if a limit of the session is used up; StoreUnavailable."""
         held, now = await self.held(session), self._services.clock()
-        if any((seconds := one.seconds_left(now)) is not None and seconds <= 0 for one in held):
+        if _is_over(held, now):
             raise OverBudget.of(session.session_id, "seconds")
         used = [(one.budget.limits, await self._used(one)) for one in held]
         verdict = allowance(used, None)
@@ -151,7 +151,7 @@ class Budgets:
         newest = next(reversed(session.reached.values()), None)
         return {"budgets": told, "limit": newest}
 
-    async def _used(self, held: Held) -> Any:
+    async def _used(self, held: Held) -> Used:
         return await self._services.database.read(partial(read_used, budget=held.budget))
 
 
@@ -307,6 +307,11 @@ class LimitedTurn:
         reached = LimitReached(error.limit, self._parent, error.sampled)
         ended = EndAtLimit(**msgspec.structs.asdict(release), sampled=error.sampled)
         return msgspec.structs.replace(ended, then=[reached])
+
+
+def _is_over(held: Sequence[Held], now: float) -> bool:
+    """Is the time of one of the budgets over?"""
+    return any((seconds := one.seconds_left(now)) is not None and seconds <= 0 for one in held)
 
 
 def _context(held: Sequence[Held]) -> int | None:
