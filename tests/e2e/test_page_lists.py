@@ -80,7 +80,7 @@ def test_what_is_stuck_and_what_is_held(watched: Watched, page_stand: PageStand)
     page = settled(watched.open("#/?state=running&sort=running_since&order=asc"))
     assert keys(page) == page_stand.filled.in_turn, "the longest first"
     assert page.inner_text(f"{ROWS} .badge").endswith("running")
-    page.click("main >> text=Paused")
+    page.click(".chips >> text=Paused")
     expect(page.locator(ROWS)).to_have_count(1)
     assert keys(page) == [page_stand.filled.held]
     watched.go("#/?q=nobody")
