@@ -1,0 +1,84 @@
+"""What the page says of a message in a line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from app.features.page.actions import LINE, Action, actions_of, has_failed, result_line
+
+
+def calls(*given: tuple[str, Any]) -> dict[str, Any]:
+    made = [
+        {"id": f"c{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for at, (name, arguments) in enumerate(given)
+    ]
+    return {"role": "assistant", "content": "I will look.", "tool_calls": made}
+
+
+def said(content: object, **more: object) -> dict[str, object]:
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (calls(("bash", '{"command": "pytest -q"}')), [("bash", "pytest -q")]),
+        (calls(("shell", {"command": ["bash", "-lc", "ls -la"]})), [("shell", "ls -la")]),
+        (calls(("shell", '{"command": ["git", "log"], "timeout": 5}')), [("shell", "git log, timeout 5")]),
+        (calls(("bash", json.dumps({"command": "cat > a <<E\nx\nE"}))), [("bash", "cat > a <<E …")]),
+        (
+            calls(("edit", json.dumps({"file_path": "a.py", "old": "x" * 99, "all": True}))),
+            [("edit", "a.py, all true")],
+        ),
+        (calls(("get_weather", '{"city": "Bonn"}'), ("now", "{}")), [("get_weather", "Bonn"), ("now", "")]),
+        (calls(("f", '{"days": 2, "city": "Bonn", "deep": {}}')), [("f", "days 2, city Bonn")]),
+        (calls(("f", "not json\nat all")), [("f", "not json …")]),
+        (calls(("f", None), ("f", "[1, 2]"), ("", '"x"')), [("f", ""), ("f", "[1, 2]"), ("?", '"x"')]),
+        (said(None, function_call={"name": "old", "arguments": '{"q": "x"}'}), [("old", "x")]),
+        (said("<think>long\nthought</think>\n\n  Done.\n\nMore"), [(None, "Done. …")]),
+        (said("<think>no end"), [(None, "<think>no end")]),
+        (said([{"type": "text", "text": "A"}, {"type": "image_url"}]), [(None, "A …")]),
+        (said("", reasoning_content="Hm."), [(None, "Hm.")]),
+        (said(None, refusal="I cannot."), [(None, "I cannot.")]),
+        (said("x" * 999), [(None, "x" * (LINE - 2) + " …")]),
+        (said(None, tool_calls=["odd", {"function": 7}]), [("?", ""), ("?", "")]),
+        ({"role": "user", "content": "Hi"}, []),
+        (None, []),
+    ],
+)
+def test_an_action_in_a_line(message: object, expected: list[tuple[str | None, str]]) -> None:
+    assert actions_of([message]) == [Action(*one) for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "failed"),
+    [
+        ("\n\n3 passed in 0.1s\n", "3 passed in 0.1s", False),
+        ("<output>\n1 failed\n</output>", "1 failed …", False),
+        ('{"output": "ok\\nmore", "metadata": {"exit_code": 0}}', "ok …", False),
+        ('{"output": "no", "metadata": {"exit_code": 1}}', "no", True),
+        ('{"error": "timeout"}', "timeout", True),
+        ('{"celsius": 21, "rain": false}', "celsius 21, rain false", False),
+        ("Traceback (most recent call last):\n  x", "Traceback (most recent call last): …", True),
+        ("bash: foo: command not found", "bash: foo: command not found", True),
+        ("<returncode>1</returncode>\n<output>x", "<returncode>1</returncode> …", True),
+        ("Exit code 2\nx", "Exit code 2 …", True),
+        ("exit code 0", "exit code 0", False),
+        ("no errors found", "no errors found", False),
+        ([{"type": "text", "text": "a"}], "a", False),
+        ("{broken", "{broken", False),
+        (None, "", False),
+        (7, "7", False),
+    ],
+)
+def test_a_result_in_a_line(content: object, line: str, failed: bool) -> None:
+    message = {"role": "tool", "content": content}
+    assert (result_line(message), has_failed(message)) == (line, failed)
+
+
+def test_what_a_user_says_has_not_failed() -> None:
+    assert not has_failed({"role": "user", "content": "Error: what does it mean?"})
+    assert has_failed({"role": "tool", "content": "no", "is_error": True})
