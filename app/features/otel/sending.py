@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -76,7 +77,8 @@ class SpanSender:
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, STOP_S)
-        self._exporter.shutdown()  # ends its repetitions
+        end_repetitions: Callable[[], None] = self._exporter.shutdown
+        end_repetitions()
 
     def _run(self) -> None:
         while not self._is_stopping:

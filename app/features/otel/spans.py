@@ -16,6 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -69,7 +70,7 @@ class SpanMaker:
         )
         kind = SpanKind.CLIENT if noted.turn else SpanKind.INTERNAL
         sampling = self._provider.sampler.should_sample(None, trace_id(session_id), name, kind, attributes)
-        if not sampling.decision.is_sampled():
+        if sampling.decision is not Decision.RECORD_AND_SAMPLE:
             return ()
         if noted.content is not None:
             new, sampled = noted.content
