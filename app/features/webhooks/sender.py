@@ -225,7 +225,7 @@ class Sender:
         found = await self._services.database.read(
             partial(read, read_page=all_events.page),
             one_moment=True,
-            or_else=partial(read, read_page=all_events.page_around_damage),
+            on_damage=partial(read, read_page=all_events.page_around_damage),
         )
         if old_before is not None:
             receiver.quiet_from = found.quiet_from
