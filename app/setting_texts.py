@@ -10,8 +10,8 @@ from collections.abc import Mapping
 TEXTS: Mapping[str, Mapping[str, str]] = {
     "Store and service": {
         "database_url": "SQLite, or `postgresql+asyncpg://…`. Alembic reads it too",
-        "features": "[parts of the service](design.md#features) beside the kernel; or `all`, or `none`. What is left out has "
-        "no routes, background work and metrics. On SQLite, [search](search.md) needs FTS5",
+        "features": "[parts of the service](design.md#features) beside the kernel; or `all`, or `none`. What is left "
+        "out has no routes, background work and metrics. On SQLite, [search](search.md) needs FTS5",
         "log_format": "`auto`: JSON unless standard error is a terminal",
         "log_level": "`debug` has a line with the stages of each turn",
         "lease_s": "silence after which a process on PostgreSQL loses its claims",
@@ -77,8 +77,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     "Limits of bodies": {
         "max_request_bytes": "of a request's body",
         "max_upstream_bytes": "of an engine's reply",
-        "inflight_bytes": "all bodies in flight, requests' and replies' ([shares](security.md#how-it-works)). A body up to "
-        "64 KiB is never refused for a share",
+        "inflight_bytes": "all bodies in flight, requests' and replies' ([shares](security.md#how-it-works)). A body "
+        "up to 64 KiB is never refused for a share",
     },
     "Retention": {
         "idle_close_s": "open sessions unchanged for this long are closed (`SessionClosed`, reason `idle`), a root "
