@@ -121,7 +121,7 @@ class Rollouts:
     async def _frames(self, session_id: str, part: Sequence[Turn]) -> Frames:
         numbers = [turn.number for turn in part]
         return await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=False), session_id=session_id
+            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
         )
 
 
