@@ -52,7 +52,7 @@ def test_a_turn_in_short_says_what_it_was_given_and_did(stand: Stand) -> None:
         found.append(rollout(stand, talk.id)["marks"])
     (asked, failed), (same, fine) = found
     assert asked == same
-    assert (asked["asked"], asked["actions"]) == (["Will it rain?"], [{"tool": "get_weather", "text": "city Bonn"}])
+    assert (asked["asked"], asked["actions"]) == (["Will it rain?"], [{"tool": "get_weather", "text": "Bonn"}])
     assert failed["given"] != fine["given"]
     assert (failed["asked"], failed["failed"]) == (["no such city"], True)
     assert (fine["asked"], fine["failed"]) == (["sunny …"], False)
@@ -152,8 +152,8 @@ def test_a_summary_follows_its_session(stand: Stand) -> None:
     assert told == [
         ("", [], 0),
         (rain, [(None, "the same")], 1),
-        (rain, [("get_weather", "city Bonn")], 2),
-        (rain, [("get_weather", "city Bonn")], 2),
+        (rain, [("get_weather", "Bonn")], 2),
+        (rain, [("get_weather", "Bonn")], 2),
         (rain, [(None, "It did not.")], 2),
     ]
     assert [one["errors"] for one in seen] == [0, 0, 0, 1, 1]

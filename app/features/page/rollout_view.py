@@ -180,9 +180,10 @@ def _marks(session: Session, turns: Sequence[Turn], frames: Frames, running: has
         except CorruptContent:
             contents = []
         messages = [decode_message(message, "a stored message") for message in contents]
+        committed_hashes = turn.message_hashes if messages else ()
         hashes = [
             canonical_hash(_without_ids(message), session.config.matcher) if b'"tool_call' in content else committed
-            for content, message, committed in zip(contents, messages, turn.message_hashes, strict=True)
+            for content, message, committed in zip(contents, messages, committed_hashes, strict=True)
         ] or turn.message_hashes
         running.update("".join(hashes[:-1]).encode())
         given = running.hexdigest()

@@ -118,7 +118,7 @@ class Summaries:
 
         new = await self._database.read(
             lambda connection: rows(connection, list(known)),
-            or_else=lambda connection: split(connection, list(known), rows)[0],
+            on_damage=lambda connection: split(connection, list(known), rows)[0],
         )
         known = await asyncio.to_thread(_folded, known, new)
         unread = {session_id: numbers for session_id, one in known.items() if (numbers := one.unread())}
@@ -129,7 +129,7 @@ class Summaries:
         if unread:
             content = await self._database.read(
                 lambda connection: frames(connection, list(unread)),
-                or_else=lambda connection: split(connection, list(unread), frames)[0],
+                on_damage=lambda connection: split(connection, list(unread), frames)[0],
             )
             await asyncio.to_thread(_read, {one: known[one] for one in unread}, content)
         self._keep(known)

@@ -30,7 +30,7 @@ export class SessionsView extends View {
     this.picked = new Set();
     /** @type {{hidden: string[], metadata: string}} titles, and keys of metadata with commas in between */
     this.chosen = { hidden: HIDDEN, metadata: "", ...JSON.parse(localStorage.getItem(CHOSEN) ?? "{}") };
-    this.table = this.#newTable();
+    this.table = this.#newTable("");
     this.form = new FilterForm(this.closed, (filters) => {
       const { sort, order } = this.list.query;
       this.#open({ sort, order, ...filters });
@@ -54,17 +54,22 @@ export class SessionsView extends View {
     this.#open(listQueryOf(query));
   }
 
-  /** @returns {LongTable<SessionRow>} */
-  #newTable() {
+  /** @param {string} sort @returns {Column<SessionRow>[]} those that are chosen, and the one that the list is sorted by */
+  #shownColumns(sort) {
+    const { hidden, metadata } = this.chosen;
+    const keys = [...new Set(metadata.split(",").map((key) => key.trim()))].filter(Boolean);
+    const shown = columns().filter((column) => !hidden.includes(column.title) || column.sort === sort);
+    return [this.#pickColumn(), ...shown, ...keys.map((key) => this.#metadataColumn(key))];
+  }
+
+  /** @param {string} sort @returns {LongTable<SessionRow>} */
+  #newTable(sort) {
     this.tableLife?.abort();
     /** Ends the table: another choice of columns makes another one. */
     this.tableLife = new AbortController();
-    const { hidden, metadata } = this.chosen;
-    const keys = [...new Set(metadata.split(",").map((key) => key.trim()))].filter(Boolean);
-    const shown = columns().filter(({ title }) => !hidden.includes(title));
     return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
       label: "Sessions",
-      columns: [this.#pickColumn(), ...shown, ...keys.map((key) => this.#metadataColumn(key))],
+      columns: this.#shownColumns(sort),
       keyOf: (row) => row.session_id,
       onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
       onNearEnd: () => this.list.error || this.list.more(),
@@ -85,9 +90,6 @@ export class SessionsView extends View {
       const hidden = boxes.filter(({ box }) => !box.checked).map(({ title }) => title);
       this.chosen = { hidden, metadata: metadata.value };
       localStorage.setItem(CHOSEN, JSON.stringify(this.chosen));
-      const old = this.table;
-      this.table = this.#newTable();
-      old.element.replaceWith(this.table.element);
       this.#open(this.list.query);
     };
     showDialog(
@@ -132,6 +134,12 @@ export class SessionsView extends View {
   async #open(query) {
     setQuery(addressOf(query));
     this.form.set(query);
+    const titles = (/** @type {Column<SessionRow>[]} */ of) => of.map(({ title }) => title).join();
+    if (titles(this.#shownColumns(query.sort)) !== titles(this.table.options.columns)) {
+      const old = this.table;
+      this.table = this.#newTable(query.sort);
+      old.element.replaceWith(this.table.element);
+    }
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
     replace(this.presets, presetLinks(query));
