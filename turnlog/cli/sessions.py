@@ -44,7 +44,10 @@ class Order(StrEnum):
 
 def sessions(
     ctx: typer.Context,
-    state: Annotated[State | None, typer.Option(help="Only those in this state.")] = None,
+    state: Annotated[
+        State | None,
+        typer.Option(help="Only those: running (a turn is in flight), paused (it waits at a gate), idle, …"),
+    ] = None,
     group: Annotated[str | None, typer.Option(help="Only those of this group.")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Only those with this attempt number.")] = None,
     metadata: Annotated[
