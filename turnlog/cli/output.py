@@ -26,7 +26,10 @@ GAP = 2
 SHORTEST = 16
 """The width to which a long column may be cut."""
 
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    code: f"\\u{code:04x}" for code in (0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
+"""Also what turns the direction of text, and separates lines."""
 
 
 Record = Mapping[str, Any]
