@@ -16,6 +16,7 @@ from turnlog.cli import (
     sessions,
     tail,
     tree,
+    watch,
     write,
 )
 from turnlog.cli import read as reading
@@ -46,6 +47,7 @@ for _panel, _name, _function in (
     (OBSERVE, "sessions", sessions.sessions),
     (OBSERVE, "show", sessions.show),
     (OBSERVE, "read", reading.read),
+    (OBSERVE, "watch", watch.watch),
     (OBSERVE, "open", sessions.open_page),
     (OBSERVE, "tree", tree.tree),
     (OBSERVE, "tail", tail.tail),

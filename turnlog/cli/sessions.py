@@ -13,6 +13,7 @@ from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
 from turnlog.parameters import SessionFilters
 
 if TYPE_CHECKING:
+    from turnlog.cli.output import Column
     from turnlog.client._sync.transport import Transport
 
 PAGE = 1000
@@ -54,22 +55,27 @@ def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: s
 
 
 def _print_sessions(rows: list[dict[str, Any]]) -> None:
-    from turnlog.cli.output import Column, since, table, when
+    from turnlog.cli.output import table
 
-    columns = [
+    table(session_columns(), rows)
+
+
+def session_columns() -> list[Column]:
+    from turnlog.cli.output import Column, since, when
+
+    return [
         Column("session", "session_id", whole=True),
         Column("state"),
         Column("turns", right=True),
         Column("reward", right=True),
         Column("changed", lambda row: since(row["updated_at"]), right=True),
-        Column("in flight", lambda row: since(row["claimed_since"]), right=True),
+        Column("in flight", lambda row: since(row["running_since"]), right=True),
         Column("group", "group_id", long=True),
         Column("attempt", right=True),
         Column("stale", "staleness", right=True),
         Column("engine", long=True),
         Column("created", lambda row: when(row["created_at"])),
     ]
-    table(columns, rows)
 
 
 def show(
