@@ -22,7 +22,7 @@ from turnlog.cli import (
 from turnlog.cli import read as reading
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
-from turnlog.cli.run import Commands, ServerCommand, server_options
+from turnlog.cli.run import Commands, ServerCommand, server_options, settings_options
 
 app = typer.Typer(
     name="turnlog",
@@ -75,7 +75,7 @@ for _panel, _name, _function in (
         cls=None if _calls_server else ServerCommand,
         context_settings=NUMBERS if _name == "reward" else None,
     )
-    _made(server_options(_function) if _calls_server else _function)
+    _made(server_options(_function) if _calls_server else settings_options(_function))
 for _name, _program in (("simulator", serving.simulator), ("demo", serving.demo), ("bench", serving.bench)):
     app.command(
         _name, cls=ServerCommand, rich_help_panel=RUN, add_help_option=False, context_settings=serving.PASSED_ON
