@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 import typer
 
-from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import Failure, say, wants_json
 from turnlog.cli.tail import followed, told
@@ -26,8 +25,8 @@ MARGIN = 20
 FIRST, LAST, WIDE = 5, 2, 400
 """Of a long text: its first and last lines, and the characters of a line."""
 
-ACTIONS = 100
-"""Turns whose actions the server gives at once."""
+SHORT = 40
+"""Characters of an argument that stands beside the first one."""
 
 _THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
@@ -82,12 +81,26 @@ class _Reading:
         self._whole = whole
         self._opened: dict[int, float] = {}
         self._last: int | None = None
-        self._actions: dict[int, Object] = {}
+        self._messages: dict[int, list[Object]] | None = None
 
     def messages(self, turn: int) -> list[Object]:
-        """A turn's own messages, each with `sampled` and `error`. Raises Failure if the page is off."""
-        found: list[Object] = self._read(f"turns/{turn}", whole="true")["messages"]
-        return found
+        """A turn's own messages, the reply last. Raises Failure if the page is off."""
+        if self._messages is None:
+            self._messages = {}
+            self._keep(None)
+        if turn not in self._messages:
+            self._keep(turn)
+        return self._messages.pop(turn, [])
+
+    def _keep(self, turn: int | None) -> None:
+        """Read the conversation that ends with the turn, or with the newest one: in a line of turns that is all."""
+        found = self._read(turn)
+        known: dict[int, list[Object]] = {}
+        for one in found["messages"]:
+            known.setdefault(one["turn"], []).append(one)
+        if found["omitted"] and found["messages"] and found["messages"][0]["turn"] != turn:
+            del known[found["messages"][0]["turn"]]  # some of its messages may be left out
+        self._messages = {**(self._messages or {}), **known}
 
     def print(self, event: Object) -> None:
         match event:
@@ -122,33 +135,29 @@ class _Reading:
             branch = f", branch {event['branch']} ({event['branch_cause']})" if event.get("branch_cause") else ""
             _print_block([], [(f"{where}{branch}", "yellow")])
         self._last = turn
-        lines = self._lines(turn)
-        *brought, reply = self.messages(turn)
-        results = list(lines["results"])
-        behind = len(brought) - len(results)
-        for at, one in enumerate(brought):
-            failed = at >= behind and len(brought) - at <= len(results) and results[at - behind]["failed"]
-            self._print_brought(one, failed=failed)
+        *brought, reply = self.messages(turn) or [{"message": None, "error": "it is not there"}]
+        for one in brought:
+            self._print_brought(one)
         took = "" if opened is None else f" · {_seconds(event['at'] - opened)}"
         margin = [f"turn {turn}{took}", f"{_clock(event)} · {event['output_tokens']} tok"]
         if event.get("agent_id"):
             margin.append(event["agent_id"][: MARGIN - 2])
-        text = list(self._reply(reply, lines["actions"]))
+        text = list(self._reply(reply))
         finish = event.get("finish_reason")
         if finish not in (None, "stop", "tool_calls", "end_turn", "tool_use"):
             text.append((f"[{finish}]", "red"))
         _print_block(margin, text, "bold cyan")
 
-    def _print_brought(self, one: Object, *, failed: bool) -> None:
+    def _print_brought(self, one: Object) -> None:
         if one["message"] is None:
             _print_block(["?"], [(f"[{one['error']}]", "red")])
             return
         role = str(one["message"].get("role", "?"))
         text = _text(one["message"].get("content"))
-        is_whole = self._whole or role == "user"
-        _print_block([role], [(_shortened(text, is_whole), "red" if failed else None if role == "user" else "dim")])
+        is_users = role == "user"
+        _print_block([role], [(_shortened(text, self._whole or is_users), None if is_users else "dim")])
 
-    def _reply(self, one: Object, actions: Sequence[Object]) -> Iterator[tuple[str, str | None]]:
+    def _reply(self, one: Object) -> Iterator[tuple[str, str | None]]:
         """The pieces of a reply, and their styles: its reasoning, its text, its calls."""
         if one["message"] is None:
             yield f"[{one['error']}]", "red"
@@ -164,24 +173,12 @@ class _Reading:
         if said := (text.strip() or _text(message.get("refusal"))):
             yield said, None
         calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-        if self._whole:
-            yield from ((_call(call), "green") for call in calls)
-        else:
-            named = [action for action in actions if action["tool"] is not None]
-            yield from ((f"{action['tool']}: {action['text']}", "green") for action in named)
-            if len(calls) > len(named):
-                yield f"… {amount(len(calls) - len(named), 'more call')}", "dim"
+        for call in calls:
+            yield (_call if self._whole else _call_line)(call), "green"
 
-    def _lines(self, turn: int) -> Object:
-        """The turn's actions and results in lines. Raises Failure if the page is off."""
-        if turn not in self._actions:
-            found = self._read("actions", start=turn, limit=ACTIONS)
-            self._actions = {one["turn"]: one for one in found}
-        return self._actions.get(turn, {"actions": [], "results": []})
-
-    def _read(self, what: str, **parameters: Any) -> Any:
+    def _read(self, turn: int | None) -> Object:
         try:
-            return json.loads(self._server.call("GET", f"{self._path}/{what}", parameters=parameters).content)
+            return self._server.read("GET", f"{self._path}/conversation", parameters={"turn": turn})
         except NotFound as error:
             if error.code != "not_found":
                 raise
@@ -222,18 +219,35 @@ def _shortened(text: str, whole: bool) -> str:
 
 def _call(call: Object) -> str:
     """A call with its arguments, the texts among them as they are."""
+    given = _arguments(call)
+    if given is None:
+        return f"{call.get('name')}: {call.get('arguments')}"
+    named = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items())
+    return "\n".join((f"{call.get('name')}:", *(f"  {line}" for each in named for line in each.split("\n"))))
+
+
+def _call_line(call: Object) -> str:
+    """A call in a line: `bash: pytest -q`, the first argument and short ones beside it."""
+    given = _arguments(call)
+    values = (
+        [str(call.get("arguments") or "")]
+        if given is None
+        else [value if isinstance(value, str) else json.dumps(value) for value in given.values()]
+    )
+    first, *others = values or [""]
+    line, *more = first.strip().split("\n", 1)
+    said = [line[:WIDE] + (" …" if more or len(line) > WIDE else ""), *(one for one in others if len(one) <= SHORT)]
+    return f"{call.get('name')}: {' '.join(', '.join(said).split())}"
+
+
+def _arguments(call: Object) -> Object | None:
+    """None if they are no JSON object."""
     arguments = call.get("arguments")
     try:
         given = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        given = None
-    if not isinstance(given, Mapping):
-        return f"{call.get('name')}: {arguments}"
-    named = (
-        f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-        for name, value in given.items()
-    )
-    return "\n".join((f"{call.get('name')}:", *(f"  {line}" for each in named for line in each.split("\n"))))
+        return None
+    return given if isinstance(given, Mapping) else None
 
 
 def _text(content: object) -> str:
