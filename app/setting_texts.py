@@ -102,4 +102,12 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "trusted_networks": "without an admin token: networks beside loopback whose clients are served, such as "
         "`10.0.0.0/8`, with commas",
     },
+    "Webhooks": {
+        "webhooks": "addresses, with commas, that get a POST for a stuck session, a complete group and a dead engine: "
+        "[Webhooks](webhooks.md). None: no webhooks",
+        "webhook_secret": "the secret that signs them, `whsec_…`; several with commas: each signs",
+        "webhook_stuck_s": "how long a turn is in flight, or an open session without an event, before it is stuck",
+        "webhook_networks": "networks beside public addresses that an address's host name may lead to, such as "
+        "`10.0.0.0/8`, with commas",
+    },
 }

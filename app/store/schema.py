@@ -55,7 +55,8 @@ store_meta = Table(
 )
 """`epoch`: an export cursor names it; every restore raises it. `log_epoch`: `<epoch>=<epoch of the log>` while they
 differ, since a checkpoint's restore leaves the log and its positions as they are. `objects`: the URL of the
-object storage, if the store has any; `objects_owner`: the store's name there."""
+object storage, if the store has any; `objects_owner`: the store's name there. `webhook:…`: how far a
+receiver of webhooks has been told."""
 
 incarnations = Table(
     "incarnations",
