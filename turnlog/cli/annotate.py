@@ -16,9 +16,9 @@ def annotate(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.")],
     name: Annotated[str, typer.Argument(help="The annotation's name; note and tags are also in lists.")],
-    value: Annotated[str, typer.Argument(help="JSON, or a text: what is not valid JSON.")],
-    turn: Annotated[int | None, typer.Option(help="Of this turn, not of the session.", min=1)] = None,
-    writer: Annotated[str | None, typer.Option(help="Who says so.")] = None,
+    value: Annotated[str, typer.Argument(help="JSON; anything else is a text.")],
+    turn: Annotated[int | None, typer.Option(help="Annotate this turn instead of the session.", min=1)] = None,
+    writer: Annotated[str | None, typer.Option(help="The writer's name, stored with it.")] = None,
 ) -> None:
     """Write a note, tags or another value on a session, also a closed one, or on a turn."""
     of = f"/sessions/{quote(session, safe='')}" + ("" if turn is None else f"/turns/{turn}")

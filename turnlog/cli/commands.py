@@ -26,7 +26,7 @@ from turnlog.cli.run import Commands, ServerCommand, server_options
 app = typer.Typer(
     name="turnlog",
     cls=Commands,
-    help="Turnlog's command line: run a server, look into it, keep its store.",
+    help="Run, inspect and maintain a Turnlog server.",
     epilog="Inspection and control commands call the server at --url (TURNLOG_URL). "
     "Maintenance commands open the database (--database-url).",
     no_args_is_help=True,

@@ -31,11 +31,11 @@ def export(
     ctx: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="The file to make; none, or -: standard output.")] = None,
     format: Annotated[str, typer.Option(help="ndjson, parquet, safetensors, msgpack, atif, messages.")] = "ndjson",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="FILE may be there already.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing FILE.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew instead of resuming.")] = False,
     **parameters: Any,
 ) -> None:
-    """Export rows. After an interruption, run the same command again; FILE appears when it is complete."""
+    """Export rows. After an interruption, repeat the command; FILE appears when it is complete."""
     given = {name: value for name, value in parameters.items() if value is not None and value is not False}
     wish = {"format": format, **{name: "true" if value is True else value for name, value in given.items()}}
     server, for_machine = remote(ctx), wants_json(ctx)

@@ -21,7 +21,7 @@ def fork(
     group: Annotated[str | None, typer.Option(help="Their group; default: that of the session.")] = None,
     metadata: Annotated[str | None, typer.Option(help="A JSON object; default: that of the session.")] = None,
     parent_loss: Annotated[bool, typer.Option("--parent-loss", help="Include the copied turns in their loss.")] = False,
-    key: Annotated[str | None, typer.Option(help="The same key again gives the same sessions.")] = None,
+    key: Annotated[str | None, typer.Option(help="A repeated key returns the first request's sessions.")] = None,
 ) -> None:
     """Create sessions that begin after a turn of SESSION."""
     given = {

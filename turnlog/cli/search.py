@@ -20,7 +20,7 @@ def search(
     ] = None,
     role: Annotated[str | None, typer.Option(help="Only messages of this role.")] = None,
     tool: Annotated[str | None, typer.Option(help="Only calls of this tool, and its results.")] = None,
-    finish_reason: Annotated[str | None, typer.Option(help="Only replies that ended so.")] = None,
+    finish_reason: Annotated[str | None, typer.Option(help="Only replies with this finish reason.")] = None,
     session: Annotated[str | None, typer.Option(help="Only this session.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="Only sessions with this `key=value`; repeatable.")] = None,
     status: Annotated[str | None, typer.Option(help="Only sessions with this status.")] = None,
@@ -30,9 +30,9 @@ def search(
     min_reward: Annotated[float | None, typer.Option(help="Only sessions with at least this reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Only sessions with at most this reward.")] = None,
     unrewarded: Annotated[bool, typer.Option("--unrewarded", help="Only sessions without a reward.")] = False,
-    min_staleness: Annotated[int | None, typer.Option(help="At least so many weight versions behind.")] = None,
+    min_staleness: Annotated[int | None, typer.Option(help="Only sessions this many weight versions behind.")] = None,
     tag: Annotated[str | None, typer.Option(help="Only sessions with this tag.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="The largest number of hits.")] = 20,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier search ended.")] = None,
 ) -> None:
     """Find messages, tool calls and tool results over all sessions, newest first."""

@@ -56,12 +56,12 @@ def sessions(
     min_reward: Annotated[float | None, typer.Option(help="Only those with at least this reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Only those with at most this reward.")] = None,
     unrewarded: Annotated[bool, typer.Option("--unrewarded", help="Only those without a reward.")] = False,
-    min_staleness: Annotated[int | None, typer.Option(help="At least so many weight versions behind.")] = None,
+    min_staleness: Annotated[int | None, typer.Option(help="Only sessions this many weight versions behind.")] = None,
     stuck_s: Annotated[float | None, typer.Option(help="A turn has been in flight for longer than this.")] = None,
     tag: Annotated[str | None, typer.Option(help="Only those with this tag.")] = None,
     sort: Annotated[Sort, typer.Option(help="The column to sort by.")] = Sort.CREATED,
     order: Annotated[Order, typer.Option(help="Which end comes first.")] = Order.DESC,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="The largest number of sessions.")] = 50,
     every: Annotated[bool, typer.Option("--all", help="All of them, page after page.")] = False,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
 ) -> None:
@@ -144,7 +144,7 @@ def show(
 def groups(
     ctx: typer.Context,
     group: Annotated[str | None, typer.Argument(help="A group's id; none: all groups.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="The largest number of groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
 ) -> None:
     """The groups, or one group's attempts and rewards."""
