@@ -225,7 +225,7 @@ def _number(text: str, where: str) -> int:
         token = int(text)
         if token <= MAX_TOKEN_ID and str(token) == text:
             return token
-    raise Rejected(f"{where} names a token that is not an id from 0 to {MAX_TOKEN_ID}")
+    raise Rejected(f"{where} names a token that is no id from 0 to {MAX_TOKEN_ID}")
 
 
 def _require_rows(actual: int, count: int, where: str) -> None:

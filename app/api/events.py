@@ -53,7 +53,7 @@ class EventParameters(BaseModel):
         named = [name.strip() for one in given for name in one.split(",")]
         for name in named:
             if name not in TYPES:
-                raise ValueError(f"{name:.64} is not an event type; accepted are {', '.join(sorted(TYPES))}")
+                raise ValueError(f"{name:.64} is no type of events; there are {', '.join(sorted(TYPES))}")
         return named
 
 

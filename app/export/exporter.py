@@ -256,5 +256,5 @@ def load_picker(path: str | None) -> Picker | None:
             f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function that can be imported: {error}"
         ) from error
     if not callable(picker):
-        raise StartupError(f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function")
+        raise StartupError(f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function; this is none")
     return cast(Picker, picker)

@@ -390,7 +390,7 @@ def failure(name: str, error: Exception) -> AppError:
 def require_status(url: str, status: int) -> None:
     """Raises UpstreamInvalid for a status that no engine should send."""
     if not 200 <= status < 600:
-        raise UpstreamInvalid(f"{url} answered {status}, which is not an HTTP status")
+        raise UpstreamInvalid(f"{url} answered {status}, which is no status of a reply")
     if 300 <= status < 400:
         raise UpstreamInvalid(f"{url} answered with a redirect ({status}), which is not followed")
     if 200 < status < 300:

@@ -266,7 +266,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest("the messages hold a lone surrogate, which is not text") from error
+        raise InvalidRequest("the messages hold a lone surrogate, which is no text") from error
 
 
 def _key(*parts: object) -> bytes:
@@ -274,4 +274,4 @@ def _key(*parts: object) -> bytes:
     try:
         return _JSON.encode(parts)
     except UnicodeEncodeError as error:
-        raise InvalidRequest("tools or chat_template_kwargs hold a lone surrogate, which is not text") from error
+        raise InvalidRequest("tools or chat_template_kwargs hold a lone surrogate, which is no text") from error

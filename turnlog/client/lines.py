@@ -100,7 +100,7 @@ class EventsPlace:
                 self.after = seq
                 self._is_erased = kind == "SessionErased"
             case _:
-                raise NotTurnlog("a line that is not an event: is this Turnlog's address?")
+                raise NotTurnlog("a line that is no event: is this Turnlog's address?")
 
     @property
     def is_open_ended(self) -> bool:

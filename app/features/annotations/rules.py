@@ -36,7 +36,7 @@ def of_value(session: Session | None, session_id: str, turn: int | None, name: s
     """
     there = _place(session, session_id, turn)
     if value is None:
-        raise InvalidRequest("value: null is not a value; DELETE removes an annotation")
+        raise InvalidRequest("value: null is no value; DELETE removes an annotation")
     # Before the walk below, which names places by all names above them.
     if (size := len(msgspec.json.encode(value))) > MAX_VALUE:
         raise InvalidRequest(f"value: {size} bytes as JSON; the limit is {MAX_VALUE}")

@@ -99,7 +99,7 @@ def _readable(body: bytes) -> pq.ParquetFile:
         raise CorruptContent(f"the file cannot be read: {type(error).__name__}") from error
     metadata = (file.schema_arrow.metadata or {}).get(_KEY)
     if metadata != FORMAT:
-        raise CorruptContent("the file is not an archive" if metadata is None else "the file is of another version")
+        raise CorruptContent("the file is no archive" if metadata is None else "the file is of another version")
     return file
 
 
