@@ -104,7 +104,7 @@ SCHEMES: Mapping[str, Schema] = {
 REPLY_HEADERS: Mapping[str, str] = {
     "x-turnlog-turn": "The number of the turn that this reply is.",
     "x-turnlog-replayed": "`true` where nothing was generated: the reply came from the log or from the turn in flight.",
-    ROLLED_BACK: "How many live turns this turn superseded; absent if 0.",
+    ROLLED_BACK: "How many turns this one superseded when it committed; absent where it is none.",
     LEFT_OUT: "What of the request the engine was not sent, as `code:place`; absent where that is nothing.",
     "x-turnlog-session-id": "The session that was made for a request that named none (`TURNLOG_WITHOUT_SESSION`).",
     "x-turnlog-cursor": "Repeats this export.",

@@ -86,9 +86,7 @@ class RowQuery(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    max_staleness: Count = Field(
-        default=None, description="The largest number of weight versions behind `weight_version`."
-    )
+    max_staleness: Count = Field(default=None, description="At most so many weight versions behind `weight_version`.")
     weight_version: Count = Field(
         default=None, description="What is current; the newest in the store where it is left out."
     )
@@ -107,7 +105,7 @@ class RowQuery(BaseModel):
         default="once", description="Whether a sampled token is in the loss of one row, or of every row that has it."
     )
     shape: str = Field(default="turnlog", description="What a row holds: Turnlog's own, or a trainer's.")
-    max_seq_len: Size = Field(default=None, description="The largest number of tokens in a row.")
+    max_seq_len: Size = Field(default=None, description="Cut rows to at most so many tokens.")
     rewards: Rewards = Field(
         default="total",
         description="A row's reward as one number (`total`), or, in shapes that take one for each token, at the token "
@@ -157,7 +155,7 @@ class ExportQuery(RowQuery):
     until: Moment = Field(default=None, description="Only sessions whose last live turn was committed then or before.")
     min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
     max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
-    limit: Size = Field(default=None, description="The largest number of rows.")
+    limit: Size = Field(default=None, description="At most so many.")
     replay: Replay = Field(
         default=False, description="Replay payloads too; `urls`: as URLs of the object storage that they are in."
     )

@@ -17,7 +17,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def archive(
     ctx: typer.Context,
-    older_than: Annotated[str, typer.Option(help="Rollouts closed at least this long ago: 90s, 30m, 12h, 7d.")],
+    older_than: Annotated[str, typer.Option(help="Rollouts that were closed so long ago: 90s, 30m, 12h, 7d.")],
     to: Annotated[str, typer.Option(help="A folder's URL, as the server sees it: s3://…, gs://…, az://…, file:///….")],
 ) -> None:
     """Move old rollouts out of the database into Parquet files, while turns go on."""

@@ -60,7 +60,7 @@ def make(
 @checkpoint_app.command()
 @server_options
 def restore(ctx: typer.Context, name: Name) -> None:
-    """Restore the store to a checkpoint. Nothing is deleted: its state before is a checkpoint, too."""
+    """Take the store back to a checkpoint. Nothing is deleted: what it was is a checkpoint, too."""
     done = remote(ctx).read("POST", f"/checkpoints/{quote(name, safe='')}/restore", slow=True)
     if not printed_as_json(ctx, done):
         from turnlog.cli.output import line
@@ -75,6 +75,6 @@ def restore(ctx: typer.Context, name: Name) -> None:
 @checkpoint_app.command()
 @server_options
 def delete(ctx: typer.Context, name: Name) -> None:
-    """Delete a checkpoint. Sessions do not change; content that only it pinned is freed."""
+    """Delete a checkpoint. Sessions stay as they are; what only it kept is freed as usual."""
     remote(ctx).call("DELETE", f"/checkpoints/{quote(name, safe='')}")
     printed_as_json(ctx, {"name": name, "state": "deleted"})

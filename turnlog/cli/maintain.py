@@ -39,7 +39,7 @@ def restore(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Replace an SQLite store with a backup, or finish the restore of a PostgreSQL store. No server may run."""
+    """Put a backup in the place of an SQLite store, or finish the restore of a PostgreSQL one. No server may run."""
     from ops.backup import restore
 
     raise typer.Exit(restore(database_url, copy, as_json=as_json))
