@@ -6,6 +6,8 @@
  */
 import { button, h } from "./dom.js";
 
+/** @import {Action} from "../ui_types.d.ts" */
+
 /* Tab and line feed are shown as they are; a carriage return is odd unless a line feed follows.
    With the `u` flag a surrogate matches only without its other half. */
 const ODD = new RegExp(
@@ -77,6 +79,11 @@ export function visibleText(text) {
   return text.replace(ODD, nameOf);
 }
 
+/** @param {Action} action @returns {string} `bash: pytest -q`, or the text */
+export function actionText({ tool, text }) {
+  return visibleText(tool === null ? text : text ? `${tool}: ${text}` : tool);
+}
+
 /** @param {string} text @param {(character: string) => string} spell @returns {string} with its odd characters spelled */
 export function replaceOdd(text, spell) {
   return text.replace(ODD, spell);
@@ -117,13 +124,19 @@ export function textBlock(text, kind = "") {
   }
 }
 
-/** @param {string} text @returns {string} the same, indented, where it is JSON of an object or a list */
-export function pretty(text) {
+/** @param {string} text @returns {unknown} the object or list of which it is the JSON, else itself */
+export function parsed(text) {
   try {
     const value = JSON.parse(text);
-    return value !== null && typeof value === "object" ? JSON.stringify(value, null, 2) : text;
+    return value !== null && typeof value === "object" ? value : text;
   } catch (error) {
     if (error instanceof SyntaxError) return text;
     throw error;
   }
+}
+
+/** @param {string} text @returns {string} the same, indented, where it is JSON of an object or a list */
+export function pretty(text) {
+  const value = parsed(text);
+  return typeof value === "string" ? value : JSON.stringify(value, null, 2);
 }
