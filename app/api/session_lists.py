@@ -38,7 +38,7 @@ class SessionListQuery(SessionFilter):
 async def list_sessions(request: Request, query: Annotated[SessionListQuery, Query()]) -> Response:
     """Sessions, newest first, or sorted by another column; filtered, and paged by cursor.
 
-    `claimed_since` lists only sessions with a turn in flight.
+    `running_since` lists only sessions with a turn in flight.
     """
     require_known(request, SessionListQuery)
     filters = query.model_dump(include=set(SessionFilter.model_fields))

@@ -34,7 +34,7 @@ ACTIVE_S = 60.0
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """`claimed`, `gated` (in this process) and `idle` add up to `open`; a session may be both claimed and gated.
+    """`running`, `paused` (at a gate of this process) and `idle` add up to `open`.
 
     `active`: opened or committed a turn within a minute. `counted_at`: when the statuses were counted.
     """
@@ -42,8 +42,8 @@ class SessionCounts(msgspec.Struct, frozen=True):
     open: int
     closed: int
     erased: int
-    claimed: int
-    gated: int
+    running: int
+    paused: int
     idle: int
     active: int
     counted_at: float
@@ -141,8 +141,8 @@ class Overviews:
                 open=counted.counts.open,
                 closed=counted.counts.closed,
                 erased=counted.counts.erased,
-                claimed=claims.all,
-                gated=len(held),
+                running=max(0, claims.all - (len(held) - unclaimed)),
+                paused=len(held),
                 idle=max(0, counted.counts.open - claims.all - unclaimed),
                 active=counted.counts.changed + claims.newly_active,
                 counted_at=counted.at,

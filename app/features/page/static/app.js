@@ -178,7 +178,7 @@ class App {
     this.live = null;
     this.#leave();
     this.place = "sign-in";
-    part("fleet").hidden = true;
+    part("fleet").hidden = this.strip.toggle.hidden = true;
     part("banner").hidden = true;
     part("sign-out").hidden = true;
     replace(part("connection"));

@@ -53,8 +53,8 @@ export class ExportsView extends View {
       bar([this.progress, this.stop, this.further], again),
       this.problem,
       this.facts,
-      this.first,
       h("div", { class: "panels" }, this.load, this.missing),
+      this.first,
     );
     this.onQuery(query);
   }
@@ -203,7 +203,8 @@ function rowTable(rows) {
 /** @param {unknown} value @returns {Child} its beginning; of a list its length and both ends */
 function inShort(value) {
   const text = (/** @type {unknown} */ some, most = MOST_SHOWN) => {
-    const whole = typeof some === "string" ? some : JSON.stringify(some);
+    const isFraction = typeof some === "number" && !Number.isInteger(some);
+    const whole = typeof some === "string" ? some : isFraction ? some.toPrecision(4) : JSON.stringify(some);
     return visible(whole.length > most ? `${whole.slice(0, most)} …` : whole);
   };
   if (!Array.isArray(value)) return h("code", null, text(value));

@@ -1,6 +1,6 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
-import { badge, button, figure, h, replace, setBadge, setText } from "./dom.js";
+import { badge, button, figure, h, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
 import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
@@ -19,14 +19,14 @@ const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint"];
 
 /**
  * The counts of sessions, and the list that each leads to.
- * @type {{key: keyof Overview["sessions"], label: string, query: {state?: string}, hint: string}[]}
+ * @type {{key: keyof Overview["sessions"], label: string, query: {state?: string}, hint?: string}[]}
  */
 const COUNTS = [
   { key: "active", label: "Active", query: {}, hint: "A turn was opened or committed in the last minute" },
-  { key: "claimed", label: "In a turn", query: { state: "claimed" }, hint: "A turn is open" },
-  { key: "gated", label: "Held", query: { state: "gated" }, hint: "A turn waits at a gate" },
-  { key: "idle", label: "Idle", query: { state: "idle" }, hint: "Open, and no turn is" },
-  { key: "closed", label: "Closed", query: { state: "closed" }, hint: "" },
+  { key: "running", label: "Running", query: { state: "running" }, hint: STATES.running?.hint },
+  { key: "paused", label: "Paused", query: { state: "paused" }, hint: STATES.paused?.hint },
+  { key: "idle", label: "Idle", query: { state: "idle" }, hint: STATES.idle?.hint },
+  { key: "closed", label: "Closed", query: { state: "closed" }, hint: STATES.closed?.hint },
 ];
 
 /**
@@ -50,6 +50,7 @@ export function fleetStrip(root) {
   };
   const enter = () => {
     root.hidden = (recall(`fleet in ${place}`) ?? (place === "lists" ? "shown" : "folded")) === "folded";
+    toggle.hidden = false;
     toggle.setAttribute("aria-expanded", String(!root.hidden));
   };
   return {
@@ -63,7 +64,7 @@ export function fleetStrip(root) {
     show: (overview) => {
       parts.forEach((part) => part.show(overview));
       const unwell = engineParts(overview.engines).find(({ tone }) => tone === "bad" || tone === "warn");
-      setBadge(state, unwell ? `Fleet: ${unwell.text}` : "Fleet", unwell?.tone ?? "good");
+      setBadge(state, unwell && root.hidden ? `Fleet: ${unwell.text}` : "Fleet", unwell?.tone ?? "good");
     },
   };
 }
@@ -95,8 +96,8 @@ function group(...parts) {
 
 /** @param {COUNTS[number]} of @returns {Part} */
 function counted({ key, label, query, hint }) {
-  const isAlert = (/** @type {Overview} */ { sessions }) => key === "gated" && sessions.gated > 0;
-  return live(label, ({ sessions }) => compact(sessions[key]), { href: sessionsHref(query), hint: () => hint, isAlert });
+  const isAlert = (/** @type {Overview} */ { sessions }) => key === "paused" && sessions.paused > 0;
+  return live(label, ({ sessions }) => compact(sessions[key]), { href: sessionsHref(query), hint: () => hint ?? "", isAlert });
 }
 
 /** @returns {Part} */

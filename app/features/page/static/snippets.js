@@ -12,30 +12,24 @@ const TABLES = {
   Python: "for row in rows:\n    print(sorted(row))",
 };
 const SAMPLES = "samples = [Sample.from_dict(row) for row in rows]";
-/** @type {Record<string, {imports: string, code: string}>} */
+/** @type {Record<string, [imports: string, code: string]>} */
 const TRAINERS = {
-  slime: { imports: "from slime.utils.types import Sample", code: SAMPLES },
-  miles: { imports: "from miles.utils.types import Sample", code: SAMPLES },
-  verl: {
-    imports: "from verl.experimental.agent_loop.agent_loop import AgentLoopOutput",
-    code: "outputs = [AgentLoopOutput(**row) for row in rows]",
-  },
-  skyrl: {
-    imports: "from skyrl.train.generators.base import TrajectoryID",
-    code: `names = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards", "stop_reasons", "is_last_step")
-rows = list(rows)
-output = {name: [row[name] for row in rows] for name in names}  # a GeneratorOutput
-output["trajectory_ids"] = [TrajectoryID(**row["trajectory_ids"]) for row in rows]`,
-  },
-  trl: {
-    imports: "",
-    code: `rows = list(rows)
-names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
-columns = {name: [row[name] for row in rows] for name in names}  # what a rollout_func returns`,
-  },
-  tinker: {
-    imports: "import tinker",
-    code: `names = ("target_tokens", "logprobs", "advantages")  # advantages: choose grpo above
+  slime: ["from slime.utils.types import Sample", SAMPLES],
+  miles: ["from miles.utils.types import Sample", SAMPLES],
+  verl: [
+    "from verl.experimental.agent_loop.agent_loop import AgentLoopOutput",
+    "outputs = [AgentLoopOutput(**row) for row in rows]",
+  ],
+  skyrl: [
+    "from skyrl.train.generators.base import TrajectoryID",
+    `rows = list(rows)
+output = {name: [row[name] for row in rows] for name in rows[0]}  # a GeneratorOutput
+output["trajectory_ids"] = [TrajectoryID(**one) for one in output["trajectory_ids"]]`,
+  ],
+  trl: ["", "rows = list(rows)\ncolumns = {name: [row[name] for row in rows] for name in rows[0]}  # of a rollout_func"],
+  tinker: [
+    "import tinker",
+    `names = ("target_tokens", "logprobs", "advantages")  # of the advantages: choose grpo above
 data = [
     tinker.Datum(
         model_input=tinker.ModelInput.from_ints(row["model_input"]),
@@ -43,23 +37,23 @@ data = [
     )
     for row in rows
 ]`,
-  },
-  areal: {
-    imports: "import torch\nfrom areal.utils.data import concat_padded_tensors",
-    code: `names = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
+  ],
+  areal: [
+    "import torch\nfrom areal.utils.data import concat_padded_tensors",
+    `names = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
 batch = concat_padded_tensors([{name: torch.tensor(row[name]) for name in names} for row in rows])`,
-  },
-  "prime-rl": {
-    imports: "from prime_rl.transport.types import TrainingSample",
-    code: `names = TrainingSample.__struct_fields__  # advantages: choose grpo above
+  ],
+  "prime-rl": [
+    "from prime_rl.transport.types import TrainingSample",
+    `names = TrainingSample.__struct_fields__  # of the advantages: choose grpo above
 samples = [TrainingSample(**{name: row[name] for name in names if name in row}) for row in rows]`,
-  },
-  atropos: {
-    imports: "import httpx",
-    code: `for group in rows:  # at the address of Atropos' API
+  ],
+  atropos: [
+    "import httpx",
+    `for group in rows:  # the address is that of Atropos' API
     httpx.post("http://127.0.0.1:8000/scored_data", json=group).raise_for_status()`,
-  },
-  tree: { imports: "from turnlog import pack_trees", code: "packed = pack_trees(list(rows))" },
+  ],
+  tree: ["from turnlog import pack_trees", "packed = pack_trees(list(rows))"],
 };
 
 /**
@@ -76,7 +70,7 @@ export function snippets(query, server) {
 \nturnlog = Turnlog(${JSON.stringify(server)})  # the token is that of TURNLOG_TOKEN
 rows = turnlog.export(${call})`;
   const made = Object.entries(TABLES).map(([name, code]) => [name, `${client}\n${code}\n`]);
-  const own = trainer && [[shape, `${trainer.imports}\n${client}\n${trainer.code}\n`.trimStart()]];
+  const own = trainer && [[shape, `${trainer[0]}\n${client}\n${trainer[1]}\n`.trimStart()]];
   return Object.fromEntries([...(own ?? []), ...made]);
 }
 

@@ -267,7 +267,7 @@ function openRow(open, columns) {
     "tr",
     { class: "open" },
     h("th", { scope: "row" }, open.turn),
-    h("td", null, badge("claimed")),
+    h("td", null, badge("running")),
     h("td", { colspan: columns - 3 }, "a turn is in flight", open.adapter && [", adapter ", named(open.adapter)]),
     h("td", null, since(open.opened_at)),
   );
