@@ -187,7 +187,7 @@ class SessionList:
 
         ids = [row["session_id"] for row in rows if row["state"] != "erased"]
         found = await self._database.read(
-            lambda connection: read(connection, ids), or_else=lambda connection: split(connection, ids, read)[0]
+            lambda connection: read(connection, ids), on_damage=lambda connection: split(connection, ids, read)[0]
         )
         return {session_id for session_id, matches in found.items() if matches}
 

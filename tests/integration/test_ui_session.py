@@ -250,7 +250,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
         talk.say(text)
     last = talk.events()[-1]["seq"]
     where = f"session_id = '{talk.id}'"
-    change(stand.url, f"UPDATE turns SET wire = facts, facts = wire WHERE {where} AND turn = 2")
+    change(stand.url, f"UPDATE turns SET exchange = tokens, tokens = exchange WHERE {where} AND turn = 2")
     change(stand.url, f"UPDATE blobs SET data = :junk WHERE {where} AND number = 0", junk=b"junk")
     said = get(stand, f"{talk.id}/conversation")
     assert [one["message"] is None for one in said["messages"]] == [False, False, True, True, False, False]

@@ -17,7 +17,7 @@ from app.sessions.session_list import SessionList
 from app.store import heads_view, reads
 from app.store.engine import Database
 from app.store.heads_view import HeadCounts
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.features.gates.pauses import Pauses
@@ -77,8 +77,8 @@ class Overview(msgspec.Struct, frozen=True):
     errors: Mapping[str, int]
     errors_total: Mapping[str, int]
     weight_version: int | None
-    gate: wire.FleetGate
-    adapters: list[wire.AdapterState]
+    gate: reply_types.FleetGate
+    adapters: list[reply_types.AdapterState]
     database: DatabaseSize
     read_only: str | None
     scope: str
@@ -162,8 +162,8 @@ class Overviews:
             scope="this process",
         )
 
-    def _without_gates(self) -> wire.FleetGate:
-        return wire.FleetGate(
+    def _without_gates(self) -> reply_types.FleetGate:
+        return reply_types.FleetGate(
             paused=False,
             mode=None,
             closings=0,

@@ -4,15 +4,18 @@
 
 const NUMBERS = "min_reward max_reward max_staleness weight_version since until top_k max_seq_len limit".split(" ");
 
-/** What is made of `rows`, a call of the client; a trainer's reader also has its imports. */
+/**
+ * What is imported, and what is made of `rows`, the answer of the client.
+ * @type {Record<string, [imports: string, code: string]>}
+ */
 const TABLES = {
-  pandas: "frame = rows.to_pandas()\nprint(frame.head())",
-  polars: "frame = rows.to_polars()\nprint(frame.head())",
-  datasets: "dataset = rows.to_dataset()\nprint(dataset)",
-  Python: "for row in rows:\n    print(sorted(row))",
+  pandas: ["import pandas", "frame = pandas.DataFrame(rows)\nprint(frame.head())"],
+  polars: ["import polars", "frame = polars.from_dicts(list(rows), infer_schema_length=None)\nprint(frame.head())"],
+  datasets: ["from datasets import Dataset", "dataset = Dataset.from_list(list(rows))\nprint(dataset)"],
+  Python: ["", "for row in rows:\n    print(sorted(row))"],
 };
 const SAMPLES = "samples = [Sample.from_dict(row) for row in rows]";
-/** @type {Record<string, [imports: string, code: string]>} */
+/** @type {typeof TABLES} */
 const TRAINERS = {
   slime: ["from slime.utils.types import Sample", SAMPLES],
   miles: ["from miles.utils.types import Sample", SAMPLES],
@@ -69,9 +72,9 @@ export function snippets(query, server) {
   const client = `from turnlog import Turnlog
 \nturnlog = Turnlog(${JSON.stringify(server)})  # the token is that of TURNLOG_TOKEN
 rows = turnlog.export(${call})`;
-  const made = Object.entries(TABLES).map(([name, code]) => [name, `${client}\n${code}\n`]);
-  const own = trainer && [[shape, `${trainer[0]}\n${client}\n${trainer[1]}\n`.trimStart()]];
-  return Object.fromEntries([...(own ?? []), ...made]);
+  const all = { ...(trainer && { [shape]: trainer }), ...TABLES };
+  const made = Object.entries(all).map(([name, [imports, code]]) => [name, `${imports}\n${client}\n${code}\n`.trimStart()]);
+  return Object.fromEntries(made);
 }
 
 /** @param {string} name @param {string} value @returns {string} as Python writes it */
