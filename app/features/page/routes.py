@@ -18,6 +18,7 @@ from app.api.state import services
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
 from app.features.page.rollout_view import MAX_STEPS
+from app.features.page.token_view import Asked
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view
 
@@ -129,9 +130,12 @@ async def tokens(
     branch: BranchNumber = None,
     start: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Index of the first token.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
+    sampled: Annotated[bool, Query(description="Only sampled tokens.")] = False,
+    outline: Annotated[bool, Query(description="Also the whole row's scales and least likely tokens.")] = False,
 ) -> Response:
     """A branch's tokens, as in an export."""
-    return page_reply(await page_of(request).tokens.at(session_id, seq, branch, start, limit))
+    asked = Asked(start, limit, sampled, outline)
+    return page_reply(await page_of(request).tokens.at(session_id, seq, branch, asked))
 
 
 @router.get("/sessions/{session_id}/rollout")

@@ -251,6 +251,8 @@ export interface TreeBranch {
   parent_branch: number | null;
   fork_turn: number | null;
   agent_id: string | null;
+  /** only in GET /sessions/{id}/tree */
+  title: string | null;
   leaf: number;
   turns: number;
   tokens: number;
@@ -362,7 +364,53 @@ export interface Transcript {
 }
 
 /** `version` is an index into the page's `versions`, -1 where the token was not sampled. */
-export type Token = [id: number, sampled: number, lossMask: number, logprob: number | null, version: number, turn: number];
+export type Token = [
+  at: number,
+  id: number,
+  sampled: number,
+  lossMask: number,
+  logprob: number | null,
+  entropy: number | null,
+  version: number,
+  turn: number,
+];
+
+/** A turn's own tokens are [start, end), those that it sampled [output_start, end). */
+export interface TurnRange {
+  turn: number;
+  start: number;
+  output_start: number;
+  end: number;
+  in_loss: boolean;
+  finish_reason: string | null;
+}
+
+/** Of the row's tokens, `counts[i]` are below `edges[i]` and not below the edge before. */
+export interface Scale {
+  kind: "logprob" | "entropy" | "column";
+  name: string;
+  edges: number[];
+  counts: number[];
+  mean: number;
+}
+
+/** One of the least likely sampled tokens, and the text around it. */
+export interface Unlikely {
+  at: number;
+  turn: number;
+  logprob: number;
+  id: number;
+  text: string | null;
+  before: string;
+  after: string;
+}
+
+export interface Outline {
+  sampled: number;
+  in_loss: number;
+  scales: Scale[];
+  least: Unlikely[];
+}
 
 export interface BranchTokens {
   branch: number;
@@ -386,11 +434,14 @@ export interface TokenPage {
   start: number;
   tokens: Token[];
   texts: (string | null)[] | null;
+  /** is there one? */
+  tokenizer: boolean;
   versions: string[];
-  turns: { turn: number; start: number; output_start: number; end: number }[];
+  turns: TurnRange[];
   boundaries: Boundary[];
   /** annotations of one number per token, by name */
   columns: Record<string, (number | null)[]>;
+  outline: Outline | null;
   error: string | null;
 }
 

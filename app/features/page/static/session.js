@@ -10,7 +10,7 @@ import { NoteForm } from "./noteform.js";
 import { checkpointHref, groupHref, sessionHref, sessionsHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
 import { Travel } from "./travel.js";
-import { BranchTree } from "./tree.js";
+import { TreeTab } from "./tree.js";
 import { noSession, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
@@ -77,16 +77,11 @@ export class SessionView extends View {
     this.travel = new Travel(this.closed, (seq) => this.#move(seq));
     this.timeline = new Timeline((turn) => this.#pick(turn));
     this.conversation = new Conversation(this.closed, id, (turn) => this.#pick(turn));
-    this.tree = new BranchTree(
-      id,
-      (branch) => this.#pick(null, branch),
-      (turn) => this.#pick(turn),
-    );
+    this.tree = new TreeTab(this.closed, id, (turn, branch) => this.#pick(turn, branch));
     this.log = new EventLog(this.closed, id, () => this.changed());
     this.columns = h(
       "div",
       { class: "columns" },
-      this.tree.element,
       this.conversation.element,
       this.log.element,
     );
@@ -106,6 +101,7 @@ export class SessionView extends View {
         ),
         this.travel.element,
         this.timeline.element,
+        h("section", { class: "panel" }, this.tree.element),
         this.columns,
       ),
     );
@@ -165,8 +161,7 @@ export class SessionView extends View {
   /** @param {Session} session */
   #mark(session) {
     this.timeline.update(session, this.turn);
-    this.tree.update(session.tree, { branch: this.branch, turn: this.turn });
-    this.columns.classList.toggle("withtree", session.tree !== null);
+    this.tree.update(session, { branch: this.branch, turn: this.turn });
     this.tokensLink.setAttribute("href", tokensHref(this.id, { seq: this.seq, branch: this.branch }));
   }
 
