@@ -26,7 +26,9 @@ const [STEP, RADIUS, HALF, ROW] = [30, 11, 27, 52];
 /** A chain of so many turns of which there is nothing to say is folded; an opened one has so many parts at most. */
 const [CHAIN, PARTS] = [5, 20];
 /** Which way a key goes. @type {Record<string, number>} */
-const [DOWN, RIGHT] = [{ ArrowDown: 1, ArrowUp: -1 }, { ArrowRight: 1, ArrowLeft: -1 }];
+const DOWN = { ArrowDown: 1, ArrowUp: -1 };
+/** @type {Record<string, number>} */
+const RIGHT = { ArrowRight: 1, ArrowLeft: -1 };
 /** Characters of a title. */
 const TITLE = 60;
 
