@@ -5,7 +5,7 @@ import { copyCurl } from "./copy.js";
 import { badge, button, chip, h, message, replace } from "./dom.js";
 import { count } from "./format.js";
 import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
-import { sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
+import { changeQuery, sessionHref, wholeNumber } from "./route.js";
 import { CAUSES } from "./tree.js";
 import { noSession, View } from "./view.js";
 import { named, visibleText } from "./visible.js";
@@ -97,7 +97,7 @@ export class TokensView extends View {
   }
 
   #remember() {
-    setQuery({ seq: this.seq, branch: this.branch, start: this.start || null, at: this.at });
+    changeQuery({ start: this.start || null, at: this.at });
   }
 
   get #parameters() {
@@ -169,7 +169,7 @@ export class TokensView extends View {
 
   /** @param {BranchTokens} branch @param {boolean} isCurrent */
   #branchLink({ branch, cause, tokens, exported }, isCurrent) {
-    const href = tokensHref(this.id, { seq: this.seq, branch });
+    const href = sessionHref(this.id, { seq: this.seq, branch, tab: "tokens" });
     const row = exported ? "" : ", no row";
     return chip(href, `branch ${branch}${cause ? `, ${cause}` : ""}: ${count(tokens)} tokens${row}`, isCurrent);
   }
@@ -177,7 +177,7 @@ export class TokensView extends View {
   /** Where there are more branches than links. */
   #branchField() {
     const field = h("input", { type: "number", min: "0", class: "short", "aria-label": "branch" });
-    field.addEventListener("change", () => (location.hash = tokensHref(this.id, { seq: this.seq, branch: field.value })));
+    field.addEventListener("change", () => (location.hash = sessionHref(this.id, { seq: this.seq, branch: field.value, tab: "tokens" })));
     return field;
   }
 
