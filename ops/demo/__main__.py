@@ -1,6 +1,7 @@
 """Runs the demo: six agents, a kill -9, a checked export. Exit code 0 if every acknowledged turn survived, else 1.
 
-On a terminal it then leaves the server and its page open until Ctrl-C.
+On a terminal it then leaves the server and its page open until Ctrl-C. With `--full` it makes a realistic store
+instead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import openai
 
 from ops.demo.agent import Agent
 from ops.demo.check import Findings, Row, check
+from ops.demo.full import full_store
 from ops.server import ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from turnlog.cli.serve import upgrade
@@ -194,17 +196,31 @@ async def _run_agents(
     return not found.problems
 
 
+def _show(folder: Path, port: int, *, stays: bool) -> int:
+    """Make the full store, and leave its server open if it `stays`."""
+    print("Turnlog: 60 sessions in six groups, two engines; about half a minute\n")
+    with full_store(folder, Story().log, port=port) as store:
+        if stays:
+            asyncio.run(_until_interrupted(f"{store.base_url}/ui"))
+    print(f"Database and server log: {folder}")
+    return 0
+
+
 def main(given: Sequence[str] | None = None, prog: str = "python -m ops.demo") -> int:
     """Run the command line `given`, by default the process's own. `prog` is the program's name in its help."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--folder", type=Path, help="keep database and server log here (default: a temporary folder)")
     parser.add_argument("--once", action="store_true", help="end after the check, also on a terminal")
+    parser.add_argument("--full", action="store_true", help="instead: 60 sessions in six groups, to look at")
+    parser.add_argument("--port", type=int, default=0, help="with --full: the server's port (default: any free one)")
     arguments = parser.parse_args(given)
     stays = not arguments.once and sys.stdin.isatty() and sys.stdout.isatty()
     folder: Path = arguments.folder or Path(tempfile.mkdtemp(prefix="turnlog-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    print("Turnlog: six agents, one engine, one kill -9\n")
     try:
+        if arguments.full:
+            return _show(folder.resolve(), arguments.port, stays=stays)
+        print("Turnlog: six agents, one engine, one kill -9\n")
         has_survived = asyncio.run(run(folder.resolve(), Story(), stays=stays))
     except KeyboardInterrupt:
         return 130

@@ -62,7 +62,8 @@ class Simulator:
         if refusal is not None:
             reply: Reply | None = refusal
         elif path in self._generating and scope["method"] == "POST":
-            reply = await self._generating[path](body, lambda: _hung_up(receive), _request_id(scope))
+            names = _header(scope, b"x-request-id"), _header(scope, b"x-smg-routing-key")
+            reply = await self._generating[path](body, lambda: _hung_up(receive), *names)
         else:
             reply = await self._controlled(scope, path, body)
         if reply is not None:
@@ -81,9 +82,8 @@ class Simulator:
             return self.engine.error(str(error))
 
 
-def _request_id(scope: Scope) -> str | None:
-    found = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    return found[0].decode("latin-1") if found else None
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -105,12 +105,14 @@ class Engine:
         self.weight_version = self.config.weight_version
         self.latency_s = self.config.latency_s
 
-    async def chat(self, body: bytes, hung_up: HungUp, request_id: str | None = None) -> Reply | None:
-        """Answer a chat request; ``None`` if the client disconnected. ``request_id`` is the header's."""
+    async def chat(
+        self, body: bytes, hung_up: HungUp, request_id: str | None = None, session: str | None = None
+    ) -> Reply | None:
+        """Answer a chat request; ``None`` if the client disconnected. ``request_id`` and ``session`` are headers'."""
         try:
             request = self._read(body)
             conversation = self.template.read(request.messages, request.tools)
-            request = self._planned(request, conversation)
+            request = self._planned(request, conversation, session)
             order = self.faults.take(request.sim)
             prompt = self._prompt(request, conversation)
         except _REFUSALS as error:
@@ -127,7 +129,9 @@ class Engine:
         reply = replace(self._dialect.stream(generation, self.writer), over_s=over_s)
         return reply if order is None else spoil_stream(reply, order)
 
-    async def generate(self, body: bytes, hung_up: HungUp, request_id: str | None = None) -> Reply | None:
+    async def generate(
+        self, body: bytes, hung_up: HungUp, request_id: str | None = None, session: str | None = None
+    ) -> Reply | None:
         """Answer a request of SGLang's own route; as :meth:`chat`, whose answer to the same ids has the same tokens."""
         try:
             request = self._decode_generate(body).as_chat()
@@ -148,18 +152,21 @@ class Engine:
         reply = replace(native.stream(generation, self.writer), over_s=over_s)
         return reply if order is None else spoil_stream(reply, order)
 
-    def _planned(self, request: ChatRequest, conversation: Conversation) -> ChatRequest:
-        """``request`` with the ``sim`` of the first planned reply that is for its last message and its tools."""
+    def _planned(self, request: ChatRequest, conversation: Conversation, session: str | None) -> ChatRequest:
+        """``request`` with the ``sim`` of the first planned reply that is for its session, last message and tools."""
         last = "".join(conversation.messages[-1].pieces)
         offered = {tool.function.name for tool in conversation.toolbox.tools}
         for planned in self.replies:
             called = {call.name for call in planned.sim.calls or ()}
-            if planned.count > 0 and planned.when in last and called <= offered:
+            is_asked = planned.session in (None, session) and planned.when in last and called <= offered
+            if planned.count > 0 and is_asked:
                 planned.count -= 1
                 return msgspec.structs.replace(request, sim=planned.sim)
         return request
 
-    async def complete(self, body: bytes, hung_up: HungUp, request_id: str | None = None) -> Reply | None:
+    async def complete(
+        self, body: bytes, hung_up: HungUp, request_id: str | None = None, session: str | None = None
+    ) -> Reply | None:
         """Answer a completion request; as :meth:`chat`."""
         try:
             request = self._decode_completion(body)

@@ -175,7 +175,7 @@ class Policy:
             return self._exact(sim, sim.text, calls, offset, digest)
         whole = total if limit is None or total <= limit else limit + 1
         room = max(whole - 1 - len(tail), 0)
-        has_reasoning = sim.reasoning if sim.reasoning is not None else rng.random() < self._config.reasoning
+        has_reasoning = bool(sim.reasoning) if sim.reasoning is not None else rng.random() < self._config.reasoning
         overhead = len(self._think) + len(self._glue[False])
         reasoning, reasoning_ids = None, list[int]()
         if has_reasoning and not continuing and room >= overhead + 6:
@@ -196,7 +196,7 @@ class Policy:
         return Draft(text, content, reasoning, calls, [*ids, self._end], finish, offset, digest)
 
     def _exact(self, sim: Sim, text: str, calls: tuple[Call, ...], offset: int, digest: str) -> Draft:
-        reasoning = "Thinking it over" if sim.reasoning else None
+        reasoning = "Thinking it over" if sim.reasoning is True else sim.reasoning or None
         whole = assistant_text(text, reasoning, [(call.name, call.arguments) for call in calls])
         ids = [*self._tokenizer.encode(whole).ids(), self._end]
         return Draft(whole, text, reasoning, calls, ids, "tool_calls" if calls else "stop", offset, digest)

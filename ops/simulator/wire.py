@@ -86,15 +86,16 @@ class Sim(Struct, forbid_unknown_fields=True):
     determines. The second number is for the generation that continues after the first abort, and so on. ``calls`` are
     the tool calls of the reply, whatever tools the request offers; their arguments may be any text. ``call_ids`` are
     the ids of the reply's calls in order; a call without one gets a drawn id. ``text`` may hold reasoning between its
-    tags, which stays in the content, or be empty. ``chunk_tokens`` is the number of tokens in each chunk of vLLM's
-    stream of a plain text. ``speculative`` are the counters of speculative decoding: how often drafts were verified,
-    how many tokens they had, and how many were accepted.
+    tags, which stays in the content, or be empty. ``reasoning`` says whether the reply has some or, with a ``text``,
+    what it is. ``chunk_tokens`` is the number of tokens in each chunk of vLLM's stream of a plain text. ``speculative``
+    are the counters of speculative decoding: how often drafts were verified, how many tokens they had, and how many
+    were accepted.
     """
 
     completion_tokens: int | None = None
     latency_s: float | None = None
     tool_calls: bool | None = None
-    reasoning: bool | None = None
+    reasoning: bool | str | None = None
     finish_reason: str | None = None
     text: str | None = None
     experts: Experts | None = None
@@ -114,12 +115,13 @@ class PlannedReply(Struct, forbid_unknown_fields=True):
     """Body of ``/sim/replies``, for programs whose requests cannot hold a ``sim`` of their own.
 
     The next ``count`` chat requests whose last message holds ``when``, and that offer the tools that ``sim`` calls, are
-    answered as ``sim`` says.
+    answered as ``sim`` says: of ``session`` alone if it is given, which is what `X-SMG-Routing-Key` names.
     """
 
     when: str
     sim: Sim
     count: int = 1
+    session: str | None = None
 
 
 class StreamOptions(Struct):

@@ -38,8 +38,18 @@ def _printed(terminal: int) -> Iterator[str]:
             return
 
 
-@pytest.mark.parametrize("arguments", [(), ("--once",)], ids=["stays", "once"])
-def test_on_a_terminal_it_leaves_a_filled_page_open(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sessions", "states"),
+    [
+        ((), 6, {"closed"}),
+        (("--once",), 0, set[str]()),
+        (("--full",), 60, {"closed", "idle", "claimed", "gated"}),
+    ],
+    ids=["stays", "once", "full"],
+)
+def test_on_a_terminal_it_leaves_a_filled_page_open(
+    arguments: tuple[str, ...], sessions: int, states: set[str]
+) -> None:
     ours, theirs = pty.openpty()
     demo = subprocess.Popen([*DEMO, *arguments], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -48,11 +58,12 @@ def test_on_a_terminal_it_leaves_a_filled_page_open(arguments: tuple[str, ...]) 
         for line in _printed(ours):
             said.append(line)
             if page := re.search(r"(http://\S+)/ui ", line):
-                watched = httpx.get(f"{page[1]}/ui/api/sessions", trust_env=False).json()["sessions"]
+                watched = httpx.get(f"{page[1]}/ui/api/sessions?limit=100", trust_env=False).json()["sessions"]
                 demo.send_signal(signal.SIGINT)
         assert demo.wait(PATIENCE_S) == 0, said
     finally:
         demo.kill()
         os.close(ours)
-    assert len(watched) == (0 if arguments else 6)
+    assert len(watched) == sessions
+    assert {session["state"] for session in watched} == states
     assert "Traceback" not in "".join(said)

@@ -95,7 +95,10 @@ def simulator(ctx: typer.Context) -> None:
 
 
 def demo(ctx: typer.Context) -> None:
-    """Run six agents, kill the server in the middle, check the export; on a terminal, leave the page open."""
+    """Run six agents, kill the server in the middle, check the export; on a terminal, leave the page open.
+
+    With --full: 60 sessions of coding, shop, research and web agents, to look at.
+    """
     _pass_on(ctx, "ops.demo.__main__", "demo")
 
 
