@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from app.features.page.preview import Previews
     from app.features.page.rollout_view import Rollouts
     from app.features.page.token_view import TokenViews
+    from app.features.page.turn_view import TurnViews
     from app.features.page.watch import Watch
     from app.services import Services
 
@@ -28,6 +29,7 @@ class Page(NamedTuple):
     overviews: Overviews
     watch: Watch
     conversations: Conversations
+    turns: TurnViews
     tokens: TokenViews
     rollouts: Rollouts
     previews: Previews
@@ -46,6 +48,7 @@ def add_to(services: Services) -> Page:
     from app.features.page.preview import Previews
     from app.features.page.rollout_view import Rollouts
     from app.features.page.token_view import TokenViews
+    from app.features.page.turn_view import TurnViews
     from app.features.page.watch import Watch
 
     database, sessions = services.database, services.session_list
@@ -65,6 +68,7 @@ def add_to(services: Services) -> Page:
         ),
         watch=watch,
         conversations=Conversations(database),
+        turns=TurnViews(database, services.turns.flight, services.engines.engine_of),
         tokens=TokenViews(database, services.prompts),
         rollouts=Rollouts(database),
         previews=Previews(database, services.release),

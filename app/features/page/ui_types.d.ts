@@ -344,13 +344,31 @@ export interface ChatMessage {
   tool_call_id?: unknown;
 }
 
-/** A message in its place in the history; without one, `error` says why. */
+/** A message in its place in the history; without one, `error` says why. `cut`: it has the first part of each text. */
 export interface Entry {
   index: number;
   turn: number;
   sampled: boolean;
   message: unknown;
   error?: string;
+  cut?: boolean;
+  bytes?: number;
+}
+
+/** GET /ui/api/sessions/{id}/actions: what turns did in lines, and what their requests brought */
+export interface TurnActions {
+  turn: number;
+  actions: { tool: string | null; text: string }[];
+  results: { role: string; text: string; failed: boolean }[];
+  error: string | null;
+}
+
+/** GET /ui/api/sessions/{id}/turns/{turn}; `state`: the stage of a turn in flight */
+export interface TurnMessages {
+  turn: number;
+  messages: { sampled: boolean; bytes: number; cut: boolean; message: unknown; error: string | null }[];
+  state: string | null;
+  engine: string | null;
 }
 
 /** GET /ui/api/sessions/{id}/conversation: up to `turn`, without the `omitted` oldest messages */

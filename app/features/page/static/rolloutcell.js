@@ -4,7 +4,7 @@ import { messageElement } from "./conversation.js";
 import { badge, h, message, svg } from "./dom.js";
 import { count, decimal } from "./format.js";
 import { classOf } from "./logprobs.js";
-import { sessionHref, tokensHref } from "./route.js";
+import { sessionHref } from "./route.js";
 import { named } from "./visible.js";
 
 /** @import {Child, RolloutStep} from "../ui_types.d.ts" */
@@ -57,7 +57,7 @@ export function turnCell(column, index, step, isDifferent) {
     ),
     probabilityStrip(step),
     step.error && h("p", { class: "note" }, named(step.error)),
-    h("ol", { class: "conversation" }, step.messages.map((entry) => messageElement(entry, column.sessionId))),
+    h("ol", { class: "conversation" }, step.messages.map((entry) => messageElement(entry, { sessionId: column.sessionId }))),
   ];
 }
 
@@ -100,7 +100,7 @@ export function columnHead(column, options) {
       "p",
       { class: "note" },
       `${count(head.turns)} ${head.turns === 1 ? "turn" : "turns"}, `,
-      h("a", { href: tokensHref(sessionId, { branch: head.branch }) }, `${count(head.tokens)} tokens`),
+      h("a", { href: sessionHref(sessionId, { branch: head.branch, tab: "tokens" }) }, `${count(head.tokens)} tokens`),
       `, ${count(head.output_tokens)} sampled`,
       head.turns > 0 && [", ends with ", named(head.marks.at(-1)?.[3] ?? "–")],
     ),

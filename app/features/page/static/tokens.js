@@ -6,12 +6,12 @@ import { button, failure, h, message, replace, svg } from "./dom.js";
 import { count, ranges } from "./format.js";
 import { isWriting } from "./keys.js";
 import { classOf, figure, legend, shadeOf, share } from "./logprobs.js";
+import { changeQuery, wholeNumber } from "./route.js";
 import { CAUSES } from "./tree.js";
-import { wholeNumber } from "./route.js";
-import { LatestRequest, noSession, View } from "./view.js";
+import { LatestRequest } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
-/** @import {Child, Scale, Session, Token, TokenPage, TurnRange} from "../ui_types.d.ts" */
+/** @import {Child, Scale, Session, Token, TokenPage, Tree, TurnRange, Unlikely} from "../ui_types.d.ts" */
 /** @typedef {{token: Token, text: string|null, columns: Record<string, number|null>}} Known */
 
 /** Sampled tokens in the document at a time, and tokens of a prompt that is opened. */
@@ -38,14 +38,27 @@ function positionOf(turns, place) {
   return turns.at(-1)?.end ?? 0;
 }
 
-/** @param {string} text of a token @returns {string} line breaks and tabs are visible, and the break is kept */
+/** @param {string} text of a token @returns {string} breaks, tabs and spaces alone are visible; a break is kept */
 function spelled(text) {
+  if (/^ +$/.test(text)) return text.replaceAll(" ", "␣");
   return visibleText(text).replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
 }
 
 /** @param {Scale} scale @returns {string} */
 function keyOf({ kind, name }) {
   return kind === "column" ? `column ${name}` : kind;
+}
+
+/**
+ * @param {Tree|null} tree
+ * @param {number|null} turn
+ * @returns {number|null} a branch that has the turn; null: that of the newest turn
+ */
+function branchWith(tree, turn) {
+  const turns = new Map(tree?.turns.map((one) => [one.turn, one]));
+  let last = tree?.branches.find((one) => one.branch === tree.main_branch)?.leaf ?? 0;
+  while (last && last !== turn) last = turns.get(last)?.parent ?? 0;
+  return last ? null : (turns.get(turn ?? 0)?.branch ?? null);
 }
 
 /** @param {string} name @param {Child} field */
@@ -74,8 +87,8 @@ export class TokensTab {
     this.turn = null;
     this.version = 0;
     this.start = 0;
-    /** The token that has the focus. @type {number|null} */
-    this.at = null;
+    /** The token that has, or had last, the focus; also in the address. */
+    this.at = wholeNumber(new URLSearchParams(location.hash.split("?")[1]).get("at"), 0);
     /** Of what the cells are. */
     this.drawn = "";
     this.scaleKey = "logprob";
@@ -95,7 +108,7 @@ export class TokensTab {
       "div",
       { class: "tokenbody" },
       h("div", null, this.pager, this.cells, this.detail),
-      h("section", null, h("h3", null, "Least likely ", h("kbd", null, "u"), " ", h("kbd", null, "U")), this.least),
+      h("section", null, h("h2", null, "Least likely ", h("kbd", null, "u"), " ", h("kbd", null, "U")), this.least),
     );
     this.element = h("div", { class: "tokens-tab" }, this.head, this.bar, this.legend, this.problem, this.body);
     this.#listen(closed);
@@ -103,18 +116,17 @@ export class TokensTab {
 
   /** @param {Session} session @param {{turn: number|null, branch: number|null, seq: number|null}} place */
   update(session, { turn, branch, seq }) {
-    const own = session.tree?.turns.find((one) => one.turn === turn)?.branch ?? null;
-    const wanted = branch ?? (this.#spanOf(turn) ? this.place.branch : own);
+    const wanted = branch ?? (this.#spanOf(turn) ? this.place.branch : branchWith(session.tree, turn));
     const isElsewhere = wanted !== this.place.branch || seq !== this.place.seq;
-    const goal = turn === this.turn && !isElsewhere ? null : turn;
+    const goal = turn === this.turn ? null : turn;
     Object.assign(this, { session, turn, place: { seq, branch: wanted } });
-    if (!isElsewhere && this.version === session.seq) return this.#goToTurn(goal);
-    this.version = session.seq;
-    if (isElsewhere) {
+    if (!isElsewhere && this.version === session.seq) return this.#showTurn(goal);
+    if (isElsewhere && this.version) {
       Object.assign(this, { at: null, start: 0, drawn: "" });
       this.opened.clear();
     }
-    return this.#read(goal);
+    this.version = session.seq;
+    return this.#read(() => (this.at === null ? this.#showTurn(goal) : this.#goTo(this.at)));
   }
 
   /** @param {LatestRequest} requests @param {object} wish @param {(page: TokenPage) => void} show */
@@ -127,12 +139,12 @@ export class TokensTab {
     );
   }
 
-  /** @param {number|null} [turn] where to go then */
-  #read(turn = null) {
+  /** @param {() => void} [then] */
+  #read(then) {
     const wish = { start: this.start, limit: PAGE, sampled: true, outline: true };
     return this.#get(this.requests, wish, (row) => {
       this.#show(row);
-      this.#goToTurn(turn);
+      then?.();
     });
   }
 
@@ -141,20 +153,26 @@ export class TokensTab {
     return this.row?.turns.find((one) => one.turn === turn);
   }
 
-  /** @param {number|null} turn */
-  #goToTurn(turn) {
+  /** Scroll to a turn, and leave the focus where it is. @param {number|null} turn */
+  #showTurn(turn) {
     const span = this.#spanOf(turn);
-    if (span) this.#goTo(span.output_start);
+    const scroll = () => this.cells.querySelector(`[data-turn="${turn}"]`)?.scrollIntoView({ block: "start" });
+    if (span) this.#turnTo(span.output_start, () => span !== this.row?.turns[0] && scroll());
   }
 
-  /** Go to a sampled token, and read those around it. @param {number} at */
+  /** Go to a sampled token. @param {number} at */
   #goTo(at) {
-    const turns = this.row?.turns ?? [];
     this.at = at;
+    this.#turnTo(at, () => this.#focusAt());
+  }
+
+  /** Read the tokens around a sampled one, if they are not shown. @param {number} at @param {() => void} then */
+  #turnTo(at, then) {
+    const turns = this.row?.turns ?? [];
     const start = positionOf(turns, Math.floor(sampledBefore(turns, at) / PAGE) * PAGE);
-    if (start === this.start) return this.#focusAt();
+    if (start === this.start) return then();
     this.start = start;
-    this.#read();
+    return this.#read(then);
   }
 
   /** @param {TokenPage} row */
@@ -175,7 +193,6 @@ export class TokensTab {
     this.known.clear();
     for (const page of [row, ...this.opened.values()]) this.#keep(page);
     this.#showCells();
-    this.#focusAt();
   }
 
   /** @param {TokenPage} page */
@@ -310,10 +327,10 @@ export class TokensTab {
     if (hadFocus) range.focus();
   }
 
-  /** @param {import("../ui_types.d.ts").Unlikely} token */
+  /** @param {Unlikely} token */
   #unlikely({ at, turn, logprob, id, text, before, after }) {
     const itself = h("mark", { class: `lp${classOf(logprob)}` }, text === null ? id : spelled(text));
-    const said = h("code", null, spelled(before.slice(-40)), itself, spelled(after.slice(0, 24)));
+    const said = h("code", null, spelled(before.slice(-14)), itself, spelled(after.slice(0, 24)));
     const head = h("span", { class: "note" }, `${share(logprob)} · turn ${turn}`);
     const isHere = at === this.at ? "true" : null;
     return h("li", null, button([head, said], () => this.#goTo(at), { dataset: { at }, "aria-current": isHere }));
@@ -353,7 +370,7 @@ export class TokensTab {
         ];
         return h(
           "section",
-          { class: "turnrun", "aria-label": `turn ${one.turn}` },
+          { class: "turnrun", "aria-label": `turn ${one.turn}`, dataset: { turn: one.turn } },
           button(`turn ${one.turn}`, () => this.pick(one.turn, row.branch), { class: "mark" }),
           one.output_start > one.start && this.#fold(one, prompt),
           h("span", { class: "note" }, notes.filter(Boolean).join(" · ")),
@@ -441,6 +458,7 @@ export class TokensTab {
     cell.setAttribute("tabindex", "0");
     cell.setAttribute("aria-describedby", "token-detail");
     this.at = Number(cell.dataset.at);
+    changeQuery({ at: this.at });
     this.least.querySelector("[aria-current]")?.removeAttribute("aria-current");
     this.least.querySelector(`[data-at="${this.at}"]`)?.setAttribute("aria-current", "true");
   }
@@ -460,42 +478,6 @@ export class TokensTab {
       entropy !== null && ` · entropy ${figure(entropy)}`,
       version >= 0 && [" · weights ", named(this.row?.versions[version] ?? "?")],
       Object.entries(known.columns).map(([name, value]) => [` · ${name} `, value === null ? "–" : figure(value)]),
-    );
-  }
-}
-
-/** Until the session's view has tabs. */
-export class TokensView extends View {
-  /** @param {HTMLElement} root @param {import("./view.js").Place} place */
-  constructor(root, { id, query }) {
-    super(root);
-    this.id = id;
-    this.query = query;
-    this.tab = new TokensTab(this.closed, id, (turn, branch) => {
-      this.query = new URLSearchParams({ ...(turn && { turn: String(turn) }), branch: String(branch) });
-      this.refresh();
-    });
-    replace(root, h("div", { class: "session-view" }, this.problem, h("section", { class: "panel" }, this.tab.element)));
-    this.refresh();
-  }
-
-  /** @param {URLSearchParams} query */
-  onQuery(query) {
-    this.query = query;
-    this.refresh();
-  }
-
-  /** @param {string} code */
-  absent(code) {
-    return code === "session_not_found" ? noSession(this.id) : null;
-  }
-
-  refresh() {
-    const number = (/** @type {string} */ name) => wholeNumber(this.query.get(name), 0);
-    return this.read(
-      async (signal) =>
-        /** @type {Session} */ (await get(`/ui/api/sessions/${encodeURIComponent(this.id)}`, { seq: number("seq") }, signal)),
-      (session) => this.tab.update(session, { turn: number("turn"), branch: number("branch"), seq: number("seq") }),
     );
   }
 }

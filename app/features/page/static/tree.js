@@ -1,7 +1,7 @@
 /** A session's tree as a graph: a row a branch, a dot a turn, and whose loss each turn is in. */
 
 import { get } from "./api.js";
-import { button, folded, h, message, replace, scrollRegion, svg } from "./dom.js";
+import { button, folded, h, replace, scrollRegion, svg } from "./dom.js";
 import { count, ranges } from "./format.js";
 import { sideBySideHref } from "./route.js";
 import { LatestRequest } from "./view.js";
@@ -23,8 +23,8 @@ export const CAUSES = {
 
 /** Pixels: from dot to dot, of a dot's radius, half of a folded chain, from row to row. */
 const [STEP, RADIUS, HALF, ROW] = [30, 11, 27, 52];
-/** A chain of so many turns of which there is nothing to say is folded; an opened one has so many parts at most. */
-const [CHAIN, PARTS] = [5, 20];
+/** A chain of so many turns of which there is nothing to say is folded. */
+const CHAIN = 5;
 /** Which way a key goes. @type {Record<string, number>} */
 const DOWN = { ArrowDown: 1, ArrowUp: -1 };
 /** @type {Record<string, number>} */
@@ -56,23 +56,13 @@ export class TreeTab {
     this.text = h("ul", { class: "plain" });
     this.element = h("div", { class: "tree-tab" }, this.head, this.box, this.told, folded("As text", this.text));
     this.box.addEventListener("keydown", (event) => this.#onKey(event));
-    this.box.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey) return;
-      event.preventDefault();
-      this.#zoomTo(this.zoom * (event.deltaY < 0 ? 1.1 : 1 / 1.1));
-    });
   }
 
   /** @param {Session} session @param {{turn: number|null, branch: number|null}} place */
-  update({ tree, turns }, { turn, branch }) {
+  update({ tree }, { turn, branch }) {
     this.tree = tree;
     this.place = { turn, branch };
-    if (!tree) {
-      this.key = "";
-      const why = `${count(turns.length)} turns, none retried, forked or rolled back.`;
-      replace(this.head, message("empty", "This session has one branch", h("p", null, why)));
-    }
-    for (const part of [this.box, this.told, this.element.lastElementChild]) part?.toggleAttribute("hidden", !tree);
+    this.element.hidden = tree === null;
     if (!tree) return;
     this.#draw();
     if (this.titled === tree.branches.length) return;
@@ -111,7 +101,7 @@ export class TreeTab {
     replace(this.box, this.graph);
     this.#zoomTo(this.zoom);
     this.#showHead(tree, name);
-    const goal = place.turn === null ? `branch ${place.branch ?? tree.main_branch}` : `turn ${place.turn}`;
+    const goal = `turn ${place.turn}`;
     const again = this.graph.querySelector(`[data-key="${CSS.escape((hadFocus && focused) || goal)}"]`);
     (again ?? this.graph.querySelector("[data-key]"))?.setAttribute("tabindex", "0");
     if (hadFocus && again) /** @type {SVGElement} */ (again).focus({ preventScroll: true });
@@ -176,11 +166,11 @@ export class TreeTab {
     const { branch: number, cause, agent_id, tokens, reason } = branch;
     const title = visibleText([agent_id, this.titles.get(number)].filter(Boolean).join(": "));
     const short = title.length > TITLE ? `${title.slice(0, TITLE - 1)}…` : title;
-    const isRead = this.place?.turn === null && number === (this.place.branch ?? this.tree?.main_branch);
+    const isRead = this.tree && number === this.#branch(this.tree);
     const text = svg("text", { x: x - RADIUS, y: y - 18 }, svg("tspan", { class: "branchnumber" }, `${number} ${cause ?? ""}`), short && `  ${short}`);
     const state = reason === null ? `${count(tokens)} tokens` : reason;
     return [
-      spot(`branch ${number}`, at, x - 1, `branch ${number}, ${cause ?? ""} ${short}`, isRead, () => this.pick(null, number), text),
+      spot(`branch ${number}`, at, x - 1, `branch ${number}, ${cause ?? ""} ${short}`, Boolean(isRead), () => this.pick(null, number), text),
       svg("text", { class: "rowstate", x: end + 20, y: y + 4 }, own.length > 0 && state),
     ];
   }
@@ -308,16 +298,8 @@ function groupsOf(chain, special, opened) {
     if (isAlone || !isLike) runs.push([turn]);
     else runs.at(-1)?.push(turn);
   });
-  /** @param {TreeTurn[]} run @returns {TreeTurn[][]} */
-  const parts = (run) => {
-    if (run.length < CHAIN) return run.map((turn) => [turn]);
-    if (!opened.has(run[0]?.turn ?? 0)) return [run];
-    const size = Math.ceil(run.length / PARTS);
-    const pieces = Array.from({ length: Math.ceil(run.length / size) }, (_, at) => run.slice(at * size, (at + 1) * size));
-    // The first piece begins with the turn that was opened: it would open at once.
-    return pieces.flatMap((piece, at) => (at === 0 && size > 1 ? [piece.slice(0, 1), piece.slice(1)] : [piece])).flatMap((piece) => (piece.length > 1 ? parts(piece) : [piece]));
-  };
-  return runs.flatMap(parts);
+  const isFolded = (/** @type {TreeTurn[]} */ run) => run.length >= CHAIN && !opened.has(run[0]?.turn ?? 0);
+  return runs.flatMap((run) => (isFolded(run) ? [run] : run.map((turn) => [turn])));
 }
 
 /** @param {Tree} tree @param {Row[]} rows @param {Dot[]} dots @returns {SVGElement[]} */
