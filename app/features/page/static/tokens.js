@@ -61,9 +61,12 @@ function branchWith(tree, turn) {
   return last ? null : (turns.get(turn ?? 0)?.branch ?? null);
 }
 
-/** @param {string} name @param {Child} field */
-function labelled(name, field) {
-  return h("label", null, name, " ", field);
+/** Give an element other children, and one of them the focus that its predecessor had. @param {Element} box @param {...Child} children */
+function renew(box, ...children) {
+  const fields = () => [...box.querySelectorAll("select, button, input")];
+  const place = fields().findIndex((one) => one === document.activeElement);
+  replace(box, children);
+  if (place >= 0) /** @type {HTMLElement|undefined} */ (fields()[place])?.focus({ preventScroll: true });
 }
 
 export class TokensTab {
@@ -186,7 +189,7 @@ export class TokensTab {
     this.body.hidden = this.bar.hidden = this.legend.hidden = row.total === 0;
     this.#showHead(row);
     this.#showBar(row);
-    replace(this.least, row.outline?.least.map((one) => this.#unlikely(one)));
+    renew(this.least, row.outline?.least.map((one) => this.#unlikely(one)));
     const drawn = JSON.stringify([row.branch, row.start, row.tokens.length, Object.keys(row.columns)]);
     if (this.drawn === drawn) return;
     this.drawn = drawn;
@@ -206,18 +209,18 @@ export class TokensTab {
 
   /** @param {TokenPage} row */
   #showHead({ branches, branch, outline, tokenizer, texts, total, turns, start, tokens }) {
-    const select = (/** @type {(value: string) => void} */ choose, /** @type {Child} */ options) => {
-      const field = h("select", null, options);
-      field.addEventListener("change", () => choose(field.value));
-      return field;
+    /** @param {string} name @param {(value: string) => void} choose @param {HTMLElement[]} options */
+    const field = (name, choose, options) => {
+      const select = h("select", { "aria-label": name }, options);
+      select.addEventListener("change", () => choose(select.value));
+      return h("label", null, name, " ", select);
     };
     const names = branches.map((one) => {
-      const row = one.exported ? "" : ", no row";
-      const name = `${one.branch}: ${one.cause}, ${count(one.tokens)} tokens${row}`;
+      const name = `${one.branch}: ${one.cause}, ${count(one.tokens)} tokens${one.exported ? "" : ", no row"}`;
       return h("option", { value: one.branch, selected: one.branch === branch }, name);
     });
     const scales = (outline?.scales ?? []).map((one) => {
-      const name = one.kind === "logprob" ? "probability" : one.kind === "entropy" ? "entropy in nats" : one.name;
+      const name = { logprob: "probability", entropy: "entropy in nats", column: one.name }[one.kind];
       return h("option", { value: keyOf(one), selected: keyOf(one) === this.scaleKey }, name);
     });
     const recolour = (/** @type {string} */ key) => {
@@ -226,42 +229,33 @@ export class TokensTab {
       this.#showCells();
     };
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
-    replace(
+    const { sampled = 0, in_loss: inLoss = 0 } = outline ?? {};
+    const setting = h("code", null, "TURNLOG_TOKENIZER");
+    renew(
       this.head,
-      names.length > 1 && labelled("branch", select((value) => this.pick(null, Number(value)), names)),
-      scales.length > 0 && labelled("colour", select(recolour, scales)),
-      outline &&
-        h(
-          "span",
-          { class: "note" },
-          `${count(total)} tokens, ${count(outline.sampled)} sampled, ${count(outline.in_loss)} in the loss`,
-        ),
+      names.length > 1 && field("branch", (value) => this.pick(null, Number(value)), names),
+      scales.length > 0 && field("colour", recolour, scales),
+      h("span", { class: "note" }, `${count(total)} tokens, ${count(sampled)} sampled, ${count(inLoss)} in the loss`),
       copyCurl(() => ({ path: this.path, parameters: this.place })),
-      reason && h("p", { class: "note" }, `Branch ${branch} began because ${reason}.`),
-      !tokenizer &&
-        total > 0 &&
-        h(
-          "p",
-          { class: "note" },
-          `${texts ? "Prompts" : "Tokens"} are shown as ids: set `,
-          h("code", null, "TURNLOG_TOKENIZER"),
-          " to the model's tokenizer to read them as text.",
-        ),
+      h(
+        "p",
+        { class: "note" },
+        reason && `Branch ${branch} began because ${reason}. `,
+        !tokenizer && [`${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."],
+      ),
     );
     this.#showLegend();
     const before = sampledBefore(turns, start);
-    const turnTo = (/** @type {string} */ sign, /** @type {string} */ name, /** @type {number} */ place) =>
-      button(sign, () => this.#goTo(this.#sampledFrom(positionOf(turns, place))), {
-        "aria-label": name,
-        disabled: place < 0 || place >= (outline?.sampled ?? 0),
-      });
-    replace(
+    const turnTo = (/** @type {string} */ sign, /** @type {string} */ name, /** @type {number} */ place) => {
+      const go = () => this.#goTo(this.#sampledFrom(positionOf(turns, place)));
+      return button(sign, go, { "aria-label": name, disabled: place < 0 || place >= sampled });
+    };
+    const shown = `${count(before + 1)} to ${count(before + tokens.length)} of ${count(sampled)} sampled`;
+    renew(
       this.pager,
-      (outline?.sampled ?? 0) > PAGE && [
-        turnTo("‹", "earlier tokens", before - PAGE),
-        h("span", { class: "note" }, `${count(before + 1)} to ${count(before + tokens.length)} of ${count(outline?.sampled)} sampled`),
-        turnTo("›", "later tokens", before + PAGE),
-      ],
+      sampled > PAGE && turnTo("‹", "earlier tokens", before - PAGE),
+      sampled > PAGE && h("span", { class: "note" }, shown),
+      sampled > PAGE && turnTo("›", "later tokens", before + PAGE),
     );
   }
 
@@ -320,11 +314,9 @@ export class TokensTab {
       unlikelymark: ticks(outline?.least.map((one) => one.at) ?? []),
       onpage: box(start, (tokens.at(-1)?.[0] ?? total) + 1),
     };
-    const hadFocus = this.bar.contains(document.activeElement);
     const paths = Object.entries(parts).map(([name, d]) => svg("path", { class: name, d }));
     const picture = { viewBox: `0 0 ${BAR} 10`, preserveAspectRatio: "none", "aria-hidden": "true" };
-    if (total) replace(this.bar, svg("svg", picture, paths), range);
-    if (hadFocus) range.focus();
+    if (total) renew(this.bar, svg("svg", picture, paths), range);
   }
 
   /** @param {Unlikely} token */
@@ -387,20 +379,18 @@ export class TokensTab {
   #fold({ start, output_start }, shown) {
     const length = output_start - start;
     const first = shown && shown < length ? `, the first ${count(shown)}` : "";
-    const open = () =>
-      this.#get(this.prompts, { start, limit: Math.min(PROMPT, length) }, (page) => {
-        this.#keep(page);
-        this.opened.set(start, page);
-        this.#showCells();
-      });
-    const close = () => {
-      this.opened.delete(start);
+    const open = (/** @type {TokenPage} */ page) => {
+      this.#keep(page);
+      this.opened.set(start, page);
       this.#showCells();
     };
-    return button(`${shown ? "▾" : "▸"} prompt, ${count(length)} tokens${first}`, shown ? close : open, {
-      class: "fold",
-      "aria-expanded": String(shown > 0),
-    });
+    const toggle = () => {
+      if (!shown) return this.#get(this.prompts, { start, limit: Math.min(PROMPT, length) }, open);
+      this.opened.delete(start);
+      return this.#showCells();
+    };
+    const name = `${shown ? "▾" : "▸"} prompt, ${count(length)} tokens${first}`;
+    return button(name, toggle, { class: "fold", "aria-expanded": String(shown > 0) });
   }
 
   /** @param {Known} known */

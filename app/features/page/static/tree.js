@@ -25,6 +25,8 @@ export const CAUSES = {
 const [STEP, RADIUS, HALF, ROW] = [30, 11, 27, 52];
 /** A chain of so many turns of which there is nothing to say is folded. */
 const CHAIN = 5;
+/** What a dot's shape says. @type {Record<string, string>} */
+const LOOKS = { trained: "in the loss", untrained: "in no loss", gone: "rolled back, superseded", open: "in flight" };
 /** Which way a key goes. @type {Record<string, number>} */
 const DOWN = { ArrowDown: 1, ArrowUp: -1 };
 /** @type {Record<string, number>} */
@@ -112,16 +114,22 @@ export class TreeTab {
 
   /** @param {Tree} tree @param {string} name */
   #showHead(tree, name) {
-    const dot = (/** @type {string} */ kind, /** @type {string} */ text) =>
-      h("li", null, svg("svg", { class: "tree", viewBox: "-9 -9 18 18", width: 16, height: 16, "aria-hidden": "true" }, mark(kind, 7)), text);
+    const picture = { class: "tree", viewBox: "-9 -9 18 18", width: 16, height: 16, "aria-hidden": "true" };
+    const looks = Object.entries(LOOKS).map(([look, text]) => h("li", null, svg("svg", picture, mark(look, 7)), text));
+    const fit = () => this.#zoomTo(this.box.clientWidth / (this.width ?? 1));
+    const rows = tree.branches.filter((one) => one.exported).length;
     replace(
       this.head,
-      h("span", { class: "note" }, `${name}, ${count(tree.branches.filter((one) => one.exported).length)} rows`),
-      h("ul", { class: "legend" }, dot("trained", "in the loss"), dot("untrained", "in no loss"), dot("gone", "rolled back or superseded"), dot("open", "in flight")),
-      button("−", () => this.#zoomTo(this.zoom / 1.3), { "aria-label": "smaller" }),
-      button("+", () => this.#zoomTo(this.zoom * 1.3), { "aria-label": "larger" }),
-      button("fit", () => this.#zoomTo(this.box.clientWidth / (this.width ?? 1))),
-      this.opened.size > 0 && button("fold chains", () => (this.opened.clear(), this.#draw())),
+      h("span", { class: "note" }, `${name}, ${count(rows)} rows`),
+      h("ul", { class: "legend" }, looks),
+      h(
+        "span",
+        null,
+        button("−", () => this.#zoomTo(this.zoom / 1.3), { "aria-label": "smaller" }),
+        button("+", () => this.#zoomTo(this.zoom * 1.3), { "aria-label": "larger" }),
+        button("fit", fit),
+        this.opened.size > 0 && button("fold", () => (this.opened.clear(), this.#draw())),
+      ),
     );
     const branch = tree.branches.find((one) => one.branch === this.#branch(tree));
     const own = tree.turns.filter((one) => one.branch === branch?.branch);
@@ -147,7 +155,7 @@ export class TreeTab {
       CAUSES[cause ?? ""] && `, because ${CAUSES[cause ?? ""]}`,
       carried != null && ` (turn ${carried})`,
       agent_id !== null && [", agent ", h("code", null, named(agent_id))],
-      `: ${count(own.length)} turns, ${count(tokens)} tokens; `,
+      `: ${count(own.length)} ${own.length === 1 ? "turn" : "turns"}, ${count(tokens)} tokens; `,
       reason === null ? `its row trains ${trained.length ? `turns ${ranges(trained)}` : "no turn"}` : `no row: ${reason}`,
       branch !== main && [" · ", h("a", { href: sideBySideHref(pair, pair) }, `compare with branch ${main}`)],
       this.titles.has(branch) && h("div", { class: "treetitle" }, named(this.titles.get(branch))),
