@@ -28,6 +28,8 @@ variable is not set; where each turn comes by, a point is then one test of `ARME
     after_restore_finished   the epoch is raised; turns are still held
     after_gate_shut      the pause is on disk; no engine has been paused yet
     before_gate_opened   the engines have been resumed; the pause is still on disk
+    after_engine_died    it is in the fleet's log; nobody has been told
+    after_webhook_sent   a notice is delivered; the receiver's cursor is still before it
 """
 
 from __future__ import annotations
@@ -99,6 +101,9 @@ CrashPoint = Literal[
     "after_restore_finished",
     "after_gate_shut",
     "before_gate_opened",
+    "after_engine_died",
+    "after_webhook_sent",
+    "in_webhook_moved",
 ]
 
 POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)

@@ -52,6 +52,7 @@ from app.features import (
     search,
     session_control,
     text,
+    webhooks,
 )
 from app.logs import CURRENT
 from app.protocols.registry import ROUTES, protocol_at
@@ -76,6 +77,7 @@ FEATURES = (
     search,
     session_control,
     text,
+    webhooks,
 )
 """What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on. Gates come
 first: checkpoints and resume use them."""

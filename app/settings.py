@@ -114,6 +114,7 @@ Feature = Literal[
     "search",
     "session_control",
     "text",
+    "webhooks",
 ]
 """The folders of `app.features`."""
 
@@ -125,6 +126,7 @@ SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
     "resume": ("stage_tokens_s",),
     "session_control": ("engine_sessions",),
     "text": ("text_upstreams",),
+    "webhooks": ("webhooks", "webhook_secret", "webhook_stuck_s", "webhook_networks"),
 }
 """Settings of features. Where the feature is off they have their defaults, whatever is set."""
 
@@ -209,6 +211,10 @@ class Settings(BaseSettings):
     session_params: Annotated[tuple[str, ...], NoDecode] = ()
     max_agent_sessions: int = Field(default=1000, ge=0)
     trusted_networks: Annotated[tuple[Network, ...], NoDecode] = ()
+    webhooks: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    webhook_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False, validate_default=True)
+    webhook_stuck_s: Limit = Field(default=1800, gt=0)
+    webhook_networks: Annotated[tuple[Network, ...], NoDecode] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -230,7 +236,7 @@ class Settings(BaseSettings):
     def _text_upstreams(cls, value: object) -> object:
         return read_upstreams(value) if isinstance(value, str) else value
 
-    @field_validator("admin_token", "session_secret", mode="before")
+    @field_validator("admin_token", "session_secret", "webhook_secret", mode="before")
     @classmethod
     def _secrets(cls, value: object) -> object:
         if not isinstance(value, str):
@@ -240,7 +246,7 @@ class Settings(BaseSettings):
             raise ValueError("one, or several that are separated by commas, each once and none of them empty")
         return tuple(parts)
 
-    @field_validator("trusted_networks", mode="before")
+    @field_validator("trusted_networks", "webhook_networks", mode="before")
     @classmethod
     def _networks(cls, value: object) -> object:
         if not isinstance(value, str):
@@ -255,6 +261,36 @@ class Settings(BaseSettings):
     def _settable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not SETTABLE.issuperset(value):
             raise ValueError(f"some of {', '.join(sorted(SETTABLE))}, separated by commas")
+        return value
+
+    @field_validator("webhooks", mode="before")
+    @classmethod
+    def _addresses(cls, value: object) -> object:
+        return tuple(re.findall(r"[^,\s]+", value)) if isinstance(value, str) else value
+
+    @field_validator("webhooks")
+    @classmethod
+    def _whole_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        faults = (patterns.base_url_fault(url, may_have_query=True) for url in value)
+        if len(set(value)) != len(value) or any(fault is not None for fault in faults):
+            raise ValueError(
+                "URLs such as https://hooks.example.org/turnlog, separated by commas, each once, without credentials "
+                "and fragment"
+            )
+        return value
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def _keys(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if info.data.get("webhooks") and not value:
+            raise PydanticCustomError(SEVERAL, "TURNLOG_WEBHOOKS: accepted is it with TURNLOG_WEBHOOK_SECRET")
+        try:
+            for secret in value:
+                patterns.webhook_key(secret)
+        except ValueError:
+            raise ValueError(
+                "whsec_ and 24 to 64 random bytes in base64, or several such secrets, separated by commas"
+            ) from None
         return value
 
     @field_validator("replay", "session_params", "session_from_body", mode="before")
@@ -456,7 +492,7 @@ def _one_line(problem: Mapping[str, Any]) -> str:
         return wanted
     name = PREFIX + str(problem["loc"][0]).upper()
     value = os.environ.get(name, problem["input"])
-    if name.endswith(("API_KEY", "ADMIN_TOKEN", "SESSION_SECRET", "TEXT_UPSTREAMS")):
+    if name.endswith(("API_KEY", "ADMIN_TOKEN", "SESSION_SECRET", "TEXT_UPSTREAMS", "WEBHOOKS", "WEBHOOK_SECRET")):
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))

@@ -133,6 +133,17 @@ class VersionRegressed(FleetEvent, frozen=True):
         return f"regressed:{self.engine}"
 
 
+class EngineDied(FleetEvent, frozen=True):
+    """A process found an engine dead, for this reason; noted for webhooks alone."""
+
+    url: str
+    reason: str
+
+    @property
+    def key(self) -> str:
+        return f"died:{self.url}"
+
+
 TYPES: dict[str, type[FleetEvent]] = {
     cls.__name__: cls
     for cls in (
@@ -144,6 +155,7 @@ TYPES: dict[str, type[FleetEvent]] = {
         VersionRegressed,
         TurnsHeld,
         TurnsFreed,
+        EngineDied,
     )
 }
 
@@ -184,7 +196,8 @@ class Regression(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """The state after event `version`. `engines` are those set by an operator; `gate` is the fleet's."""
+    """The state after event `version`. `engines` are those set by an operator; `gate` is the fleet's. `died`: when an
+    engine was last noted as dead."""
 
     version: int = 0
     engines: dict[str, EngineListed] = {}
@@ -192,6 +205,7 @@ class Fleet(msgspec.Struct, frozen=True):
     gate: Gate = OPEN
     regressed: dict[str, Regression] = {}
     held: TurnsHeld | None = None
+    died: dict[str, float] = {}
 
     def gates(self, adapter: str | None) -> tuple[Gate, Gate]:
         """The gates that a turn of this adapter must pass: the fleet's and its own."""
@@ -249,6 +263,8 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
             changes = {"held": event}
         case TurnsFreed():
             changes = {"held": None}
+        case EngineDied():
+            changes = {"died": {**fleet.died, event.url: placed.at}}
     return msgspec.structs.replace(fleet, version=placed.seq, **changes)
 
 

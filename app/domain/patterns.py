@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from urllib.parse import urlsplit
 
@@ -39,7 +40,7 @@ def plain_base_url(text: str) -> str:
     return text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def base_url_fault(url: str) -> str | None:
+def base_url_fault(url: str, *, may_have_query: bool = False) -> str | None:
     """What is accepted instead, as text that follows "base URLs"; None for a valid URL."""
     wanted = "such as http://127.0.0.1:30000"
     if not url.isprintable() or " " in url or "\\" in url or len(url) > MAX_LENGTH:
@@ -50,8 +51,18 @@ def base_url_fault(url: str) -> str | None:
         (parts.hostname or "").encode("idna")
     except ValueError:
         return wanted
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
+        return wanted
+    if parts.query and not may_have_query:
         return wanted
     if parts.username or parts.password:
         return "without credentials (use TURNLOG_UPSTREAM_API_KEY)"
     return None
+
+
+def webhook_key(secret: str) -> bytes:
+    """The key of a webhooks' secret, `whsec_` and 24 to 64 bytes in base64. Raises ValueError."""
+    key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    if not secret.startswith("whsec_") or not 24 <= len(key) <= 64:
+        raise ValueError("another prefix, or too few or too many bytes")
+    return key

@@ -56,7 +56,7 @@ async def _add_titles(database: Database, session_id: str, tree: Tree) -> None:
         part = named[at : at + TITLES_PER_READ]
         numbers = [first[branch["branch"]] for branch in part]
         frames = await database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=False),  # noqa: B023
+            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False),  # noqa: B023
             session_id=session_id,
         )
         titles = await asyncio.to_thread(lambda: [_title_of(frames.get(one)) for one in numbers])  # noqa: B023

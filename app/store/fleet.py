@@ -53,6 +53,12 @@ def seen(rows: Sequence[Row]) -> FleetRead:
     return FleetRead(_decoded(row[1:] for row in rows if row[1] is not None), float(rows[0][0]))
 
 
+def later(connection: Connection, kind: type[FleetEvent], after: int, limit: int) -> list[Placed]:
+    """The next events of a kind behind number `after`. Raises as `state`."""
+    of_kind = select(*_ROW).where(fleet_events.c.seq > after, fleet_events.c.type == kind.__name__)
+    return _decoded(connection.execute(of_kind.order_by(fleet_events.c.seq).limit(limit)))
+
+
 def clock(connection: Connection) -> float:
     """The database's clock, in seconds since the epoch."""
     row = connection.execute(_clock).one()

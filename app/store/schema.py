@@ -55,7 +55,8 @@ store_meta = Table(
 )
 """`epoch`: an export cursor names it; every restore raises it. `log_epoch`: `<epoch>=<epoch of the log>` while they
 differ, since a checkpoint's restore leaves the log and its positions as they are. `objects`: the URL of the
-object storage, if the store has any; `objects_owner`: the store's name there."""
+object storage, if the store has any; `objects_owner`: the store's name there. `webhook:…`: how far a
+receiver of webhooks has been told."""
 
 incarnations = Table(
     "incarnations",
@@ -256,12 +257,12 @@ turns = Table(
     Column("segment", Integer, nullable=False),
     Column("choice_index", SmallInteger, nullable=False),
     Column("protocol", String(16), nullable=False),
-    Column("facts", Content),
-    Column("wire", Content),
+    Column("tokens", Content),
+    Column("exchange", Content),
     PrimaryKeyConstraint("session_id", "turn", "choice_index"),
 )
-"""A committed turn's content, null once erased: training facts, and what went over the wire. A small turn's facts are
-in `wire`, and `facts` is null."""
+"""A committed turn's content, null once erased: its tokens, and its messages and reply. A small turn's tokens are
+in `exchange`, and `tokens` is null."""
 
 blobs = Table(
     "blobs",

@@ -183,25 +183,12 @@ class EngineClient:
                     connection.transport.abort()
 
     def _target(self, url: str) -> tuple[Origin, str]:
-        """Where the URL leads, and a request's head up to the headers that are its own. Raises ValueError for a path
-        that no engine is asked for, NotSent for a URL that is malformed."""
+        """What `target_of` says, which is kept. Raises ValueError for a path that no engine is asked for."""
         if not url.partition("?")[0].endswith(ASKED):
             raise ValueError("an engine is not asked for such a path")
-        try:
-            parts = urlsplit(url)
-            host, port, is_tls = parts.hostname or "", parts.port, parts.scheme == "https"
-            name = host if ":" in host else host.encode("idna").decode("ascii")
-        except ValueError as error:
-            raise NotSent("its URL is malformed") from error
-        if parts.scheme not in ("http", "https") or not name or not url.isprintable() or parts.fragment:
-            raise NotSent("its URL is malformed")
-        path = quote(parts.path, safe="/%:@!$&'()*+,;=~")
-        query = f"?{quote(parts.query, safe='/?%:@!$&()*+,;=~')}" if parts.query else ""
-        shown = (f"[{name}]" if ":" in name else name) + ("" if port is None else f":{port}")
         if len(self._targets) >= TARGETS:
             self._targets.clear()
-        target = Origin(is_tls, name, port or (443 if is_tls else 80)), f"{path}{query} HTTP/1.1\r\nhost: {shown}\r\n"
-        self._targets[url] = target
+        target = self._targets[url] = target_of(url)
         return target
 
     async def _read(self, connection: Connection, grow: Grow, stream: StreamReader | None) -> EngineReply:
@@ -255,6 +242,23 @@ class EngineClient:
                 await asyncio.sleep(min(REST_SHARE * (loop.time() - began), MAX_REST_S))
                 connection.resume_reading()
         return Body([stream.reply()])
+
+
+def target_of(url: str) -> tuple[Origin, str]:
+    """Where the URL leads, and a request's head behind its method, up to the headers that are its own. Raises NotSent
+    for a URL that is malformed."""
+    try:
+        parts = urlsplit(url)
+        host, port, is_tls = parts.hostname or "", parts.port, parts.scheme == "https"
+        name = host if ":" in host else host.encode("idna").decode("ascii")
+    except ValueError as error:
+        raise NotSent("its URL is malformed") from error
+    if parts.scheme not in ("http", "https") or not name or not url.isprintable() or parts.fragment:
+        raise NotSent("its URL is malformed")
+    path = quote(parts.path, safe="/%:@!$&'()*+,;=~")
+    query = f"?{quote(parts.query, safe='/?%:@!$&()*+,;=~')}" if parts.query else ""
+    shown = (f"[{name}]" if ":" in name else name) + ("" if port is None else f":{port}")
+    return Origin(is_tls, name, port or (443 if is_tls else 80)), f"{path}{query} HTTP/1.1\r\nhost: {shown}\r\n"
 
 
 async def _send(connection: Connection, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:

@@ -12,7 +12,7 @@ import math
 import select
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import httptools
@@ -267,10 +267,12 @@ class Connection(asyncio.Protocol):
 class Connections:
     """The connections to all engines; one that was used last is used next, so that few stay open.
 
-    Redirects, cookies and the environment's proxies are unknown here.
+    Redirects, cookies and the environment's proxies are unknown here. `may_connect` is asked for each address that a
+    host name has; the name is not looked up again before the connection is made.
     """
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, may_connect: Callable[[str], bool] | None = None) -> None:
+        self._may_connect = may_connect
         self.loop = asyncio.get_running_loop()
         self.open: set[Connection] = set()
         # Rounds of the timer, not seconds: what came while this process stood still is read before the next round.
@@ -391,7 +393,12 @@ class Connections:
         return await self._first_connected(addresses[-1:] + addresses[:-1])
 
     async def _look_up(self, origin: Origin) -> list[Any]:
-        return list(await self.loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM))
+        addresses = list(await self.loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM))
+        if self._may_connect is None:
+            return addresses
+        if allowed := [address for address in addresses if self._may_connect(str(address[4][0]))]:
+            return allowed
+        raise PermissionError("none of its addresses may be connected to")
 
     async def _first_connected(self, addresses: Sequence[Any]) -> socket.socket:
         """The first address that connects; each gets a head start before the next."""

@@ -1,4 +1,4 @@
-"""The sdist and the wheel, built as docs/releasing.md says, and environments to install them into."""
+"""The sdist and the wheel, built as CONTRIBUTING.md says, and environments to install them into."""
 
 from __future__ import annotations
 

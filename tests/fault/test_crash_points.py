@@ -66,6 +66,9 @@ OF_ARCHIVES: tuple[CrashPoint, ...] = (
 )
 """Tried in `integration/test_archive.py`."""
 
+OF_WEBHOOKS: tuple[CrashPoint, ...] = ("after_engine_died", "after_webhook_sent", "in_webhook_moved")
+"""Tried in `integration/test_webhooks.py`."""
+
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
     "completion_tokens": 1500,
@@ -540,7 +543,7 @@ def stored_frames(url: str, talk: Talk) -> list[bytes]:
     if not url.startswith("sqlite"):
         return []
     with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite+aiosqlite:///"))) as connection:
-        columns = (("facts", "turns"), ("wire", "turns"), ("data", "chunks"))
+        columns = (("tokens", "turns"), ("exchange", "turns"), ("data", "chunks"))
         query = " UNION ".join(
             f"SELECT {name} FROM {table} WHERE session_id = :sid AND {name} IS NOT NULL" for name, table in columns
         )
@@ -571,6 +574,5 @@ def test_every_point_is_tried() -> None:
     marked = [mark for test in tests for mark in test.pytestmark]
     rows = [row for mark in marked if mark.name == "parametrize" for row in mark.args[1]]
     named = {row if isinstance(row, str) else row.values[1] for row in rows}
-    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS, *OF_OBJECTS, *OF_ARCHIVES} == set(
-        POINTS
-    )
+    elsewhere = {*OF_PAUSES, *OF_CHECKPOINTS, *OF_OBJECTS, *OF_ARCHIVES, *OF_WEBHOOKS}
+    assert named | {case.point for case in TURNS} | elsewhere == set(POINTS)

@@ -33,6 +33,7 @@ ON_BOTH = frozenset(
         "test_sessions",
         "test_tree",
         "test_turns",
+        "test_webhooks",
     }
 )
 """Modules whose tests of a server run on both databases unless `--store` names one."""

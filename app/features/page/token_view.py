@@ -26,7 +26,7 @@ from app.store.engine import Database
 from app.store.reads import Frames
 from app.store.schema import annotation_columns
 from workers import codec
-from workers.codec import CorruptContent, TopLogprobs, Wire
+from workers.codec import CorruptContent, Exchange, TopLogprobs
 from workers.join_text import token_texts
 from workers.parse_json import Fields, Rejected, is_null, object_at
 from workers.top_logprobs import unpacked
@@ -204,7 +204,7 @@ class TokenViews:
         except KeyError:
             raise unknown_branch(session, branch) from None
         turns = [found.turn(number)[1] for number in row.turns]
-        frames = await self._frames(session_id, row.turns, wire=False)
+        frames = await self._frames(session_id, row.turns, exchange=False)
         try:
             made = await asyncio.to_thread(_sample, session, row, turns, frames)
             shown = _shown(made.sample, asked)
@@ -221,9 +221,11 @@ class TokenViews:
             view, branch=branch, branches=branches, start=asked.start, tokenizer=has_tokenizer, outline=outline
         )
 
-    async def _frames(self, session_id: str, numbers: Sequence[int], *, wire: bool) -> Frames:
+    async def _frames(self, session_id: str, numbers: Sequence[int], *, exchange: bool) -> Frames:
         return await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=not wire, wire=wire),
+            lambda connection: reads.load_frames(
+                connection, session_id, numbers, tokens=not exchange, exchange=exchange
+            ),
             session_id=session_id,
         )
 
@@ -262,7 +264,7 @@ class TokenViews:
             known = await asyncio.to_thread(lambda: {one: prompts.decode([one]) for one in set(ids.values())})
             return {at: known[one] for at, one in ids.items()}
         spans = [span for span in _spans_of(made, wanted) if wanted[-1] >= span.output_start][:TEXT_TURNS]
-        frames = await self._frames(session_id, [span.turn for span in spans], wire=True)
+        frames = await self._frames(session_id, [span.turn for span in spans], exchange=True)
         return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, set(wanted.tolist()))
 
 
@@ -288,13 +290,13 @@ def _branch(session: Session, row: BranchRow, exported: bool) -> BranchTokens:
 
 def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> _Row:
     """The same sample that an export makes. Raises CorruptContent, Inconsistent."""
-    facts = reads.unpack_facts(frames, row.turns)
+    tokens = reads.unpack_tokens(frames, row.turns)
     content = [
-        TurnTokens(turn, facts[turn.turn].suffix_ids, facts[turn.turn].output_ids, facts[turn.turn].logprobs)
+        TurnTokens(turn, tokens[turn.turn].suffix_ids, tokens[turn.turn].output_ids, tokens[turn.turn].logprobs)
         for turn in turns
     ]
     made = sample(Segment(row, place_of(session, row.leaf), content, cut=False))
-    return _Row(made, _entropies(made, {number: found.top for number, found in facts.items()}))
+    return _Row(made, _entropies(made, {number: stored.top for number, stored in tokens.items()}))
 
 
 def _entropies(made: Sample, tops: Mapping[int, TopLogprobs | None]) -> Array:
@@ -461,8 +463,8 @@ def _texts_of_spans(
 def _texts_of(frame: bytes | None, count: int) -> Sequence[bytes]:
     """The texts in a stored reply; empty if it has none or is damaged, since only people read them."""
     try:
-        wire = codec.unpack(frame, Wire)
-        root = object_at(codec.paste(wire, memoryview(b"").cast("i"), {}), "the body")
+        exchange = codec.unpack(frame, Exchange)
+        root = object_at(codec.paste(exchange, memoryview(b"").cast("i"), {}), "the body")
         choice = object_at(_CHOICES.decode(root.get("choices", b"[]"))[0], "choices[0]")
         return token_texts(_fields(choice, "meta_info"), _fields(choice, "logprobs"), count) or ()
     except (CorruptContent, Rejected, msgspec.MsgspecError, IndexError):

@@ -1,14 +1,12 @@
 /** The filters of the session list: how the address spells them, the form above the list, and which rows match. */
 
-import { h } from "./dom.js";
+import { h, STATES } from "./dom.js";
 import { checkbox, choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 import { serverNow } from "./format.js";
 
 /** @import {SessionRow} from "../ui_types.d.ts" */
 /** @import {Values} from "./form.js" */
 /** @typedef {Values & {sort: string, order: string}} ListQuery the filters that are set, and the order */
-
-const STATES = ["open", "idle", "claimed", "gated", "closed", "erased", "undone"];
 
 /** The filters' names are the parameters of GET /ui/api/sessions. */
 const FILTERS = [
@@ -25,22 +23,20 @@ const FILTERS = [
   "metadata",
 ];
 const TYPING_MS = 250;
-/** As many as the server gives. */
-const MOST_COLUMNS = 6;
 export const DEFAULT_ORDER = { sort: "updated_at", order: "desc" };
 
 /** The most wanted lists, each an address of its own. */
 export const PRESETS = [
   { title: "All", query: {} },
-  { title: "Stuck for a minute", query: { state: "claimed", stuck_s: "60", sort: "claimed_since", order: "asc" } },
-  { title: "Held at a gate", query: { state: "gated" } },
+  { title: "Stuck for a minute", query: { stuck_s: "60", sort: "running_since", order: "asc" } },
+  { title: "Paused", query: { state: "paused" } },
   { title: "Closed, no reward", query: { state: "closed", unrewarded: "true" } },
   { title: "Staleness 2 or more", query: { min_staleness: "2", sort: "staleness", order: "desc" } },
 ];
 
 /** @param {URLSearchParams} query @returns {ListQuery} */
 export function listQueryOf(query) {
-  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "columns", "sort", "order"]) };
+  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "sort", "order"]) };
 }
 
 /** @param {ListQuery} query @returns {Values} without the default order, for a short address */
@@ -56,7 +52,7 @@ export function isFiltered(query) {
 
 /** Does time or a gate change what matches, without an event? @param {ListQuery} query @returns {boolean} */
 export function needsPolling({ state = "", stuck_s, min_staleness }) {
-  return Boolean(stuck_s || min_staleness || ["gated", "claimed", "idle"].includes(state));
+  return Boolean(stuck_s || min_staleness || ["paused", "running", "idle"].includes(state));
 }
 
 /**
@@ -72,7 +68,7 @@ export function matches(row, query) {
   return (
     (!query.q || row.session_id.startsWith(query.q)) &&
     (!query.state || isInState(row, query.state)) &&
-    (query.sort !== "claimed_since" || row.claimed_since !== null) &&
+    (query.sort !== "running_since" || row.running_since !== null) &&
     (!query.group_id || row.group_id === query.group_id) &&
     (!query.tag || row.tags.includes(query.tag)) &&
     (!query.engine || row.engine === query.engine) &&
@@ -80,15 +76,13 @@ export function matches(row, query) {
     (most === null || (row.reward !== null && row.reward <= most)) &&
     (query.unrewarded !== "true" || row.reward === null) &&
     (behind === null || (row.staleness !== null && row.staleness >= behind)) &&
-    (stuck === null || (row.claimed_since !== null && serverNow() - row.claimed_since > stuck))
+    (stuck === null || (row.running_since !== null && serverNow() - row.running_since > stuck))
   );
 }
 
-/** A turn that waits at a gate may have a claim: it is both. @param {SessionRow} row @param {string} state */
+/** @param {SessionRow} row @param {string} state */
 function isInState(row, state) {
-  if (state === "open") return row.state !== "closed" && row.state !== "erased" && row.state !== "undone";
-  if (state === "claimed") return row.claimed_since !== null;
-  return row.state === state;
+  return state === "open" ? row.status === "open" : row.state === state;
 }
 
 /**
@@ -99,16 +93,10 @@ function isInState(row, state) {
  * @returns {boolean}
  */
 export function isBefore(row, last, query) {
-  const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"staleness"|"claimed_since"} */ (query.sort);
+  const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"staleness"|"running_since"} */ (query.sort);
   const [own, other] = [row[column], last[column]];
   if (own === null || other === null) return own !== null;
   return query.order === "asc" ? own < other : own > other;
-}
-
-/** @param {Values} query @returns {string[]} the keys of metadata that are columns */
-export function columnsOf({ columns = "" }) {
-  const keys = columns.split(",").map((one) => one.trim());
-  return [...new Set(keys.filter(Boolean))].slice(0, MOST_COLUMNS);
 }
 
 /** A text without the sign is no filter yet. @returns {HTMLInputElement} */
@@ -119,28 +107,20 @@ function metadataField() {
   return made;
 }
 
-/** @returns {HTMLElement} a field for the columns of metadata */
-export function columnsField() {
-  const made = textField("columns");
-  made.setAttribute("placeholder", "task, env.name");
-  return field("Metadata columns", made);
-}
-
 /** The form above the session list. It acts while one types, and always shows what the address says. */
 export class FilterForm {
   /**
    * @param {AbortSignal} closed
    * @param {(filters: Values) => void} onChange
-   * @param {HTMLElement} [more] a further field
    */
-  constructor(closed, onChange, more) {
+  constructor(closed, onChange) {
     this.engines = choice("engine", []);
     this.engines.classList.add("wide");
     this.element = h(
       "form",
       { class: "filters", role: "search", "aria-label": "Filter sessions" },
       field("Session id begins with", textField("q")),
-      field("State", choice("state", STATES)),
+      field("State", choice("state", Object.keys(STATES))),
       field("Group", textField("group_id")),
       field("Tag", textField("tag")),
       field("Engine", this.engines),
@@ -150,7 +130,6 @@ export class FilterForm {
       field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
       field("Metadata key=value", metadataField()),
-      more,
     );
     this.box = foldedForm(closed, this.element);
     let timer = 0;

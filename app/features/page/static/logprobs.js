@@ -5,14 +5,6 @@ import { count } from "./format.js";
 
 /** @import {Scale} from "../ui_types.d.ts" */
 
-/** Where the classes of a logprob begin, from unlikely to likely. */
-const EDGES = [0.001, 0.01, 0.05, 0.2, 0.5, 0.9].map(Math.log);
-
-/** @param {number} logprob @returns {number} its class, 0 for the likely ones */
-export function classOf(logprob) {
-  return shadeOf({ kind: "logprob", edges: EDGES }, logprob);
-}
-
 /**
  * @param {Pick<Scale, "kind"|"edges">} scale
  * @param {number} value

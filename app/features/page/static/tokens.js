@@ -5,7 +5,7 @@ import { copyCurl } from "./copy.js";
 import { button, failure, h, message, replace, svg } from "./dom.js";
 import { count, ranges } from "./format.js";
 import { isWriting } from "./keys.js";
-import { classOf, figure, legend, shadeOf, share } from "./logprobs.js";
+import { figure, legend, shadeOf, share } from "./logprobs.js";
 import { changeQuery, wholeNumber } from "./route.js";
 import { CAUSES } from "./tree.js";
 import { LatestRequest } from "./view.js";
@@ -321,7 +321,8 @@ export class TokensTab {
 
   /** @param {Unlikely} token */
   #unlikely({ at, turn, logprob, id, text, before, after }) {
-    const itself = h("mark", { class: `lp${classOf(logprob)}` }, text === null ? id : spelled(text));
+    const [scale] = this.row?.outline?.scales ?? [];
+    const itself = h("mark", { class: scale && `lp${shadeOf(scale, logprob)}` }, text === null ? id : spelled(text));
     const said = h("code", null, spelled(before.slice(-14)), itself, spelled(after.slice(0, 24)));
     const head = h("span", { class: "note" }, `${share(logprob)} · turn ${turn}`);
     const isHere = at === this.at ? "true" : null;

@@ -157,7 +157,7 @@ export class TreeTab {
       agent_id !== null && [", agent ", h("code", null, named(agent_id))],
       `: ${count(own.length)} ${own.length === 1 ? "turn" : "turns"}, ${count(tokens)} tokens; `,
       reason === null ? `its row trains ${trained.length ? `turns ${ranges(trained)}` : "no turn"}` : `no row: ${reason}`,
-      branch !== main && [" · ", h("a", { href: sideBySideHref(pair, pair) }, `compare with branch ${main}`)],
+      branch !== main && [" · ", h("a", { href: sideBySideHref(pair) }, `compare with branch ${main}`)],
       this.titles.has(branch) && h("div", { class: "treetitle" }, named(this.titles.get(branch))),
     ];
   }

@@ -1,0 +1,209 @@
+"""What the sender of webhooks reads and writes: each receiver's cursor, and what follows it in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import ClassVar, cast
+
+import msgspec
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
+
+from app.crash_points import reach
+from app.domain.events import RewardAssigned, SessionClosed, SessionErased, TurnOpened
+from app.domain.fleet import EngineDied
+from app.features.groups.reads import attempts
+from app.features.groups.rules import outcome
+from app.features.webhooks.rules import Notice, page_of
+from app.store import tail
+from app.store.all_events import EventFilter, EventPage, PlacedRow
+from app.store.damaged import attempt_or
+from app.store.dialect import Tx
+from app.store.fleet import later
+from app.store.leases import holds_lease
+from app.store.log import StoreOperation
+from app.store.reads import Position, epoch, log_epoch
+from app.store.rollouts import group
+from app.store.schema import fleet_events, open_turns, sessions, store_meta
+
+LEASE = "webhooks"
+
+PREFIX = "webhook:"
+"""Begins the keys of the cursors in `store_meta`."""
+
+PAGE = 500
+"""Events in one read."""
+
+_FINISHING = (RewardAssigned.__name__, SessionClosed.__name__, SessionErased.__name__)
+"""Types of the events by which a group may become complete."""
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """How far a receiver has been told, in the log of this `epoch`.
+
+    `finished`: which events have been looked at for groups that they complete; `quiet`: and which, so many seconds
+    late, for sessions that did not go on. `fleet`: the number of the last event of the fleet's log.
+    """
+
+    epoch: str
+    finished: Position
+    quiet: Position
+    fleet: int
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """The notices up to `cursor`. `quiet_from`: before this time, in seconds since the epoch, no further event is old
+    enough."""
+
+    notices: list[Notice]
+    cursor: Cursor
+    quiet_from: float | None
+
+
+ReadPage = Callable[[Connection, Position, Position, EventFilter, int], EventPage]
+
+
+def cursor_of(connection: Connection, receiver: str) -> Cursor | None:
+    """None: the receiver has none, or one in another log, since a backup was restored."""
+    query = select(store_meta.c.value).where(store_meta.c.key == PREFIX + receiver)
+    value: str | None = connection.execute(query).scalar()
+    found = None if value is None else msgspec.json.decode(value, type=Cursor)
+    return found if found is not None and found.epoch == log_epoch(connection) else None
+
+
+def present(connection: Connection) -> Cursor:
+    """Behind all that has happened."""
+    last = tail.end(connection)
+    newest = select(fleet_events.c.seq).order_by(fleet_events.c.seq.desc()).limit(1)
+    return Cursor(log_epoch(connection), last, last, connection.execute(newest).scalar() or 0)
+
+
+def pending(
+    connection: Connection, cursor: Cursor, upto: Position, old_before: float | None, read_page: ReadPage
+) -> Pending:
+    """What follows the cursor, of at most PAGE events each. `old_before`: what was written earlier, and is the last of
+    its session, is too old; None: nothing is looked at for that."""
+    named = epoch(connection)
+    deaths, fleet = _deaths(connection, cursor.fleet, named)
+    notices, finished, quiet, quiet_from = deaths, cursor.finished, cursor.quiet, None
+    if finished < upto:
+        page = read_page(connection, finished, upto, EventFilter(types=_FINISHING), PAGE)
+        notices += attempt_or(connection, lambda again: _complete(again, page.rows, named), [])
+        finished = max(finished, page.reached)
+    if old_before is not None and quiet < upto:
+        page = read_page(connection, quiet, upto, EventFilter(), PAGE)
+        young = next((row for row in page.rows if row.at is not None and row.at >= old_before), None)
+        rows = page.rows if young is None else page.rows[: page.rows.index(young)]
+        notices += attempt_or(connection, lambda again: _stuck(again, rows, named), [])
+        reached = page.reached if young is None else rows[-1].place if rows else quiet
+        quiet, quiet_from = max(quiet, reached), None if young is None else young.at
+    return Pending(notices, Cursor(cursor.epoch, finished, quiet, fleet), quiet_from)
+
+
+def _deaths(connection: Connection, after: int, named: str) -> tuple[list[Notice], int]:
+    notices = []
+    for placed in later(connection, EngineDied, after, PAGE):
+        died, after = cast(EngineDied, placed.event), placed.seq
+        told = {"engine": died.url, "reason": died.reason}
+        notices.append(Notice("engine.died", named, (died.url, after), _iso(placed.at), told))
+    return notices, after
+
+
+def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str) -> list[Notice]:
+    """The groups of these events' sessions that are complete."""
+    at = {row.session_id: row.at or 0.0 for row in rows if row.session_id is not None}
+    query = select(sessions.c.session_id, group().label("counts_in")).where(sessions.c.session_id.in_(at))
+    last: dict[str, float] = {}
+    for session_id, group_id in connection.execute(query):
+        if group_id is not None:
+            last[group_id] = max(last.get(group_id, 0.0), at[session_id])
+    notices = []
+    for group_id, found in attempts(connection, list(last)).items():
+        outcome_of = outcome(found)
+        if outcome_of.complete:
+            told = {"group_id": group_id, "rollouts": outcome_of.rollouts}
+            page = page_of("group", group_id)
+            # The number tells it from what the group was before another rollout began.
+            subject = (group_id, outcome_of.rollouts)
+            notices.append(Notice("group.complete", named, subject, _iso(last[group_id]), told, page))
+    return notices
+
+
+def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str) -> list[Notice]:
+    """The sessions in which nothing has followed one of these events, or the turn that it opened has not ended."""
+    events = {(row.session_id, row.row.seq): row for row in rows if row.row is not None}
+    ids = {session_id for session_id, _ in events}
+    query = (
+        select(
+            sessions.c.session_id,
+            sessions.c.version,
+            sessions.c.status,
+            sessions.c.turns,
+            group(),
+            open_turns.c.fence,
+            open_turns.c.turn,
+        )
+        .select_from(sessions.outerjoin(open_turns, open_turns.c.session_id == sessions.c.session_id))
+        .where(sessions.c.session_id.in_(ids), or_(sessions.c.status == "open", open_turns.c.fence.is_not(None)))
+    )
+    notices = {}
+    for session_id, version, status, turns, group_id, fence, turn in connection.execute(query):
+        opened = events.get((session_id, fence))
+        if opened is not None and opened.row is not None and opened.row.type == TurnOpened.__name__:
+            row, reason, of = opened, "turn_in_flight", turn
+        elif status == "open" and fence is None and (session_id, version) in events:
+            row, reason, of = events[session_id, version], "no_progress", None
+        else:
+            continue
+        assert row.row is not None
+        told = {"session_id": session_id, "group_id": group_id, "reason": reason, "turn": of, "turns": turns}
+        subject, page = (session_id, row.row.seq), page_of("session", session_id)
+        notices[subject] = Notice("session.stuck", named, subject, _iso(row.at or 0.0), told, page)
+    return list(notices.values())
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+_key = store_meta.c.key == bindparam("of")
+_cursors = select(store_meta.c.key).where(store_meta.c.key.startswith(PREFIX, autoescape=True))
+_forget = delete(store_meta).where(_key)
+_add = insert(store_meta)
+_set = update(store_meta).where(_key).values(value=bindparam("to"))
+
+
+class BeginCursors(StoreOperation, frozen=True):
+    """Give each receiver that has none a cursor at `present`, and forget those of all others."""
+
+    receivers: Sequence[str]
+    present: Cursor
+
+    def apply(self, tx: Tx) -> None:
+        wanted = {PREFIX + receiver for receiver in self.receivers}
+        there = {row[0] for row in tx.all(_cursors, {})}
+        for key in there - wanted:
+            tx.run(_forget, {"of": key})
+        value = msgspec.json.encode(self.present).decode()
+        tx.insert(_add, [{"key": key, "value": value} for key in sorted(wanted - there)])
+
+
+class MoveCursor(StoreOperation, frozen=True):
+    """Everything up to the cursor has been delivered. False: another process has the lease.
+
+    Not durable: a power cut has the notices sent again.
+    """
+
+    durable: ClassVar[bool] = False
+    fence: int
+    receiver: str
+    cursor: Cursor
+
+    def apply(self, tx: Tx) -> bool:
+        if not holds_lease(tx, LEASE, self.fence):
+            return False
+        key, value = PREFIX + self.receiver, msgspec.json.encode(self.cursor).decode()
+        if not tx.run(_set, {"of": key, "to": value}):
+            tx.insert(_add, [{"key": key, "value": value}])
+        reach("in_webhook_moved")
+        return True

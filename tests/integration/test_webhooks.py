@@ -1,0 +1,246 @@
+"""Webhooks at real receivers: what they are told, once or more but under one id, through outages and `kill -9`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from app.crash_points import VARIABLE, CrashPoint
+from integration.interrupting import HOURS
+from integration.places import Places
+from integration.stand import Stand, until, user
+from ops.server import ServerProcess, free_port
+from ops.simulator.process import SimulatorProcess
+
+SECRETS = [f"whsec_{base64.b64encode(bytes([number]) * 32).decode()}" for number in (1, 2)]
+
+CRASHES: tuple[CrashPoint, ...] = ("after_webhook_sent", "in_webhook_moved", "after_engine_died")
+
+
+class Post(NamedTuple):
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def id(self) -> str:
+        return self.headers["webhook-id"]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return dict(json.loads(self.body))
+
+
+class Receiver:
+    """Answers with `status`; 0: not at all until it is closed."""
+
+    def __init__(self, status: int = 204, location: str | None = None) -> None:
+        self.status, self.posts = status, list[Post]()
+        self._closing = threading.Event()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                receiver.posts.append(Post({name.lower(): value for name, value in self.headers.items()}, body))
+                if not receiver.status:
+                    receiver._closing.wait()
+                    return
+                self.send_response(receiver.status)
+                if location is not None:
+                    self.send_header("location", location)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hook?key=secret"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def accepted(self, kind: str) -> list[dict[str, Any]]:
+        return [post.told["data"] for post in self.posts if post.told["type"] == kind]
+
+    def close(self) -> None:
+        self._closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with contextlib.closing(Receiver()) as made:
+        yield made
+
+
+class Site(NamedTuple):
+    """One server on SQLite, two on one PostgreSQL."""
+
+    servers: list[ServerProcess]
+    engine: SimulatorProcess
+
+    def again(self, **more: str) -> Stand:
+        """The first one anew; the others, if any, are stopped."""
+        for server in self.servers:
+            server.stop()
+        first = self.servers[0]
+        kept = {name: value for name, value in first.environment.items() if name != VARIABLE}
+        first.environment = {**kept, **more}
+        return Stand(first.start(), self.engine.base_url)
+
+
+@contextlib.contextmanager
+def serving(places: Places, sglang: SimulatorProcess, *hooks: str, **environment: str) -> Iterator[Site]:
+    place = places.new("webhooks")
+    told = {
+        "TURNLOG_WEBHOOKS": ",".join(hooks),
+        "TURNLOG_WEBHOOK_SECRET": ",".join(SECRETS),
+        "TURNLOG_PUBLIC_URL": "https://turnlog.example.org",
+        "TURNLOG_LEASE_S": "2",
+        **environment,
+    }
+    with place.database() as url:
+        count = 1 if place.postgres is None else 2
+        servers = [
+            ServerProcess(place.folder, upstreams=[sglang.base_url], database_url=url, environment=told)
+            for _ in range(count)
+        ]
+        try:
+            for server in servers:
+                server.start()
+            yield Site(servers, sglang)
+        finally:
+            for server in servers:
+                server.stop()
+
+
+def finished(stand: Stand, group_id: str) -> str:
+    talk = stand.talk(group_id=group_id)
+    talk.say("A secret of the conversation")
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0}).status_code == 200
+    assert stand.http.delete(talk.path).status_code == 204
+    return talk.id
+
+
+def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, receiver: Receiver) -> None:
+    with (
+        contextlib.closing(Receiver(0)) as slow,
+        contextlib.closing(Receiver(302, receiver.url)) as redirecting,
+        serving(
+            places,
+            sglang,
+            receiver.url,
+            slow.url,
+            redirecting.url,
+            TURNLOG_WEBHOOK_STUCK_S="1",
+            TURNLOG_LOG_LEVEL="info",
+        ) as site,
+        contextlib.closing(Stand(site.servers[-1], sglang.base_url)) as stand,
+    ):
+        group_id = "a group/1"
+        idle = stand.talk()
+        idle.say("A secret of the conversation")
+        hanging = stand.talk()
+        gone = stand.meanwhile(hanging.chat, [user("Go")], sim={"latency_s": HOURS})
+        finished(stand, group_id)
+        until(lambda: len(receiver.accepted("session.stuck")) >= 2 and receiver.accepted("group.complete"))
+        told = {data["session_id"]: (data["reason"], data["turn"]) for data in receiver.accepted("session.stuck")}
+        assert told == {idle.id: ("no_progress", None), hanging.id: ("turn_in_flight", 1)}
+        [complete] = receiver.accepted("group.complete")
+        assert complete == {
+            "group_id": group_id,
+            "rollouts": 1,
+            "url": "https://turnlog.example.org/ui#/group/a%20group%2F1",
+        }
+        finished(stand, group_id)
+        until(lambda: len(receiver.accepted("group.complete")) == 2)
+        assert len({post.id for post in receiver.posts}) == len(receiver.posts) == 4
+        until(lambda: slow.posts and redirecting.posts)  # neither has held up the first, nor a turn
+        for post in receiver.posts:
+            assert b"secret" not in post.body
+        metrics = "".join(httpx.get(f"{server.base_url}/metrics").text for server in site.servers)
+        assert 'turnlog_webhooks_total{outcome="delivered"} 4' in metrics
+        verified(receiver.posts)
+        assert "key=secret" not in "".join(server.log_path.read_text() for server in site.servers)
+        for server in site.servers:
+            server.kill()
+        gone.exception()
+
+
+def verified(posts: list[Post]) -> None:
+    """By the published library, with each of the secrets."""
+    library = pytest.importorskip("standardwebhooks")
+    for post in posts:
+        for secret in SECRETS:
+            library.Webhook(secret).verify(post.body, post.headers)
+
+
+def test_what_was_committed_while_a_receiver_was_away_is_delivered(
+    places: Places, sglang: SimulatorProcess, receiver: Receiver
+) -> None:
+    receiver.status = 503
+    groups = [f"group-{number}" for number in range(3)]
+    with serving(places, sglang, receiver.url) as site:
+        with contextlib.closing(Stand(site.servers[0], sglang.base_url)) as stand:
+            for group_id in groups:
+                finished(stand, group_id)
+            until(lambda: receiver.posts)
+        for server in site.servers:
+            server.kill()
+        receiver.status = 204
+        refused = {post.id for post in receiver.posts}
+        receiver.posts.clear()
+        with contextlib.closing(site.again()):
+            until(lambda: len(receiver.posts) >= 3)
+            assert {data["group_id"] for data in receiver.accepted("group.complete")} == set(groups)
+            assert refused <= {post.id for post in receiver.posts}
+
+
+@pytest.mark.parametrize("point", CRASHES)
+def test_a_kill(places: Places, sglang: SimulatorProcess, receiver: Receiver, point: CrashPoint) -> None:
+    """What it had sent is sent again under the same id, and what it had not is sent."""
+    dead = f"http://127.0.0.1:{free_port()}"
+    of_death = point == "after_engine_died"
+    with serving(places, sglang, receiver.url) as site:
+        more = {"TURNLOG_UPSTREAMS": f"{sglang.base_url},{dead}"} if of_death else {}
+        with contextlib.closing(site.again(**{VARIABLE: point}, **more)) as stand:
+            if not of_death:
+                with contextlib.suppress(httpx.TransportError):  # it ends with the group's last event, or just before
+                    finished(stand, "group")
+            assert site.servers[0].wait() == -signal.SIGKILL
+        sent = [post.id for post in receiver.posts]
+        assert len(sent) == (0 if of_death else 1)
+        with contextlib.closing(site.again(**more)) as stand:
+            until(lambda: len(receiver.posts) > len(sent))
+            if of_death:
+                assert receiver.accepted("engine.died")[0]["engine"] == dead
+            else:
+                finished(stand, "another")
+                until(lambda: len(receiver.accepted("group.complete")) == 3)
+                assert [post.id for post in receiver.posts][:2] == sent * 2
+                assert len({post.id for post in receiver.posts}) == 2
+
+
+def test_one_of_several_processes_sends(sglang: SimulatorProcess, places: Places, receiver: Receiver) -> None:
+    with serving(places, sglang, receiver.url) as site:
+        if len(site.servers) == 1:
+            pytest.skip("SQLite has one process")
+        for number, killed in enumerate(site.servers):
+            [other] = [server for server in site.servers if server is not killed]
+            killed.kill()
+            with contextlib.closing(Stand(other, sglang.base_url)) as stand:
+                finished(stand, f"group-{number}")
+            until(lambda number=number: len(receiver.posts) == number + 1)  # type: ignore[misc]
+            killed.start()
+        with contextlib.closing(Stand(site.servers[0], sglang.base_url)) as stand:
+            finished(stand, "last")
+        until(lambda: len(receiver.posts) >= 3)
+        assert len({post.id for post in receiver.posts}) == len(receiver.posts) == 3
