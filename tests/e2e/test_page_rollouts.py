@@ -98,7 +98,7 @@ def test_branches_differ_where_more_than_the_ids_of_calls_does(watch: Watch, pag
         talk.messages = []
         (call,) = talk.say("One", sim=calls).json()["choices"][0]["message"]["tool_calls"]
         talk.add({"role": "tool", "tool_call_id": call["id"], "content": result}, sim=AT_ONCE)
-    page = watch(page_stand.stand.server.base_url).open(f"#/session/{talk.id}?branch=0")
+    page = watch(page_stand.stand.server.base_url).open(f"#/session/{talk.id}?branch=0&tab=tree")
     page.get_by_role("link", name="compare with branch 0").click()
     expect(page.locator(".difflist li")).to_have_count(1)
     expect(page.locator(".difflist del").first).to_have_text("sunny")

@@ -397,7 +397,7 @@ export class ActionList {
       first && [
         first.failed ? badge("error", "bad") : first.role === "tool" ? "→" : h("b", null, named(first.role)),
         " ",
-        named(first.text),
+        named(first.text || "nothing"),
         results.length > 1 && h("span", { class: "note" }, ` + ${count(results.length - 1)}`),
       ]
     );
