@@ -10,19 +10,18 @@ from collections.abc import Mapping
 TEXTS: Mapping[str, Mapping[str, str]] = {
     "Store and service": {
         "database_url": "SQLite, or `postgresql+asyncpg://…`. Alembic reads it too",
-        "features": "[the parts of the service](design.md#features) that are there beside the kernel; or `all`, or "
-        "`none`. What is left out has no routes, no background work and no metrics. On SQLite, [search](search.md) "
-        "needs FTS5",
+        "features": "[parts of the service](design.md#features) beside the kernel; or `all`, or `none`. What is left "
+        "out has no routes, background work and metrics. On SQLite, [search](search.md) needs FTS5",
         "log_format": "`auto`: JSON unless standard error is a terminal",
         "log_level": "`debug` has a line with the stages of each turn",
         "lease_s": "silence after which a process on PostgreSQL loses its claims",
-        "workers": "worker processes that validate large replies, of each API process (mind `uvicorn --workers`). "
-        "A large export has two helper processes less than this while it runs, at most 3; up to 2: none",
+        "workers": "worker processes that validate large replies, of each API process. A large export has two helper "
+        "processes less than this, at most 3",
         "worker_deadline_s": "a worker that takes longer for a reply is killed",
         "worker_memory_bytes": "address space of a worker",
-        "inline_max_bytes": "replies that are no more work than this many bytes of ids and logprobs are validated in "
-        "the API process; 0: none",
-        "cache_bytes": "sessions kept in memory, roughly counted",
+        "inline_max_bytes": "replies of up to this many bytes of ids and logprobs are validated in the API process; "
+        "0: none",
+        "cache_bytes": "sessions in memory, roughly counted",
     },
     "Engines": {
         "upstreams": "engines' base URLs, separated by commas; a trailing `/v1` is dropped",
@@ -31,11 +30,10 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "upstream_connect_timeout_s": "to connect to an engine",
         "upstream_timeout_s": "a whole generation",
         "logprobs_mode": "[what the logprobs are of](export.md#what-the-logprobs-are-of) at an engine that does not "
-        "say it itself. `auto`: such rows say `unknown`",
-        "text_upstreams": "[upstreams of sessions of text](text.md#upstreams), by name, as JSON: a vendor's API, or an "
-        "engine without ids",
+        "say it. `auto`: such rows say `unknown`",
+        "text_upstreams": "[upstreams of sessions of text](text.md#upstreams), by name, as JSON",
         "placement": "[where a session without an engine goes](fleet.md#placement-and-affinity)",
-        "affinity_ttl_s": "a session unused for this long loses its engine, which has likely lost its prefix",
+        "affinity_ttl_s": "a session unused for this long loses its engine",
         "engine_sessions": "engines on which [`nvext.session_control`](fleet.md#session-control) may open sessions: "
         "base URLs, separated by commas, or `all`",
         "engine_session_ids": "chats tell SGLang their session: "
@@ -46,13 +44,12 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     },
     "Sessions and turns": {
         "history": "default of `history` ([Histories](trees.md#histories))",
-        "rollback_window": "default of `rollback_window`, settled when a session is created",
-        "on_divergence": "default of `on_divergence`, settled when a session is created",
-        "agents": "a harness's [agents](trees.md#agents) are branches of its session, or each has one of its own",
+        "rollback_window": "default of `rollback_window`",
+        "on_divergence": "default of `on_divergence`",
+        "agents": "a harness's [agents](trees.md#agents) are branches of its session, or have sessions",
         "without_session": "a request that names no session is 400; `record`: it gets "
-        "[one of its own](api.md#sessions-in-headers)",
-        "session_from_body": "fields of the body that may [name the session](api.md#sessions-in-headers), in the order "
-        "in which they count",
+        "[its own session](api.md#sessions-in-headers)",
+        "session_from_body": "body fields that may [name the session](api.md#sessions-in-headers), in this order",
         "max_open_turns": "turns in flight of one tree; past it: 409 `session_busy`",
         "max_turns": "turns of one session; past it: 409 `too_many_turns`",
         "limits": "default of [`limits`](budgets.md), as JSON: "
@@ -70,41 +67,38 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "replay_incremental": "ask for new rows only",
         "moe_layers": "the shape of a row of `routed_experts`, with the next; both, or none",
         "moe_topk": "as above",
-        "max_replay_bytes": "replay payloads of one session; past it those of the leaves that were idle longest are "
-        "tombstoned",
+        "max_replay_bytes": "replay payloads of one session; past it the longest idle leaves' are tombstoned",
         "payloads": "where large replay payloads go: `database`, `s3://bucket/prefix`, `gs://bucket/prefix`, "
         "`az://container/prefix` or `file:///folder` ([Payloads in object storage](payloads.md))",
         "payloads_timeout_s": "how long a turn waits for object storage before it ends with 503 `payloads_unavailable`",
-        "payloads_keep_s": "how long an object that nothing refers to is kept. At least the age of the backups that "
+        "payloads_keep_s": "how long an object that nothing refers to stays: at least the age of the backups that "
         "you may restore",
     },
     "Limits of bodies": {
         "max_request_bytes": "of a request's body",
         "max_upstream_bytes": "of an engine's reply",
-        "inflight_bytes": "bodies in flight together, requests' and replies', counted as they arrive "
-        "([shares, and what happens past it](security.md#how-it-works)). A body up to 64 KiB is never refused for a "
-        "share",
+        "inflight_bytes": "all bodies in flight, requests' and replies' ([shares](security.md#how-it-works)). A body "
+        "up to 64 KiB is never refused for a share",
     },
-    "What is kept": {
+    "Retention": {
         "idle_close_s": "open sessions unchanged for this long are closed (`SessionClosed`, reason `idle`), a root "
-        "only with its whole rollout; none while a gate is shut, and for a minute after",
+        "only with its rollout; none while a gate is shut, and for a minute after",
         "closed_replay_ttl_s": "replay payloads and refused replies of a session closed for this long are freed; 0: at "
         "once",
         "closed_ttl_s": "sessions closed for this long are erased",
         "retain_until_ack": "the janitor frees nothing of a session whose group has not been acknowledged in the "
         "training feed",
-        "max_db_bytes": "no new sessions (507) while the database is larger; checked every two seconds, or less often "
-        "while the janitor is busy",
+        "max_db_bytes": "no new sessions (507) while the database is larger; checked about every two seconds",
     },
     "Access": {
-        "public_url": "what a session's `url` begins with; by default the address that the request was sent to",
+        "public_url": "what a session's `url` begins with; by default the request's address",
         "admin_token": "the bearer token that every request then needs; several with commas, the first is current: "
         "[Rotation](security.md#rotation)",
         "session_secret": "the secret behind sessions' own tokens; several with commas",
         "session_params": "more [request fields](security.md#who-is-served) that a session's token may use, with "
         "commas: `chat_template`, `extra_args`, `logits_processors`, `priority`, `prompt_embeds`, `vllm_xargs`",
-        "max_agent_sessions": "with this many sessions below a rollout's root, a session's token creates no more by "
-        "naming agents in headers; several processes may each create one too many",
+        "max_agent_sessions": "sessions below a rollout's root that a session's token may create by naming agents; "
+        "several processes may each create one too many",
         "trusted_networks": "without an admin token: networks beside loopback whose clients are served, such as "
         "`10.0.0.0/8`, with commas",
     },

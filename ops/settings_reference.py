@@ -19,17 +19,17 @@ FILE = ROOT / "docs" / "settings.md"
 
 INTRODUCTION = """# Settings
 
-Every setting is an environment variable, read once, with a default that works on one machine. The page is made from the
-code by `python -m ops.settings_reference`. [Tuning](tuning.md) says which to change for your load, and
+Every setting is an environment variable, read once, with a default that works on one machine.
+`python -m ops.settings_reference` makes this page. [Tuning](tuning.md) says which to change for your load, and
 [Operations](operations.md#settings-that-must-be-equal) which must be equal on all hosts.
 
-- A value that is empty or only spaces counts as not set. Bad values stop the start with one line each, which names the
-  variable, the value (never a secret) and what is accepted. `turnlog doctor` lists them too.
+- An empty value counts as not set. Bad values stop the start with one line each, which names the
+  variable, the value (never a secret) and what is accepted.
 - A misspelt setting (`…_UPSTREAM`, `…_DATABSE_URL`, `…_ADMINTOKEN`) stops the start, with a line that names the right
-  one. Any other unknown `TURNLOG_…` is ignored with a warning. What Kubernetes sets in each pod for a service `turnlog`
-  (`…_SERVICE_HOST`, `…_PORT_8000_TCP`, …) is ignored.
-- Sizes are a number of bytes or have a unit: `KiB`, `MiB`, `GiB`, `TiB` count by 1024; `kB`, `MB`, `GB`, `TB` by 1000.
-  Upper and lower case are the same; `64M` is refused, because it could mean either. Times are in seconds.
+  one. Any other unknown `TURNLOG_…` is ignored with a warning, Kubernetes' variables of a service `turnlog`
+  (`…_SERVICE_HOST`, `…_PORT_8000_TCP`, …) without.
+- Sizes are a number of bytes or have a unit, in upper or lower case: `KiB`, `MiB`, `GiB`, `TiB` count by 1024; `kB`,
+  `MB`, `GB`, `TB` by 1000; `64M` is refused. Times are in seconds.
 """
 
 DEFAULTS = {

@@ -17,8 +17,8 @@ Branches = Literal["kept", "main", "longest", "all"]
 Loss = Literal["once", "every"]
 Stale = Literal["drop", "mask", "keep"]
 SessionStatus = Literal["open", "closed", "erased", "undone"]
-SessionState = Literal["open", "idle", "claimed", "gated", "closed", "erased", "undone"]
-SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
+SessionState = Literal["open", "idle", "running", "paused", "closed", "erased", "undone"]
+SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
 EventType = Literal[
     "SessionCreated",
@@ -83,7 +83,7 @@ class SessionFilters(TypedDict, total=False):
     """The filters and the order of `GET /sessions`."""
 
     status: Annotated[SessionStatus, "Sessions: open, closed, erased, undone."]
-    state: Annotated[SessionState, "Instead of status; also idle, claimed, gated."]
+    state: Annotated[SessionState, "Instead of status; also idle, running, paused."]
     group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]
     engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]

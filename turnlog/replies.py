@@ -102,7 +102,7 @@ class ListedSession(TypedDict):
     weight_version: int | None
     staleness: int | None
     engine: str | None
-    claimed_since: float | None
+    running_since: float | None
     closed_at: float | None
     note: str | None
     tags: list[str]

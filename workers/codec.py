@@ -1,6 +1,6 @@
 """Encodes content for the store: a typed msgpack map in one zstd frame with its size and checksum.
 
-`Facts` is what a trainer reads, `Wire` what went over the wire and is replayed to a retry. A large
+`StoredTokens` is what a trainer reads, `Exchange` what went over the wire and is replayed to a retry. A large
 turn has a frame of each, so that an export of tokens does not read conversations; a small one has
 one frame of both, since a frame costs more than its bytes.
 """
@@ -53,7 +53,7 @@ class TopLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: bytes = b""
 
 
-class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
+class StoredTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn's tokens: new prompt ids and output ids as little-endian int32, output logprobs as float64."""
 
     suffix_ids: bytes
@@ -80,14 +80,14 @@ class Cut(msgspec.Struct, frozen=True, omit_defaults=True):
     separator: str = ","
 
 
-class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
+class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn's messages and its reply.
 
     `messages` are the request's new messages, `message` the reply's, each raw JSON. `reply` is the engine's body
     without what is stored elsewhere and restored byte for byte: at `prompt_ids_at`, if set, the text of the prompt's
     ids with `separator` between them; and the values in `cuts`. All positions count in the remaining text. `rid` and
     `own` (raw JSON) are what Turnlog added to this request only. `ids_field` is the field of a chat
-    that the prompt's ids were sent in; empty for `input_ids`, and where none were sent. `facts` are
+    that the prompt's ids were sent in; empty for `input_ids`, and where none were sent. `tokens` are
     the turn's tokens, if they have no frame of their own.
     """
 
@@ -102,11 +102,11 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     own: bytes = b""
     cuts: list[Cut] = []
     ids_field: str = ""
-    facts: Facts | None = None
+    tokens: StoredTokens | None = None
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """The messages of a Wire: what the request added, and the reply's."""
+    """The messages of an exchange: what the request added, and the reply's."""
 
     messages: list[bytes]
     message: bytes
@@ -120,19 +120,19 @@ APART_BYTES = 8 << 10
 that an export of conversations need not unpack the rest."""
 
 APART = b"\x02"
-"""First byte of a Wire packed so; a zstd frame begins differently."""
+"""First byte of an exchange packed so; a zstd frame begins differently."""
 
 _APART_HEAD = struct.Struct("<cIII")
 """APART, then the messages' packed size, unpacked size and CRC-32: the frame's own checksum covers all of it."""
 
 
-class _InWire(msgspec.Struct):
-    """Of a Wire, only its tokens."""
+class _TokensOnly(msgspec.Struct):
+    """Of an exchange, only its tokens."""
 
-    facts: Facts
+    tokens: StoredTokens
 
 
-Content = TypeVar("Content", Facts, Wire, _InWire)
+Content = TypeVar("Content", StoredTokens, Exchange, _TokensOnly)
 
 
 class _Contexts(threading.local):
@@ -176,28 +176,28 @@ def describe(*kinds: Any) -> None:
         msgspec.json.Decoder(kind)
 
 
-describe(Facts, Wire, Messages, _InWire)
+describe(StoredTokens, Exchange, Messages, _TokensOnly)
 
 
 def pack(content: Any) -> bytes:
-    """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply the messages come first."""
-    if isinstance(content, Wire) and len(content.reply) >= APART_BYTES:
+    """StoredTokens, Exchange or a snapshot as one compressed frame. The messages of a large exchange come first."""
+    if isinstance(content, Exchange) and len(content.reply) >= APART_BYTES:
         return _pack_apart(content)
     return compress(_encode(content))
 
 
-def pack_turn(wire: Wire) -> tuple[bytes | None, bytes]:
+def pack_turn(exchange: Exchange) -> tuple[bytes | None, bytes]:
     """A turn's frames, those of its tokens and of the rest; only the latter, with its tokens, if it is small."""
-    raw = _encode(wire)
+    raw = _encode(exchange)
     if len(raw) < APART_BYTES:
         return None, _local.compressor.compress(raw)
-    return pack(wire.facts), pack(msgspec.structs.replace(wire, facts=None))
+    return pack(exchange.tokens), pack(msgspec.structs.replace(exchange, tokens=None))
 
 
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:
     """Raises CorruptContent."""
     try:
-        if kind is Wire and frame is not None and frame[:1] == APART:
+        if kind is Exchange and frame is not None and frame[:1] == APART:
             apart: Content = _unpack_apart(frame)
             return apart
         return msgspec.msgpack.decode(decompress(frame), type=kind)
@@ -205,16 +205,16 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
         raise CorruptContent(f"not {kind.__name__}: {error}") from error
 
 
-def unpack_facts(facts: bytes | None, wire: bytes | None) -> Facts:
+def unpack_tokens(tokens: bytes | None, exchange: bytes | None) -> StoredTokens:
     """A turn's tokens, from its frames. Raises CorruptContent."""
-    return unpack(wire, _InWire).facts if facts is None else unpack(facts, Facts)
+    return unpack(exchange, _TokensOnly).tokens if tokens is None else unpack(tokens, StoredTokens)
 
 
 def unpack_messages(frame: bytes | None) -> Messages:
-    """A turn's messages, from its packed Wire, without unpacking a large reply. Raises CorruptContent."""
+    """A turn's messages, from its packed Exchange, without unpacking a large reply. Raises CorruptContent."""
     if frame is None or frame[:1] != APART:
-        wire = unpack(frame, Wire)
-        return Messages(wire.messages, wire.message)
+        exchange = unpack(frame, Exchange)
+        return Messages(exchange.messages, exchange.message)
     packed, size, check, body = _apart(frame)
     try:
         if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
@@ -227,10 +227,10 @@ def unpack_messages(frame: bytes | None) -> Messages:
         raise CorruptContent(f"not what was said: {error}") from error
 
 
-def _pack_apart(wire: Wire) -> bytes:
+def _pack_apart(exchange: Exchange) -> bytes:
     """One zstd frame in which the messages end with a block, so that they can be unpacked alone."""
-    packed_messages = msgspec.msgpack.encode(Messages(wire.messages, wire.message))
-    rest = msgspec.msgpack.encode(msgspec.structs.replace(wire, messages=[], message=b""))
+    packed_messages = msgspec.msgpack.encode(Messages(exchange.messages, exchange.message))
+    rest = msgspec.msgpack.encode(msgspec.structs.replace(exchange, messages=[], message=b""))
     compressing = _local.compressor.compressobj(size=len(packed_messages) + len(rest))
     first = compressing.compress(packed_messages) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
     head = _APART_HEAD.pack(APART, len(first), len(packed_messages), zlib.crc32(packed_messages))
@@ -238,11 +238,11 @@ def _pack_apart(wire: Wire) -> bytes:
 
 
 def _unpack_apart(frame: bytes) -> Any:
-    """The Wire; typed as Any, because `unpack` returns the requested type."""
+    """The Exchange; typed as Any, because `unpack` returns the requested type."""
     _, size, _, body = _apart(frame)
     raw = memoryview(decompress(body))
     turn_messages = msgspec.msgpack.decode(raw[:size], type=Messages)
-    rest = msgspec.msgpack.decode(raw[size:], type=Wire)
+    rest = msgspec.msgpack.decode(raw[size:], type=Exchange)
     return msgspec.structs.replace(rest, messages=turn_messages.messages, message=turn_messages.message)
 
 
@@ -254,10 +254,10 @@ def _apart(frame: bytes) -> tuple[int, int, int, bytes]:
     return packed, size, check, frame[_APART_HEAD.size :]
 
 
-def content_hash(facts: bytes | None, wire: bytes) -> str:
+def content_hash(tokens: bytes | None, exchange: bytes) -> str:
     """The hash of a turn's stored frames that the log keeps, to detect flipped bits: 128 bits as hex."""
-    hasher = hashlib.sha256(facts or b"")
-    hasher.update(wire)
+    hasher = hashlib.sha256(tokens or b"")
+    hasher.update(exchange)
     return hasher.hexdigest()[:32]
 
 
@@ -282,23 +282,23 @@ def prompt_ids_separator(text: bytes, count: int) -> str | None:
     return None
 
 
-def paste(wire: Wire, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:
+def paste(exchange: Exchange, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:
     """The reply, byte for byte; `ids` is the turn's whole prompt as an int32 view, `payloads` the values by kind.
 
     A missing payload is written as null; of one left in place only the kind is used.
     """
-    values = [(cut.at, cut.length, _value(wire, cut, payloads)) for cut in wire.cuts]
-    if wire.prompt_ids_at is not None:
-        values.append((wire.prompt_ids_at, 0, render_ids(ids, wire.separator)))
+    values = [(cut.at, cut.length, _value(exchange, cut, payloads)) for cut in exchange.cuts]
+    if exchange.prompt_ids_at is not None:
+        values.append((exchange.prompt_ids_at, 0, render_ids(ids, exchange.separator)))
     parts: list[bytes] = []
     done = 0
     for at, length, value in sorted(values, key=lambda value: value[0]):
-        parts += [wire.reply[done:at], value]
+        parts += [exchange.reply[done:at], value]
         done = at + length
-    return b"".join((*parts, wire.reply[done:]))
+    return b"".join((*parts, exchange.reply[done:]))
 
 
-def _value(wire: Wire, cut: Cut, payloads: Mapping[str, bytes]) -> bytes:
+def _value(exchange: Exchange, cut: Cut, payloads: Mapping[str, bytes]) -> bytes:
     if cut.form == "text" and cut.kind in payloads:
-        return wire.reply[cut.at : cut.at + cut.length]
+        return exchange.reply[cut.at : cut.at + cut.length]
     return payloads.get(cut.kind, b"null")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from workers import codec, light, payloads, sampling_masks, scan
-from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
+from workers.codec import TOKEN_BYTES, Cut, Exchange, StoredTokens
 from workers.parse import REPLAY, Parsed, PromptDiffers, Rejected, parse_reply
 from workers.parse_parts import NAMES
 from workers.parse_prompt import LONG_PROMPT, PROMPT, CutPrompt, KnownText, Prompt
@@ -179,7 +179,7 @@ def work_usual(job: Job, body: memoryview, known: KnownText | None = None) -> li
     The text is decoded before anything is believed of it: so where it ends may be guessed.
     """
     key = find(body[:HEAD], _ROWS_TEXT, 0)
-    if key < 0 or not any(want.kind == light.ROWS for want in job.wants):
+    if key < 0 or not any(spec.kind == light.ROWS for spec in job.payload_specs):
         return None
     start = key + len(_ROWS_TEXT) - 1
     tail = max(start + 1, len(body) - WINDOW)
@@ -206,31 +206,31 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
     parsed = reply.parsed
     stored: list[payloads.StoredPayload] = []
     edits: list[_Edit] = []
-    for want in job.wants:
-        values = [value for value in reply.values if value.place.kind == want.kind]
+    for spec in job.payload_specs:
+        values = [value for value in reply.values if value.place.kind == spec.kind]
         if not values:
-            if want.required and parsed.output_ids and (parsed.dialect, want.kind) != ("vllm", "indexer_topk"):
-                raise Rejected(f"{want.kind} was asked for and is not there")
+            if spec.required and parsed.output_ids and (parsed.dialect, spec.kind) != ("vllm", "indexer_topk"):
+                raise Rejected(f"{spec.kind} was asked for and is not there")
             continue
         text = body[values[0].place.start : values[0].place.end]
         if any(body[value.place.start : value.place.end] != text for value in values[1:]):
-            raise Rejected(f"{want.kind} is there twice, with different values")
+            raise Rejected(f"{spec.kind} is there twice, with different values")
         plain = text if reply.marked else _unescaped(text)
         base, tokens = parsed.base, parsed.sequence.tokens
-        if want.kind == sampling_masks.KIND:
+        if spec.kind == sampling_masks.KIND:
             prompt_tokens = tokens - len(parsed.output_ids) // TOKEN_BYTES
-            payload, cut = sampling_masks.read(plain, want, base, prompt_tokens, parsed.output_ids)
+            payload, cut = sampling_masks.read(plain, spec, base, prompt_tokens, parsed.output_ids)
         else:
-            payload, cut = payloads.read(plain, want, base, tokens, npy=parsed.dialect == "vllm")
+            payload, cut = payloads.read(plain, spec, base, tokens, npy=parsed.dialect == "vllm")
         if plain is not text:
-            cut = Cut(want.kind, 0, "text", len(text))
+            cut = Cut(spec.kind, 0, "text", len(text))
         stored.append(payload)
         replacement = bytes(text) if cut.form == "text" else b""
         edits += [_Edit(value.start, value.end, cut, replacement) for value in values]
     suffix_tokens, output_tokens = len(parsed.suffix_ids) // TOKEN_BYTES, len(parsed.output_ids) // TOKEN_BYTES
     if parsed.counts is not None:
         suffix_tokens, output_tokens = parsed.counts
-    facts, wire = codec.pack_turn(_wire(job, reply, edits, parsed.base + suffix_tokens))
+    token_frame, exchange = codec.pack_turn(_exchange(job, reply, edits, parsed.base + suffix_tokens))
     return ValidatedReply(
         dialect=parsed.dialect,
         message=parsed.message,
@@ -240,8 +240,8 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
         sequence=parsed.sequence,
         finish_reason=parsed.finish_reason,
         weight_versions=tuple(parsed.weight_versions),
-        facts=facts,
-        wire=wire,
+        tokens=token_frame,
+        exchange=exchange,
         payloads=stored,
         places=[value.place for value in reply.values],
         cached_tokens=parsed.cached_tokens,
@@ -283,7 +283,7 @@ class _Reply(NamedTuple):
 
 
 def _parsed(job: Job, body: memoryview, long_values: LongValues | None) -> _Reply:
-    kinds = [want.kind for want in job.wants]
+    kinds = [spec.kind for spec in job.payload_specs]
     places, prompt, begun = long_values or find_long_values(body)
     places = [place for place in places if place.kind in kinds]
     places = sorted(places if prompt is None else [*places, prompt], key=lambda place: place.start)
@@ -392,7 +392,7 @@ def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
     return []
 
 
-def _wire(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Wire:
+def _exchange(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Exchange:
     """The stored form of the reply, without what is stored elsewhere."""
     text, prompt = reply.text, reply.parsed.prompt_text
     separator = reply.separator
@@ -413,7 +413,7 @@ def _wire(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Wi
         length += len(edit.replacement)
         parts += [text[done : edit.start], edit.replacement]
         done = edit.end
-    return Wire(
+    return Exchange(
         messages=job.messages,
         message=reply.parsed.message,
         reply=b"".join((*parts, text[done:])),
@@ -425,5 +425,5 @@ def _wire(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Wi
         own=job.own,
         cuts=cuts,
         ids_field=job.ids_field,
-        facts=Facts(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs, reply.parsed.top),
+        tokens=StoredTokens(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs, reply.parsed.top),
     )

@@ -19,7 +19,7 @@ import orjson
 from msgspec import UNSET, Raw, UnsetType
 
 from workers import codec, payloads, scan
-from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
+from workers.codec import TOKEN_BYTES, Cut, Exchange, StoredTokens
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_json import NULL, Rejected
 from workers.parse_parts import (
@@ -160,7 +160,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
         start < len(_PROMPT)
         or job.protocol != "chat"
         or job.wish is not None
-        or any(want.required and want.kind != rows_kind for want in job.wants)
+        or any(spec.required and spec.kind != rows_kind for spec in job.payload_specs)
     ):
         return None
     known, begun = job.known, None
@@ -265,11 +265,11 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
         reply = body[: start - 1] + body[end + 1 :]
         if cut_rows is not None:
             at, rows_text = cut_rows
-            [want] = [want for want in job.wants if want.kind == ROWS]
+            [spec] = [spec for spec in job.payload_specs if spec.kind == ROWS]
             # The empty text is the value that was decoded if no other stands there.
             if text.count(_EMPTY_ROWS) != 1:
                 return None
-            payload, cut = payloads.read(rows_text, want, base, tokens + len(output), npy=dialect == "vllm")
+            payload, cut = payloads.read(rows_text, spec, base, tokens + len(output), npy=dialect == "vllm")
             if cut.form == "text":
                 return None
             stored.append(payload)
@@ -289,8 +289,8 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
     hasher.update(added)
     sequence = KnownTokens(tokens + len(output), before + len(inner) + len(added), hasher.hexdigest())
     output_ids = array("i", output).tobytes()
-    facts, wire = codec.pack_turn(
-        Wire(
+    token_frame, exchange = codec.pack_turn(
+        Exchange(
             messages=job.messages,
             message=raw_message,
             reply=reply,
@@ -301,7 +301,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
             own=job.own,
             cuts=cuts,
             ids_field=job.ids_field,
-            facts=Facts(suffix_ids, output_ids, array("d", logprobs).tobytes()),
+            tokens=StoredTokens(suffix_ids, output_ids, array("d", logprobs).tobytes()),
         )
     )
     is_long = end - start > LONG_PROMPT
@@ -314,8 +314,8 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
         sequence=sequence,
         finish_reason=choice.finish_reason,
         weight_versions=tuple(versions),
-        facts=facts,
-        wire=wire,
+        tokens=token_frame,
+        exchange=exchange,
         payloads=stored,
         places=places,
         cached_tokens=cached,

@@ -80,7 +80,7 @@ class Parent(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[Chunk]
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True):
+class PayloadSpec(msgspec.Struct, frozen=True, array_like=True):
     """What was requested of a kind: rows from `start` on. `shape` is a row's, if known.
 
     `own`: where the turn continues all the parent's tokens, its own rows begin here. They get chunks of their own, as
@@ -110,44 +110,44 @@ class StoredPayload(msgspec.Struct, frozen=True, array_like=True):
     new: list[NewChunk]
 
 
-def read(text: memoryview, want: Want, base: int, tokens: int, *, npy: bool) -> tuple[StoredPayload, Cut]:
+def read(text: memoryview, spec: PayloadSpec, base: int, tokens: int, *, npy: bool) -> tuple[StoredPayload, Cut]:
     """Validate a payload's JSON value for a reply of `tokens` tokens in total, of which `base` are the parent's first;
     also returns its spelling.
 
     A string is base64, of a .npy file if the engine's dialect says so, else of int32. Raises Rejected.
     """
-    rows = max(tokens - 1 - want.start, 0)
+    rows = max(tokens - 1 - spec.start, 0)
     first = bytes(text[:1])
     if first == b'"':
-        ids, dims, cut = _from_base64(text[1:-1], want.kind, npy)
+        ids, dims, cut = _from_base64(text[1:-1], spec.kind, npy)
     elif first == b"[":
-        ids, dims, cut = _from_lists(text, want.kind, rows)
+        ids, dims, cut = _from_lists(text, spec.kind, rows)
     else:
-        raise Rejected(f"{want.kind} must be base64 or nested lists")
-    shape = _shape(want, ids.size, dims, rows)
+        raise Rejected(f"{spec.kind} must be base64 or nested lists")
+    shape = _shape(spec, ids.size, dims, rows)
     table = ids.reshape(rows, math.prod(shape)) if rows else ids.reshape(0, 0)
-    is_other_model = rows and want.parent is not None and want.parent.row_ids != math.prod(shape)
-    if is_other_model or (want.start and not base):
+    is_other_model = rows and spec.parent is not None and spec.parent.row_ids != math.prod(shape)
+    if is_other_model or (spec.start and not base):
         # Without `base` the prompt drifted: the known rows belong to other tokens.
-        want = msgspec.structs.replace(want, parent=None)
-    return _stored(want, base, table, shape), cut or Cut(want.kind, 0, "text", len(text))
+        spec = msgspec.structs.replace(spec, parent=None)
+    return _stored(spec, base, table, shape), cut or Cut(spec.kind, 0, "text", len(text))
 
 
-def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tuple[int, ...]:
+def _shape(spec: PayloadSpec, ids: int, dims: tuple[int, ...] | None, rows: int) -> tuple[int, ...]:
     """A row's shape. `dims` are the payload's own dimensions, rows first, if it has any."""
     if dims is not None and (dims[0] != rows or math.prod(dims) != ids):
-        raise Rejected(f"{want.kind} has {ids} ids of shape {dims} where {rows} rows belong to the tokens")
+        raise Rejected(f"{spec.kind} has {ids} ids of shape {dims} where {rows} rows belong to the tokens")
     if rows == 0:
         if ids:
-            raise Rejected(f"{want.kind} has {ids} ids where no row belongs to the tokens")
-        return want.shape or ()
+            raise Rejected(f"{spec.kind} has {ids} ids where no row belongs to the tokens")
+        return spec.shape or ()
     if ids == 0 or ids % rows:
-        raise Rejected(f"{want.kind} has {ids} ids, which make no {rows} rows")
+        raise Rejected(f"{spec.kind} has {ids} ids, which make no {rows} rows")
     width = ids // rows
     own = dims[1:] if dims is not None else ()
-    if want.shape is not None and (math.prod(want.shape) != width or (len(own) > 1 and own != want.shape)):
-        raise Rejected(f"{want.kind} has {width} ids a row, of shape {list(own)}, where {list(want.shape)} is expected")
-    return want.shape or own or (width,)
+    if spec.shape is not None and (math.prod(spec.shape) != width or (len(own) > 1 and own != spec.shape)):
+        raise Rejected(f"{spec.kind} has {width} ids a row, of shape {list(own)}, where {list(spec.shape)} is expected")
+    return spec.shape or own or (width,)
 
 
 def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
@@ -286,9 +286,9 @@ def _joined(parts: Sequence[Ids]) -> Ids:
     return np.concatenate(parts) if parts else np.zeros(0, "|u1")
 
 
-def _stored(want: Want, base: int, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
-    """Split `rows`, which begin with row `want.start`, into the parent's chunks and new ones."""
-    start, parent = want.start, want.parent
+def _stored(spec: PayloadSpec, base: int, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
+    """Split `rows`, which begin with row `spec.start`, into the parent's chunks and new ones."""
+    start, parent = spec.start, spec.parent
     stop = start + len(rows)
     shared = 0
     if parent is not None and start and parent.stop == start:
@@ -297,12 +297,12 @@ def _stored(want: Want, base: int, rows: Ids, shape: tuple[int, ...]) -> StoredP
         shared = _shared(rows, start, parent.chunks)
     known = [] if parent is None else parent.chunks[:shared]
     at = known[-1].start + known[-1].rows if known else start
-    own = at if want.own is None else min(max(at, min(base, want.own)), stop)
-    if want.own is None:
-        at = own = _merged(known, at, want.start, (stop - at) * rows.itemsize * rows.shape[1])
-    new = [] if at == stop else _chunks(rows[at - want.start : own - want.start], at)
-    new += [] if own == stop else _chunks(rows[own - want.start :], own)
-    return StoredPayload(want.kind, start, stop, want.start, shape, len(known), new)
+    own = at if spec.own is None else min(max(at, min(base, spec.own)), stop)
+    if spec.own is None:
+        at = own = _merged(known, at, spec.start, (stop - at) * rows.itemsize * rows.shape[1])
+    new = [] if at == stop else _chunks(rows[at - spec.start : own - spec.start], at)
+    new += [] if own == stop else _chunks(rows[own - spec.start :], own)
+    return StoredPayload(spec.kind, start, stop, spec.start, shape, len(known), new)
 
 
 def _shared(rows: Ids, start: int, chunks: Sequence[Chunk]) -> int:

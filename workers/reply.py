@@ -8,7 +8,7 @@ import msgspec
 
 from workers.parse import KnownTokens, Protocol, VersionSpan
 from workers.parse_parts import Speculative
-from workers.payloads import StoredPayload, Want
+from workers.payloads import PayloadSpec, StoredPayload
 from workers.top_logprobs import LogprobWish
 
 LogprobsOf = Literal["raw", "scaled", "processed", "logits"]
@@ -46,14 +46,14 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """The input of validation, and what is stored with the reply: see `parse_reply`, `Want`, `LogprobWish` and `Wire`.
+    """The input of validation, and what is stored with the reply: see `parse_reply` and the fields' types.
 
     `sent` is empty if the prompt was not sent as ids.
     """
 
     dialect: Literal["auto", "sglang", "vllm", "openai"]
     known: KnownTokens | None
-    wants: list[Want]
+    payload_specs: list[PayloadSpec]
     messages: list[bytes]
     headers: list[tuple[str, str]]
     status: int
@@ -71,8 +71,8 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
 
     From its bytes: `message` is the raw JSON of the assistant message (of a completion: of its text). The prompt is
     `base` known tokens and `suffix_tokens` others; `sequence` describes prompt and output together, for the next turn.
-    `facts` and `wire` are compressed frames (`codec.pack_turn`). `output_ids` are set if the prompt was sent as ids,
-    since the next one will be too. Of text alone (`openai`) there are only the
+    `tokens` and `exchange` are compressed frames (`codec.pack_turn`). `output_ids` are set if the prompt was sent as
+    ids, since the next one will be too. Of text alone (`openai`) there are only the
     numbers, the upstream's. A `miscounted` reply is valid only if its request carries images. `places` are those of its
     payloads in the body, `prompt` that of the prompt's ids, if they are long.
 
@@ -92,8 +92,8 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     sequence: KnownTokens
     finish_reason: str | None
     weight_versions: tuple[VersionSpan, ...]
-    facts: bytes | None
-    wire: bytes
+    tokens: bytes | None
+    exchange: bytes
     payloads: list[StoredPayload]
     places: list[PayloadRange]
     cached_tokens: int | None = None

@@ -27,8 +27,8 @@ from workers.payloads import (
     Chunk,
     Ids,
     NewChunk,
+    PayloadSpec,
     StoredPayload,
-    Want,
     minimal,
     narrowed,
     numbers,
@@ -76,7 +76,9 @@ class Masks:
         return Masks.of(np.maximum(lengths, 1), ids)
 
 
-def read(text: memoryview, want: Want, base: int, prompt_tokens: int, output_ids: bytes) -> tuple[StoredPayload, Cut]:
+def read(
+    text: memoryview, spec: PayloadSpec, base: int, prompt_tokens: int, output_ids: bytes
+) -> tuple[StoredPayload, Cut]:
     """Validate a payload's JSON value, a list of ids for each token of the output, and its spelling.
 
     The prompt begins with `base` tokens of the parent. Raises Rejected.
@@ -92,9 +94,9 @@ def read(text: memoryview, want: Want, base: int, prompt_tokens: int, output_ids
     sent = max(prompt_tokens - 1, 0)
     at = start = max(base - 1, 0)
     shared = 0
-    if base and want.parent is not None:
-        start = want.parent.start
-        shared = sum(chunk.start < at for chunk in want.parent.chunks)
+    if base and spec.parent is not None:
+        start = spec.parent.start
+        shared = sum(chunk.start < at for chunk in spec.parent.chunks)
     rows = Masks.of(np.concatenate((np.zeros(sent - at, lengths.dtype), lengths)), ids)
     cut = Cut(KIND, 0, "text", len(text)) if separator is None else Cut(KIND, 0, "sets", separator=separator)
     return StoredPayload(KIND, start, at + len(rows), sent, (), shared, _chunks(rows, at)), cut

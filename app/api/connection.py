@@ -52,7 +52,7 @@ DROPPED_BODIES = 2
 limit reads its 413."""
 
 
-class Settle(Protocol):
+class OnDelivery(Protocol):
     """Learns whether a reply was handed to the kernel."""
 
     def __call__(self, *, delivered: bool) -> None: ...
@@ -94,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
     is_lost = False
     """The connection has ended."""
 
-    _unsettled: Settle | None = None
+    _on_delivery: OnDelivery | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -117,29 +117,29 @@ class BoundedProtocol(HttpToolsProtocol):
         self._settle(delivered=exc is None)
         super().connection_lost(exc)
 
-    def when_handed_over(self, settle: Settle) -> None:
-        """Call `settle` once it is known whether all that was written was handed to the kernel.
+    def when_handed_over(self, on_delivery: OnDelivery) -> None:
+        """Call `on_delivery` once it is known whether all that was written was handed to the kernel.
 
         Call this right after a reply's last part was sent. uvloop writes at the end of an iteration of its loop, so it
         is known when the client sends its next request, or when the connection ends: in order, or with an error.
         """
         if self.is_lost:
-            settle(delivered=False)
+            on_delivery(delivered=False)
         elif not self.transport.get_write_buffer_size():
-            settle(delivered=True)
+            on_delivery(delivered=True)
         else:
-            if self._unsettled is not None:
+            if self._on_delivery is not None:
                 self._settle(delivered=True)
-            self._unsettled = settle
+            self._on_delivery = on_delivery
 
     def drop(self) -> None:
         """Close the connection at once, without what the client has not read."""
         self.transport.abort()
 
     def _settle(self, *, delivered: bool) -> None:
-        settle, self._unsettled = self._unsettled, None
-        if settle is not None:
-            settle(delivered=delivered)
+        on_delivery, self._on_delivery = self._on_delivery, None
+        if on_delivery is not None:
+            on_delivery(delivered=delivered)
 
     def take_body(self, scope: Scope, most: int) -> bytes | None:
         """The request's body if it has come whole and has at most `most` bytes; else None, and `receive` gives it."""
@@ -190,7 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_replacing_parser:
             return
         super().on_message_begin()
-        if self._unsettled is not None:
+        if self._on_delivery is not None:
             self._settle(delivered=True)
         state = self.scope["state"]
         state[PEER] = self.client

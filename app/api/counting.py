@@ -22,7 +22,7 @@ from app.protocols.registry import PROTOCOLS
 from app.turn.large_bodies import large_bytes
 from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -44,7 +44,7 @@ _ERRORS = (*BODY, Unsupported, *READ, *ENGINE)
 @describe(
     "Count the tokens of a Messages request, in a session",
     "session",
-    json_reply(wire.TokenCount, "The count."),
+    json_reply(reply_types.TokenCount, "The count."),
     errors=(*_ERRORS, *SESSION),
     passes_engines_errors=True,
 )
@@ -63,7 +63,7 @@ async def count_in_session(request: Request, session_id: SessionId) -> Response:
 @describe(
     "Count the tokens of a Messages request",
     "session",
-    json_reply(wire.TokenCount, "The count."),
+    json_reply(reply_types.TokenCount, "The count."),
     errors=_ERRORS,
     passes_engines_errors=True,
 )

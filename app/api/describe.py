@@ -67,7 +67,7 @@ def json_reply(kind: Any, description: str = "Done.", status: int = 200) -> Repl
     return Reply(description, {JSON: kind}, status=status)
 
 
-NOTHING = Reply("Done.", {}, status=204)
+NO_CONTENT = Reply("Done.", {}, status=204)
 
 
 class RouteDescription(NamedTuple):

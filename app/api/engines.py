@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from app.api.bodies import body_of, read_model
-from app.api.describe import BODY, NOTHING, WRITE, describe, json_reply
+from app.api.describe import BODY, NO_CONTENT, WRITE, describe, json_reply
 from app.api.state import services, whole_body
 from app.errors import InvalidRequest, NotFound
 from app.fleet.engine_pool import ListedEngine
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -39,7 +39,7 @@ class RemoveEngine(BaseModel):
 
 
 @router.get("/engines")
-@describe("List the engines", "page", json_reply(wire.EngineList, "All engines."))
+@describe("List the engines", "page", json_reply(reply_types.EngineList, "All engines."))
 async def get_engines(request: Request) -> dict[str, Any]:
     """All engines: their configuration, which all processes share, and their health as this process sees it."""
     app = services(request)
@@ -53,7 +53,7 @@ async def get_engines(request: Request) -> dict[str, Any]:
 @describe(
     "Add, restore or drain an engine",
     "admin",
-    json_reply(wire.Engine, "The engine as listed."),
+    json_reply(reply_types.Engine, "The engine as listed."),
     errors=(*BODY, *WRITE),
     body=PutEngine,
     example={"url": "http://127.0.0.1:30000"},
@@ -69,7 +69,7 @@ async def post_engine(request: Request) -> dict[str, Any]:
 @describe(
     "Remove an engine from the pool",
     "admin",
-    NOTHING,
+    NO_CONTENT,
     errors=(*BODY, NotFound, *WRITE),
     body=RemoveEngine,
     optional_body=True,

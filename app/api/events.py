@@ -23,7 +23,7 @@ from app.errors import InvalidRequest, PositionGone
 from app.sessions.all_events import AllEvents, EventQuery
 from app.store.all_events import EventFilter
 from app.tasks import cancelled
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Sessions"])
 
@@ -61,7 +61,7 @@ class EventParameters(BaseModel):
 @describe(
     "The events of all sessions, in the order of commits",
     "page",
-    Reply("Events, and positions.", {NDJSON: wire.LogLine}),
+    Reply("Events, and positions.", {NDJSON: reply_types.LogLine}),
     errors=(InvalidRequest, PositionGone, *READ),
 )
 async def get_events(request: Request, query: Annotated[EventParameters, Query()]) -> StreamingResponse:

@@ -48,7 +48,7 @@ SESSION_SHARE, PEER_SHARE = 4, 2
 share, for bodies that are not complete yet. All harnesses may have the same address, so its share is larger and only
 for incomplete bodies."""
 
-HELD_S = 5.0
+BODY_TIMEOUT_S = 5.0
 """A body that has been arriving for longer is given up if another request needs its memory. Otherwise incomplete bodies
 could block all requests of their address. Large uploads that begin together are not given up for each other."""
 
@@ -142,7 +142,7 @@ class BodyReservation:
     def check(self) -> None:
         """Raises BodyGivenUp after `give_up`."""
         if self._is_given_up:
-            raise BodyGivenUp(f"the body did not come in {HELD_S:g} s, and other requests needed its memory")
+            raise BodyGivenUp(f"the body did not come in {BODY_TIMEOUT_S:g} s, and other requests needed its memory")
 
     def give_up(self) -> None:
         """Stop reading the body and free its memory."""
@@ -197,12 +197,12 @@ class RequestMemory:
             raise Overloaded(f"bodies of this address that have not ended hold its {self._peer_limit} bytes")
 
     def free_memory(self, requester: BodyReservation, missing: int, arriving: Iterable[BodyReservation]) -> bool:
-        """Give up bodies that have been arriving for more than HELD_S; False, and none given up, if that is not enough.
+        """Give up bodies that have been arriving for BODY_TIMEOUT_S. If that is not enough: False, none given up.
 
         Large bodies go before those up to SMALL, the oldest first. Bodies that began after the requester's are
         skipped: otherwise two slow requests would give each other up in turns.
         """
-        latest = self.clock() - HELD_S
+        latest = self.clock() - BODY_TIMEOUT_S
         older = itertools.takewhile(lambda other: other is not requester and other.since < latest, arriving)
         chosen = []
         for other in sorted((other for other in older if other.arriving), key=lambda other: other.arriving <= SMALL):

@@ -19,7 +19,7 @@ from app.api.head import Head
 from app.api.openapi import document
 from app.errors import AppError
 from app.store import reads
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -45,7 +45,10 @@ EXPLORER = _explorer()
 @router.head("/", include_in_schema=False)
 @router.get("/", response_model=None)
 @describe(
-    "What is here?", "anyone", json_reply(wire.Root, "Where to go on."), Reply("A browser: the page.", {}, status=307)
+    "What is here?",
+    "anyone",
+    json_reply(reply_types.Root, "Where to go on."),
+    Reply("A browser: the page.", {}, status=307),
 )
 async def root(request: Request) -> Response:
     """Paths of the page, of this document and of the check of health. A browser is sent to the page."""
@@ -54,7 +57,7 @@ async def root(request: Request) -> Response:
     return JSONResponse({"service": "turnlog", "page": "/ui", "routes": "/docs", "health": "/health"})
 
 
-@describe("Is the process alive?", "anyone", json_reply(wire.Health, "It is alive."))
+@describe("Is the process alive?", "anyone", json_reply(reply_types.Health, "It is alive."))
 async def health(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Answers at once while the process is alive; it does not wait for the database or an engine."""
     return 200, {
@@ -69,8 +72,8 @@ async def health(app: Services, head: Head, receive: Receive) -> tuple[int, Any]
 @describe(
     "Can the process serve turns?",
     "anyone",
-    json_reply(wire.Readiness, "It can."),
-    json_reply(wire.Readiness, "It cannot; `checks` says why.", 503),
+    json_reply(reply_types.Readiness, "It can."),
+    json_reply(reply_types.Readiness, "It cannot; `checks` says why.", 503),
 )
 async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Can the process serve turns: does the database answer and accept writes, are a worker and an engine alive?

@@ -14,7 +14,7 @@ from app.api.state import services
 from app.domain.patterns import ID, MAX_INTEGER
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
 from app.sessions.session_list import SessionFilter, SessionQuery
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Sessions"])
 
@@ -32,13 +32,13 @@ class SessionListQuery(SessionFilter):
 @describe(
     "List sessions, newest first",
     "page",
-    json_reply(wire.SessionPage, "One page of sessions."),
+    json_reply(reply_types.SessionPage, "One page of sessions."),
     errors=(InvalidRequest, *READ, *PAYLOADS),
 )
 async def list_sessions(request: Request, query: Annotated[SessionListQuery, Query()]) -> Response:
     """Sessions, newest first, or sorted by another column; filtered, and paged by cursor.
 
-    `claimed_since` lists only sessions with a turn in flight.
+    `running_since` lists only sessions with a turn in flight.
     """
     require_known(request, SessionListQuery)
     filters = query.model_dump(include=set(SessionFilter.model_fields))
@@ -51,7 +51,7 @@ async def list_sessions(request: Request, query: Annotated[SessionListQuery, Que
 @describe(
     "The session's state after any of its events",
     "session",
-    json_reply(wire.State, "The state."),
+    json_reply(reply_types.State, "The state."),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ, *PAYLOADS),
 )
 async def get_state(

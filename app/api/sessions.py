@@ -22,7 +22,7 @@ from app.api.describe import (
     BYTES,
     JSON,
     NDJSON,
-    NOTHING,
+    NO_CONTENT,
     PAYLOADS,
     READ,
     SESSION,
@@ -70,7 +70,7 @@ from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
 from app.sessions.lifecycle import NewSession
 from app.settings import LimitsGiven, Settings
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 from workers.sampling_masks import Masks
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
 @describe(
     "Create a session",
     "admin",
-    json_reply(wire.CreatedSession, "The session, new or from an earlier request with the same body."),
+    json_reply(reply_types.CreatedSession, "The session, new or from an earlier request with the same body."),
     errors=(*BODY, Unsupported, SessionClosed, SessionExists, SessionEnded, Restored, SessionUnreadable, *WRITE),
     body=CreateSession,
     optional_body=True,
@@ -276,7 +276,7 @@ async def has_session(request: Request, session_id: SessionId) -> StreamingRespo
 @describe(
     "The session's live turns: requests and replies",
     "session",
-    json_reply(wire.Records, "The session."),
+    json_reply(reply_types.Records, "The session."),
     errors=(*SESSION, *READ, *PAYLOADS),
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
@@ -331,7 +331,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
 @describe(
     "The session's event log",
     "session",
-    Reply("Events.", {NDJSON: wire.EventLine}),
+    Reply("Events.", {NDJSON: reply_types.EventLine}),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
 )
 async def get_events(
@@ -406,7 +406,7 @@ async def get_refused_reply(
 @describe(
     "Set the reward of the session or of a turn",
     "session",
-    json_reply(wire.Rewarded),
+    json_reply(reply_types.Rewarded),
     errors=(*BODY, *SESSION, *WRITE),
     body=Reward,
     example={"reward": 1.0, "components": {"tests": 1.0}},
@@ -424,7 +424,7 @@ async def put_reward(app: Services, head: Head, receive: Receive) -> tuple[int, 
 ERASING = Reply("Erased from the database; object storage may still have payloads of it: repeat.", {}, status=202)
 
 
-@describe("Close or erase the session", "session", NOTHING, ERASING, errors=(InvalidRequest, *SESSION, *WRITE))
+@describe("Close or erase the session", "session", NO_CONTENT, ERASING, errors=(InvalidRequest, *SESSION, *WRITE))
 async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Close the session at once; with `?erase=true` also delete its content permanently.
 

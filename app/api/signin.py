@@ -17,7 +17,7 @@ from app.api.head import COOKIE, SIGN_IN, SIGN_OUT
 from app.api.state import services, whole_body
 from app.api.tokens import COOKIE_S
 from app.errors import Forbidden, Unauthorized
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 log = logging.getLogger("turnlog.signin")
 
@@ -41,7 +41,7 @@ class SignIn(BaseModel):
 @describe(
     "Get the page's cookie for the admin token",
     "anyone",
-    json_reply(wire.SignedIn, "Signed in, with `set-cookie` if the server needs a token."),
+    json_reply(reply_types.SignedIn, "Signed in, with `set-cookie` if the server needs a token."),
     errors=(*BODY, Unauthorized, Forbidden),
     body=SignIn,
     example={"token": "…"},
@@ -63,7 +63,7 @@ async def sign_in(request: Request) -> Response:
 
 
 @router.post(SIGN_OUT)
-@describe("Delete the page's cookie", "anyone", json_reply(wire.SignedIn), errors=(Forbidden,))
+@describe("Delete the page's cookie", "anyone", json_reply(reply_types.SignedIn), errors=(Forbidden,))
 async def sign_out(request: Request) -> Response:
     """Delete the page's cookie in the browser."""
     reply = JSONResponse({"signed_in": False})

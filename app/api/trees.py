@@ -13,7 +13,7 @@ from app.api.state import services
 from app.domain.branches import Branches, Loss
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
 from app.sessions.tree_view import whole_tree
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Sessions"])
 
@@ -22,7 +22,7 @@ router = APIRouter(tags=["Sessions"])
 @describe(
     "The session's turns as a tree",
     "session",
-    json_reply(wire.Tree, "The tree."),
+    json_reply(reply_types.Tree, "The tree."),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
 )
 async def get_tree(

@@ -190,17 +190,17 @@ class TurnRequest:
             await sending
             return
         retries = self._app.retries
-        settle = partial(retries.settle, session_id, reply.turn, is_replay=reply.replayed)
+        record_delivery = partial(retries.record_delivery, session_id, reply.turn, is_replay=reply.replayed)
         retries.sending(session_id, reply.turn)
         try:
             await sending
         except BaseException:
-            settle(delivered=False)
+            record_delivery(delivered=False)
             raise
         if self._head.connection is None:
-            settle(delivered=True)
+            record_delivery(delivered=True)
         else:
-            self._head.connection.when_handed_over(settle)
+            self._head.connection.when_handed_over(record_delivery)
 
     def _reply_headers(self, reply: TurnReply) -> Headers:
         """The engine's headers, the turn's number, and the number of turns that it superseded."""

@@ -145,7 +145,7 @@ def answer_key(message: Mapping[str, Any]) -> str:
     return "tool_call_id" if "tool_call_id" in message else "id"
 
 
-class Spelling:
+class ReplyCalls:
     """The calls of a committed reply, in each spelling that a client may return them in."""
 
     def __init__(self, calls: Sequence[SampledCall], given: GivenIds | None) -> None:
@@ -204,7 +204,7 @@ class OddCalls:
         self.unread: list[int] = []
         self._given: dict[str, tuple[int, GivenIds]] = {}
         self._of_turn: dict[int, GivenIds | None] = {}
-        self._spellings: dict[int, Spelling] = {}
+        self._replies: dict[int, ReplyCalls] = {}
         self._engine_ids: dict[str, set[str]] = {}
         self._turns: dict[str, list[int]] = {}
 
@@ -218,18 +218,18 @@ class OddCalls:
             self._given[given.prefix] = turn, given
 
     def learn(self, turn: int, calls: Sequence[SampledCall]) -> None:
-        if turn in self._spellings:
+        if turn in self._replies:
             return
         self.unread.remove(turn)
-        self._spellings[turn] = Spelling(calls, self._of_turn[turn])
+        self._replies[turn] = ReplyCalls(calls, self._of_turn[turn])
         for call in calls:
             if isinstance(call.id, str) and call.id:
                 self._engine_ids.setdefault(alias(call.id), set()).add(call.id)
                 self._turns.setdefault(alias(call.id), []).append(turn)
 
-    def spelling(self, turn: int) -> Spelling | None:
+    def reply_calls(self, turn: int) -> ReplyCalls | None:
         """A turn's calls, if they are odd."""
-        return self._spellings.get(turn)
+        return self._replies.get(turn)
 
     def own_id(self, call_id: Any) -> Any:
         """The engine's id, where it is the only one in the session that a client spells so."""
@@ -238,8 +238,8 @@ class OddCalls:
         prefix, _, place = call_id.rpartition("_")
         if place.isdecimal() and prefix in self._given:
             turn, given = self._given[prefix]
-            if int(place) in given.places and turn in self._spellings:
-                return self._spellings[turn].calls[int(place)].id
+            if int(place) in given.places and turn in self._replies:
+                return self._replies[turn].calls[int(place)].id
         spelled = self._engine_ids.get(call_id, ())
         return next(iter(spelled)) if len(spelled) == 1 else call_id
 

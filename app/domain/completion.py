@@ -28,8 +28,8 @@ class _Prefix(NamedTuple):
     hash: str
 
 
-class IncomingPrompt:
-    """A completion's prompt, as `history.Incoming` is for a chat's messages.
+class RequestPrompt:
+    """A completion's prompt, as `history.RequestHistory` is for a chat's messages.
 
     New text counts as one message, as a JSON string; ids count as none, because they are stored as tokens.
     """
@@ -48,7 +48,7 @@ class IncomingPrompt:
     def check(self, index: TreeIndex, session: Session | None = None, agent_id: str | None = None) -> None:
         """Any prompt is valid."""
 
-    begun_reply = None
+    partial_reply = None
     hash_before_last = None
 
     def new_hashes(self, start: int) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class IncomingPrompt:
         return plan
 
     def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
-        """As `Incoming.undone_turn`."""
+        """As `RequestHistory.undone_turn`."""
         found = [session.undone[number] for number in self._continued(list(session.undone))]
         deepest = max(found, key=lambda turn: self._stored(turn).size, default=None)
         if deepest is None:

@@ -9,7 +9,7 @@ import msgspec
 
 from app.domain import retention
 from app.domain.calls import has_odd_arguments, has_odd_ids
-from app.domain.completion import IncomingPrompt
+from app.domain.completion import RequestPrompt
 from app.domain.events import (
     AffinityBound,
     AffinityReleased,
@@ -25,7 +25,7 @@ from app.domain.events import (
     TurnCommitted,
     TurnOpened,
 )
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.rules import RULES, Branch, NewTurn, Plan, TreeIndex, branch_of
 from app.domain.session import Session, Turn, fold
 from app.errors import InvalidRequest, Restored, SessionClosed, SessionNotFound
@@ -81,7 +81,7 @@ def commit_turn(
     opened: TurnOpened,
     fence: int,
     plan: Plan,
-    incoming: Incoming | IncomingPrompt,
+    incoming: RequestHistory | RequestPrompt,
     reply: ValidatedReply,
     *,
     blobs: TurnBlobs,
@@ -134,7 +134,7 @@ def commit_turn(
         requested_at=reply.requested_at,
         body_hash=opened.body_hash,
         retry_key=opened.retry_key,
-        content_hash=codec.content_hash(reply.facts, reply.wire),
+        content_hash=codec.content_hash(reply.tokens, reply.exchange),
         params=blobs.params,
         tools=blobs.tools,
         new_blobs=blobs.new,

@@ -21,7 +21,7 @@ from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
 from app.domain.reasoning import without_reasoning
 from app.domain.returned import ReturnedCalls, StoredReplies
-from app.domain.rules import NOTHING, RULES, Plan, TreeIndex, running_hash
+from app.domain.rules import EMPTY_HASH, RULES, Plan, TreeIndex, running_hash
 from app.domain.session import Session, Turn
 from app.domain.split import LONG, quoted_parts
 from app.errors import InvalidRequest
@@ -164,15 +164,15 @@ HASHED_AT_ONCE = 32
 """Messages that are joined before they are hashed: a session's many short ones cost a call each otherwise."""
 
 
-class Incoming:
+class RequestHistory:
     """A request's messages as raw JSON, decoded and hashed only on demand.
 
     `raws[i]` is message i as the client wrote it. `proven` are the turns whose proofs the request holds. `trusts_ids`:
     where a client got arguments as objects and sends others, a reply is known by its calls' ids. Claude Code does so:
     it trims an edit's text. `prefix`: what is known of their bytes.
 
-    `check` sets: `whole_hash`, the running hash of all messages; `client_hash`, the hash of their bytes; `begun_reply`,
-    the last message if it is an assistant's: perhaps the beginning of a reply that was cut.
+    `check` sets: `whole_hash`, the running hash of all messages; `client_hash`, the hash of their bytes;
+    `partial_reply`, the last message if it is an assistant's: perhaps the beginning of a reply that was cut.
     """
 
     def __init__(
@@ -195,18 +195,18 @@ class Incoming:
         self.left_out: dict[int, Turn] = {}
         self._index: TreeIndex | None = None
         self._session: Session | None = None
-        self._spelled = 0
+        self._hashed = 0
         self._hasher: Hasher = hashlib.sha256()
-        self._spellings: dict[int, str] = {}
+        self._prefix_hashes: dict[int, str] = {}
         self._repeated: Turn | None = None
         self._start = 0  # How many messages an earlier request, `_repeated`'s, had with the same bytes.
         self._running: dict[int, str] = {}
-        self.whole_hash = NOTHING
+        self.whole_hash = EMPTY_HASH
         self.client_hash = ""
-        self.begun_reply: Message | None = None
+        self.partial_reply: Message | None = None
         self._prefix = prefix
         self._agent_id: str | None = None
-        self._respelled: dict[int, bytes] = {}
+        self._engine_raws: dict[int, bytes] = {}
         self._returned: ReturnedCalls | None = None
         self._checked = 0
 
@@ -270,31 +270,31 @@ class Incoming:
         bare = _bare_hash(message, self.matcher) or own
         return self.matcher == "tolerant" and bare in (turn.message_hashes[-1], turn.bare_hash)
 
-    def spelling(self, count: int) -> str:
+    def prefix_hash(self, count: int) -> str:
         """A hash of the first `count` messages' bytes. Ask for increasing counts: it is computed incrementally."""
-        if count not in self._spellings:
-            if count < self._spelled:
-                self._spelled, self._hasher = 0, hashlib.sha256()
-            for start in range(self._spelled, count, HASHED_AT_ONCE):
+        if count not in self._prefix_hashes:
+            if count < self._hashed:
+                self._hashed, self._hasher = 0, hashlib.sha256()
+            for start in range(self._hashed, count, HASHED_AT_ONCE):
                 self._hasher.update(b",".join(self.raws[start : min(start + HASHED_AT_ONCE, count)]))
                 self._hasher.update(b",")
-            self._spelled = count
-            self._spellings[count] = self._hasher.copy().hexdigest()[:32]
-        return self._spellings[count]
+            self._hashed = count
+            self._prefix_hashes[count] = self._hasher.copy().hexdigest()[:32]
+        return self._prefix_hashes[count]
 
-    def spelled(self) -> Hasher | None:
-        """The hash state of all messages' bytes (`spelling`); None if the client left one out."""
+    def prefix_hasher(self) -> Hasher | None:
+        """The hash state of all messages' bytes (`prefix_hash`); None if the client left one out."""
         if self.left_out:
             return None
-        if self._spelled != len(self.raws):
-            del self._spellings[len(self.raws)]
-            self.spelling(len(self.raws))
+        if self._hashed != len(self.raws):
+            del self._prefix_hashes[len(self.raws)]
+            self.prefix_hash(len(self.raws))
         return self._hasher.copy()
 
     def repeats(self, turn: Turn) -> bool:
         """Does the request begin with the messages of `turn`'s request, byte for byte?"""
         sent = turn.message_count - 1
-        return len(self.raws) >= sent and self.spelling(sent) == turn.client_hash
+        return len(self.raws) >= sent and self.prefix_hash(sent) == turn.client_hash
 
     def new(self, plan: Plan) -> list[bytes]:
         """The raw messages that are not in the stored history, with the engine's ids of calls."""
@@ -302,8 +302,8 @@ class Incoming:
         if self._returned is None:
             return [bytes(raw) for raw in raws]
         for place in range(plan.base_messages, self._checked):
-            self._respell(self._returned, place)
-        return [self._respelled.get(place) or bytes(raw) for place, raw in enumerate(raws, plan.base_messages)]
+            self._with_engine_ids(self._returned, place)
+        return [self._engine_raws.get(place) or bytes(raw) for place, raw in enumerate(raws, plan.base_messages)]
 
     def continues(self, turn: Turn) -> bool:
         """Does the request begin with the messages of `turn`'s request, byte for byte, and then with its reply?"""
@@ -328,7 +328,7 @@ class Incoming:
         whole = self
         if self._trusts_ids or index.has_odd_calls or index.has_bare_replies or index.has_empty_replies:
             # How messages are read depends on the turns that are undone, too.
-            whole = Incoming(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
+            whole = RequestHistory(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
             whole.check(index)
         for history in whole.histories(index):
             found = list(index.ending_with(history))
@@ -410,14 +410,14 @@ class Incoming:
         elif counts:
             # Most requests continue the longest one so far; else the others are looked through.
             if counts[-1] <= count:
-                repeated = index.by_spelling.get(self.spelling(counts[-1]))
-            repeated = repeated or index.repeated(count, self.spelling)
+                repeated = index.by_prefix_hash.get(self.prefix_hash(counts[-1]))
+            repeated = repeated or index.repeated(count, self.prefix_hash)
         if repeated is not None and repeated.agent_id != self._agent_id:
             # Another agent may mean other replies by the same bytes.
             repeated = None if index.has_bare_replies or index.has_odd_calls else repeated
         self._repeated = repeated
         start = self._start = 0 if repeated is None else repeated.message_count - 1
-        at = NOTHING if repeated is None else index.inputs.get(repeated.number, NOTHING)
+        at = EMPTY_HASH if repeated is None else index.inputs.get(repeated.number, EMPTY_HASH)
         running = self._running = {start: at}
         self._stored, is_tolerant = {}, self.matcher == "tolerant"
         self._checked, self._returned = start, self._returned_calls() if index.has_odd_calls else None
@@ -433,14 +433,14 @@ class Incoming:
                 stored = turn.message_hashes[-1]
             elif is_tolerant and self._messages[place]["role"] == "assistant" and after not in index.by_history:
                 stored = self._sampled(index, at, place) if self._trusts_ids else own
-                stored = self._replies.spelled_as(self, at, place) if stored == own else stored
+                stored = self._replies.matched_reply(self, at, place) if stored == own else stored
             if stored != own:
                 self._stored[place] = stored
                 after = running_hash(at, stored)
             at = running[place + 1] = after
-        self.whole_hash, self.client_hash = at, self.spelling(count)
+        self.whole_hash, self.client_hash = at, self.prefix_hash(count)
         last = self._messages.get(count - 1) or (self.message(count - 1) if count else {"role": ""})
-        self.begun_reply = last if last["role"] == "assistant" else None
+        self.partial_reply = last if last["role"] == "assistant" else None
 
     @functools.cached_property
     def _replies(self) -> StoredReplies:
@@ -454,8 +454,8 @@ class Incoming:
 
     def _read_as(self, raws: Sequence[msgspec.Raw]) -> None:
         self.raws = raws
-        self._messages, self._hashes, self._spellings, self._respelled = {}, {}, {}, {}
-        self._spelled, self._hasher = 0, hashlib.sha256()
+        self._messages, self._hashes, self._prefix_hashes, self._engine_raws = {}, {}, {}, {}
+        self._hashed, self._hasher = 0, hashlib.sha256()
         self.__dict__.pop("_known_hashes", None)
 
     def _returned_calls(self) -> ReturnedCalls:
@@ -476,17 +476,17 @@ class Incoming:
         turn = None
         if calls.ids_of(message):
             turn = returned.sampled_by(message, before, self.own_hash(place), self._results(place + 1))
-        if self._respell(returned, place):
+        if self._with_engine_ids(returned, place):
             self._hashes.pop(place, None)
         return turn
 
-    def _respell(self, returned: ReturnedCalls, place: int) -> bool:
+    def _with_engine_ids(self, returned: ReturnedCalls, place: int) -> bool:
         """Does message `place` get other ids so?"""
         ids = calls.ids_of(self.message(place))
         own = {at: own_id for at, call_id in enumerate(ids) if (own_id := returned.own_id(call_id)) != call_id}
         if not own:
             return False
-        raw = self._respelled[place] = calls.with_ids(self.raws[place], own)
+        raw = self._engine_raws[place] = calls.with_ids(self.raws[place], own)
         self._messages[place] = decode_message(raw, f"messages[{place}]")
         return True
 
@@ -502,9 +502,9 @@ class Incoming:
     def _known_turn(self, index: TreeIndex, prefix: HistoryPrefix) -> Turn | None:
         """The newest turn of a known body's history whose request begins the messages, canonically."""
         turn = index.turn(prefix.turn)
-        if turn is not None and prefix.spelled is not None:
-            self._spelled, self._hasher = prefix.messages, prefix.spelled.copy()
-            self._spellings[prefix.messages] = turn.client_hash
+        if turn is not None and prefix.prefix_hasher is not None:
+            self._hashed, self._hasher = prefix.messages, prefix.prefix_hasher.copy()
+            self._prefix_hashes[prefix.messages] = turn.client_hash
         return index.turn_within(prefix.turn, prefix.messages)
 
 

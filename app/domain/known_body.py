@@ -76,13 +76,13 @@ class KnownBody:
     body that it begins with, if all of that one's messages are in it. `translation` is set where the protocol
     translates messages.
 
-    Once its turn is committed (`keep`): `protocol`, `turn`, the hash state `spelled` of the turn's chat messages
-    (`Incoming.spelling`), and `text`, that of the turn's tokens if it is kept.
+    Once its turn is committed (`keep`): `protocol`, `turn`, the hash state `prefix_hasher` of the turn's chat messages
+    (`RequestHistory.prefix_hash`), and `text`, that of the turn's tokens if it is kept.
     """
 
     __slots__ = (
         *("_body", "_places", "continued", "count", "first_end", "front", "head", "name", "protocol"),
-        *("spelled", "start", "text", "translation", "turn", "values"),
+        *("prefix_hasher", "start", "text", "translation", "turn", "values"),
     )
 
     def __init__(
@@ -107,15 +107,15 @@ class KnownBody:
         self.continued = continued
         self.translation: Translation | None = None
         self.protocol, self.turn = "", 0
-        self.spelled: Hasher | None = None
+        self.prefix_hasher: Hasher | None = None
         self.text: KnownText | None = None
 
-    def keep(self, protocol: str, turn: int, spelled: Hasher, text: KnownText | None = None) -> None:
+    def keep(self, protocol: str, turn: int, prefix_hasher: Hasher, text: KnownText | None = None) -> None:
         """The body's turn is committed. What stands behind its head is let go if it is long."""
         if self._body is not None and len(self._body) - len(self.head) > LONG_BODY:
             self.head = memoryview(bytes(self.head))
         self._body = self.continued = None
-        self.protocol, self.turn, self.spelled, self.text = protocol, turn, spelled, text
+        self.protocol, self.turn, self.prefix_hasher, self.text = protocol, turn, prefix_hasher, text
 
     @property
     def size(self) -> int:
@@ -138,12 +138,12 @@ class KnownBody:
 
 
 class HistoryPrefix(NamedTuple):
-    """A request begins with the first `messages` chat messages of turn `turn`'s request, byte for byte. `spelled` is
-    the hash state of these, if they are all of them (`Incoming.spelling`)."""
+    """A request begins with the first `messages` chat messages of turn `turn`'s request, byte for byte.
+    `prefix_hasher` is the hash state of these, if they are all of them (`RequestHistory.prefix_hash`)."""
 
     turn: int
     messages: int
-    spelled: Hasher | None
+    prefix_hasher: Hasher | None
 
 
 class KnownMessages(Sequence[msgspec.Raw]):
@@ -205,7 +205,7 @@ class ContinuedBody(NamedTuple):
     def history(self) -> HistoryPrefix:
         """What is known of its history, if its messages are a chat's."""
         known, shared = self.known, self.shared
-        return HistoryPrefix(known.turn, shared, known.spelled if shared == known.count else None)
+        return HistoryPrefix(known.turn, shared, known.prefix_hasher if shared == known.count else None)
 
     def translated(self, messages: Sequence[msgspec.Raw]) -> HistoryPrefix | None:
         """What is known of its history, if its messages were translated into these."""
@@ -214,7 +214,7 @@ class ContinuedBody(NamedTuple):
         pairs = zip(messages, known.translation.messages, strict=False)
         count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1] or pair[0] == pair[1], pairs))
         is_whole = count == len(known.translation.messages)
-        return HistoryPrefix(known.turn, count, known.spelled if is_whole else None) if count else None
+        return HistoryPrefix(known.turn, count, known.prefix_hasher if is_whole else None) if count else None
 
 
 class KnownBodies:

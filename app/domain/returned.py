@@ -12,7 +12,7 @@ from app.domain.rules import EMPTY_REPLY, TreeIndex
 from app.domain.session import Session, Turn
 
 if TYPE_CHECKING:
-    from app.domain.history import Incoming
+    from app.domain.history import RequestHistory
 
 
 def meant_of(
@@ -52,7 +52,7 @@ class StoredReplies:
         self._agent_id = agent_id
         self._proven = proven
 
-    def spelled_as(self, request: Incoming, before: str, place: int) -> str:
+    def matched_reply(self, request: RequestHistory, before: str, place: int) -> str:
         """Message `place` is no reply's exact spelling: the hash of the one reply to the messages before it, whose
         running hash is `before`, that it is but for leading reasoning; else its own without that, as a reply that
         a client carries into another conversation may come back in several spellings.
@@ -70,7 +70,7 @@ class StoredReplies:
         )
         return bare if turn is None else turn.message_hashes[-1]
 
-    def left_out(self, request: Incoming, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
+    def left_out(self, request: RequestHistory, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
         """The place at which the request leaves out an empty reply, and that reply's turn; None if it does not.
 
         The request goes on behind the turn's whole input, and continues no deeper turn. `running[n]` is the running
@@ -89,7 +89,7 @@ class StoredReplies:
                 return None
         return None
 
-    def _empty_of(self, before: str, request: Incoming, place: int) -> Turn | None:
+    def _empty_of(self, before: str, request: RequestHistory, place: int) -> Turn | None:
         """The turn of the empty reply before the request's message `place`: one that was continued as the request goes
         on, else the newest reply that nothing continues, if it is empty, else one whose child the request repeats."""
         replies = self._live(turn for turn in self._index.with_input(before) if turn.agent_id == self._agent_id)
@@ -104,7 +104,7 @@ class StoredReplies:
                 return told[0]
         return None
 
-    def _is_continued(self, turn: Turn, request: Incoming, place: int) -> bool:
+    def _is_continued(self, turn: Turn, request: RequestHistory, place: int) -> bool:
         """Do the messages from `place` on begin with a call's result that `turn` was continued with, or with the input
         and the reply of a turn that continues it?"""
         is_result = place < len(request) and request.role(place) == "tool"
@@ -114,7 +114,7 @@ class StoredReplies:
             for child in children
         )
 
-    def _repeats_child(self, turn: Turn, request: Incoming, place: int) -> bool:
+    def _repeats_child(self, turn: Turn, request: RequestHistory, place: int) -> bool:
         return any(_has_at(request, place, child.input_hashes) for child in self._index.siblings(turn.number))
 
     def _has_child(self, turn: Turn) -> bool:
@@ -128,7 +128,7 @@ class StoredReplies:
         return frozenset(() if self._linear is None else self._linear.path)
 
 
-def _has_at(request: Incoming, place: int, hashes: Sequence[str]) -> bool:
+def _has_at(request: RequestHistory, place: int, hashes: Sequence[str]) -> bool:
     end = place + len(hashes)
     return len(request) >= end and all(request.own_hash(at) == own for at, own in enumerate(hashes, place))
 
@@ -196,8 +196,8 @@ class ReturnedCalls:
         """Those of the turns whose reply this is, but for ids and arguments."""
         alike = []
         for turn in turns:
-            spelling = self._odd.spelling(turn.number)
-            mended = spelling and spelling.mended(message, with_arguments=self._ignores_arguments)
+            reply_calls = self._odd.reply_calls(turn.number)
+            mended = reply_calls and reply_calls.mended(message, with_arguments=self._ignores_arguments)
             if mended and self._is_reply(mended, turn):
                 alike.append(turn)
         return alike
@@ -211,11 +211,11 @@ class ReturnedCalls:
 
     def _pairs(self, ids: Sequence[Any], turn: Turn) -> dict[str, Any]:
         """The engine's ids by the client's."""
-        spelling = self._odd.spelling(turn.number)
-        places = None if spelling is None else spelling.pairs(ids)
-        if spelling is None or places is None:
+        reply_calls = self._odd.reply_calls(turn.number)
+        places = None if reply_calls is None else reply_calls.pairs(ids)
+        if reply_calls is None or places is None:
             return {}
-        own = [call.id for call in spelling.calls]
+        own = [call.id for call in reply_calls.calls]
         return {ids[place]: own_id for own_id, place in zip(own, places, strict=True) if isinstance(ids[place], str)}
 
 

@@ -21,9 +21,9 @@ from app.domain.session import Session, Turn, Turns
 from app.errors import HistoryMismatch, RollbackTooDeep
 
 if TYPE_CHECKING:
-    from app.domain.history import Incoming
+    from app.domain.history import RequestHistory
 
-NOTHING = ""
+EMPTY_HASH = ""
 """The running hash of an empty history."""
 
 EMPTY_REPLY = hashlib.sha256(b'["assistant","",[],null]').hexdigest()[:32]
@@ -70,7 +70,7 @@ class TreeIndex:
         self._by_bare_reply = _Newest()
         self._by_calls = _Newest()
         self.by_body = _Newest()
-        self.by_spelling: dict[str, Turn] = {}
+        self.by_prefix_hash: dict[str, Turn] = {}
         self.odd_calls = OddCalls()
         self.has_odd_calls = self.has_empty_replies = False
         self.counts: list[int] = []
@@ -87,7 +87,7 @@ class TreeIndex:
         ]
         if is_chat:
             parent = self._turns.get(turn.parent) if turn.base_messages else None
-            at = NOTHING
+            at = EMPTY_HASH
             if parent is not None:
                 is_whole = parent.message_count == turn.base_messages and parent.number in self._histories
                 at = self._histories[parent.number] if is_whole else self.prefixes(parent)[turn.base_messages]
@@ -119,7 +119,7 @@ class TreeIndex:
             self.has_odd_calls = True
             self.odd_calls.add(number, turn.given_ids)
         count = turn.message_count - 1
-        self.by_spelling[turn.client_hash] = turn
+        self.by_prefix_hash[turn.client_hash] = turn
         if not self.counts or count > self.counts[-1]:
             self.counts.append(count)
             return
@@ -144,7 +144,7 @@ class TreeIndex:
 
     def prefixes(self, turn: Turn) -> list[str]:
         """The running hashes of the turn's history: item n is that of its first n messages."""
-        found = [NOTHING]
+        found = [EMPTY_HASH]
         for message_hash in self.message_hashes(turn):
             found.append(running_hash(found[-1], message_hash))
         return found
@@ -160,15 +160,15 @@ class TreeIndex:
             hashes += member.message_hashes
         return hashes
 
-    def repeated(self, messages: int, spelling: Callable[[int], str]) -> Turn | None:
+    def repeated(self, messages: int, prefix_hash: Callable[[int], str]) -> Turn | None:
         """The newest of the longest earlier requests with whose bytes this one begins: it has so many messages, and
-        `spelling` gives a hash of the bytes of the first ones."""
+        `prefix_hash` gives a hash of the bytes of the first ones."""
         stop = bisect.bisect_right(self.counts, messages)
         likely, recent = max(stop - 1, 0), max(stop - RECENT_COUNTS, 0)
         for counts in (self.counts[likely:stop], self.counts[recent:likely], self.counts[:recent]):
-            spelled = [spelling(count) for count in counts]
-            for key in reversed(spelled):
-                if (turn := self.by_spelling.get(key)) is not None:
+            keys = [prefix_hash(count) for count in counts]
+            for key in reversed(keys):
+                if (turn := self.by_prefix_hash.get(key)) is not None:
                     return turn
         return None
 
@@ -299,7 +299,7 @@ class Plan(msgspec.Struct, frozen=True):
 class Rules(Protocol):
     """What differs between the histories."""
 
-    def join(self, request: Incoming, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
+    def join(self, request: RequestHistory, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Where a chat's request, which has been checked, joins the session."""
 
     def segment(self, session: Session, plan: Plan, base: int, branch: Branch) -> tuple[int, SegmentCause | None]:
@@ -319,7 +319,7 @@ class Rules(Protocol):
 class Linear:
     """One live path. A request continues its end; or it goes back on it, which supersedes the turns behind."""
 
-    def join(self, request: Incoming, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
+    def join(self, request: RequestHistory, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """A request supersedes turns only if it repeats the input of one of them, or follows a reply that this session
         sampled.
 
@@ -368,7 +368,7 @@ class Linear:
 class Tree:
     """Any number of branches: a request attaches to the deepest turn whose whole history begins it."""
 
-    def join(self, request: Incoming, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
+    def join(self, request: RequestHistory, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Of several turns, one that the request proves to hold is preferred, then one of the same agent, then one
         whose request the client spelled as this one, then the newest."""
 
@@ -428,7 +428,7 @@ def superseded(session: Session) -> set[int]:
 # one live path
 
 
-def _compared(session: Session, leaf: Turn, request: Incoming) -> Plan:
+def _compared(session: Session, leaf: Turn, request: RequestHistory) -> Plan:
     """Where a request joins that does not simply continue the newest turn. Raises as `Linear.join`."""
     if leaf.protocol == "completions":
         return diverging(session, HistoryMismatch("the session's last turn is a completion, not a chat"))
@@ -452,7 +452,7 @@ def diverging(session: Session, error: HistoryMismatch | RollbackTooDeep) -> Pla
     raise error
 
 
-def _equal_messages(history: Sequence[Turn], request: Incoming, window: int) -> int:
+def _equal_messages(history: Sequence[Turn], request: RequestHistory, window: int) -> int:
     """How many of the request's first messages are the stored ones.
 
     A retry begins with the exact bytes of a recent turn's request; those messages are not compared again.
@@ -467,7 +467,7 @@ def _equal_messages(history: Sequence[Turn], request: Incoming, window: int) -> 
 
 
 def _refusal(
-    session: Session, request: Incoming, equal: int, superseded: Sequence[Turn], *, follows_sampled: bool
+    session: Session, request: RequestHistory, equal: int, superseded: Sequence[Turn], *, follows_sampled: bool
 ) -> HistoryMismatch | RollbackTooDeep | None:
     """Why the request may not supersede these turns, the newest of the history; None if it may.
 

@@ -146,7 +146,7 @@ class Exporter:
         epoch = await self._database.read(reads.epoch)
         horizon, newest = await self._database.read(
             lambda connection: (reads.horizon(connection), group_reads.newest_version(connection)),
-            or_else=lambda connection: (
+            on_damage=lambda connection: (
                 bulk.horizon_of_each(connection),
                 group_reads.newest_version_of_each(connection),
             ),

@@ -181,7 +181,7 @@ class ExportPages:
         if self._order is not None or after > self._high:
             places, last = await self._database.read(around_damage, one_moment=True)
         else:
-            places, last = await self._database.read(read, one_moment=True, or_else=around_damage)
+            places, last = await self._database.read(read, one_moment=True, on_damage=around_damage)
         return self._parts(places), last
 
     async def of(self, session_ids: Sequence[str]) -> list[ExportPage]:
@@ -198,7 +198,7 @@ class ExportPages:
             there = [(one, reads.END) for one in session_ids if one in heads]
             return self._places(connection, heads, there, True)[0]
 
-        return await self._database.read(read, one_moment=True, or_else=around_damage)
+        return await self._database.read(read, one_moment=True, on_damage=around_damage)
 
     async def read(self, part: Sequence[ExportPage]) -> dict[str, StoredSession]:
         """The stored content of these pages' sessions; a session whose head is lost gives nothing."""
@@ -215,7 +215,7 @@ class ExportPages:
                 members = self._rollout_rows.members_of(found, self._every_head(connection).values())
             return found, members
 
-        found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
+        found, members = await self._database.read(read, one_moment=True, on_damage=around_damage)
         if self._url_s is None:
             await fetch_objects(self._database, found.values())
         else:

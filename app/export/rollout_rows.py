@@ -81,7 +81,7 @@ class RolloutRows:
         for part in (others[at : at + LOGS] for at in range(0, len(others), LOGS)):
             those = await self._database.read(
                 partial(bulk.read_logs, session_ids=part, upto=self._high),
-                or_else=partial(_logs_around_damage, session_ids=part, upto=self._high),
+                on_damage=partial(_logs_around_damage, session_ids=part, upto=self._high),
             )
             counts.update(await asyncio.to_thread(self._rows, those, members))
         return dict(counts)

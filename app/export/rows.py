@@ -215,17 +215,17 @@ class SessionRows:
         return found, newest
 
     def _tokens(self, number: int) -> TurnTokens:
-        """A turn's facts, checked against the log. Raises CorruptContent."""
+        """A turn's tokens, checked against the log. Raises CorruptContent."""
         event = self._known.events[number]
-        facts, wire = self._stored.frames.get(number, (None, None))
-        if wire is None:
+        tokens, exchange = self._stored.frames.get(number, (None, None))
+        if exchange is None:
             raise CorruptContent(f"turn {number}: the content is not there")
-        if codec.content_hash(facts, wire) != event.content_hash:
+        if codec.content_hash(tokens, exchange) != event.content_hash:
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
         if event.is_text:
             # Its counts are the upstream's: there are no tokens that they could be checked against.
             return TurnTokens(msgspec.structs.replace(event, suffix_tokens=0, output_tokens=0), b"", b"", b"")
-        found = codec.unpack_facts(facts, wire)
+        found = codec.unpack_tokens(tokens, exchange)
         if self._top_k is not None:
             self._tops[number] = found.top
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)

@@ -154,7 +154,7 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
 
     Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
 
-    Messages are only split here; `history.Incoming.check` checks the new ones.
+    Messages are only split here; `history.RequestHistory.check` checks the new ones.
     """
     fields, many_values = fields_of(body, has_few_values, continued)
     messages, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)

@@ -196,7 +196,7 @@ class AllEvents:
             found = await self._database.read(
                 partial(read, page=all_events.page),
                 one_moment=True,
-                or_else=partial(read, page=all_events.page_around_damage),
+                on_damage=partial(read, page=all_events.page_around_damage),
             )
         if found is None:
             raise PositionGone(

@@ -35,7 +35,7 @@ from app.sessions import images
 from app.store import reads, session_load
 from app.store.log_sessions import SaveSnapshot
 from app.store.ports import Database, Writer
-from app.store.session_load import LoadedSession, With
+from app.store.session_load import ContentColumns, LoadedSession
 from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
@@ -178,18 +178,18 @@ class PrefixBuffers:
 
 
 class StoredContent:
-    """Frames of turns that were read with the log: `wires` for the messages, `facts` for the tokens
-    (a small turn's are in its wire). They are dropped when they are first asked for: the next turn
+    """Frames of turns that were read with the log: `exchanges` for the messages, `tokens` for the tokens
+    (a small turn's are in its exchange). They are dropped when they are first asked for: the next turn
     needs them once, and finds its messages and tokens in memory then."""
 
     def __init__(self) -> None:
-        self.wires: dict[int, bytes | None] = {}
-        self.facts: reads.Frames = {}
+        self.exchanges: dict[int, bytes | None] = {}
+        self.tokens: reads.Frames = {}
 
     @property
     def size(self) -> int:
         """Bytes of all frames."""
-        frames = [*self.wires.values(), *itertools.chain(*self.facts.values())]
+        frames = [*self.exchanges.values(), *itertools.chain(*self.tokens.values())]
         return sum(len(frame) for frame in frames if frame is not None)
 
 
@@ -346,7 +346,7 @@ class SessionCache:
 
     def __init__(self, database: Database, writer: Writer, max_bytes: int, *, with_tokens: bool = False) -> None:
         self.database = database
-        self._content = With.FACTS if with_tokens else With.WIRE
+        self._content = ContentColumns.TOKENS if with_tokens else ContentColumns.EXCHANGE
         self._writer = writer
         self._max_bytes = max_bytes
         self._entries: dict[str, CacheEntry] = {}
@@ -384,7 +384,7 @@ class SessionCache:
         self._session_lookups.hits += 1
         return live
 
-    async def _get(self, session_id: str, content: With) -> CacheEntry | None:
+    async def _get(self, session_id: str, content: ContentColumns) -> CacheEntry | None:
         live = self._entries.get(session_id)
         if live is not None and live.session.version < live.newest_seen:
             # Events were appended that follow others which this process has not seen.
@@ -403,7 +403,7 @@ class SessionCache:
     async def current(self, session_id: str) -> CacheEntry | None:
         """The current session: from the cache with one API process, otherwise refreshed from the log."""
         if self.database.is_sqlite:
-            return await self._get(session_id, With.NOTHING)
+            return await self._get(session_id, ContentColumns.NONE)
         return await self.refresh(session_id)
 
     async def refresh(self, session_id: str) -> CacheEntry | None:
@@ -455,12 +455,11 @@ class SessionCache:
         messages: bytes,
         tokens: bytes | None,
         layout: KnownBody | None = None,
-        spelled: Hasher | None = None,
+        prefix_hasher: Hasher | None = None,
         text: KnownText | None = None,
     ) -> None:
         """Keep a committed turn's messages, the text of its tokens if known, and its body if it has a layout, for the
-        next request. `spelled` is the hash state of the body's messages (`Incoming.spelled`), `text` that of all
-        tokens."""
+        next request. `prefix_hasher` is that of the body's messages, `text` the text of all tokens."""
         live = self._entries.get(session_id)
         if live is None:
             return
@@ -469,16 +468,16 @@ class SessionCache:
             turn = live.session.turns.get(number)
         if turn is None:
             return
-        if live.unread.wires or live.unread.facts:
+        if live.unread.exchanges or live.unread.tokens:
             live.unread = StoredContent()
         if turn.protocol != "completions":
             live.messages.extend(turn.parent if turn.base_messages else 0, number, messages)
         if tokens is not None:
             trimmed = _trimmed(live.session, turn)
             live.tokens.extend(turn.token_parent, number, tokens, trimmed)
-        if layout is not None and spelled is not None:
+        if layout is not None and prefix_hasher is not None:
             continued = layout.continued
-            layout.keep(turn.protocol, number, spelled, text)
+            layout.keep(turn.protocol, number, prefix_hasher, text)
             live.bodies.add(layout, continued)
             self._with_bodies.add(session_id)
         self._account(session_id, live)
@@ -502,9 +501,9 @@ class SessionCache:
         session_id = live.session.session_id
         chain = live.session.message_chain(turn)
         numbers = [member.number for member in chain]
-        wires, live.unread.wires = live.unread.wires, {}
-        known: reads.Frames = {number: (None, wire) for number, wire in wires.items()}
-        frames = await self._frames(session_id, numbers, known, facts=False)
+        exchanges, live.unread.exchanges = live.unread.exchanges, {}
+        known: reads.Frames = {number: (None, exchange) for number, exchange in exchanges.items()}
+        frames = await self._frames(session_id, numbers, known, tokens=False)
         try:
             saids = await _off_loop(len(chain), lambda: reads.unpack_messages(frames, numbers))
         except CorruptContent as error:
@@ -530,20 +529,20 @@ class SessionCache:
         session = live.session
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]
-        known, live.unread.facts = live.unread.facts, {}
-        frames = await self._frames(session.session_id, numbers, known, wire=False)
-        facts_bytes = sum(len(facts or wire or b"") for facts, wire in frames.values())
+        known, live.unread.tokens = live.unread.tokens, {}
+        frames = await self._frames(session.session_id, numbers, known, exchange=False)
+        token_bytes = sum(len(tokens or exchange or b"") for tokens, exchange in frames.values())
 
         def loaded() -> PrefixBuffer:
             made = PrefixBuffer()
-            facts = reads.unpack_facts(frames, numbers)
+            tokens = reads.unpack_tokens(frames, numbers)
             for member in chain:
-                ids = facts[member.number].suffix_ids + facts[member.number].output_ids
+                ids = tokens[member.number].suffix_ids + tokens[member.number].output_ids
                 made.extend(member.token_parent, member.number, id_text(ids), _trimmed(session, member))
             return made
 
         try:
-            made = loaded() if facts_bytes <= SMALL_FACTS else await asyncio.to_thread(loaded)
+            made = loaded() if token_bytes <= SMALL_TOKENS else await asyncio.to_thread(loaded)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session.session_id}: {error}") from error
         live.tokens.use(made)
@@ -563,7 +562,7 @@ class SessionCache:
     async def _read_odd_calls(self, live: CacheEntry, odd: OddCalls) -> None:
         session_id = live.session.session_id
         numbers = list(odd.unread)
-        frames = await self._frames(session_id, numbers, {}, facts=False)
+        frames = await self._frames(session_id, numbers, {}, tokens=False)
         try:
             messages = await _off_loop(len(numbers), lambda: reads.unpack_messages(frames, numbers))
         except CorruptContent as error:
@@ -572,14 +571,20 @@ class SessionCache:
             odd.learn(number, sampled_calls(messages[number].message))
 
     async def _frames(
-        self, session_id: str, numbers: Sequence[int], known: reads.Frames, *, facts: bool = True, wire: bool = True
+        self,
+        session_id: str,
+        numbers: Sequence[int],
+        known: reads.Frames,
+        *,
+        tokens: bool = True,
+        exchange: bool = True,
     ) -> reads.Frames:
         """The frames of these turns, of which `known` were read with the log."""
         missing = [number for number in numbers if number not in known]
         if not missing:
             return known
         return known | await self.database.read(
-            lambda connection: reads.load_frames(connection, session_id, missing, facts=facts, wire=wire),
+            lambda connection: reads.load_frames(connection, session_id, missing, tokens=tokens, exchange=exchange),
             session_id=session_id,
         )
 
@@ -590,11 +595,11 @@ class SessionCache:
         """As `_load`, but with a read that starts now: a read already in progress may miss acknowledged events."""
         task = self._loading.get(session_id)
         if task is None or task.done():
-            return await self._load(session_id, With.NOTHING)
-        await self._load(session_id, With.NOTHING)
+            return await self._load(session_id, ContentColumns.NONE)
+        await self._load(session_id, ContentColumns.NONE)
         return await self.refresh(session_id)
 
-    async def _load(self, session_id: str, content: With) -> CacheEntry | None:
+    async def _load(self, session_id: str, content: ContentColumns) -> CacheEntry | None:
         """Concurrent misses of one session share one read, which continues if a request is cancelled."""
         task = self._loading.get(session_id)
         if task is None or task.done():  # A done one has not been taken out yet; it may have found nothing.
@@ -606,7 +611,7 @@ class SessionCache:
         if self._loading.get(session_id) is task:
             del self._loading[session_id]
 
-    async def _read(self, session_id: str, content: With) -> CacheEntry | None:
+    async def _read(self, session_id: str, content: ContentColumns) -> CacheEntry | None:
         own = asyncio.current_task()
         while True:
             found = await session_load.load(self.database, session_id, content)
@@ -620,13 +625,14 @@ class SessionCache:
                 return await newest
             self._loading[session_id] = cast("asyncio.Task[CacheEntry | None]", own)
 
-    def _put_read(self, session: Session, frames: reads.Frames, content: With) -> CacheEntry:
+    def _put_read(self, session: Session, frames: reads.Frames, content: ContentColumns) -> CacheEntry:
         live = self.put(session)
         if live.session is session and frames:
-            live.unread.wires = {number: wire for number, (_, wire) in frames.items()}
-            if content is With.FACTS:
-                live.unread.facts = {
-                    number: (facts, wire if facts is None else None) for number, (facts, wire) in frames.items()
+            live.unread.exchanges = {number: exchange for number, (_, exchange) in frames.items()}
+            if content is ContentColumns.TOKENS:
+                live.unread.tokens = {
+                    number: (tokens, exchange if tokens is None else None)
+                    for number, (tokens, exchange) in frames.items()
                 }
             self._account(session.session_id, live)
         return live
@@ -653,7 +659,7 @@ class SessionCache:
         size += CHUNK_BYTES * live.uses.references + live.messages.size + live.tokens.size + live.bodies.size
         if live.newest_params is not None:
             size += len(live.newest_params[0])
-        if live.unread.wires or live.unread.facts:
+        if live.unread.exchanges or live.unread.tokens:
             size += live.unread.size
         self._bytes += size - self._sizes[session_id]
         self._sizes[session_id] = size
@@ -706,8 +712,8 @@ def _trimmed(session: Session, turn: Turn) -> int:
 OFF_LOOP = 64
 """Up to this many rows are decoded on the event loop (about 1 ms), more on a thread."""
 
-SMALL_FACTS = 32 << 10
-"""Up to so many bytes of stored facts (about 2,000 sampled tokens) are rendered on the event loop, more on a thread."""
+SMALL_TOKENS = 32 << 10
+"""Stored tokens of up to so many bytes (about 2,000 sampled ones) are rendered on the event loop, more on a thread."""
 
 T = TypeVar("T")
 

@@ -239,4 +239,4 @@ class Janitor:
         def around_damage(connection: Connection) -> list[T]:
             return sorted(of_readable(connection, lambda again, ids: read(again, among=ids)))
 
-        return await self._database.read(read, or_else=around_damage)
+        return await self._database.read(read, on_damage=around_damage)

@@ -12,7 +12,7 @@ from app.store import reads
 from app.store.chunk_reader import load_chunks
 from app.store.ports import Database
 from workers import payloads, sampling_masks
-from workers.codec import CorruptContent, Wire
+from workers.codec import CorruptContent, Exchange
 from workers.payloads import Chunk, Ids
 from workers.sampling_masks import Masks
 
@@ -46,14 +46,14 @@ def _parts(found: Payload, first: int, stop: int) -> Iterator[tuple[ChunkKey, Ch
 
 
 async def values(
-    database: Database, session: Session, number: int, wire: Wire, kinds: Collection[str]
+    database: Database, session: Session, number: int, exchange: Exchange, kinds: Collection[str]
 ) -> dict[str, bytes]:
     """The payloads of turn `number`'s reply by kind, in the engine's spelling, without tombstoned ones.
 
     Raises SessionUnreadable.
     """
     found: dict[str, bytes] = {}
-    for cut in wire.cuts:
+    for cut in exchange.cuts:
         payload = next((one for one in session.whole_payloads(number) if one.kind == cut.kind), None)
         if cut.kind not in kinds or payload is None:
             continue

@@ -84,7 +84,7 @@ class SessionConditions(BaseModel):
         )
 
 
-Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
+Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
 MAX_LOOKED_AT = 10_000
 """The most sessions whose metadata one request reads; the page that ends there may be short."""
@@ -187,7 +187,7 @@ class SessionList:
 
         ids = [row["session_id"] for row in rows if row["state"] != "erased"]
         found = await self._database.read(
-            lambda connection: read(connection, ids), or_else=lambda connection: split(connection, ids, read)[0]
+            lambda connection: read(connection, ids), on_damage=lambda connection: split(connection, ids, read)[0]
         )
         return {session_id for session_id, matches in found.items() if matches}
 
@@ -224,15 +224,15 @@ class SessionList:
     def _wanted(self, query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
         is_open = query.state not in (None, "closed", "erased", "undone")
         status: Any = "open" if is_open else query.status or query.state
-        is_idle = query.state == "idle"
-        needs_claim = query.state == "claimed" or query.stuck_s is not None or query.sort == "claimed_since"
+        is_idle, is_running = query.state == "idle", query.state == "running"
+        needs_claim = is_running or query.stuck_s is not None or query.sort == "running_since"
         return msgspec.structs.replace(
             query.of_heads(newest),
             status=status,
             idle=is_idle,
             claimed_before=self._clock() - (query.stuck_s or 0.0) if needs_claim else None,
-            among=held.keys() if query.state == "gated" else None,
-            but=held.keys() if is_idle else (),
+            among=held.keys() if query.state == "paused" else None,
+            but=held.keys() if is_idle or is_running else (),
             begins=query.q,
         )
 
@@ -251,7 +251,7 @@ class SessionList:
 
 
 def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> ListedSession:
-    """`state` is the status, or what an open session is doing: `claimed` since `claimed_since`, `gated`, else `idle`.
+    """`state` is the status, or what an open session is doing: `running` since `running_since`, `paused`, else `idle`.
     `staleness`: how many weight versions its newest turn is behind the newest one."""
     return {
         "session_id": head.session_id,
@@ -267,7 +267,7 @@ def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> 
         "weight_version": head.weight_version,
         "staleness": staleness(newest, head.weight_version),
         "engine": head.engine,
-        "claimed_since": head.claimed_since,
+        "running_since": head.running_since,
         "closed_at": head.closed_at,
         "note": head.note,
         "tags": head.tags,
@@ -278,8 +278,8 @@ def _state(head: HeadRow, held: Mapping[str, bool]) -> SessionState:
     if head.status != "open":
         return head.status
     if head.session_id in held:
-        return "gated"
-    return "idle" if head.claimed_since is None else "claimed"
+        return "paused"
+    return "idle" if head.running_since is None else "running"
 
 
 def _order_of(query: SessionQuery) -> tuple[SortOrder, bool]:

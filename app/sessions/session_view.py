@@ -231,8 +231,8 @@ def _state(session: Session, is_held: bool) -> SessionState:
     if session.status != "open":
         return session.status
     if is_held:
-        return "gated"
-    return "claimed" if session.open_turns else "idle"
+        return "paused"
+    return "running" if session.open_turns else "idle"
 
 
 def _opened_at(found: SessionAt, fence: int) -> float | None:

@@ -18,7 +18,7 @@ from app.sessions import replay_payloads as replay
 from app.store import reads
 from app.store.ports import Database
 from workers import codec
-from workers.codec import TOKEN_BYTES, CorruptContent, Wire
+from workers.codec import TOKEN_BYTES, CorruptContent, Exchange
 from workers.parse import REPLAY
 
 
@@ -33,15 +33,15 @@ async def _continued(database: Database, session: Session, ids: bytes, chain: Se
         return b""
     numbers = [turn.number for turn in chain]
     try:
-        facts = await database.read(
-            lambda connection: reads.load_facts(connection, session.session_id, numbers), session_id=session.session_id
+        tokens = await database.read(
+            lambda connection: reads.load_tokens(connection, session.session_id, numbers), session_id=session.session_id
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
     joined = bytearray(ids)
     for turn in chain:
         del joined[turn.base_tokens * TOKEN_BYTES :]
-        joined += facts[turn.number].suffix_ids + facts[turn.number].output_ids
+        joined += tokens[turn.number].suffix_ids + tokens[turn.number].output_ids
     return bytes(joined)
 
 
@@ -52,10 +52,10 @@ async def stored_reply(
 
     Replay payloads of other kinds, and tombstoned ones, are null. Raises SessionUnreadable.
     """
-    wire = await _wire(database, session, number)
+    exchange = await _exchange(database, session, number)
     ids = await token_ids(database, session, number)
-    payloads = await replay.values(database, session, number, wire, kinds)
-    return wire.status, wire.headers, _reply(session.turn(number), wire, ids, payloads)
+    payloads = await replay.values(database, session, number, exchange, kinds)
+    return exchange.status, exchange.headers, _reply(session.turn(number), exchange, ids, payloads)
 
 
 async def echo(database: Database, session: Session, turn: Turn) -> bytes | None:
@@ -94,19 +94,19 @@ async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
     ids = b""
     for number in session.path:
         turn, (at, event) = session.turn(number), committed[number]
-        wire = await _wire(database, session, number)
+        exchange = await _exchange(database, session, number)
         ids = await _continued(database, session, ids, [turn])
-        request, history = await _request(database, session, event, wire, history, _prompt(turn, ids))
-        payloads = await replay.values(database, session, number, wire, REPLAY)
+        request, history = await _request(database, session, event, exchange, history, _prompt(turn, ids))
+        payloads = await replay.values(database, session, number, exchange, REPLAY)
         yield msgspec.json.encode(
             {
                 "timestamp": at,
                 "request_timestamp": event.requested_at,
                 "method": "POST",
                 "path": PATHS[shape_of(event.protocol)],
-                "status_code": wire.status,
+                "status_code": exchange.status,
                 "request": msgspec.Raw(request),
-                "response": msgspec.Raw(_reply(turn, wire, ids, payloads)),
+                "response": msgspec.Raw(_reply(turn, exchange, ids, payloads)),
                 "turn": number,
                 "protocol": event.protocol,
                 **({"left_out": event.left_out} if event.left_out else {}),
@@ -118,14 +118,14 @@ async def _request(
     database: Database,
     session: Session,
     event: TurnCommitted,
-    wire: Wire,
+    exchange: Exchange,
     history: list[bytes],
     prompt: memoryview,
 ) -> tuple[bytes, list[bytes]]:
     """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
     blobs = await _blobs(database, session, event.turn, numbers)
-    new = await images.put_back(database, session, wire.messages)
+    new = await images.put_back(database, session, exchange.messages)
     messages = sent = [*(history if event.base_messages else []), *new]
     ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
     params = blobs[event.params]
@@ -133,29 +133,30 @@ async def _request(
         tools = None if event.tools is None else blobs[event.tools]
         if any(turn.odd_arguments for turn in session.turns):
             sent = [sendable(raw) for raw in messages]
-        body = chat_body(params, tools, sent, wire.rid, wire.own, ids, wire.ids_field or "input_ids")
+        body = chat_body(params, tools, sent, exchange.rid, exchange.own, ids, exchange.ids_field or "input_ids")
     else:
         text = "".join(msgspec.json.decode(part, type=str) for part in messages)
-        body = [*completion_body(params, text, ids, wire.rid, wire.own)]
-    return b"".join(body), [*messages, wire.message]
+        body = [*completion_body(params, text, ids, exchange.rid, exchange.own)]
+    return b"".join(body), [*messages, exchange.message]
 
 
 def _prompt(turn: Turn, ids: bytes) -> memoryview:
     return memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES].cast("i")
 
 
-def _reply(turn: Turn, wire: Wire, ids: bytes, payloads: Mapping[str, bytes]) -> bytes:
-    return codec.paste(wire, _prompt(turn, ids), payloads)
+def _reply(turn: Turn, exchange: Exchange, ids: bytes, payloads: Mapping[str, bytes]) -> bytes:
+    return codec.paste(exchange, _prompt(turn, ids), payloads)
 
 
-async def _wire(database: Database, session: Session, number: int) -> Wire:
+async def _exchange(database: Database, session: Session, number: int) -> Exchange:
     try:
-        wires = await database.read(
-            lambda connection: reads.load_wires(connection, session.session_id, [number]), session_id=session.session_id
+        exchanges = await database.read(
+            lambda connection: reads.load_exchanges(connection, session.session_id, [number]),
+            session_id=session.session_id,
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
-    return wires[number]
+    return exchanges[number]
 
 
 async def _committed(database: Database, session: Session) -> dict[int, tuple[float, Any]]:

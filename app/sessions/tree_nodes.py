@@ -11,7 +11,7 @@ from app.errors import SessionUnreadable
 from app.store import reads
 from app.store.ports import Database
 from workers import codec
-from workers.codec import CorruptContent, Wire
+from workers.codec import CorruptContent, Exchange
 
 PAGE = 64
 """How many replies are unpacked at a time, to find their ids."""
@@ -91,17 +91,17 @@ def _leaf(session: Session, turn: Turn, response_id: str | None) -> LeafPath:
 
 async def _response_ids(database: Database, session_id: str, numbers: Sequence[int]) -> dict[int, str | None]:
     try:
-        wires = await database.read(
-            lambda connection: reads.load_wires(connection, session_id, numbers), session_id=session_id
+        exchanges = await database.read(
+            lambda connection: reads.load_exchanges(connection, session_id, numbers), session_id=session_id
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session_id}, turns {numbers}: {error}") from error
-    return {number: _response_id(wire) for number, wire in wires.items()}
+    return {number: _response_id(exchange) for number, exchange in exchanges.items()}
 
 
-def _response_id(wire: Wire) -> str | None:
+def _response_id(exchange: Exchange) -> str | None:
     """Null for an id that is not a string, which is no fault of the reply."""
-    body = codec.paste(wire, memoryview(b"").cast("i"), {})
+    body = codec.paste(exchange, memoryview(b"").cast("i"), {})
     try:
         return msgspec.json.decode(body, type=_Reply).id
     except msgspec.MsgspecError:

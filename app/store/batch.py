@@ -61,7 +61,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 _FREE = "DELETE FROM open_turns WHERE session_id = ? AND fence = ?"
 _CONTENT = """
-INSERT INTO turns (session_id, turn, parent_turn, segment, choice_index, protocol, facts, wire)
+INSERT INTO turns (session_id, turn, parent_turn, segment, choice_index, protocol, tokens, exchange)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 """
 _EVENT = """
@@ -106,7 +106,7 @@ WITH given AS MATERIALIZED (
         $8::float8[], $9::bigint[], $10::text[], $11::int[], $12::int[], $13::int[], $14::smallint[], $15::text[],
         $16::bytea[], $17::bytea[])
     AS t(sid, known, known_turns, fence, incarnation, opened_at, count, at, weight, engine, turn, parent, segment,
-        choice_index, protocol, facts, wire)
+        choice_index, protocol, tokens, exchange)
 ), new_events AS (
     SELECT * FROM unnest($18::text[], $19::bigint[], $20::text[], $21::smallint[], $22::float8[], $23::bytea[])
     AS t(sid, seq, type, version, at, data)
@@ -127,8 +127,8 @@ WITH given AS MATERIALIZED (
 ), freed AS (
     DELETE FROM open_turns o USING advanced a WHERE o.session_id = a.sid AND o.fence = a.fence
 ), content AS (
-    INSERT INTO turns (session_id, turn, parent_turn, segment, choice_index, protocol, facts, wire)
-    SELECT sid, turn, parent, segment, choice_index, protocol, facts, wire FROM advanced
+    INSERT INTO turns (session_id, turn, parent_turn, segment, choice_index, protocol, tokens, exchange)
+    SELECT sid, turn, parent, segment, choice_index, protocol, tokens, exchange FROM advanced
 ), logged AS (
     INSERT INTO events (session_id, seq, type, version, at, data, tx)
     SELECT n.sid, n.seq, n.type, n.version, n.at, n.data, GREATEST(pg_current_xact_id()::text::bigint, a.tx)
@@ -296,7 +296,7 @@ def _write_remotely(tx: PostgresTx, claims: Sequence[Claim], commits: Sequence[C
 
 def _content(commit: Commit, turn: TurnCommitted) -> tuple[Any, ...]:
     """The row of the turn's content, in the order of both databases' statements, without its session."""
-    parts = commit.facts, commit.wire
+    parts = commit.tokens, commit.exchange
     return turn.turn, turn.parent, turn.segment, turn.choice_index, turn.protocol, *parts
 
 
@@ -358,6 +358,6 @@ def _lock(tx: Tx, operations: Sequence[Operation[Any]]) -> set[str]:
     """Lock the heads of the operations' sessions; returns those that another transaction has locked."""
     ids = sorted({operation.session_id for operation in operations})
     locked = {row[0] for row in tx.all(_lock_heads, {"sids": ids})}
-    tx.has_locked(locked)
+    tx.add_locked(locked)
     missing = [session_id for session_id in ids if session_id not in locked]
     return {row[0] for row in tx.all(_known, {"sids": missing})} if missing else set()

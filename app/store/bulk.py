@@ -214,10 +214,12 @@ def read_content(
     for row in connection.execute(log).all():
         if row[0] in found:
             found[row[0]].events.append(EventRow(*row[1:]))
-    content = select(turns.c.session_id, turns.c.turn, turns.c.facts, turns.c.wire).where(turns.c.session_id.in_(live))
-    for session_id, turn, facts, wire in connection.execute(content).all():
+    content = select(turns.c.session_id, turns.c.turn, turns.c.tokens, turns.c.exchange).where(
+        turns.c.session_id.in_(live)
+    )
+    for session_id, turn, tokens, exchange in connection.execute(content).all():
         if session_id in found:
-            found[session_id].frames[turn] = (facts, wire)
+            found[session_id].frames[turn] = (tokens, exchange)
     shared = select(blobs.c.session_id, blobs.c.number, blobs.c.data).where(blobs.c.session_id.in_(live))
     if not images:
         shared = shared.where(blobs.c.kind != "image")

@@ -1,6 +1,6 @@
 """Reads around damaged pages: the sessions that can be read, and why the others cannot.
 
-Far slower than an ordinary read; used only after one that met a damaged page (`Database.read`, `or_else`). Exports,
+Far slower than an ordinary read; used only after one that met a damaged page (`Database.read`, `on_damage`). Exports,
 the training feed and the janitor step over what is damaged; lists do not, and say so.
 """
 

@@ -231,7 +231,7 @@ class Tx(Protocol):
         """Lock the row of session `sid` (SELECT … FOR UPDATE); a no-op on SQLite."""
         ...
 
-    def has_locked(self, session_ids: Collection[str]) -> None:
+    def add_locked(self, session_ids: Collection[str]) -> None:
         """Tell the transaction which sessions' rows it has locked already."""
         ...
 
@@ -287,7 +287,7 @@ class AlchemyTx:
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         self._connection.execute(statement, parameters)
 
-    def has_locked(self, session_ids: Collection[str]) -> None:
+    def add_locked(self, session_ids: Collection[str]) -> None:
         return
 
 
@@ -339,7 +339,7 @@ class SqliteTx:
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         return
 
-    def has_locked(self, session_ids: Collection[str]) -> None:
+    def add_locked(self, session_ids: Collection[str]) -> None:
         return
 
 

@@ -43,9 +43,9 @@ from app.store.ports import READERS, Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
     RECYCLE_S,
-    Patience,
     PostgresAutocommit,
     PostgresWriter,
+    Reconnect,
     answered,
     is_lost,
     warn_of_weak_promises,
@@ -197,10 +197,10 @@ class Database:
         self._lock = sqlite_lock(url)
         self._on_lost: Callable[[str], None] | None = lost
         self._sqlite = None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock)
-        self._patience = Patience()
+        self._reconnect = Reconnect()
         self._reading = None if self.is_sqlite else _postgres_engine(parsed, READERS)
         self._writing = None if self.is_sqlite else _postgres_engine(parsed, LANES + SPARE_WRITERS)
-        self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
+        self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._reconnect, committed)
         self._autocommit = None if self._reading is None else PostgresAutocommit(self._reading)
         self._opened = False
         self.unreadable = Unreadable()
@@ -301,23 +301,23 @@ class Database:
         *,
         one_moment: bool = False,
         session_id: str | None = None,
-        or_else: Callable[[Connection], T] | None = None,
+        on_damage: Callable[[Connection], T] | None = None,
     ) -> T:
         """Run `function` on a connection; retried if the connection to PostgreSQL is lost.
 
         On SQLite it runs on a thread: it must not look at what the event loop changes.
 
-        `one_moment`: all of its statements see the same state (on SQLite always). `or_else` is run instead if a needed
-        page is damaged; it must read around it. `session_id`: only this session is read. Raises StoreUnavailable if
-        the database cannot answer; SessionUnreadable, StoreDamaged if it can, but not read this data.
+        `one_moment`: all of its statements see the same state (on SQLite always). `on_damage` is run instead if a
+        needed page is damaged; it must read around it. `session_id`: only this session is read. Raises StoreUnavailable
+        if the database cannot answer; SessionUnreadable, StoreDamaged if it can, but not read this data.
         """
         try:
             return await self._answer(function, one_moment)
         except _FAULTS as error:
             store_fault = await self._error_for(error, session_id)
-            if or_else is None or not isinstance(store_fault, StoreDamaged):
+            if on_damage is None or not isinstance(store_fault, StoreDamaged):
                 raise store_fault from error
-        return await self.read(or_else, one_moment=one_moment)
+        return await self.read(on_damage, one_moment=one_moment)
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         if self._sqlite_reads is not None:
@@ -327,7 +327,7 @@ class Database:
             return await uncancelled(self._read_sqlite(function))
         assert self._reading is not None
         reading = self._reading
-        return await self._patience.retrying(lambda: self._read(reading, function, one_moment))
+        return await self._reconnect.retrying(lambda: self._read(reading, function, one_moment))
 
     async def _error_for(self, error: BaseException, session_id: str | None = None) -> BaseException:
         """The error to raise for a driver's error.
@@ -371,7 +371,7 @@ class Database:
             return await self.read(partial(sqlite_engine.driver_rows, text=text, values=values))
         read_autocommit = self._autocommit
         try:
-            return await self._patience.retrying(lambda: read_autocommit.all(statement, parameters))
+            return await self._reconnect.retrying(lambda: read_autocommit.all(statement, parameters))
         except _FAULTS as error:
             raise await self._error_for(error) from error
 

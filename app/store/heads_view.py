@@ -20,7 +20,7 @@ from app.store.schema import open_turns, sessions
 
 Status = Literal["open", "closed", "erased", "undone"]
 
-SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version", "claimed_since"]
+SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version", "running_since"]
 
 NULLABLE = frozenset({"reward", "weight_version"})
 """Columns that may be null: such sessions come last in either direction."""
@@ -35,7 +35,7 @@ LISTED = 10_000
 
 
 class HeadRow(msgspec.Struct, frozen=True):
-    """A head: `version` is its last seq, times are seconds since the epoch, `claimed_since` of its oldest open turn."""
+    """A head: `version` is its last seq, times are seconds since the epoch, `running_since` of its oldest open turn."""
 
     session_id: str
     version: int
@@ -52,14 +52,14 @@ class HeadRow(msgspec.Struct, frozen=True):
     root_id: str | None
     note: str | None
     joined_tags: str | None
-    claimed_since: float | None = None
+    running_since: float | None = None
 
     @property
     def tags(self) -> list[str]:
         return notes.parted(self.joined_tags)
 
 
-_claimed_since = (
+_running_since = (
     select(func.min(open_turns.c.opened_at))
     .where(open_turns.c.session_id == sessions.c.session_id)
     .correlate(sessions)
@@ -69,7 +69,7 @@ _STORED = HeadRow.__struct_fields__[:-2]
 _ROW = (
     *(sessions.c[name] for name in _STORED),
     sessions.c.tags,
-    case((sessions.c.open_turns > 0, _claimed_since)),
+    case((sessions.c.open_turns > 0, _running_since)),
 )
 
 
@@ -115,7 +115,7 @@ def page(
     `many`: many heads match, so follow the order's index, if there is one. If few match, they are found first and then
     sorted.
     """
-    value = _claimed_since if order == "claimed_since" else sessions.c[order] if many else sessions.c[order] + 0
+    value = _running_since if order == "running_since" else sessions.c[order] if many else sessions.c[order] + 0
     direction = [one.desc() if newest_first else one.asc() for one in (value, sessions.c.session_id)]
     if order in NULLABLE:
         direction[0] = direction[0].nulls_last()

@@ -233,8 +233,8 @@ class Commit(SetOperation, TurnOperation, frozen=True):
     at: float
     known: Known
     events: Sequence[Event]
-    facts: bytes | None
-    wire: bytes
+    tokens: bytes | None
+    exchange: bytes
     blobs: Sequence[StoredBlob]
     chunks: Sequence[StoredChunk] = ()
     is_alone: bool = False
@@ -333,8 +333,8 @@ class Commit(SetOperation, TurnOperation, frozen=True):
             "segment": turn.segment,
             "choice_index": turn.choice_index,
             "protocol": turn.protocol,
-            "facts": self.facts,
-            "wire": self.wire,
+            "tokens": self.tokens,
+            "exchange": self.exchange,
         }
 
 

@@ -72,7 +72,7 @@ class Database(Protocol):
         *,
         one_moment: bool = False,
         session_id: str | None = None,
-        or_else: Callable[[Connection], T] | None = None,
+        on_damage: Callable[[Connection], T] | None = None,
     ) -> T: ...
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...

@@ -2,7 +2,7 @@
 
     lost before COMMIT      nothing is written: repeated on another connection
     lost during COMMIT      the log is searched for the transaction's last event
-    no connection           retried for PATIENCE_S from the first failure; then StoreUnavailable
+    no connection           retried for RECONNECT_S from the first failure; then StoreUnavailable
 
 Nothing relies on server session state beyond a transaction, so a pooler may give each transaction another server
 session.
@@ -39,7 +39,7 @@ DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Internal
 """Errors that the driver raises without SQLAlchemy's translation; InternalClientError when a server closes an idle
 connection."""
 
-PATIENCE_S = 10.0
+RECONNECT_S = 10.0
 """How long to retry a lost server before requests are answered 503: enough for a restart or failover."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
@@ -161,7 +161,7 @@ class PostgresTx:
         if parameters["sid"] not in self._locked:
             self.one(statement, parameters)
 
-    def has_locked(self, session_ids: Collection[str]) -> None:
+    def add_locked(self, session_ids: Collection[str]) -> None:
         self._locked = frozenset(session_ids)
 
     def begin(self, durable: bool) -> None:
@@ -189,8 +189,8 @@ async def _commit(raw: Any) -> None:
     await committing
 
 
-class Patience:
-    """Retries while the server is lost, for PATIENCE_S from the first failure of any caller."""
+class Reconnect:
+    """Retries while the server is lost, for RECONNECT_S from the first failure of any caller."""
 
     def __init__(self) -> None:
         self._missed_at: float | None = None
@@ -208,7 +208,7 @@ class Patience:
                     self._missed_at = now
                     log.warning("the database is gone (%s); waiting for it", error)
                 # Other callers may succeed meanwhile; one that never does gives up all the same.
-                give_up_at = min(give_up_at, self._missed_at + PATIENCE_S)
+                give_up_at = min(give_up_at, self._missed_at + RECONNECT_S)
                 if now + pause > give_up_at:
                     raise StoreUnavailable(f"the database cannot be reached: {error}") from error
                 await asyncio.sleep(pause)
@@ -236,16 +236,16 @@ class PostgresWriter:
     """Write transactions, on connections that are kept: taking one from the pool costs a quarter of a small
     transaction. `committed` is called after durable ones."""
 
-    def __init__(self, engine: AsyncEngine, patience: Patience, committed: Committed) -> None:
+    def __init__(self, engine: AsyncEngine, reconnect: Reconnect, committed: Committed) -> None:
         self._committed = committed
         self._engine = engine
-        self._patience = patience
+        self._reconnect = reconnect
         self._compiler = Compiler(engine.dialect)
         self._idle: list[tuple[AsyncConnection, float]] = []
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
         """Run `function` in one transaction, with retries. Raises what the driver raises, StoreUnavailable."""
-        return await self._patience.retrying(lambda: self._once(function, durable))
+        return await self._reconnect.retrying(lambda: self._once(function, durable))
 
     async def _once(self, function: Callable[[Tx], T], durable: bool) -> T:
         try:
@@ -254,7 +254,7 @@ class PostgresWriter:
             if unknown.last is None:
                 raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
             look = partial(self._holds, unknown.last)
-            if not await self._patience.retrying(lambda: self._on_connection(look)):
+            if not await self._reconnect.retrying(lambda: self._on_connection(look)):
                 raise ConnectionLost("the connection was lost before a commit") from unknown
             result: T = unknown.result
             return result

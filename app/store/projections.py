@@ -260,7 +260,7 @@ async def examined(database: Database) -> AsyncIterator[Examined]:
         for session_id in ids:
             yield await database.read(
                 partial(examine, session_id=session_id),
-                or_else=lambda _: Examined(session_id, unreadable="its rows are on a damaged page"),  # noqa: B023
+                on_damage=lambda _: Examined(session_id, unreadable="its rows are on a damaged page"),  # noqa: B023
             )
         after = ids[-1]
 

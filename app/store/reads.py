@@ -30,7 +30,7 @@ from app.store.schema import (
 )
 from app.store.statements import ENDED, is_idle
 from workers import codec
-from workers.codec import CorruptContent, Facts, Messages, Wire
+from workers.codec import CorruptContent, Exchange, Messages, StoredTokens
 
 SNAPSHOT_FORMAT = "session-1"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
@@ -149,8 +149,8 @@ def snapshot_of(frame: bytes) -> Session | None:
 
 
 Frames = dict[int, tuple[bytes | None, bytes | None]]
-"""A turn's stored facts and wire, by turn; None where not asked for or erased. A small turn's facts are in its wire,
-which is read for either."""
+"""A turn's stored tokens and exchange, by turn; None where not asked for or erased. A small turn's tokens are in its
+exchange, which is read for either."""
 
 SPAN = 500
 """Turns in one IN list; SQLite takes at most some thousand parameters."""
@@ -161,14 +161,14 @@ def load_frames(
     session_id: str,
     numbers: Sequence[int] | None = None,
     *,
-    facts: bool = True,
-    wire: bool = True,
+    tokens: bool = True,
+    exchange: bool = True,
 ) -> Frames:
     """The stored content of some turns (None: of all), discarded ones too."""
-    with_facts = case((turns.c.facts.is_(None), turns.c.wire))
-    query = select(turns.c.turn, turns.c.facts if facts else null(), turns.c.wire if wire else with_facts).where(
-        turns.c.session_id == session_id
-    )
+    with_tokens = case((turns.c.tokens.is_(None), turns.c.exchange))
+    query = select(
+        turns.c.turn, turns.c.tokens if tokens else null(), turns.c.exchange if exchange else with_tokens
+    ).where(turns.c.session_id == session_id)
     parts = (
         [query]
         if numbers is None
@@ -177,24 +177,24 @@ def load_frames(
     return {row[0]: (row[1], row[2]) for part in parts for row in connection.execute(part)}
 
 
-def load_facts(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Facts]:
+def load_tokens(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, StoredTokens]:
     """The tokens of some turns. Raises CorruptContent, also for a turn whose content is not there."""
-    return unpack_facts(load_frames(connection, session_id, numbers, wire=False), numbers)
+    return unpack_tokens(load_frames(connection, session_id, numbers, exchange=False), numbers)
 
 
-def load_wires(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Wire]:
+def load_exchanges(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Exchange]:
     """What went over the wire in some turns. Raises CorruptContent, also where the content is not there."""
-    return unpack_wires(load_frames(connection, session_id, numbers, facts=False), numbers)
+    return unpack_exchanges(load_frames(connection, session_id, numbers, tokens=False), numbers)
 
 
-def unpack_facts(frames: Frames, numbers: Sequence[int]) -> dict[int, Facts]:
+def unpack_tokens(frames: Frames, numbers: Sequence[int]) -> dict[int, StoredTokens]:
     """Raises CorruptContent, also where the content is not there."""
-    return {number: codec.unpack_facts(*frames.get(number, (None, None))) for number in numbers}
+    return {number: codec.unpack_tokens(*frames.get(number, (None, None))) for number in numbers}
 
 
 def load_messages(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Messages]:
     """What each of these turns added to its history. Raises CorruptContent, also where the content is not there."""
-    return unpack_messages(load_frames(connection, session_id, numbers, facts=False), numbers)
+    return unpack_messages(load_frames(connection, session_id, numbers, tokens=False), numbers)
 
 
 def unpack_messages(frames: Frames, numbers: Sequence[int]) -> dict[int, Messages]:
@@ -202,9 +202,9 @@ def unpack_messages(frames: Frames, numbers: Sequence[int]) -> dict[int, Message
     return {number: codec.unpack_messages(frames.get(number, (None, None))[1]) for number in numbers}
 
 
-def unpack_wires(frames: Frames, numbers: Sequence[int]) -> dict[int, Wire]:
+def unpack_exchanges(frames: Frames, numbers: Sequence[int]) -> dict[int, Exchange]:
     """Raises CorruptContent, also where the content is not there."""
-    return {number: codec.unpack(frames.get(number, (None, None))[1], Wire) for number in numbers}
+    return {number: codec.unpack(frames.get(number, (None, None))[1], Exchange) for number in numbers}
 
 
 def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) -> dict[int, bytes]:

@@ -256,12 +256,12 @@ turns = Table(
     Column("segment", Integer, nullable=False),
     Column("choice_index", SmallInteger, nullable=False),
     Column("protocol", String(16), nullable=False),
-    Column("facts", Content),
-    Column("wire", Content),
+    Column("tokens", Content),
+    Column("exchange", Content),
     PrimaryKeyConstraint("session_id", "turn", "choice_index"),
 )
-"""A committed turn's content, null once erased: training facts, and what went over the wire. A small turn's facts are
-in `wire`, and `facts` is null."""
+"""A committed turn's content, null once erased: its tokens, and its messages and reply. A small turn's tokens are
+in `exchange`, and `tokens` is null."""
 
 blobs = Table(
     "blobs",

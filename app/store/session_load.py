@@ -45,12 +45,12 @@ NEWEST_TURNS = 32
 earlier turns; in a tree only that of its own branch, so this bounds what is read in vain."""
 
 
-class With(Enum):
-    """What is read beside the log: nothing, the turns' `wire`, or also their `facts`."""
+class ContentColumns(Enum):
+    """What is read beside the log: nothing, the turns' `exchange`, or also their `tokens`."""
 
-    NOTHING = "nothing"
-    WIRE = "wire"
-    FACTS = "facts"
+    NONE = "none"
+    EXCHANGE = "exchange"
+    TOKENS = "tokens"
 
 
 class LoadedSession(NamedTuple):
@@ -61,7 +61,7 @@ class LoadedSession(NamedTuple):
     frames: Frames
 
 
-async def load(database: Database, session_id: str, content: With) -> LoadedSession:
+async def load(database: Database, session_id: str, content: ContentColumns) -> LoadedSession:
     """A session. `frames` may be empty: the content must then be read by itself.
 
     Raises as `Database.read`.
@@ -105,11 +105,11 @@ _EVENT, _SNAPSHOT, _TURN = range(3)
 def _parts(found: Sequence[Row]) -> _Parts:
     """Raises BrokenRow."""
     parts = _Parts()
-    for part, number, at, name, version, data, facts in found:
+    for part, number, at, name, version, data, tokens in found:
         if part == _EVENT:
             parts.rows.append(_event(number, at, name, version, data))
         elif part == _TURN:
-            parts.frames[number] = as_bytes(facts), as_bytes(data)
+            parts.frames[number] = as_bytes(tokens), as_bytes(data)
         else:
             parts.snapshot = as_bytes(data)
     parts.rows.sort(key=_seq)
@@ -140,7 +140,7 @@ def _no(kind: type[TypeEngine[Any]]) -> ColumnElement[None]:
     return cast(null(), kind())
 
 
-def _statement(content: With) -> CompoundSelect[Row]:
+def _statement(content: ContentColumns) -> CompoundSelect[Row]:
     """Rows of one shape: what the row is, and the columns of an event; a turn's are its number and frames."""
     log = select(literal(_EVENT, Integer), *_event_columns, _no(LargeBinary)).where(
         events.c.session_id == _sid, events.c.seq >= func.coalesce(_snapshot_seq, 0)
@@ -154,23 +154,29 @@ def _statement(content: With) -> CompoundSelect[Row]:
         snapshots.c.data,
         _no(LargeBinary),
     ).where(snapshots.c.session_id == _sid, snapshots.c.format == reads.SNAPSHOT_FORMAT)
-    if content is With.NOTHING:
+    if content is ContentColumns.NONE:
         return union_all(log, kept)
-    facts = turns.c.facts if content is With.FACTS else _no(LargeBinary)
+    tokens = turns.c.tokens if content is ContentColumns.TOKENS else _no(LargeBinary)
     newest = (
-        select(turns.c.turn, turns.c.wire, facts.label("facts"))
+        select(turns.c.turn, turns.c.exchange, tokens.label("tokens"))
         .where(turns.c.session_id == _sid)
         .order_by(turns.c.turn.desc())
         .limit(NEWEST_TURNS)
         .subquery()
     )
     of_turns = select(
-        literal(_TURN, Integer), newest.c.turn, _no(Double), _no(String), _no(Integer), newest.c.wire, newest.c.facts
+        literal(_TURN, Integer),
+        newest.c.turn,
+        _no(Double),
+        _no(String),
+        _no(Integer),
+        newest.c.exchange,
+        newest.c.tokens,
     )
     return union_all(log, kept, of_turns)
 
 
-_STATEMENTS = {content: _statement(content) for content in With}
+_STATEMENTS = {content: _statement(content) for content in ContentColumns}
 
 _EVENTS_SINCE = (
     select(*_event_columns)

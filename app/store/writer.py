@@ -2,7 +2,7 @@
 
     submit ──▶ queue (bounded in count and bytes) ──▶ one transaction, one fsync ──▶ outcomes
                                                        │
-                                                       ├─▶ deferred: retried in a later batch, for HELD_S
+                                                       ├─▶ deferred: retried in a later batch, for LOCK_RETRY_S
                                                        └─▶ file is locked: retried, for LOCKED_S from `submit`
 
 What has been submitted when the loop comes round is one batch; what comes while it is being written is the next. An
@@ -48,7 +48,7 @@ to turns of 64 KiB, of which few come together."""
 CONFLICT_TRIES = 5
 """Attempts of a batch that conflicts with another process's transaction."""
 
-HELD_S, HELD_PAUSE_S = 5.0, 0.01
+LOCK_RETRY_S, LOCK_RETRY_PAUSE_S = 5.0, 0.01
 """How long an operation waits while another process locks its session's row, and the interval of retries."""
 
 GATHER_S = 0.003
@@ -343,13 +343,13 @@ class Writer:
     def _defer(self, entry: _Entry) -> None:
         """Queue it again a little later: no transaction or lane waits for a row that another process has locked."""
         now = self._loop.time()
-        entry.held_until = entry.held_until or now + HELD_S
+        entry.held_until = entry.held_until or now + LOCK_RETRY_S
         if now >= entry.held_until:
             message = f"session {entry.operation.session_id}: somebody else holds its row in the database"
             _fail(entry, StoreUnavailable(message))
             return
         self._deferred += 1
-        self._loop.call_later(HELD_PAUSE_S, self._requeue, entry)
+        self._loop.call_later(LOCK_RETRY_PAUSE_S, self._requeue, entry)
 
     def _requeue(self, entry: _Entry) -> None:
         self._deferred -= 1

@@ -16,7 +16,7 @@ import msgspec
 from app.errors import InvalidRequest, StartupError
 from app.tito.continuation import STAND_IN_TOOL, ContinuationRule, Decode, Encode, Stops
 from app.tito.extension import NotAnExtension
-from app.tito.normalise import REASONING, Spelling
+from app.tito.normalise import REASONING, MessageFormat
 from app.tito.template import Message
 
 TOOL_NAME = "look_up_weather"
@@ -41,8 +41,8 @@ PLAIN = "an answer"
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-RenderProbe = Callable[[Spelling, Tools, Sequence[Message], bool], str]
-"""Renders tools and messages in a spelling; the flag asks for a generation prompt."""
+RenderProbe = Callable[[MessageFormat, Tools, Sequence[Message], bool], str]
+"""Renders tools and messages in a format; the flag asks for a generation prompt."""
 
 
 def shapes(before: Sequence[Message], answer: Message, new: Sequence[Message], *, tools: bool) -> list[str]:
@@ -127,13 +127,13 @@ def _result(number: int, index: int = 0) -> Message:
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What a template renders, and in which spelling.
+    """What a template renders, and in which format.
 
     `tools`: it renders tools. `refused`: why turns of a shape cannot be continued. `full_history`: the rule needs the
     real history. `trims`: the last stored token may be left out.
     """
 
-    spelling: Spelling
+    message_format: MessageFormat
     tools: bool
     stops: Stops
     full_history: bool
@@ -145,7 +145,7 @@ def examine(
     render: RenderProbe,
     encode: Encode,
     decode: Decode,
-    spelling: Spelling,
+    message_format: MessageFormat,
     special: frozenset[int],
     stops: frozenset[int],
 ) -> Findings:
@@ -154,11 +154,11 @@ def examine(
     Raises StartupError if not even plain answers can be continued.
     """
 
-    def shows(messages: Sequence[Message], tools: Tools, *words: str) -> Callable[[Spelling], bool]:
-        return lambda spelling: all(word in render(spelling, tools, messages, True) for word in words)
+    def shows(messages: Sequence[Message], tools: Tools, *words: str) -> Callable[[MessageFormat], bool]:
+        return lambda message_format: all(word in render(message_format, tools, messages, True) for word in words)
 
     ask = _message("user", "a question")
-    shown, why = _first(_variants(spelling, "parts"), shows([ask, _answer(1), ask], None, "answer1"))
+    shown, why = _first(_variants(message_format, "parts"), shows([ask, _answer(1), ask], None, "answer1"))
     if shown is None:
         raise StartupError(f"the chat template cannot render {PLAIN}: {why}")
     system, _ = _first([shown], shows([_message("system", "a rule"), ask], None, "a rule"))
@@ -199,17 +199,19 @@ def examine(
     return Findings(shown, tools is not None, rule.stops, full_history, refused, trims)
 
 
-def _variants(spelling: Spelling, name: str) -> list[Spelling]:
-    return [spelling, msgspec.structs.replace(spelling, **{name: True})]
+def _variants(message_format: MessageFormat, name: str) -> list[MessageFormat]:
+    return [message_format, msgspec.structs.replace(message_format, **{name: True})]
 
 
-def _first(spellings: Sequence[Spelling], shows: Callable[[Spelling], bool]) -> tuple[Spelling | None, str]:
-    """The first spelling in which it is shown; None and what the first failure was."""
+def _first(
+    formats: Sequence[MessageFormat], shows: Callable[[MessageFormat], bool]
+) -> tuple[MessageFormat | None, str]:
+    """The first format in which it is shown; None and what the first failure was."""
     failures = []
-    for spelling in spellings:
+    for message_format in formats:
         try:
-            if shows(spelling):
-                return spelling, ""
+            if shows(message_format):
+                return message_format, ""
             failures.append("the chat template leaves a part of it out")
         except InvalidRequest as error:
             failures.append(str(error))

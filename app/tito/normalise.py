@@ -18,7 +18,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which templates read an assistant's reasoning: it is given under all of them."""
 
 
-class Spelling(msgspec.Struct, frozen=True):
+class MessageFormat(msgspec.Struct, frozen=True):
     """How a chat template wants what can be given in several ways. `Prompts` tries it out at start.
 
     `separator` joins the text parts of a content list. `parts`: content is given as a list of one text part.
@@ -38,23 +38,23 @@ _KEPT = ("tool_call_id", "name")
 _ARGUMENTS = msgspec.json.Decoder()
 
 
-def messages(items: Sequence[Mapping[str, Any]], spelling: Spelling, first: int = 0) -> list[dict[str, Any]]:
+def messages(items: Sequence[Mapping[str, Any]], message_format: MessageFormat, first: int = 0) -> list[dict[str, Any]]:
     """Messages for a template.
 
     Raises Unsupported for parts that are not text and InvalidRequest for structures that no engine takes. Both name the
     index in the request; the first of `items` has the index `first`.
     """
-    return [_message(item, index, spelling) for index, item in enumerate(items, first)]
+    return [_message(item, index, message_format) for index, item in enumerate(items, first)]
 
 
-def _message(item: Mapping[str, Any], index: int, spelling: Spelling) -> dict[str, Any]:
+def _message(item: Mapping[str, Any], index: int, message_format: MessageFormat) -> dict[str, Any]:
     role = item.get("role")
     role = role.lower() if isinstance(role, str) else None
     if role not in _ROLES:
         raise InvalidRequest(f"messages[{index}]: role must be one of {', '.join(sorted(_ROLES))}")
-    separator = " " if role == "tool" else spelling.separator
+    separator = " " if role == "tool" else message_format.separator
     content = _content(item.get("content"), index, separator)
-    message: dict[str, Any] = {"role": role, "content": _parts(content) if spelling.parts else content}
+    message: dict[str, Any] = {"role": role, "content": _parts(content) if message_format.parts else content}
     if role == "user":
         return message
     for field in _KEPT:
@@ -65,7 +65,7 @@ def _message(item: Mapping[str, Any], index: int, spelling: Spelling) -> dict[st
         message.update(dict.fromkeys(REASONING, reasoning))
     calls = item.get("tool_calls")
     if calls is not None:
-        message["tool_calls"] = _calls(calls, index, spelling)
+        message["tool_calls"] = _calls(calls, index, message_format)
     return message
 
 
@@ -98,18 +98,18 @@ def _part(part: Any, index: int, number: int) -> str:
     return text
 
 
-def _calls(calls: Any, index: int, spelling: Spelling) -> list[dict[str, Any]]:
+def _calls(calls: Any, index: int, message_format: MessageFormat) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise InvalidRequest(f"messages[{index}]: tool_calls must be a list")
-    return [_call(call, index, number, spelling) for number, call in enumerate(calls)]
+    return [_call(call, index, number, message_format) for number, call in enumerate(calls)]
 
 
-def _call(call: Any, index: int, number: int, spelling: Spelling) -> dict[str, Any]:
+def _call(call: Any, index: int, number: int, message_format: MessageFormat) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"messages[{index}]: tool call {number} has no function")
     arguments = function.get("arguments")
-    arguments = _arguments_text(arguments) if spelling.text_arguments else _arguments(arguments)
+    arguments = _arguments_text(arguments) if message_format.text_arguments else _arguments(arguments)
     return {
         "id": call.get("id"),
         "index": call.get("index"),
@@ -139,12 +139,12 @@ def _arguments(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def tools(items: Sequence[Any] | None, spelling: Spelling) -> list[dict[str, Any]] | None:
+def tools(items: Sequence[Any] | None, message_format: MessageFormat) -> list[dict[str, Any]] | None:
     """Tool schemas as SGLang's models dump them: in the client's key order, then absent defaults. None if there are
     none."""
     if not items:
         return None
-    return [_tool(item, number, spelling.flat_tools) for number, item in enumerate(items)]
+    return [_tool(item, number, message_format.flat_tools) for number, item in enumerate(items)]
 
 
 def _tool(item: Any, number: int, flat: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from app.tito.continuation import STAND_IN_TOOL, ContinuationRule
 from app.tito.encoding import Encoder
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.families import pinned
-from app.tito.normalise import Spelling
+from app.tito.normalise import MessageFormat
 from app.tito.template import Message, Template
 
 RESERVED = frozenset(
@@ -69,8 +69,8 @@ class Prompts:
         self._pinned = pinned(family, self._template.reads())
         added = self._backend.get_added_tokens_decoder().items()
         special = frozenset({token for token, what in added if what.special} | set(tokenizer.all_special_ids))
-        spelling = Spelling("" if self._joins_parts() else " ")
-        self.findings = examine(self._probe, self._encode, self.decode, spelling, special, frozenset(stops))
+        message_format = MessageFormat("" if self._joins_parts() else " ")
+        self.findings = examine(self._probe, self._encode, self.decode, message_format, special, frozenset(stops))
         self._rule = ContinuationRule(self._encode, self.decode, self.findings.stops)
         self._comparator = Comparator(self._opening(), self.findings.stops.ids, special, self.decode)
         self._silent = functools.lru_cache(_CACHED_VARIANTS)(self._derive_silent)
@@ -117,19 +117,19 @@ class Prompts:
         Raises NotAnExtension for a shape that is refused, and if these messages change how the template renders the
         stored ones.
         """
-        spelling = self.findings.spelling
-        (stored,) = normalise.messages([answer], spelling)
-        shown = normalise.messages(new, spelling, first)
+        message_format = self.findings.message_format
+        (stored,) = normalise.messages([answer], message_format)
+        shown = normalise.messages(new, message_format, first)
         for shape in shapes(before, stored, shown, tools=bool(tools)):
             if (why := self.findings.refused.get(shape)) is not None:
                 raise NotAnExtension(f"{shape}: {why}")
         full = self.findings.full_history
-        known = normalise.messages(history(before, self._rule.question, full=full), spelling)
+        known = normalise.messages(history(before, self._rule.question, full=full), message_format)
         schemas = self._schemas(tools if full or not tools else [STAND_IN_TOOL])
         every = {**arguments, **self._pinned}
 
         def render(answer: Message, new: Sequence[Message], generation_prompt: bool) -> str:
-            messages = [*known, *normalise.messages([answer], spelling), *new]
+            messages = [*known, *normalise.messages([answer], message_format), *new]
             return self._template.render(messages, schemas, every, generation_prompt=generation_prompt)
 
         return self._rule.extension(render, stored, shown, last)
@@ -188,7 +188,7 @@ class Prompts:
         *,
         generation_prompt: bool,
     ) -> str:
-        shown = normalise.messages(messages, self.findings.spelling)
+        shown = normalise.messages(messages, self.findings.message_format)
         schemas = self._schemas(tools)
         every = {**arguments, **self._pinned}
         return self._template.render(shown, schemas, every, generation_prompt=generation_prompt)
@@ -204,7 +204,7 @@ class Prompts:
         rendered_any = False
         for conversation in conversations():
             messages = normalise.messages(
-                [*conversation.before, conversation.answer, *conversation.new], self.findings.spelling
+                [*conversation.before, conversation.answer, *conversation.new], self.findings.message_format
             )
             try:
                 rendered = self._template.render(messages, tools, before, generation_prompt=False)
@@ -239,19 +239,23 @@ class Prompts:
         """Raises Unsupported if the template would leave the tools out."""
         if tools and not self.findings.tools:
             raise Unsupported("tools: the chat template renders none")
-        return normalise.tools(tools, self.findings.spelling)
+        return normalise.tools(tools, self.findings.message_format)
 
-    def _probe(self, spelling: Spelling, tools: Tools, messages: Sequence[Message], generation_prompt: bool) -> str:
-        shown, schemas = normalise.messages(messages, spelling), normalise.tools(tools, spelling)
+    def _probe(
+        self, message_format: MessageFormat, tools: Tools, messages: Sequence[Message], generation_prompt: bool
+    ) -> str:
+        shown, schemas = normalise.messages(messages, message_format), normalise.tools(tools, message_format)
         return self._template.render(shown, schemas, self._pinned, generation_prompt=generation_prompt)
 
     def _opening(self) -> array[int]:
         """The common beginning of a generation prompt and of an assistant message, last or earlier."""
-        user, spelling = {"role": "user", "content": "a question"}, self.findings.spelling
-        before = self._probe(spelling, None, [user], False)
-        texts = [self._probe(spelling, None, [user], True)]
+        user, message_format = {"role": "user", "content": "a question"}, self.findings.message_format
+        before = self._probe(message_format, None, [user], False)
+        texts = [self._probe(message_format, None, [user], True)]
         for following in ([], [user]):
-            whole = self._probe(spelling, None, [user, {"role": "assistant", "content": _WORD}, *following], False)
+            whole = self._probe(
+                message_format, None, [user, {"role": "assistant", "content": _WORD}, *following], False
+            )
             texts.append(whole.partition(_WORD)[0])
         encoded = [self._encode(text[len(before) :]) for text in texts]
         alike = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*encoded, strict=False))

@@ -14,7 +14,7 @@ from app import crash_points
 from app.domain import decide
 from app.domain.decide import TurnBlobs
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.request import ChatRequest
 from app.domain.session import Session, fold, rid_of
 from app.errors import (
@@ -277,7 +277,7 @@ class Claims:
         session_id, stages = turn.session_id, turn.stages
         chunks: Sequence[StoredChunk] = stored_chunks(reply) if reply.payloads else ()
         stages.reply_bytes = len(turn.answer.body)
-        stages.stored_bytes = len(reply.facts or b"") + len(reply.wire)
+        stages.stored_bytes = len(reply.tokens or b"") + len(reply.exchange)
         try:
             if chunks:
                 stages.stored_bytes += size_of(chunks)
@@ -345,7 +345,7 @@ class Claims:
                 uses=entry.uses,
                 pinned_upto=entry.pinned_upto,
             )
-            size = COMMIT_BYTES + len(reply.facts or b"") + len(reply.wire)
+            size = COMMIT_BYTES + len(reply.tokens or b"") + len(reply.exchange)
             if new_blobs or chunks:
                 size += size_of([*new_blobs, *chunks])
             commit = Commit(
@@ -356,8 +356,8 @@ class Claims:
                 self._clock(),
                 Known(session.version, session.last_event_at, session.turns.count),
                 events,
-                reply.facts,
-                reply.wire,
+                reply.tokens,
+                reply.exchange,
                 new_blobs,
                 chunks,
                 is_alone=is_alone,
@@ -414,12 +414,12 @@ class Claims:
         tokens = None if prompt is None else added_text(prompt, reply.base, reply.output_ids)
         messages = b",".join((*turn.new, reply.message))
         layout = request.layout if isinstance(request, ChatRequest) else None
-        spelled = text = None
+        prefix_hasher = text = None
         if layout is not None:
-            spelled = turn.history.spelled() if isinstance(turn.history, Incoming) else None
+            prefix_hasher = turn.history.prefix_hasher() if isinstance(turn.history, RequestHistory) else None
             text = None if reply.text is None else reply.text()
         turn.call.messages = ()  # While the stored history is in use, the cache can only append to a copy of it.
-        self._cache.remember(turn.session_id, turn.opened.turn, messages, tokens, layout, spelled, text)
+        self._cache.remember(turn.session_id, turn.opened.turn, messages, tokens, layout, prefix_hasher, text)
 
     # release
 

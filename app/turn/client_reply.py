@@ -23,9 +23,9 @@ _CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 describe(dict[str, msgspec.Raw], list[dict[str, msgspec.Raw]])
 
 
-def shown_kinds(clients: Collection[str], mode: Mode) -> Collection[str]:
+def shown_kinds(requested_payloads: Collection[str], mode: Mode) -> Collection[str]:
     """The payload kinds that the client's reply keeps, of those that it asked for."""
-    return {"auto": clients, "asked": clients, "verbatim": REPLAY, "lean": ()}[mode]
+    return {"auto": requested_payloads, "asked": requested_payloads, "verbatim": REPLAY, "lean": ()}[mode]
 
 
 def shown(parts: Parts, params: Fields, mode: Mode) -> Parts:

@@ -21,7 +21,7 @@ from app.domain import calls, decide
 from app.domain.decide import TurnBlobs
 from app.domain.events import BlobRef, EngineShape, GivenIds
 from app.domain.fleet import Fleet
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.images import ESCAPED_LETTER, IMAGE_MARK, REFERENCE_MARK, take_out
 from app.domain.left_out import bounded
 from app.domain.request import ChatRequest, IdsField, chat_body, completion_body, join_object, value_of
@@ -238,7 +238,7 @@ class EngineCalls:
         with turn.cancellable():
             if request.ids is not None:
                 turn.prompt = await token_in.given(turn, request.ids)
-            elif turn.template is not None and isinstance(history, Incoming):
+            elif turn.template is not None and isinstance(history, RequestHistory):
                 turn.prompt = await token_in.built(turn, turn.template, history)
                 left_out += await token_in.silent(history, turn.plan.base_messages)
         turn.call.ids = turn.call.prompt = turn.prompt
@@ -467,7 +467,7 @@ class EngineCalls:
         if parent is None or not (session.config.on_drift == "reject" or (prompt is not None and prompt.extends)):
             return
         at = await self._services.token_in.first_difference(
-            turn, parent, lambda: memoryview(codec.unpack_facts(reply.facts, reply.wire).suffix_ids).cast("i")
+            turn, parent, lambda: memoryview(codec.unpack_tokens(reply.tokens, reply.exchange).suffix_ids).cast("i")
         )
         raise TokenPrefixMismatch(
             f"the prompt's {reply.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from app.domain.completion import IncomingPrompt
+from app.domain.completion import RequestPrompt
 from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, Timing, TurnOpened
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rules import Plan
 from app.domain.session import Session
@@ -38,7 +38,7 @@ AwayCause = Literal["listed", "draining", "dead", "expired"]
 
 Request = ChatRequest | CompletionRequest
 
-RequestHistory = Incoming | IncomingPrompt
+TurnHistory = RequestHistory | RequestPrompt
 """A request's history: a chat's messages, or a completion's prompt."""
 
 _LATER: Any = None
@@ -176,7 +176,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
     # without it. `template` is None unless the prompt is rendered here. `large` is the body's size
     # in bytes if it must not be processed on the event loop, else 0. `adapter` is the LoRA adapter.
     request: Request = _LATER
-    history: RequestHistory = _LATER
+    history: TurnHistory = _LATER
     template: TemplateInputs | None = None
     body_hash: str = ""
     partial_reply: Mapping[str, Any] | None = None

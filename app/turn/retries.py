@@ -60,7 +60,7 @@ class Retries:
         self._clock = clock
         self._incarnation = incarnation
         self._sending: dict[_Key, int] = {}
-        self._giving: set[_Key] = set()
+        self._replaying: set[_Key] = set()
         self._noting: set[asyncio.Task[None]] = set()
         self._writing: set[tuple[str, ReplyUndelivered | ReplyRedelivered]] = set()
         self._sent: OrderedDict[_Key, bool] = OrderedDict()
@@ -112,10 +112,10 @@ class Retries:
         """Raises SessionUnreadable."""
         read = self._cache.database.read
         try:
-            wires = await read(lambda c: reads.load_wires(c, session_id, [turn]), session_id=session_id)
+            exchanges = await read(lambda c: reads.load_exchanges(c, session_id, [turn]), session_id=session_id)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}, turn {turn}: {error}") from error
-        return decode_message(wires[turn].message, "the reply's message")
+        return decode_message(exchanges[turn].message, "the reply's message")
 
     def _childless(self, entry: CacheEntry, own: InFlightTurn, body_hash: str) -> Iterator[Turn]:
         """The childless turns of the same agent with this body, the newest first; in a linear session only the newest
@@ -130,7 +130,7 @@ class Retries:
     def _is_delivered(self, entry: CacheEntry, turn: Turn) -> bool:
         """Is the reply known to have been delivered, or on its way to a client that waits for it?"""
         key = entry.session.session_id, turn.number
-        is_on_its_way = key in self._sending or key in self._giving
+        is_on_its_way = key in self._sending or key in self._replaying
         return is_on_its_way or self._sent.get(key, False) or entry.session.deliveries.get(turn.number, False)
 
     async def _is_undelivered(self, entry: CacheEntry, turn: Turn, died_after: dict[int, float | None]) -> bool:
@@ -157,26 +157,26 @@ class Retries:
         key = session_id, turn
         self._sending[key] = self._sending.get(key, 0) + 1
 
-    def settle(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
+    def record_delivery(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
         """The reply has left, or its connection ended before it had. Only what is not as usual is written down, in the
         background."""
-        event = self._settled(session_id, turn, delivered=delivered, is_replay=is_replay)
+        event = self._delivery_event(session_id, turn, delivered=delivered, is_replay=is_replay)
         if event is not None:
             task = asyncio.create_task(self._note(session_id, event))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
 
     async def sent(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
-        """As `settle`; what is written down is on its way when this returns."""
-        event = self._settled(session_id, turn, delivered=delivered, is_replay=is_replay)
+        """As `record_delivery`; what is written down is on its way when this returns."""
+        event = self._delivery_event(session_id, turn, delivered=delivered, is_replay=is_replay)
         if event is not None:
             await self._note(session_id, event)
 
-    def _settled(
+    def _delivery_event(
         self, session_id: str, turn: int, *, delivered: bool, is_replay: bool
     ) -> ReplyUndelivered | ReplyRedelivered | None:
         key = session_id, turn
-        self._giving.discard(key)
+        self._replaying.discard(key)
         others = self._sending.pop(key) - 1
         if others:
             self._sending[key] = others
@@ -188,13 +188,13 @@ class Retries:
         self._remember(key, False)
         return ReplyUndelivered(turn)
 
-    def giving(self, session_id: str, turn: int) -> None:
+    def begin_replay(self, session_id: str, turn: int) -> None:
         """A committed reply is about to be given to a retry, and until it is sent to no other one."""
-        self._giving.add((session_id, turn))
+        self._replaying.add((session_id, turn))
 
-    def not_given(self, session_id: str, turn: int) -> None:
+    def cancel_replay(self, session_id: str, turn: int) -> None:
         """The reply could not be given after all."""
-        self._giving.discard((session_id, turn))
+        self._replaying.discard((session_id, turn))
 
     async def close(self) -> None:
         """What is not written down by now is lost: the retry then generates once more."""
@@ -209,7 +209,7 @@ class Retries:
     async def _note(self, session_id: str, event: ReplyUndelivered | ReplyRedelivered) -> None:
         """Write the event down, unless the log says so already or the turn is none of a retry's any more."""
         session, note = self._cache.known(session_id), (session_id, event)
-        if note in self._writing or (session is not None and _is_told(session, event)):
+        if note in self._writing or (session is not None and _already_recorded(session, event)):
             return
         self._writing.add(note)
         try:
@@ -235,7 +235,7 @@ def has_key(turn: InFlightTurn, key: str | None, body_hash: str) -> bool:
     return True
 
 
-def _is_told(session: Session, event: ReplyUndelivered | ReplyRedelivered) -> bool:
+def _already_recorded(session: Session, event: ReplyUndelivered | ReplyRedelivered) -> bool:
     """A reply that was given again stays so; in a linear session only the newest turn is told."""
     told = session.deliveries.get(event.turn)
     is_past = session.leaf is not None and session.leaf.number > event.turn and not session.is_tree

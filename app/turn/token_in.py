@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from app.domain import decide
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.images import holds_images
 from app.domain.left_out import SILENT_MESSAGE, left_out_at
 from app.domain.request import KV_FIELD, KV_MEMBER, ChatRequest, TokenIds, value_of
@@ -123,7 +123,7 @@ class TokenIn:
             )
         return PromptIds(ids.text, None)
 
-    async def built(self, turn: InFlightTurn, template: TemplateInputs, incoming: Incoming) -> PromptIds:
+    async def built(self, turn: InFlightTurn, template: TemplateInputs, incoming: RequestHistory) -> PromptIds:
         """The ids of a chat's prompt.
 
         Raises InvalidRequest (refused by the template), TokenPrefixMismatch (the session rejects drift, or the stored
@@ -144,7 +144,7 @@ class TokenIn:
         text = await self._run(size, _whole_prompt_text, self.prompts, messages, template.offered, template.arguments)
         return PromptIds(text, None)
 
-    async def silent(self, incoming: Incoming, base: int) -> list[str]:
+    async def silent(self, incoming: RequestHistory, base: int) -> list[str]:
         """The new messages, from `base` on, that the chat template renders as nothing (`app.domain.left_out`)."""
         places = []
         for index in range(base, len(incoming)):
@@ -202,7 +202,7 @@ class TokenIn:
         self,
         turn: InFlightTurn,
         parent: Turn,
-        incoming: Incoming,
+        incoming: RequestHistory,
         template: TemplateInputs,
     ) -> PromptIds:
         """The stored tokens and the new messages' tokens. Raises NotAnExtension, and as `built`."""
@@ -252,7 +252,7 @@ class TokenIn:
                 "chat_template_kwargs would render the stored history otherwise; use those that it began with"
             )
 
-    async def _all_messages(self, turn: InFlightTurn, incoming: Incoming) -> list[Mapping[str, Any]]:
+    async def _all_messages(self, turn: InFlightTurn, incoming: RequestHistory) -> list[Mapping[str, Any]]:
         """All messages, the stored ones in their stored form."""
         new = [incoming.message(index) for index in range(turn.plan.base_messages, len(incoming))]
         if not turn.plan.base_messages:
@@ -304,7 +304,7 @@ def _extension_text(
     return extension, _long_id_text(extension.ids)
 
 
-def _leading_system(incoming: Incoming) -> int:
+def _leading_system(incoming: RequestHistory) -> int:
     """How many system messages the request begins with."""
     roles = (incoming.message(index).get("role") for index in range(len(incoming)))
     return sum(1 for _ in itertools.takewhile(lambda role: role in ("system", "developer"), roles))

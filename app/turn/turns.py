@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.domain.completion import IncomingPrompt
+from app.domain.completion import RequestPrompt
 from app.domain.events import Capture
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
@@ -243,7 +243,7 @@ class Turns:
         request, session = turn.request, entry.session
         if isinstance(request, ChatRequest):
             proven = HeldProofs(self._services.proofs, session.session_id, request.proofs) if request.proofs else ()
-            turn.history = Incoming(
+            turn.history = RequestHistory(
                 request.messages,
                 session.config.matcher,
                 proven,
@@ -251,11 +251,11 @@ class Turns:
                 prefix=request.prefix,
             )
         else:
-            turn.history = IncomingPrompt(request)
+            turn.history = RequestPrompt(request)
         history = turn.history
         history.check(entry.index, session, turn.agent_id)
         turn.body_hash = canonical_hash(request, history.whole_hash)
-        turn.partial_reply, turn.partial_hash = history.begun_reply, None
+        turn.partial_reply, turn.partial_hash = history.partial_reply, None
         if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
             turn.partial_hash = canonical_hash(request, before)
         turn.session = session
@@ -299,11 +299,11 @@ class Turns:
     async def _replay(self, turn: InFlightTurn, number: int) -> TurnReply:
         """A committed turn's reply, byte for byte. Raises SessionClosed if the session was closed meanwhile."""
         retries, session_id = self._services.retries, turn.session_id
-        retries.giving(session_id, number)
+        retries.begin_replay(session_id, number)
         try:
             return await self._stored_reply(turn, number)
         except BaseException:
-            retries.not_given(session_id, number)
+            retries.cancel_replay(session_id, number)
             raise
 
     async def _stored_reply(self, turn: InFlightTurn, number: int) -> TurnReply:

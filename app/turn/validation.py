@@ -15,14 +15,14 @@ import msgspec
 from app.domain import bounds, decide
 from app.domain.calls import sampled_calls
 from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.request import has_more_than_text
 from app.domain.session import Session
 from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
 from app.settings import Settings
 from app.store.log import StoredChunk
 from app.turn.engine_call import EngineCall
-from app.turn.in_flight import InFlightTurn, RequestHistory
+from app.turn.in_flight import InFlightTurn, TurnHistory
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import returns
@@ -31,7 +31,7 @@ from workers.job import LongValues
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION, VersionSpan
 from workers.parse_prompt import KnownText
-from workers.payloads import Chunk, Parent, Want
+from workers.payloads import Chunk, Parent, PayloadSpec
 from workers.pool import Crashed, Pool, PoolError
 from workers.reply import Job, ValidatedReply
 
@@ -63,7 +63,7 @@ class ReplyValidator:
         work = Job(
             dialect=settings.upstream_dialect,
             known=known,
-            wants=[],
+            payload_specs=[],
             messages=list(new),
             headers=answer.headers,
             status=answer.status,
@@ -79,8 +79,8 @@ class ReplyValidator:
         if not settings.replay and len(answer.body) + sum(map(len, new)) <= settings.inline_max_bytes:
             read = light.read(work, answer.body.joined(), text)
         if read is None:
-            wants = [self._want(turn, kind, call) for kind in REPLAY]
-            work = msgspec.structs.replace(work, wants=wants)
+            payload_specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
+            work = msgspec.structs.replace(work, payload_specs=payload_specs)
             read = await self.by_all_rules(work, answer, sum(map(len, new)), text)
         result, whole_text = read
         if result.miscounted is not None and not _has_images(turn.history):
@@ -136,14 +136,14 @@ class ReplyValidator:
         except (PoolError, OSError) as error:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
 
-    def _want(self, turn: InFlightTurn, kind: ReplayKind, call: EngineCall) -> Want:
+    def _payload_spec(self, turn: InFlightTurn, kind: ReplayKind, call: EngineCall) -> PayloadSpec:
         of_experts = kind == "routed_experts"
         # If the client left out rows itself, they are not known to be the parent's.
         is_unchecked = of_experts and call.first_row > 0 and not call.own
         session, number = turn.session, turn.plan.parent
         parent = None if is_unchecked else _parent(session, number, kind)
         own = session.turn(number).token_count - 1 if number else 0
-        return Want(
+        return PayloadSpec(
             kind=kind,
             required=kind in self._settings.replay and returns(kind, self._settings.upstream_dialect, call.shape),
             start=call.first_row if of_experts else 0,
@@ -173,9 +173,9 @@ class Weighed:
         self.is_light = weight - light + light // LIGHTER <= limit
 
 
-def _has_images(history: RequestHistory) -> bool:
+def _has_images(history: TurnHistory) -> bool:
     """Engines count image tokens differently."""
-    return isinstance(history, Incoming) and has_more_than_text(history.raws)
+    return isinstance(history, RequestHistory) and has_more_than_text(history.raws)
 
 
 def _parent(session: Session, number: int, kind: ReplayKind) -> Parent | None:

@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_6, the first.
+Revision: first_7, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_6"
+revision = "first_7"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -94,7 +94,7 @@ CREATE TABLE affinities (
 CREATE INDEX ix_affinities_expires_at ON affinities (expires_at);
 CREATE TABLE turns (
     session_id VARCHAR(128) NOT NULL, turn INTEGER NOT NULL, parent_turn INTEGER NOT NULL, segment INTEGER NOT NULL,
-    choice_index SMALLINT NOT NULL, protocol VARCHAR(16) NOT NULL, facts {bytes}, wire {bytes},
+    choice_index SMALLINT NOT NULL, protocol VARCHAR(16) NOT NULL, tokens {bytes}, exchange {bytes},
     CONSTRAINT pk_turns PRIMARY KEY (session_id, turn, choice_index)
 );
 CREATE TABLE blobs (
@@ -171,7 +171,7 @@ ALTER TABLE events ALTER data SET STATISTICS 0;
 """
 
 COMPRESSED = (
-    *(("turns", "facts"), ("turns", "wire")),
+    *(("turns", "tokens"), ("turns", "exchange")),
     *(
         (table, "data")
         for table in ("annotation_columns", "blobs", "chunks", "refused_replies", "staged_tokens", "snapshots")

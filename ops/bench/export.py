@@ -26,7 +26,7 @@ from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, s
 from ops.bench.stored import StoredSession, StoredTurn, write_sessions
 from ops.server import ServerProcess
 from workers import codec
-from workers.codec import Facts, Wire
+from workers.codec import Exchange, StoredTokens
 
 FORMS = (
     "ndjson turnlog",
@@ -54,7 +54,7 @@ PAGE = 64
 
 READS = {
     "SELECT seq, at, type, version, data FROM events WHERE session_id BETWEEN :first AND :last": 1,
-    "SELECT turn, facts, wire FROM turns WHERE session_id BETWEEN :first AND :last": 2,
+    "SELECT turn, tokens, exchange FROM turns WHERE session_id BETWEEN :first AND :last": 2,
     "SELECT number, data FROM blobs WHERE session_id BETWEEN :first AND :last": 1,
 }
 """The queries of the plain read, and how many of their last columns are content."""
@@ -131,13 +131,13 @@ async def made_turns(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int
                 await timed_turn(connection, f"/sessions/pool-{number}/v1/chat/completions", body)
     database = _database(server)
     try:
-        frames = await database.read(lambda c: c.execute(text("SELECT facts, wire FROM turns")).all())
+        frames = await database.read(lambda c: c.execute(text("SELECT tokens, exchange FROM turns")).all())
     finally:
         await database.close()
     rng = np.random.default_rng(1)
     return [
-        StoredTurn.of(_with_logprobs(codec.unpack_facts(facts, wire), rng), codec.unpack(wire, Wire))
-        for facts, wire in frames
+        StoredTurn.of(_with_logprobs(codec.unpack_tokens(tokens, exchange), rng), codec.unpack(exchange, Exchange))
+        for tokens, exchange in frames
     ]
 
 
@@ -145,9 +145,9 @@ def _database(server: ServerProcess) -> Database:
     return Database(server.environment["TURNLOG_DATABASE_URL"])
 
 
-def _with_logprobs(facts: Facts, rng: np.random.Generator) -> Facts:
-    drawn = -rng.exponential(0.5, len(facts.logprobs) // 8).astype(np.float32)
-    return msgspec.structs.replace(facts, logprobs=drawn.astype("<f8").tobytes())
+def _with_logprobs(tokens: StoredTokens, rng: np.random.Generator) -> StoredTokens:
+    drawn = -rng.exponential(0.5, len(tokens.logprobs) // 8).astype(np.float32)
+    return msgspec.structs.replace(tokens, logprobs=drawn.astype("<f8").tobytes())
 
 
 async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> None:

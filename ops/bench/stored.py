@@ -23,7 +23,7 @@ from app.store.log_sessions import AssignReward, Close, Create
 from app.store.log_turns import Claim, Commit, Known
 from ops.bench.load import opening_messages
 from workers import codec
-from workers.codec import TOKEN_BYTES, Facts, Wire
+from workers.codec import TOKEN_BYTES, Exchange, StoredTokens
 from workers.parse import token_text
 from workers.parse_parts import VersionSpan
 
@@ -44,8 +44,8 @@ class StoredTurn(msgspec.Struct, frozen=True):
     JSON. `hashes` are the canonical hashes of all these messages.
     """
 
-    facts: bytes | None
-    wire: bytes
+    tokens: bytes | None
+    exchange: bytes
     messages: Sequence[bytes]
     message: bytes
     hashes: tuple[str, ...]
@@ -56,16 +56,16 @@ class StoredTurn(msgspec.Struct, frozen=True):
     finish_reason: str
 
     @classmethod
-    def of(cls, facts: Facts, wire: Wire, finish_reason: str = "stop") -> StoredTurn:
-        packed = codec.pack_turn(msgspec.structs.replace(wire, facts=facts))
+    def of(cls, tokens: StoredTokens, exchange: Exchange, finish_reason: str = "stop") -> StoredTurn:
+        packed = codec.pack_turn(msgspec.structs.replace(exchange, tokens=tokens))
         return cls(
             *packed,
-            messages=wire.messages,
-            message=wire.message,
-            hashes=tuple(_canonical(raw) for raw in (*wire.messages, wire.message)),
-            text=token_text(memoryview(facts.suffix_ids + facts.output_ids).cast("i")),
-            suffix_tokens=len(facts.suffix_ids) // TOKEN_BYTES,
-            output_tokens=len(facts.output_ids) // TOKEN_BYTES,
+            messages=exchange.messages,
+            message=exchange.message,
+            hashes=tuple(_canonical(raw) for raw in (*exchange.messages, exchange.message)),
+            text=token_text(memoryview(tokens.suffix_ids + tokens.output_ids).cast("i")),
+            suffix_tokens=len(tokens.suffix_ids) // TOKEN_BYTES,
+            output_tokens=len(tokens.output_ids) // TOKEN_BYTES,
             content_hash=codec.content_hash(*packed),
             finish_reason=finish_reason,
         )
@@ -94,8 +94,8 @@ async def fill(url: str, sessions: int, turns: int, *, ended: bool = False) -> N
 def _plain_turn(number: int) -> StoredTurn:
     question = opening_messages(QUESTION_BYTES, seed=number)
     answer = b'{"role":"assistant","content":"It is so."}'
-    facts = Facts(_ids(PROMPT_TOKENS), _ids(OUTPUT_TOKENS), os.urandom(8 * OUTPUT_TOKENS))
-    return StoredTurn.of(facts, Wire(question, answer, b'{"choices":[{"message":' + answer + b"}]}", []))
+    tokens = StoredTokens(_ids(PROMPT_TOKENS), _ids(OUTPUT_TOKENS), os.urandom(8 * OUTPUT_TOKENS))
+    return StoredTurn.of(tokens, Exchange(question, answer, b'{"choices":[{"message":' + answer + b"}]}", []))
 
 
 def _ids(count: int) -> bytes:
@@ -167,10 +167,10 @@ class _Log:
         blobs = [self._params] if event.new_blobs else []
         held = (self._session_id, fence, self._incarnation, self._at)
         known = Known(fence, self._at, opened.turn - 1)
-        size = len(stored.facts or b"") + len(stored.wire)
+        size = len(stored.tokens or b"") + len(stored.exchange)
         return (
             Claim(self._session_id, Known(fence - 1, self._at, opened.turn - 1), self._at, opened, 8.0),
-            Commit(*held, self._at, known, [event], stored.facts, stored.wire, blobs, size=size),
+            Commit(*held, self._at, known, [event], stored.tokens, stored.exchange, blobs, size=size),
         )
 
     def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:

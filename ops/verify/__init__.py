@@ -45,7 +45,7 @@ async def verify(
         in_objects = await database.read(
             partial(_check_session, session_id=session_id, report=report),
             one_moment=True,
-            or_else=partial(check_damaged, session_id=session_id, report=report),
+            on_damage=partial(check_damaged, session_id=session_id, report=report),
         )
         await _check_objects(database, session_id, in_objects or (), report)
         progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")

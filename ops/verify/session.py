@@ -48,7 +48,7 @@ from app.store.schema import (
 )
 from ops.verify.report import Report
 from workers import codec, payloads, sampling_masks
-from workers.codec import TOKEN_BYTES, CorruptContent, Wire
+from workers.codec import TOKEN_BYTES, CorruptContent, Exchange
 from workers.parse import token_text
 from workers.top_logprobs import FLOAT_BYTES, unpacked
 
@@ -318,13 +318,13 @@ class SessionCheck:
                 except CorruptContent as error:
                     self._found(f"turn {turn.turn}: {error}")
 
-    def _turn(self, turn: TurnCommitted, facts: bytes | None, wire: bytes | None, chains: _Chains) -> None:
-        if wire is None:
+    def _turn(self, turn: TurnCommitted, token_frame: bytes | None, exchange: bytes | None, chains: _Chains) -> None:
+        if exchange is None:
             raise CorruptContent("the content is not there")
-        if codec.content_hash(facts, wire) != turn.content_hash:
+        if codec.content_hash(token_frame, exchange) != turn.content_hash:
             raise CorruptContent("the content's hash is not the log's")
-        self._wire(turn, codec.unpack(wire, Wire))
-        tokens = codec.unpack_facts(facts, wire)
+        self._exchange(turn, codec.unpack(exchange, Exchange))
+        tokens = codec.unpack_tokens(token_frame, exchange)
         if turn.is_text:
             has_tokens = any((tokens.suffix_ids, tokens.output_ids, tokens.logprobs, turn.base_tokens))
             self._expect(not has_tokens, f"turn {turn.turn}: it has tokens, the log says that it is text alone")
@@ -410,8 +410,8 @@ class SessionCheck:
         elif (fault := chunk_fault(ref, frame)) is not None:
             self._found(fault)
 
-    def _wire(self, turn: TurnCommitted, wire: Wire) -> None:
-        sent = len(wire.messages)
+    def _exchange(self, turn: TurnCommitted, exchange: Exchange) -> None:
+        sent = len(exchange.messages)
         self._expect(sent == turn.new_messages, f"turn {turn.turn}: {sent} messages, the log says {turn.new_messages}")
 
     def _refused(self) -> None:

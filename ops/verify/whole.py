@@ -41,14 +41,14 @@ async def check_file(database: Database, report: Report) -> None:
     """Check SQLite's pages and indexes. For PostgreSQL, `pg_amcheck` does that."""
     if not database.is_sqlite:
         return
-    reported = await database.read(_file_problems, or_else=lambda connection: ["a page at the root is damaged"])
+    reported = await database.read(_file_problems, on_damage=lambda connection: ["a page at the root is damaged"])
     for one in reported:
         report.found(STORE, f"the file: {one}")
     if reported:
         for table in await database.read(_tables):
             await database.read(
                 partial(_check_table, table=table, report=report),
-                or_else=partial(_cannot_check, table=table, report=report),
+                on_damage=partial(_cannot_check, table=table, report=report),
             )
 
 

@@ -11,7 +11,7 @@ import pytest
 from helpers.store import LEASE_S, Store
 from unit.making import assistant, user, validated
 
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.protocols.registry import PROTOCOLS
 from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
@@ -54,7 +54,7 @@ class Process:
         entry = await self.cache.open("s")
         request = PROTOCOLS["chat"].parse(json.dumps({"messages": messages}).encode(), True, None)
         turn = InFlightTurn("s", Waiter(lambda size: None), Stages(time.monotonic), request=request)
-        turn.history = history = Incoming(cast(Any, request).messages, "tolerant")
+        turn.history = history = RequestHistory(cast(Any, request).messages, "tolerant")
         history.check(entry.index, entry.session)
         turn.session = entry.session
         assert await self._claims.take(turn, entry, has_waited=False, is_alone=False)
@@ -66,7 +66,7 @@ class Process:
         turn.answer = EngineReply(200, [], Body([b"{}"]))
         message = json.dumps(answer).encode()
         message_hash = history.reply_hashes(message)[0]
-        reply = validated([1, 2, 3], 0, 1, message_hash, message=message, wire=b"wire")
+        reply = validated([1, 2, 3], 0, 1, message_hash, message=message, exchange=b"exchange")
         await self._claims.commit(turn, reply, is_alone=False)
         self.turn = turn  # Its reply is still being sent.
 

@@ -14,14 +14,14 @@ from app.features.page.preview import Preview, Previews
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
 from workers import codec
-from workers.codec import Facts, Wire
+from workers.codec import Exchange, StoredTokens
 
 pytestmark = pytest.mark.anyio
 
 SAID = b'{"role":"assistant","content":"a"}'
 HASH = codec.content_hash(
-    codec.pack(Facts(int32([1]), int32([2, 3]), float64([-0.5, -1.5]))),
-    codec.pack(Wire(messages=[SAID], message=SAID, reply=SAID, headers=[])),
+    codec.pack(StoredTokens(int32([1]), int32([2, 3]), float64([-0.5, -1.5]))),
+    codec.pack(Exchange(messages=[SAID], message=SAID, reply=SAID, headers=[])),
 )
 """Of what `Store.take_turn` stores: one prompt token and two sampled ones."""
 

@@ -16,7 +16,7 @@ from app.features.page.conversation import MAX_MESSAGES, Conversations
 from app.sessions.session_view import SessionViews
 from app.store.schema import events, turns
 from workers import codec
-from workers.codec import Wire
+from workers.codec import Exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +49,7 @@ async def lengthened(store: Store, size: int = 1) -> None:
             "segment": 0,
             "choice_index": 0,
             "protocol": "chat",
-            "wire": codec.pack(Wire([b'"%d"' % number], b'"%b"' % (b"x" * (size - 2)), b"", [])),
+            "exchange": codec.pack(Exchange([b'"%d"' % number], b'"%b"' % (b"x" * (size - 2)), b"", [])),
         }
         for number in range(1, TURNS + 1)
     ]

@@ -29,7 +29,7 @@ from app.store.log import Appended, StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
 from app.store.schema import dead_objects
 from workers import codec
-from workers.codec import Cut, Wire
+from workers.codec import Cut, Exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -161,8 +161,8 @@ async def test_a_tombstones_object_is_deleted_after_a_while(yard: Yard) -> None:
     assert await yard.look(KEEP_S / 2) == []
     with pytest.raises(PayloadTombstoned):
         await payload_of(yard.store.database, session, 1, "routed_experts")
-    wire = Wire(messages=[], message=b"", reply=b"", headers=[], cuts=[Cut("routed_experts", 0, "base64")])
-    assert await values(yard.store.database, session, 1, wire, ["routed_experts"]) == {}
+    exchange = Exchange(messages=[], message=b"", reply=b"", headers=[], cuts=[Cut("routed_experts", 0, "base64")])
+    assert await values(yard.store.database, session, 1, exchange, ["routed_experts"]) == {}
     assert not await yard.store.database.read(rows.has_objects)
 
 

@@ -130,7 +130,7 @@ async def test_a_commit_without_an_event_that_nobody_can_look_up_is_unavailable(
 async def test_a_server_that_stays_away_is_unavailable_in_time(
     relay: tuple[Relay, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(postgres, "RECONNECT_S", 0.5)
     cutting, store = relay
     cutting.before_commit = 1000
     with pytest.raises(StoreUnavailable):
@@ -215,7 +215,7 @@ _WAITING = select(func.count()).select_from(text("pg_locks")).where(text("lockty
 async def test_a_row_that_is_held_too_long_is_unavailable(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "HELD_S", 0.3)
+    monkeypatch.setattr(writer, "LOCK_RETRY_S", 0.3)
     await postgres_store.create("s")
     async with locking(postgres_store.database, "s"):
         with pytest.raises(StoreUnavailable):

@@ -227,7 +227,7 @@ async def test_content_read_in_advance_is_counted_and_not_kept(store: Store) -> 
     cache = SessionCache(store.database, store.writer, 1 << 20)
     live = await cache.get("s")
     assert live is not None
-    frames = sum(len(wire or b"") for wire in live.unread.wires.values())
+    frames = sum(len(exchange or b"") for exchange in live.unread.exchanges.values())
     assert frames > 0
     before = cache.size
     messages = await cache.messages(live, 2)
@@ -243,7 +243,7 @@ async def test_content_read_in_advance_is_counted_and_not_kept(store: Store) -> 
 async def test_damaged_content_does_not_hide_the_log(store: Store) -> None:
     """A turn that does not need the damaged content can go on; one that does is told which session it is."""
     session = await history_of(store, 2)
-    broken = update(turns_table).where(turns_table.c.turn == 1).values(wire=literal_column("'text'"))
+    broken = update(turns_table).where(turns_table.c.turn == 1).values(exchange=literal_column("'text'"))
     await store.database.write(lambda tx: tx.run(broken, {}), durable=True)
     cache = SessionCache(store.database, store.writer, 1 << 20)
     live = await cache.get("s")

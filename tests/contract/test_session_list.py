@@ -96,7 +96,7 @@ VALUES: dict[str, Callable[[ListedSession], float | None]] = {
     "reward": lambda row: row["reward"],
     "turns": lambda row: row["turns"],
     "staleness": lambda row: None if row["staleness"] is None else -row["staleness"],
-    "claimed_since": lambda row: row["claimed_since"],
+    "running_since": lambda row: row["running_since"],
 }
 """What each order goes by, descending; the ids follow the stored value, which for staleness runs the other way."""
 
@@ -112,21 +112,21 @@ def expected(rows: list[ListedSession], sort: str, newest_first: bool) -> list[s
 async def test_every_order_both_ways_is_that_of_a_plain_sort(filled: Filled) -> None:
     rows = await filled.every()
     assert len(rows) == 24
-    assert {row["state"] for row in rows} == {"idle", "claimed", "closed", "erased"}
-    claimed = [row for row in rows if row["claimed_since"] is not None]
+    assert {row["state"] for row in rows} == {"idle", "running", "closed", "erased"}
+    claimed = [row for row in rows if row["running_since"] is not None]
     for sort in get_args(Sort):
         for newest_first in (True, False):
             found = await filled.every(sort=sort, order="desc" if newest_first else "asc")
-            of = claimed if sort == "claimed_since" else rows
+            of = claimed if sort == "running_since" else rows
             assert [row["session_id"] for row in found] == expected(of, sort, newest_first), (sort, newest_first)
     assert [row["staleness"] for row in await filled.every(sort="staleness")][:2] == [6, 6]
 
 
 FILTERS: list[tuple[dict[str, Any], Callable[[ListedSession], bool]]] = [
-    ({"state": "open"}, lambda row: row["state"] in ("idle", "claimed", "gated")),
+    ({"state": "open"}, lambda row: row["state"] in ("idle", "running", "paused")),
     ({"state": "idle"}, lambda row: row["state"] == "idle"),
-    ({"state": "claimed"}, lambda row: row["claimed_since"] is not None),
-    ({"state": "gated"}, lambda row: row["state"] == "gated"),
+    ({"state": "running"}, lambda row: row["state"] == "running"),
+    ({"state": "paused"}, lambda row: row["state"] == "paused"),
     ({"state": "closed"}, lambda row: row["state"] == "closed"),
     ({"state": "erased"}, lambda row: row["state"] == "erased"),
     ({"group_id": "g"}, lambda row: row["group_id"] == "g"),
@@ -135,23 +135,23 @@ FILTERS: list[tuple[dict[str, Any], Callable[[ListedSession], bool]]] = [
     ({"max_reward": 0.0}, lambda row: row["reward"] == 0.0),
     ({"unrewarded": True}, lambda row: row["reward"] is None),
     ({"min_staleness": 2}, lambda row: row["staleness"] is not None and row["staleness"] >= 2),
-    ({"stuck_s": 5.0}, lambda row: row["claimed_since"] is not None),
+    ({"stuck_s": 5.0}, lambda row: row["running_since"] is not None),
     ({"stuck_s": NOW}, lambda row: False),
     ({"q": "a-"}, lambda row: row["session_id"].startswith("a-")),
     ({"q": "_"}, lambda row: row["session_id"].startswith("_")),
     ({"q": "B"}, lambda row: False),
-    ({"state": "claimed", "group_id": "h"}, lambda row: row["claimed_since"] is not None and row["group_id"] == "h"),
-    ({"state": "gated", "stuck_s": 5.0}, lambda row: row["state"] == "gated" and row["claimed_since"] is not None),
+    ({"state": "running", "group_id": "h"}, lambda row: row["state"] == "running" and row["group_id"] == "h"),
+    ({"state": "paused", "stuck_s": 5.0}, lambda row: row["state"] == "paused" and row["running_since"] is not None),
 ]
 
 
 async def test_every_filter_gives_what_it_says_and_counts_it(filled: Filled) -> None:
     rows = await filled.every()
     idle = next(row["session_id"] for row in rows if row["state"] == "idle")
-    claimed = next(row["session_id"] for row in rows if row["state"] == "claimed")
+    claimed = next(row["session_id"] for row in rows if row["state"] == "running")
     filled.held = {idle: False, claimed: True}
     rows = await filled.every()
-    assert {row["session_id"] for row in rows if row["state"] == "gated"} == {idle, claimed}
+    assert {row["session_id"] for row in rows if row["state"] == "paused"} == {idle, claimed}
     for asked, fits in FILTERS:
         for sort in ("created_at", "reward"):
             found = await filled.every(limit=3, sort=sort, **asked)
@@ -207,13 +207,13 @@ async def test_the_counts_are_those_of_the_list(filled: Filled) -> None:
     rows = await filled.every()
     counts = await filled.store.database.read(lambda connection: heads_view.counts(connection, since=2.5))
     by_state = [row["state"] for row in rows]
-    assert counts.open == by_state.count("idle") + by_state.count("claimed")
+    assert counts.open == by_state.count("idle") + by_state.count("running")
     assert (counts.closed, counts.erased) == (by_state.count("closed"), by_state.count("erased"))
-    changed = [row for row in rows if row["state"] in ("idle", "claimed") and row["turns"] and row["updated_at"] >= 2.5]
+    changed = [row for row in rows if row["state"] in ("idle", "running") and row["turns"] and row["updated_at"] >= 2.5]
     assert counts.changed == len(changed) > 0
     claims = await filled.store.database.read(lambda connection: heads_view.claims(connection, since=2.0))
-    assert claims.all == by_state.count("claimed")
-    new = [row for row in rows if row["state"] == "claimed" and (row["updated_at"] < 2.0 or not row["turns"])]
+    assert claims.all == by_state.count("running")
+    new = [row for row in rows if row["state"] == "running" and (row["updated_at"] < 2.0 or not row["turns"])]
     assert claims.newly_active == len(new)
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 async def test_what_a_killed_connection_had_written_is_not_there(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(postgres, "RECONNECT_S", 0.3)
 
     def cut(tx: Tx) -> None:
         create("s").apply(tx)

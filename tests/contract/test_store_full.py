@@ -127,10 +127,10 @@ async def test_erasure_leaves_nothing_in_the_file_nor_its_log(sqlite_store: Stor
     await store.take_turn("s", text=RANDOM)
     await store.create("other")
     await store.take_turn("other")
-    _, wire = (await store.database.read(lambda c: reads.load_frames(c, "s", [1])))[1]
-    assert wire is not None
-    assert RANDOM in codec.unpack(wire, codec.Wire).reply
-    traces = {"blob": blob.data, "frame": wire[100:400], "text": RANDOM[1000:1200]}
+    _, exchange = (await store.database.read(lambda c: reads.load_frames(c, "s", [1])))[1]
+    assert exchange is not None
+    assert RANDOM in codec.unpack(exchange, codec.Exchange).reply
+    traces = {"blob": blob.data, "frame": exchange[100:400], "text": RANDOM[1000:1200]}
 
     def found() -> set[str]:
         contents = [path.read_bytes() for path in file.parent.glob(f"{file.name}*")]

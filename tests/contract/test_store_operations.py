@@ -107,10 +107,10 @@ async def test_commit_ends_the_open_turn_and_keeps_its_content(store: Store) -> 
     assert isinstance(done, Appended)
     assert [recorded.seq for recorded in done.events] == [3]
     assert await store.open_turns("s") == []
-    wires = await store.database.read(lambda c: reads.load_wires(c, "s", [1]))
-    assert wires[1].reply == b'{"a":1}'
-    facts = await store.database.read(lambda c: reads.load_facts(c, "s", [1]))
-    assert len(facts[1].output_ids) == 8
+    exchanges = await store.database.read(lambda c: reads.load_exchanges(c, "s", [1]))
+    assert exchanges[1].reply == b'{"a":1}'
+    tokens = await store.database.read(lambda c: reads.load_tokens(c, "s", [1]))
+    assert len(tokens[1].output_ids) == 8
     assert await store.database.read(lambda c: reads.load_blobs(c, "s", [0])) == {0: b"{}"}
     await store.head_equals_fold("s")
 
@@ -124,7 +124,7 @@ async def test_commit_under_another_fence_or_holder_writes_nothing(store: Store,
     assert len(await store.log("s")) == 2
     assert len(await store.open_turns("s")) == 1
     with pytest.raises(CorruptContent):
-        await store.database.read(lambda c: reads.load_wires(c, "s", [1]))
+        await store.database.read(lambda c: reads.load_exchanges(c, "s", [1]))
     await store.head_equals_fold("s")
 
 
@@ -218,7 +218,7 @@ async def test_erase_takes_content_and_keeps_the_skeleton(store: Store) -> None:
     assert await store.erase("s") == Refused("erased")
     assert await store.create("s") == Existing("erased", BODY)
     with pytest.raises(CorruptContent):
-        await store.database.read(lambda c: reads.load_facts(c, "s", [1]))
+        await store.database.read(lambda c: reads.load_tokens(c, "s", [1]))
     with pytest.raises(CorruptContent):
         await store.database.read(lambda c: reads.load_blobs(c, "s", [0]))
     assert await store.database.read(lambda c: reads.load_snapshot(c, "s")) is None

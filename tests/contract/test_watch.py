@@ -174,7 +174,7 @@ async def test_a_log_that_lost_its_end_has_everybody_begin_anew(watched: Watched
 async def test_a_session_that_comes_to_a_gate_and_leaves_it_is_told_of(watched: Watched) -> None:
     await watched.store.create("a")
     listener = await watched.watch.listen(None)
-    for held, state in (({"a": False}, "gated"), ({}, "idle")):
+    for held, state in (({"a": False}, "paused"), ({}, "idle")):
         watched.held = held
         await watched.told(listener)
         assert [row["state"] for row in listener.take()] == [state]

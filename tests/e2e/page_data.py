@@ -162,7 +162,7 @@ def _asked(stand: Stand, talk: Talk, messages: Sequence[dict[str, Any]]) -> HTTP
 
 
 def _gated(stand: Stand) -> int:
-    count: int = stand.http.get("/ui/api/overview").json()["sessions"]["gated"]
+    count: int = stand.http.get("/ui/api/overview").json()["sessions"]["paused"]
     return count
 
 

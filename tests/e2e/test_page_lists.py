@@ -77,10 +77,10 @@ def test_list_filters_and_orders_are_the_servers(watched: Watched, api: Callable
 
 
 def test_what_is_stuck_and_what_is_held(watched: Watched, page_stand: PageStand) -> None:
-    page = settled(watched.open("#/?state=claimed&sort=claimed_since&order=asc"))
+    page = settled(watched.open("#/?state=running&sort=running_since&order=asc"))
     assert keys(page) == page_stand.filled.in_turn, "the longest first"
-    assert page.inner_text(f"{ROWS} .badge").endswith("claimed")
-    page.click("text=Held at a gate")
+    assert page.inner_text(f"{ROWS} .badge").endswith("running")
+    page.click(".chips >> text=Paused")
     expect(page.locator(ROWS)).to_have_count(1)
     assert keys(page) == [page_stand.filled.held]
     watched.go("#/?q=nobody")
@@ -146,7 +146,7 @@ def test_fleet_strip(watched: Watched, page_stand: PageStand) -> None:
     dead = urlsplit(page_stand.dead_engine).netloc
     page.wait_for_selector(f".engines summary:has-text('1 dead: {dead}')")
     page.wait_for_selector(f"#fleet >> text=paused: {ADAPTER}")
-    page.wait_for_selector("#fleet a.figure.alert:has-text('Held') >> text=1")
+    page.wait_for_selector("#fleet a.figure.alert:has-text('Paused') >> text=1")
     page.wait_for_selector("#fleet .figure:has-text('Weights') >> text=12")
     page.click(".engines summary")
     line = page.locator(f".engines tr[data-key='{page_stand.dead_engine}']")

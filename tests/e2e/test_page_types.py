@@ -23,7 +23,7 @@ TYPES = FOLDER.with_name("ui_types.d.ts")
 FAULTS = {
     "TS7006": "export function twice(value) { return value; }",
     "TS2551": "/** @param {SessionRow} row */ export function changed(row) { return row.updated_att; }",
-    "TS18047": "/** @param {SessionRow} row */ export function waits(row) { return row.claimed_since + 1; }",
+    "TS18047": "/** @param {SessionRow} row */ export function waits(row) { return row.running_since + 1; }",
     "TS2532": "/** @param {SessionRow[]} rows */ export function first(rows) { return rows[0].turns; }",
 }
 """A parameter without a type, a misspelt field, a null and a missing item that nobody checked for."""

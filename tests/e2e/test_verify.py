@@ -46,7 +46,7 @@ DAMAGE = {
     ),
     "a turn without content": ("DELETE FROM turns WHERE session_id = 'filled-0' AND turn = 3", "4 turns are stored"),
     "a damaged frame": (
-        "UPDATE turns SET facts = x'00' WHERE session_id = 'filled-0' AND turn = 2",
+        "UPDATE turns SET tokens = x'00' WHERE session_id = 'filled-0' AND turn = 2",
         "the content's hash is not the log's",
     ),
     "a missing blob": ("DELETE FROM blobs WHERE session_id = 'filled-2'", "blobs [] are stored"),
@@ -62,13 +62,13 @@ DAMAGE = {
         "the log cannot be read",
     ),
     "content of nobody": (
-        "INSERT INTO turns SELECT 'orphan', turn, parent_turn, segment, choice_index, protocol, facts, wire "
+        "INSERT INTO turns SELECT 'orphan', turn, parent_turn, segment, choice_index, protocol, tokens, exchange "
         "FROM turns WHERE session_id = 'filled-0'",
         "rows without a log",
     ),
     "a snapshot of nobody": ("INSERT INTO snapshots VALUES ('orphan', 1, 'session', x'00')", "rows without a log"),
     "another turn's content": (
-        "UPDATE turns SET wire = (SELECT wire FROM turns other "
+        "UPDATE turns SET exchange = (SELECT exchange FROM turns other "
         "WHERE other.session_id = turns.session_id AND other.turn = 1) WHERE turn = 2 AND session_id = 'filled-0'",
         "the content's hash is not the log's",
     ),

@@ -16,10 +16,10 @@ from app.store.schema import metadata
 from workers import codec
 from workers.codec import CorruptContent
 
-PLACES = (("turns", "facts"), ("turns", "wire"), ("blobs", "data"), ("chunks", "data"), ("events", "data"))
+PLACES = (("turns", "tokens"), ("turns", "exchange"), ("blobs", "data"), ("chunks", "data"), ("events", "data"))
 """Tables and columns that hold bytes."""
 
-LOG = ("turns facts", "turns wire", "events data")
+LOG = ("turns tokens", "turns exchange", "events data")
 """What every export of a session needs."""
 
 

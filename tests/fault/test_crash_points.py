@@ -540,7 +540,7 @@ def stored_frames(url: str, talk: Talk) -> list[bytes]:
     if not url.startswith("sqlite"):
         return []
     with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite+aiosqlite:///"))) as connection:
-        columns = (("facts", "turns"), ("wire", "turns"), ("data", "chunks"))
+        columns = (("tokens", "turns"), ("exchange", "turns"), ("data", "chunks"))
         query = " UNION ".join(
             f"SELECT {name} FROM {table} WHERE session_id = :sid AND {name} IS NOT NULL" for name, table in columns
         )

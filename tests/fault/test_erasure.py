@@ -51,7 +51,7 @@ LATE = StoredChunk(0, "routed_experts", 3, "0" * 32, b"abc")
 
 PIECE = 24
 STEP = 1 << 18
-COLUMNS = (turns.c.facts, turns.c.wire, blobs.c.data, chunks.c.data, refused_replies.c.data, snapshots.c.data)
+COLUMNS = (turns.c.tokens, turns.c.exchange, blobs.c.data, chunks.c.data, refused_replies.c.data, snapshots.c.data)
 
 
 @pytest.fixture

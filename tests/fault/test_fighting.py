@@ -19,7 +19,7 @@ import pytest
 from helpers.clusters import Cluster
 from integration.stand import error_of, user
 
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.request import canonical_hash
 from app.domain.rules import TreeIndex
 from app.protocols.chat import parse_chat
@@ -181,7 +181,7 @@ def _body(messages: tuple[Message, ...]) -> bytes:
 def _body_hash(messages: tuple[Message, ...]) -> str:
     """As the log has it."""
     request = parse_chat(_body(messages))
-    history = Incoming(request.messages, "tolerant")
+    history = RequestHistory(request.messages, "tolerant")
     history.check(TreeIndex())
     return canonical_hash(request, history.whole_hash)
 

@@ -112,7 +112,7 @@ def dropped_before_the_commit(site: Site, way: Way) -> tuple[Talk, httpx.Respons
     return talk, ask(talk, sent, latency_s=0.3)
 
 
-def begun_reply(site: Site, way: Way) -> tuple[Talk, httpx.Response]:
+def partial_reply(site: Site, way: Way) -> tuple[Talk, httpx.Response]:
     """As before, and the client believes that it has the beginning of the reply: Codex sends that back."""
     talk = site.talk(way)
     sent, sim = [*talk.messages, user("Again?")], {"latency_s": 0.3, "text": "Half of it", "tool_calls": False}
@@ -167,7 +167,7 @@ FAULTS: dict[str, Fault] = {
     "engine answers 529": lambda site, way: engine_error(site, way, "status_529"),
     "connection ends while the engine works, retry joins": dropped_in_flight,
     "connection ends while the engine works, retry after the commit": dropped_before_the_commit,
-    "connection ends, retry holds a beginning of the reply": begun_reply,
+    "connection ends, retry holds a beginning of the reply": partial_reply,
     "connection ends while the reply leaves": dropped_while_the_reply_leaves,
     "kill between commit and reply": lambda site, way: killed(site, way, "after_commit"),
     "kill while the reply leaves": lambda site, way: killed(site, way, "during_reply"),

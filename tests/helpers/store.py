@@ -28,7 +28,7 @@ from app.upstream.client import EngineClient
 from helpers.databases import database_at
 from helpers.log import BODY, committed, created, float64, int32, opened
 from workers import codec
-from workers.codec import Facts, Wire
+from workers.codec import Exchange, StoredTokens
 
 LEASE_S = 8.0
 CLAIMED_AT = 2.0
@@ -76,13 +76,15 @@ def commit(
     **fields: Any,
 ) -> Commit:
     """By default its claim is the last event, and all turns before it are committed."""
-    facts = codec.pack(Facts(int32([1]), int32([2, 3]), float64([-0.5, -1.5])))
-    wire = codec.pack(Wire(messages=[text], message=text, reply=text, headers=[]))
+    tokens = codec.pack(StoredTokens(int32([1]), int32([2, 3]), float64([-0.5, -1.5])))
+    exchange = codec.pack(Exchange(messages=[text], message=text, reply=text, headers=[]))
     event: TurnCommitted = committed(turn, parent, fence, **fields)
     known = known or Known(fence, opened_at, turn - 1)
     every = [*before, event, *after]
-    size = len(facts) + len(wire) + size_of([*blobs, *chunks])
-    return Commit(session_id, fence, incarnation, opened_at, at, known, every, facts, wire, blobs, chunks, size=size)
+    size = len(tokens) + len(exchange) + size_of([*blobs, *chunks])
+    return Commit(
+        session_id, fence, incarnation, opened_at, at, known, every, tokens, exchange, blobs, chunks, size=size
+    )
 
 
 def release(session_id: str, fence: int, incarnation: int, *, turn: int = 1) -> Release:
@@ -178,7 +180,7 @@ class Store:
     async def loaded(self, session_id: str) -> Session | None:
         """What the service would load: snapshot and the rest of the log. Both ways to read them must give the same."""
         rows = await self.database.read(lambda connection: reads.session_rows(connection, session_id))
-        found = await session_load.load(self.database, session_id, session_load.With.NOTHING)
+        found = await session_load.load(self.database, session_id, session_load.ContentColumns.NONE)
         session = reads.fold_rows(session_id, *rows)
         assert reads.fold_rows(session_id, found.snapshot, found.rows) == session
         return session

@@ -31,15 +31,15 @@ from app.store.schema import blobs, events, sessions
 from integration.reading import Row, read
 from integration.stand import Stand, error_of
 from workers import codec
-from workers.codec import Facts, Wire
+from workers.codec import Exchange, StoredTokens
 
 pytestmark = pytest.mark.anyio
 
 PARAMS = b'{"model":"m","temperature":1.0}'
 SAID = b'{"role":"assistant","content":"a"}'
 HASH = codec.content_hash(
-    codec.pack(Facts(int32([1]), int32([2, 3]), float64([-0.5, -1.5]))),
-    codec.pack(Wire(messages=[SAID], message=SAID, reply=SAID, headers=[])),
+    codec.pack(StoredTokens(int32([1]), int32([2, 3]), float64([-0.5, -1.5]))),
+    codec.pack(Exchange(messages=[SAID], message=SAID, reply=SAID, headers=[])),
 )
 """Of what `Store.take_turn` stores: one prompt token and two sampled ones."""
 

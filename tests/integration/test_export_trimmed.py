@@ -17,7 +17,7 @@ from app.store.log_turns import Commit, Known
 from integration.corpus import SINGLE, parts
 from integration.reading import CONTAINERS, Row, differences, read
 from workers import codec
-from workers.codec import Facts, Wire
+from workers.codec import Exchange, StoredTokens
 from workers.parse_parts import VersionSpan
 
 pytestmark = pytest.mark.anyio
@@ -62,9 +62,9 @@ async def add(store: Store, session_id: str, turns: list[Turn]) -> None:
 
 def turn_of(store: Store, session_id: str, fence: int, number: int, turn: Turn, length: int) -> Commit:
     sampled = [logprob(number, place) for place in range(len(turn.output))]
-    facts = codec.pack(Facts(int32(turn.prompt), int32(turn.output), float64(sampled)))
+    tokens = codec.pack(StoredTokens(int32(turn.prompt), int32(turn.output), float64(sampled)))
     said, reply = b'{"role":"user","content":"u"}', b'{"role":"assistant","content":"a"}'
-    wire = codec.pack(Wire(messages=[said], message=reply, reply=reply, headers=[]))
+    exchange = codec.pack(Exchange(messages=[said], message=reply, reply=reply, headers=[]))
     ref = BlobRef(0, "params", len(PARAMS), "h" * 64)
     event = committed(
         number,
@@ -76,7 +76,7 @@ def turn_of(store: Store, session_id: str, fence: int, number: int, turn: Turn, 
         suffix_tokens=len(turn.prompt),
         output_tokens=len(turn.output),
         weight_versions=(VersionSpan(str(number), 0, len(turn.output)),),
-        content_hash=codec.content_hash(facts, wire),
+        content_hash=codec.content_hash(tokens, exchange),
         new_blobs=(ref,) if number == 1 else (),
     )
     stored = [StoredBlob(0, "params", len(PARAMS), "h" * 64, codec.compress(PARAMS))] if number == 1 else []
@@ -88,8 +88,8 @@ def turn_of(store: Store, session_id: str, fence: int, number: int, turn: Turn, 
         3.0,
         Known(fence, CLAIMED_AT, number - 1),
         [event],
-        facts,
-        wire,
+        tokens,
+        exchange,
         stored,
         [],
     )

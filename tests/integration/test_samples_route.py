@@ -395,7 +395,7 @@ def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
     broken, sound = stand.talk(), stand.talk()
     broken.say("Hello")
     sound.say("Hello")
-    change(stand.url, "UPDATE turns SET facts = :damaged WHERE session_id = :id", damaged=b"\0", id=broken.id)
+    change(stand.url, "UPDATE turns SET tokens = :damaged WHERE session_id = :id", damaged=b"\0", id=broken.id)
     response = stand.http.post(f"{broken.path}/samples", json={})
     assert error_of(response) == (500, "session_unreadable")
     assert "Hello" not in response.text

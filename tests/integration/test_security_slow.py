@@ -239,7 +239,7 @@ async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
             async with asyncio.timeout(20):
                 while application.inflight.size < size:
                     await asyncio.sleep(0.02)
-        now = limits.HELD_S + 1
+        now = limits.BODY_TIMEOUT_S + 1
         async with connected(port) as (honest, to_honest):
             to_honest.write(head + b"y" * 1000)
             assert (await honest.readuntil(b"y" * 1000)).startswith(b"HTTP/1.1 200")
@@ -275,7 +275,7 @@ async def test_a_body_that_is_given_up_as_its_end_comes_is_given_up() -> None:
 
     reading = asyncio.create_task(read())
     await asyncio.sleep(0)
-    now = limits.HELD_S + 1
+    now = limits.BODY_TIMEOUT_S + 1
     end.set()
     with inflight.reserve() as other:
         other.arrive(LARGEST)

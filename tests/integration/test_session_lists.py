@@ -85,7 +85,7 @@ def test_a_row_has_what_it_always_had_and_more(stand: Stand, group: Group) -> No
     assert list(row)[: len(head)] == head
     assert (row["status"], row["state"], row["turns"], row["reward"], row["attempt"]) == ("open", "idle", 2, 0.0, 0)
     assert row["engine"] == str(stand.sim.base_url).rstrip("/")
-    assert row["claimed_since"] is None
+    assert row["running_since"] is None
     assert "total" not in stand.get("/sessions", group_id=group.name)
     counted = stand.get("/sessions", group_id=group.name, count="true", limit=2)
     assert (counted["total"], counted["total_is_exact"]) == (5, True)

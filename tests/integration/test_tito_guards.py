@@ -22,7 +22,7 @@ from integration.tito import tokenizer_folder as simulators
 from ops.server import ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from workers import codec
-from workers.codec import Facts
+from workers.codec import StoredTokens
 
 CLOSED = "http://127.0.0.1:9"
 
@@ -61,15 +61,15 @@ class Glm:
         added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
         self.ids = {token["content"]: token["id"] for token in added}
 
-    def change_facts(self, talk: Talk, turn: int, edit: Callable[[Facts], bytes]) -> None:
+    def change_tokens(self, talk: Talk, turn: int, edit: Callable[[StoredTokens], bytes]) -> None:
         """Another content of a turn on disk, and nothing of it in memory: another session takes its place there."""
         url, where = self.stand.url, "WHERE session_id = :id AND turn = :turn"
         frames = [
             looking.value(url, f"SELECT {column} FROM turns {where}", id=talk.id, turn=turn)
-            for column in ("facts", "wire")
+            for column in ("tokens", "exchange")
         ]
-        statement = f"UPDATE turns SET facts = :facts {where}"
-        assert looking.change(url, statement, facts=edit(codec.unpack_facts(*frames)), id=talk.id, turn=turn) == 1
+        statement = f"UPDATE turns SET tokens = :tokens {where}"
+        assert looking.change(url, statement, tokens=edit(codec.unpack_tokens(*frames)), id=talk.id, turn=turn) == 1
         self.stand.talk().say("Something else")
 
 
@@ -120,10 +120,10 @@ def test_an_engine_that_made_a_prompt_of_its_own_is_found_out(glm: Glm, fields: 
     assert [event["suffix_tokens"] for event in talk.committed()] == [len(sent), 1]
 
 
-def other_token(facts: Facts) -> bytes:
-    ids = array("i", facts.suffix_ids)
+def other_token(tokens: StoredTokens) -> bytes:
+    ids = array("i", tokens.suffix_ids)
     ids[1] += 1
-    return codec.pack(Facts(ids.tobytes(), facts.output_ids, facts.logprobs))
+    return codec.pack(StoredTokens(ids.tobytes(), tokens.output_ids, tokens.logprobs))
 
 
 NEXT: list[tuple[Message, int]] = [(user("On"), 0), ({"role": "tool", "content": "4", "tool_call_id": "c"}, 1)]
@@ -137,7 +137,7 @@ def test_a_stored_token_that_has_changed_is_no_beginning_of_a_prompt(glm: Glm, m
     sound, changed = glm.stand.talk(), glm.stand.talk()
     for talk in (sound, changed):
         talk.say("Hello")
-    glm.change_facts(changed, 1, other_token)
+    glm.change_tokens(changed, 1, other_token)
     response = changed.chat([*changed.messages, message])
     assert error_of(response) == (500, "token_prefix_mismatch")
     assert changed.types()[-2:] == ["TurnOpened", "TurnRejected"]
@@ -171,7 +171,7 @@ def test_a_session_whose_tokens_are_damaged_is_an_error_and_no_torn_body(glm: Gl
     talk = glm.stand.talk()
     talk.say("Hello")
     talk.say("On")
-    glm.change_facts(talk, 2, lambda facts: b"\0")
+    glm.change_tokens(talk, 2, lambda tokens: b"\0")
     response = glm.stand.http.request("POST" if path else "GET", talk.path + path)
     assert error_of(response) == (500, "session_unreadable")
 

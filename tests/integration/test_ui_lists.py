@@ -25,7 +25,7 @@ def test_the_overview_says_what_is_going_on(stand: Stand) -> None:
     def now() -> dict[str, Any]:
         return dict(stand.get("/ui/api/overview"))
 
-    until(lambda: now()["sessions"]["claimed"] == before["claimed"] + 1)
+    until(lambda: now()["sessions"]["running"] == before["running"] + 1)
     until(lambda: now()["sessions"]["open"] == before["open"] + 1)
     found = now()
     assert found["weight_version"] >= 123456
@@ -49,17 +49,17 @@ def test_a_turn_that_waits_at_a_gate_is_shown_as_such(stand: Stand) -> None:
     stand.http.post("/adapters/gated-one/pause", json={}).raise_for_status()
     waiting = stand.meanwhile(talk.say, "Wait")
     try:
-        until(lambda: stand.get("/ui/api/sessions", state="gated")["total"] == 1)
-        [row] = stand.get("/ui/api/sessions", state="gated")["sessions"]
-        assert (row["session_id"], row["state"], row["claimed_since"]) == (talk.id, "gated", None)
-        assert stand.get(f"/ui/api/sessions/{talk.id}")["state"] == "gated"
+        until(lambda: stand.get("/ui/api/sessions", state="paused")["total"] == 1)
+        [row] = stand.get("/ui/api/sessions", state="paused")["sessions"]
+        assert (row["session_id"], row["state"], row["running_since"]) == (talk.id, "paused", None)
+        assert stand.get(f"/ui/api/sessions/{talk.id}")["state"] == "paused"
         assert talk.id not in [row["session_id"] for row in stand.get("/ui/api/sessions", state="idle")["sessions"]]
-        until(lambda: stand.get("/ui/api/overview")["sessions"]["gated"] == 1)
+        until(lambda: stand.get("/ui/api/overview")["sessions"]["paused"] == 1)
         assert "gated-one" in [one["name"] for one in stand.get("/ui/api/overview")["adapters"] if one["paused"]]
     finally:
         stand.http.post("/adapters/gated-one/resume").raise_for_status()
     waiting.result()
-    assert stand.get("/ui/api/sessions", state="gated")["sessions"] == []
+    assert stand.get("/ui/api/sessions", state="paused")["sessions"] == []
 
 
 def test_the_list_is_paged_and_refuses_what_it_does_not_know(stand: Stand) -> None:

@@ -218,10 +218,10 @@ def test_a_turn_in_flight_and_one_that_was_closed_are_shown(stand: Stand) -> Non
     slow = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 30.0})
     stand.until_generating(talk)
     found = get(stand, talk.id)
-    assert (found["state"], [one["turn"] for one in found["open_turns"]]) == ("claimed", [1])
+    assert (found["state"], [one["turn"] for one in found["open_turns"]]) == ("running", [1])
     assert found["open_turns"][0]["opened_at"] >= found["created_at"]
-    [row] = stand.http.get("/ui/api/sessions", params={"q": talk.id, "state": "claimed"}).json()["sessions"]
-    assert row["claimed_since"] == found["open_turns"][0]["opened_at"]
+    [row] = stand.http.get("/ui/api/sessions", params={"q": talk.id, "state": "running"}).json()["sessions"]
+    assert row["running_since"] == found["open_turns"][0]["opened_at"]
     stand.http.delete(talk.path).raise_for_status()
     assert error_of(slow.result()) == (404, "session_closed")
     found = get(stand, talk.id)
@@ -250,7 +250,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
         talk.say(text)
     last = talk.events()[-1]["seq"]
     where = f"session_id = '{talk.id}'"
-    change(stand.url, f"UPDATE turns SET wire = facts, facts = wire WHERE {where} AND turn = 2")
+    change(stand.url, f"UPDATE turns SET exchange = tokens, tokens = exchange WHERE {where} AND turn = 2")
     change(stand.url, f"UPDATE blobs SET data = :junk WHERE {where} AND number = 0", junk=b"junk")
     said = get(stand, f"{talk.id}/conversation")
     assert [one["message"] is None for one in said["messages"]] == [False, False, True, True, False, False]

@@ -1,8 +1,8 @@
 """What a turn's most likely tokens cost on disk: `python -m tests.tools.top_size`.
 
 Replies of 1,000 sampled tokens in both engines' shapes, with random ids of a vocabulary of 150,000 and random float32
-logprobs. Of each: its bytes, those of its stored frames (facts: ids and numbers; wire: the reply, to be given again to
-the byte), and of the facts without compression, a sampled token.
+logprobs. Of each: its bytes, those of its stored frames (tokens: ids and numbers; exchange: the reply, to be given
+again to the byte), and of the tokens without compression, a sampled token.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def main() -> None:
             body = msgspec.json.encode(a_reply(dialect, k, random.Random(k)))
             wish = LogprobWish(k) if k else None
             done = job.work(Job(dialect, None, [], [], [], 200, "", b"", wish=wish), memoryview(body))
-            sizes = {"reply": len(body), "facts": len(done.facts or b""), "wire": len(done.wire)}
+            sizes = {"reply": len(body), "tokens": len(done.tokens or b""), "exchange": len(done.exchange)}
             shown = {name: size / TOKENS for name, size in sizes.items()}
             before = before or shown
-            more = {f"{name} more": shown[name] - before[name] for name in ("facts", "wire")}
+            more = {f"{name} more": shown[name] - before[name] for name in ("tokens", "exchange")}
             rows.append({"engine": dialect, "k": k, **shown, **more, "ids and logprobs as they are": 8 * k})
     table(rows)
 

@@ -23,7 +23,7 @@ from app.domain.events import (
     TurnOpened,
     TurnRejected,
 )
-from app.domain.history import Incoming, canonical_hash
+from app.domain.history import RequestHistory, canonical_hash
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
@@ -66,7 +66,7 @@ class Grown(msgspec.Struct):
     ask: Ask
     messages: list[Message]
     agent: str | None
-    incoming: Incoming
+    incoming: RequestHistory
     plan: Plan | None = None
     opened: TurnOpened | None = None
     fence: int = 0
@@ -155,7 +155,7 @@ class Tree:
             messages += [user(text) for text in ask.texts]
         if ask.respelled:
             messages = [{**message, "content": f"{message['content']} "} for message in messages]
-        one = Grown(ask, messages, agent, Incoming(raws(messages), self.session.config.matcher))
+        one = Grown(ask, messages, agent, RequestHistory(raws(messages), self.session.config.matcher))
         one.incoming.check(self.index)
         self.asked.append(one)
         return one

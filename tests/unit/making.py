@@ -24,7 +24,7 @@ from app.domain.events import (
     TurnOpened,
     TurnRejected,
 )
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
@@ -110,8 +110,8 @@ class Book:
             if isinstance(event, TurnCommitted):
                 self.index.add(state.turn(event.turn))
 
-    def incoming(self, messages: Sequence[Mapping[str, Any]], agent_id: str | None = None) -> Incoming:
-        incoming = Incoming(raws(messages), self.session.config.matcher)
+    def incoming(self, messages: Sequence[Mapping[str, Any]], agent_id: str | None = None) -> RequestHistory:
+        incoming = RequestHistory(raws(messages), self.session.config.matcher)
         incoming.check(self.index, self.session, agent_id)
         return incoming
 

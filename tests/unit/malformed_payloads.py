@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from helpers.replies import Text, body_of, sglang, vllm
 
-from workers.payloads import PIECE, Want
+from workers.payloads import PIECE, PayloadSpec
 
 META = "choices.0.meta_info"
 RAW = np.arange(1, 7, dtype="<i4").tobytes()
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     message: str
     values: list[Any]
     tokens: int = 4
-    want: Want = Want("routed_experts")
+    spec: PayloadSpec = PayloadSpec("routed_experts")
     vllm: bool = False
 
 
@@ -97,8 +97,8 @@ CASES = [
     Case(f"{EXPERTS} holds an id out of range", [[1, 2, -1]]),
     Case(f"{EXPERTS} holds an id out of range", [*spelled(3, -1), spelled(3, -(2**31))[0]], tokens=2),
     Case(f"{EXPERTS} holds something else than ids", [[3, -(2**31)]], tokens=2),
-    Case("indexer_topk holds an id out of range", spelled(3, -2)[:1], tokens=2, want=Want("indexer_topk")),
-    Case("indexer_topk holds something else than ids", spelled(3, -2)[1:], tokens=2, want=Want("indexer_topk")),
+    Case("indexer_topk holds an id out of range", spelled(3, -2)[:1], tokens=2, spec=PayloadSpec("indexer_topk")),
+    Case("indexer_topk holds something else than ids", spelled(3, -2)[1:], tokens=2, spec=PayloadSpec("indexer_topk")),
     Case(f"{EXPERTS} holds an id out of range", list(map(quoted, WIDE)), vllm=True),
     # Numbers of rows, and their shape.
     *(Case(f"{EXPERTS} has {n} ids, which make no 3 rows", spelled(*range(n))) for n in (0, 2, 4, 5, 7)),
@@ -107,25 +107,28 @@ CASES = [
         for rows, width in (([[1, 2], [3, 4]], 2), ([[1, 2], [3, 4], [5, 6], [7, 8]], 2), ([[]], 0))
     ),
     *(
-        Case(f"{EXPERTS} has {width} ids a row, of shape [], where [1, 2] is expected", spelled(*range(ids)), 4, want)
-        for width, ids, want in (
-            (1, 3, Want(EXPERTS, shape=(1, 2))),
-            (4, 12, Want(EXPERTS, shape=(1, 2))),
-            (3, 6, Want(EXPERTS, shape=(1, 2), start=1)),
+        Case(f"{EXPERTS} has {width} ids a row, of shape [], where [1, 2] is expected", spelled(*range(ids)), 4, spec)
+        for width, ids, spec in (
+            (1, 3, PayloadSpec(EXPERTS, shape=(1, 2))),
+            (4, 12, PayloadSpec(EXPERTS, shape=(1, 2))),
+            (3, 6, PayloadSpec(EXPERTS, shape=(1, 2), start=1)),
         )
     ),
     *(
-        Case(f"{EXPERTS} has {ids} ids where no row belongs to the tokens", spelled(*range(ids)), tokens, want)
-        for ids, tokens, want in (
-            (6, 4, Want(EXPERTS, start=3)),
-            (6, 4, Want(EXPERTS, start=9)),
-            (6, 1, Want(EXPERTS)),
-            (2, 1, Want(EXPERTS, shape=(1, 2))),
+        Case(f"{EXPERTS} has {ids} ids where no row belongs to the tokens", spelled(*range(ids)), tokens, spec)
+        for ids, tokens, spec in (
+            (6, 4, PayloadSpec(EXPERTS, start=3)),
+            (6, 4, PayloadSpec(EXPERTS, start=9)),
+            (6, 1, PayloadSpec(EXPERTS)),
+            (2, 1, PayloadSpec(EXPERTS, shape=(1, 2))),
         )
     ),
     *(
         Case(
-            f"indexer_topk has {ids} ids, which make no 1000 rows", spelled(*range(ids))[:1], 1001, Want("indexer_topk")
+            f"indexer_topk has {ids} ids, which make no 1000 rows",
+            spelled(*range(ids))[:1],
+            1001,
+            PayloadSpec("indexer_topk"),
         )
         for ids in (64_001, 64_063)
     ),
@@ -134,7 +137,7 @@ CASES = [
             f"{EXPERTS} has 8 ids a row, of shape [2, 4], where [4, 2] is expected",
             [rows],
             4,
-            Want(EXPERTS, shape=(4, 2)),
+            PayloadSpec(EXPERTS, shape=(4, 2)),
             vllm,
         )
         for rows, vllm in ((LAYERS.tolist(), False), (quoted(npy(LAYERS)), True))
@@ -176,30 +179,30 @@ CASES = [
 ]
 
 
-def bodies() -> Iterator[tuple[str, bytes, str, list[Want]]]:
+def bodies() -> Iterator[tuple[str, bytes, str, list[PayloadSpec]]]:
     """Name, body, message, and what was asked for."""
     for case in CASES:
         prompt = list(range(case.tokens - 1))
         reply, at = (vllm(prompt, [10]), "choices.0") if case.vllm else (sglang(prompt, [10]), META)
         for value in case.values:
-            body = body_of(reply, {f"{at}.{case.want.kind}": value})
-            yield f"{case.want.kind}={value!r}", body, case.message, [case.want]
+            body = body_of(reply, {f"{at}.{case.spec.kind}": value})
+            yield f"{case.spec.kind}={value!r}", body, case.message, [case.spec]
     asked = f"{EXPERTS} was asked for and is not there"
-    required = Want(EXPERTS, required=True)
+    required = PayloadSpec(EXPERTS, required=True)
     for shape in ("sglang", "vllm"):
         yield "missing", body_of(shape), asked, [required]
     yield "null", body_of("sglang", {f"{META}.{EXPERTS}": None}), asked, [required]
     yield "elsewhere", body_of("sglang", {"metadata": {EXPERTS: "AAAA"}}), asked, [required]
     topk = "indexer_topk was asked for and is not there"
-    yield "missing", body_of("sglang"), topk, [Want("indexer_topk", required=True)]
+    yield "missing", body_of("sglang"), topk, [PayloadSpec("indexer_topk", required=True)]
     one = [[1, 2]] * 4
     for other in ("AAAA", [[9, 9]] * 4, 7, {"a": 1}):
         body = body_of("sglang", {f"{META}.{EXPERTS}": one, "sglext": {EXPERTS: other}})
-        yield f"twice, {other}", body, f"{EXPERTS} is there twice, with different values", [Want(EXPERTS)]
+        yield f"twice, {other}", body, f"{EXPERTS} is there twice, with different values", [PayloadSpec(EXPERTS)]
     sound = body_of("sglang", {f"{META}.{EXPERTS}": one})
     key = f'"{EXPERTS}": '.encode()
     for first in ("null", json.dumps(one), "[]", '"@turnlog:0@"'):
         body = sound.replace(key, key + first.encode() + b", " + key)
-        yield f"twice, {first}", body, "choices[0].meta_info has duplicate keys", [Want(EXPERTS)]
+        yield f"twice, {first}", body, "choices[0].meta_info has duplicate keys", [PayloadSpec(EXPERTS)]
     body = body_of("sglang", {f"{META}.{EXPERTS}": one, f"{META}.completion_tokens": 7})
-    yield "a payload, and another fault", body, "choices[0].meta_info.completion_tokens is 7", [Want(EXPERTS)]
+    yield "a payload, and another fault", body, "choices[0].meta_info.completion_tokens is 7", [PayloadSpec(EXPERTS)]

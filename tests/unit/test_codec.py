@@ -19,9 +19,9 @@ from workers.codec import (
     APART_BYTES,
     MAX_RAW,
     CorruptContent,
-    Facts,
+    Exchange,
     Messages,
-    Wire,
+    StoredTokens,
     compress,
     decompress,
     pack,
@@ -29,64 +29,66 @@ from workers.codec import (
     paste,
     prompt_ids_separator,
     unpack,
-    unpack_facts,
     unpack_messages,
+    unpack_tokens,
 )
 
-FACTS = Facts(b"abcd" * 50, b"efgh", b"12345678")
-WIRE = Wire([b'{"role":"user"}'], b"{}", b'{"a":1}', [("content-type", "application/json")], 200, 3, ", ", "rid")
+TOKENS = StoredTokens(b"abcd" * 50, b"efgh", b"12345678")
+EXCHANGE = Exchange(
+    [b'{"role":"user"}'], b"{}", b'{"a":1}', [("content-type", "application/json")], 200, 3, ", ", "rid"
+)
 
 
-def without_ids(reply: bytes, text: bytes, count: int) -> Wire:
+def without_ids(reply: bytes, text: bytes, count: int) -> Exchange:
     """The reply stored as a job does it, its prompt's ids cut out where they can be written again."""
     separator = prompt_ids_separator(text, count)
     if separator is None:
-        return Wire([], b"", reply, [])
+        return Exchange([], b"", reply, [])
     at = reply.index(text)
-    return Wire([], b"", reply[:at] + reply[at + len(text) :], [], prompt_ids_at=at, separator=separator)
+    return Exchange([], b"", reply[:at] + reply[at + len(text) :], [], prompt_ids_at=at, separator=separator)
 
 
 def test_content_survives() -> None:
-    assert unpack(pack(FACTS), Facts) == FACTS
-    assert unpack(pack(WIRE), Wire) == WIRE
+    assert unpack(pack(TOKENS), StoredTokens) == TOKENS
+    assert unpack(pack(EXCHANGE), Exchange) == EXCHANGE
     assert decompress(compress(b"")) == b""
 
 
-LARGE = msgspec.structs.replace(WIRE, reply=b'{"text":"' + bytes(range(32, 34)) * APART_BYTES + b'"}')
+LARGE = msgspec.structs.replace(EXCHANGE, reply=b'{"text":"' + bytes(range(32, 34)) * APART_BYTES + b'"}')
 
 
 RANDOM_JSON = b'"' + random.Random(1).randbytes(200).hex().encode() + b'"'
 """Text that zstd stores nearly as it is: a flipped bit in it unpacks."""
 
 
-@pytest.mark.parametrize("wire", [WIRE, LARGE])
-def test_a_small_turn_has_one_frame(wire: Wire) -> None:
-    facts, frame = pack_turn(msgspec.structs.replace(wire, facts=FACTS))
-    assert (facts is None) == (wire is WIRE)
-    assert unpack_facts(facts, frame) == FACTS
-    assert msgspec.structs.replace(unpack(frame, Wire), facts=None) == wire
-    assert unpack_messages(frame) == Messages(wire.messages, wire.message)
+@pytest.mark.parametrize("exchange", [EXCHANGE, LARGE])
+def test_a_small_turn_has_one_frame(exchange: Exchange) -> None:
+    tokens, frame = pack_turn(msgspec.structs.replace(exchange, tokens=TOKENS))
+    assert (tokens is None) == (exchange is EXCHANGE)
+    assert unpack_tokens(tokens, frame) == TOKENS
+    assert msgspec.structs.replace(unpack(frame, Exchange), tokens=None) == exchange
+    assert unpack_messages(frame) == Messages(exchange.messages, exchange.message)
 
 
-@pytest.mark.parametrize("frame", [None, b"", b"x", pack(WIRE), pack(LARGE), pack(FACTS)])
+@pytest.mark.parametrize("frame", [None, b"", b"x", pack(EXCHANGE), pack(LARGE), pack(TOKENS)])
 def test_tokens_that_are_not_where_they_belong(frame: bytes | None) -> None:
     with pytest.raises(CorruptContent):
-        unpack_facts(None, frame)
+        unpack_tokens(None, frame)
 
 
-@pytest.mark.parametrize("wire", [WIRE, LARGE])
-def test_what_was_said_is_unpacked_alone(wire: Wire) -> None:
-    frame = pack(wire)
-    assert unpack(frame, Wire) == wire
-    assert unpack_messages(frame) == Messages(wire.messages, wire.message)
-    assert (frame[:1] == APART) == (wire is LARGE)
+@pytest.mark.parametrize("exchange", [EXCHANGE, LARGE])
+def test_what_was_said_is_unpacked_alone(exchange: Exchange) -> None:
+    frame = pack(exchange)
+    assert unpack(frame, Exchange) == exchange
+    assert unpack_messages(frame) == Messages(exchange.messages, exchange.message)
+    assert (frame[:1] == APART) == (exchange is LARGE)
 
 
 def test_a_reply_that_is_packed_apart_is_not_looked_at_for_what_was_said() -> None:
     frame = pack(LARGE)
     assert unpack_messages(frame[: len(frame) // 2]) == Messages(LARGE.messages, LARGE.message)
     with pytest.raises(CorruptContent):
-        unpack(frame[: len(frame) // 2], Wire)
+        unpack(frame[: len(frame) // 2], Exchange)
 
 
 def test_a_flipped_bit_in_what_was_said_is_found_without_the_rest() -> None:
@@ -107,27 +109,27 @@ def test_no_damage_of_a_packed_wire_is_more_than_corrupt() -> None:
     frame = pack(LARGE)
     for at in range(min(len(frame), 64)):
         for damaged in (frame[:at], frame[:at] + bytes([frame[at] ^ 0x10]) + frame[at + 1 :]):
-            for read in (unpack_messages, lambda data: unpack(data, Wire)):
+            for read in (unpack_messages, lambda data: unpack(data, Exchange)):
                 with contextlib.suppress(CorruptContent):
                     read(damaged)
 
 
 def test_every_flipped_bit_of_a_frame_is_found() -> None:
-    frame = pack(FACTS)
+    frame = pack(TOKENS)
     for at in range(len(frame)):
         damaged = bytearray(frame)
         damaged[at] ^= 0x10
         try:
-            found = unpack(bytes(damaged), Facts)
+            found = unpack(bytes(damaged), StoredTokens)
         except CorruptContent:
             continue
-        assert found == FACTS, f"byte {at}: other content was read"
+        assert found == TOKENS, f"byte {at}: other content was read"
 
 
-@pytest.mark.parametrize("frame", [None, b"", b"x", b"not a frame at all", pack(FACTS)[:-1], pack(FACTS)[:9]])
+@pytest.mark.parametrize("frame", [None, b"", b"x", b"not a frame at all", pack(TOKENS)[:-1], pack(TOKENS)[:9]])
 def test_a_damaged_frame(frame: bytes | None) -> None:
     with pytest.raises(CorruptContent):
-        unpack(frame, Facts)
+        unpack(frame, StoredTokens)
 
 
 def test_a_frame_that_declares_too_much_is_not_unpacked() -> None:
@@ -148,7 +150,7 @@ def test_a_frame_without_a_size_is_refused() -> None:
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x80", b"\x90", b'{"suffix_ids": ""}'])
 def test_content_of_another_kind(raw: bytes) -> None:
     with pytest.raises(CorruptContent):
-        unpack(compress(raw), Facts)
+        unpack(compress(raw), StoredTokens)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +176,10 @@ def test_content_of_another_kind(raw: bytes) -> None:
 def test_what_is_cut_can_be_written_again(text: bytes, cut: bool) -> None:
     body = b'{"a":' + text + b',"prompt":' + text + b',"z":1}'
     ids = json.loads(text)
-    wire = without_ids(body, text, len(ids))
-    assert (wire.prompt_ids_at is not None) == cut
-    assert (len(wire.reply) < len(body)) == cut
-    assert paste(wire, memoryview(int32(ids)).cast("i"), {}) == body
+    exchange = without_ids(body, text, len(ids))
+    assert (exchange.prompt_ids_at is not None) == cut
+    assert (len(exchange.reply) < len(body)) == cut
+    assert paste(exchange, memoryview(int32(ids)).cast("i"), {}) == body
 
 
 SPACE = st.sampled_from(["", "", "", " ", "  ", "\n", "\t"])
@@ -197,5 +199,5 @@ def spelled(draw: st.DrawFn) -> tuple[list[int], bytes]:
 def test_cut_and_paste_to_the_byte(ids: tuple[list[int], bytes], before: bytes, after: bytes, twice: bool) -> None:
     numbers, text = ids
     body = before + text + after + (text if twice else b"")
-    wire = unpack(pack(without_ids(body, text, len(numbers))), Wire)
-    assert paste(wire, memoryview(int32(numbers)).cast("i"), {}) == body
+    exchange = unpack(pack(without_ids(body, text, len(numbers))), Exchange)
+    assert paste(exchange, memoryview(int32(numbers)).cast("i"), {}) == body

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from making import validated
 
-from app.domain.completion import IncomingPrompt
+from app.domain.completion import RequestPrompt
 from app.domain.decide import TurnBlobs, commit_turn, open_turn
 from app.domain.events import Event, Recorded, SessionConfig, SessionCreated, TurnCommitted
 from app.domain.rules import Plan, TreeIndex
@@ -25,8 +25,8 @@ from workers.parse import token_text
 Prompt = str | list[int]
 
 
-def incoming(prompt: Prompt) -> IncomingPrompt:
-    return IncomingPrompt(parse_completion(json.dumps({"prompt": prompt}).encode()))
+def incoming(prompt: Prompt) -> RequestPrompt:
+    return RequestPrompt(parse_completion(json.dumps({"prompt": prompt}).encode()))
 
 
 class Story:

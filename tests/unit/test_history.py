@@ -16,7 +16,7 @@ from making import raw, raws, user
 
 from app.domain import history
 from app.domain.events import Matcher
-from app.domain.history import CANONICAL, Incoming, canonical_hash, decode_message
+from app.domain.history import CANONICAL, RequestHistory, canonical_hash, decode_message
 from app.domain.rules import TreeIndex
 from app.errors import InvalidRequest
 
@@ -197,7 +197,7 @@ def test_role_content_only_does_not_see_calls() -> None:
 )
 @pytest.mark.parametrize("matcher", ["tolerant", "strict", "role_content_only"])
 def test_a_message_of_the_wrong_shape_is_refused_by_its_place(text: bytes, matcher: Matcher) -> None:
-    incoming = Incoming([raw(user("a")), msgspec.Raw(text)], matcher)
+    incoming = RequestHistory([raw(user("a")), msgspec.Raw(text)], matcher)
     with pytest.raises(InvalidRequest, match=r"messages\[1\]"):
         incoming.check(TreeIndex())
 
@@ -232,14 +232,14 @@ SHAPED = st.fixed_dictionaries(
 @settings(max_examples=cases(600), deadline=None)
 @given(SHAPED, st.sampled_from(["tolerant", "strict", "role_content_only"]))
 def test_any_message_is_hashed_or_refused(message: Any, matcher: Matcher) -> None:
-    incoming = Incoming([raw(message)], matcher)
+    incoming = RequestHistory([raw(message)], matcher)
     try:
         incoming.check(TreeIndex())
     except InvalidRequest:
         return
     assert canonical_hash(decode_message(raw(message), "m"), matcher) == incoming.canonical(0)
     if matcher != "strict":
-        respelled = Incoming([msgspec.Raw(json.dumps(message, indent=1, ensure_ascii=False).encode())], matcher)
+        respelled = RequestHistory([msgspec.Raw(json.dumps(message, indent=1, ensure_ascii=False).encode())], matcher)
         assert respelled.canonical(0) == incoming.canonical(0)
 
 
@@ -247,8 +247,10 @@ def test_any_message_is_hashed_or_refused(message: Any, matcher: Matcher) -> Non
 @given(st.lists(st.integers(0, 6), max_size=6), st.lists(st.sampled_from("abc"), min_size=6, max_size=6))
 def test_a_spelling_does_not_depend_on_what_was_asked_before(counts: list[int], texts: list[str]) -> None:
     messages = raws([user(text) for text in texts])
-    asked = Incoming(messages, "tolerant")
-    assert [asked.spelling(n) for n in counts] == [Incoming(messages, "tolerant").spelling(n) for n in counts]
+    asked = RequestHistory(messages, "tolerant")
+    assert [asked.prefix_hash(n) for n in counts] == [
+        RequestHistory(messages, "tolerant").prefix_hash(n) for n in counts
+    ]
 
 
 @pytest.mark.parametrize("matcher", CANONICAL)

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from app.api.limits import HELD_S, SMALL, BodyReservation, RequestMemory
+from app.api.limits import BODY_TIMEOUT_S, SMALL, BodyReservation, RequestMemory
 from app.errors import BodyGivenUp, Overloaded
 
 LIMIT = 64 * SMALL
@@ -118,7 +118,7 @@ def test_what_has_been_arriving_for_long_makes_room(
     bodies: list[tuple[str, str, int]], size: int, given_up: list[str]
 ) -> None:
     held = Held(*bodies)
-    held.now += HELD_S
+    held.now += BODY_TIMEOUT_S
     held.begin("new", "p", size)
     assert held.given_up == given_up
     for name in given_up:
@@ -132,7 +132,7 @@ def test_a_reply_finds_room_as_a_body_does() -> None:
     held = Held(*FULL[1:])
     turn = held.begin("turn", "p", EIGHTH)
     turn.arrived()
-    held.now += HELD_S
+    held.now += BODY_TIMEOUT_S
     turn.grow(EIGHTH)
     assert held.given_up == ["b"]
     held.end()
@@ -141,7 +141,7 @@ def test_a_reply_finds_room_as_a_body_does() -> None:
 @pytest.mark.parametrize("bodies", [FULL_SHARE, FULL], ids=["share", "all"])
 def test_many_that_send_at_once_do_not_throw_each_other_out(bodies: list[tuple[str, str, int]]) -> None:
     held = Held(*bodies)
-    held.now = held.rooms["a"].since + HELD_S
+    held.now = held.rooms["a"].since + BODY_TIMEOUT_S
     with pytest.raises(Overloaded):
         held.begin("new", "p", SMALL + 1)
     assert held.given_up == []
@@ -151,7 +151,7 @@ def test_many_that_send_at_once_do_not_throw_each_other_out(bodies: list[tuple[s
 @pytest.mark.parametrize("bodies", [FULL_SHARE, FULL], ids=["share", "all"])
 def test_nor_does_what_began_earlier_throw_out_what_began_later(bodies: list[tuple[str, str, int]]) -> None:
     held = Held(*bodies)
-    held.now += HELD_S
+    held.now += BODY_TIMEOUT_S
     with pytest.raises(Overloaded):
         held.rooms["a"].arrive(1)
     held.rooms["b"].arrive(1)
@@ -162,13 +162,13 @@ def test_nor_does_what_began_earlier_throw_out_what_began_later(bodies: list[tup
 def test_nothing_is_given_up_in_vain() -> None:
     """Where all that has been held for long is not enough, or has ended, who comes is refused."""
     held = Held(*FULL_SHARE)
-    held.now = held.rooms["a"].since + HELD_S + 0.5
+    held.now = held.rooms["a"].since + BODY_TIMEOUT_S + 0.5
     with pytest.raises(Overloaded):
         held.begin("new", "p", EIGHTH + 1)
     held = Held(*FULL)
     for room in held.rooms.values():
         room.arrived()
-    held.now += HELD_S
+    held.now += BODY_TIMEOUT_S
     with pytest.raises(Overloaded):
         held.begin("new", "p", 1)
     assert held.given_up == []

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers import codec, job, payloads
-from workers.codec import Wire
+from workers.codec import Exchange
 from workers.job import WINDOW
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
-from workers.payloads import Want
+from workers.payloads import PayloadSpec
 from workers.reply import Job, ValidatedReply
 
-EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
+EXPERTS, POSITIONS = PayloadSpec("routed_experts"), PayloadSpec("indexer_topk")
 BOTH = (EXPERTS, POSITIONS)
 META = "choices.0.meta_info"
 CONTENT = "choices.0.message.content"
@@ -38,28 +38,28 @@ SPELLINGS = {
 }
 
 
-def a_job(*wants: Want, dialect: Any = "auto", known: KnownTokens | None = None) -> Job:
-    return Job(dialect, known, list(wants), [b'{"role":"user"}'], [("a", "b")], 200, "rid", b"")
+def a_job(*payload_specs: PayloadSpec, dialect: Any = "auto", known: KnownTokens | None = None) -> Job:
+    return Job(dialect, known, list(payload_specs), [b'{"role":"user"}'], [("a", "b")], 200, "rid", b"")
 
 
-def done_of(body: bytes, *wants: Want, **fields: Any) -> ValidatedReply:
-    return job.work(a_job(*(wants or BOTH), **fields), memoryview(body))
+def done_of(body: bytes, *payload_specs: PayloadSpec, **fields: Any) -> ValidatedReply:
+    return job.work(a_job(*(payload_specs or BOTH), **fields), memoryview(body))
 
 
-def wire_of(done: ValidatedReply) -> Wire:
-    return codec.unpack(done.wire, Wire)
+def exchange_of(done: ValidatedReply) -> Exchange:
+    return codec.unpack(done.exchange, Exchange)
 
 
 def pasted(done: ValidatedReply, kinds: tuple[str, ...] = REPLAY) -> bytes:
     """The reply as it would be given again."""
-    wire, facts = wire_of(done), codec.unpack_facts(done.facts, done.wire)
+    exchange, tokens = exchange_of(done), codec.unpack_tokens(done.tokens, done.exchange)
     values: dict[str, bytes] = {}
-    for cut in wire.cuts:
+    for cut in exchange.cuts:
         [payload] = (payload for payload in done.payloads if payload.kind == cut.kind)
         rows = payloads.join([payloads.load(new.chunk, new.frame) for new in payload.new])
         if cut.kind in kinds:
             values[cut.kind] = b"" if cut.form == "text" else payloads.render(cut, rows)
-    return codec.paste(wire, memoryview(facts.suffix_ids).cast("i"), values)
+    return codec.paste(exchange, memoryview(tokens.suffix_ids).cast("i"), values)
 
 
 def sglang(experts: str = TEXT, *changes: Changes) -> bytes:
@@ -76,7 +76,7 @@ def check(body: bytes, done: ValidatedReply, **values: str) -> None:
     """The values of these kinds, and nothing else, were taken out where they stand."""
     assert pasted(done) == body
     assert {place.kind: body[place.start : place.end].decode() for place in done.places} == values
-    assert {payload.kind for payload in done.payloads} == {cut.kind for cut in wire_of(done).cuts} == values.keys()
+    assert {payload.kind for payload in done.payloads} == {cut.kind for cut in exchange_of(done).cuts} == values.keys()
     gone = body
     for place in sorted(done.places, key=lambda place: -place.start):
         gone = gone[: place.start] + b"null" + gone[place.end :]
@@ -92,7 +92,7 @@ def test_a_payload_is_cut_out_and_put_back(name: str) -> None:
     [payload] = done.payloads
     assert (payload.start, payload.stop, payload.shared) == (0, 4, 0)
     assert payloads.load(payload.new[0].chunk, payload.new[0].frame).tolist() == ROWS.reshape(4, 2).tolist()
-    assert (text.encode() in wire_of(done).reply) == (name in ("escaped", "uneven"))
+    assert (text.encode() in exchange_of(done).reply) == (name in ("escaped", "uneven"))
     assert job.run(job.encode(a_job(*BOTH)), memoryview(body))
 
 
@@ -102,7 +102,7 @@ def test_a_npy_payload_is_cut_out_and_put_back() -> None:
     text = json.dumps(json.loads(body)["choices"][0]["routed_experts"])
     check(body, done, routed_experts=text)
     assert (done.payloads[0].shape, done.dialect) == ((1, 2), "vllm")
-    assert text.encode() not in wire_of(done).reply
+    assert text.encode() not in exchange_of(done).reply
 
 
 @pytest.mark.parametrize("order", [("routed_experts", "indexer_topk"), ("indexer_topk", "routed_experts")])
@@ -113,7 +113,7 @@ def test_both_kinds(order: tuple[str, str]) -> None:
         body = body.replace(f'"@{kind}@"'.encode(), text.encode())
     done = done_of(body)
     check(body, done, **texts)
-    assert wire_of(done).reply.count(b"[[[") == 0
+    assert exchange_of(done).reply.count(b"[[[") == 0
     assert pasted(done, ("indexer_topk",)) == body.replace(TEXT.encode(), b"null")
 
 
@@ -163,7 +163,7 @@ def test_a_payload_that_stands_in_sglext_too_is_stored_once(name: str, first: bo
     check(body, done, routed_experts=text)
     assert (len(done.places), len(done.payloads)) == (2, 1)
     if name not in ("escaped", "uneven"):
-        assert len(wire_of(done).reply) < len(body) - 2 * len(text) + 10
+        assert len(exchange_of(done).reply) < len(body) - 2 * len(text) + 10
 
 
 @pytest.mark.parametrize("value", [None, [], 7, "x", {}])
@@ -174,7 +174,7 @@ def test_another_extension_is_no_payload(value: Any) -> None:
 
 def test_a_payload_in_sglext_alone_is_one() -> None:
     body = body_of("sglang", {"sglext": {"routed_experts": json.loads(TEXT)}})
-    check(body, done_of(body, Want("routed_experts", required=True)), routed_experts=TEXT)
+    check(body, done_of(body, PayloadSpec("routed_experts", required=True)), routed_experts=TEXT)
 
 
 def test_a_key_that_is_spelled_with_an_escape() -> None:
@@ -195,23 +195,23 @@ def test_an_escaped_slash_is_still_base64() -> None:
 
 @pytest.mark.parametrize("body", [body_of("sglang"), body_of("vllm"), sglang("null"), sglang(" null")])
 def test_a_reply_without_a_payload_is_kept_as_before(body: bytes) -> None:
-    done, bare = done_of(body), done_of(body, Want("routed_experts"))
+    done, bare = done_of(body), done_of(body, PayloadSpec("routed_experts"))
     assert done == bare
     check(body, done)
 
 
 def test_what_an_engine_does_not_have_is_not_missed() -> None:
-    assert done_of(body_of("vllm"), Want("indexer_topk", required=True)).payloads == []
+    assert done_of(body_of("vllm"), PayloadSpec("indexer_topk", required=True)).payloads == []
 
 
 def test_a_reply_of_no_tokens_needs_no_payload() -> None:
     body = body_of("sglang", {f"{META}.completion_tokens": 0}, {f"{META}.output_token_logprobs": []}, {CONTENT: ""})
-    assert done_of(body, Want("routed_experts", required=True)).payloads == []
+    assert done_of(body, PayloadSpec("routed_experts", required=True)).payloads == []
 
 
 def test_a_kind_that_is_not_wanted_stays_in_the_reply() -> None:
     done = done_of(sglang(), POSITIONS)
-    assert (done.payloads, wire_of(done).cuts) == ([], [])
+    assert (done.payloads, exchange_of(done).cuts) == ([], [])
     assert pasted(done, ()) == sglang()
 
 
@@ -231,7 +231,7 @@ def test_a_key_at_the_end_of_what_is_searched_at_a_time(short: int) -> None:
     assert job.find_long_values(memoryview(body)).base64_bytes == len(TEXT)
     done = done_of(body)
     check(body, done, routed_experts=TEXT)
-    assert TEXT.encode() not in wire_of(done).reply
+    assert TEXT.encode() not in exchange_of(done).reply
 
 
 @pytest.mark.parametrize("size", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
@@ -242,7 +242,7 @@ def test_a_payload_longer_than_what_is_searched_at_a_time(size: int, lists: bool
     body = sglang(text, {f"{META}.z": "y" * 100})
     done = done_of(body)
     check(body, done, routed_experts=text)
-    assert len(wire_of(done).reply) < 2000
+    assert len(exchange_of(done).reply) < 2000
 
 
 @pytest.mark.parametrize("body", [sglang(), sglang(SPELLINGS["escaped"]), vllm(), body_of("vllm")])
@@ -267,7 +267,7 @@ def test_rows_behind_a_prompt_that_drifted_are_not_joined_to_the_parents() -> No
     text = token_text([9, 9, 9])
     strange = KnownTokens(3, len(text), "0" * 64)
     body = sglang('"' + base64.b64encode(bytes(8)).decode() + '"', {"choices.0.prompt_token_ids": [1, 2, 3, 4]})
-    done = done_of(body, Want("routed_experts", start=4, parent=parent), known=strange)
+    done = done_of(body, PayloadSpec("routed_experts", start=4, parent=parent), known=strange)
     [stored] = done.payloads
     assert (done.base, stored.start, stored.stop, stored.sent, stored.shared) == (0, 4, 5, 4, 0)
 

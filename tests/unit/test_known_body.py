@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unit.making import Book, assistant, raws, user
 
 from app.domain import known_body
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.known_body import LONG_BODY, ContinuedBody, KnownBodies, KnownBody
 from app.domain.request import ChatRequest
 from app.errors import AppError
@@ -42,10 +42,10 @@ def known_after(*bodies: bytes) -> KnownBodies:
     return found
 
 
-def keep(known: KnownBodies, layout: KnownBody, turn: int, spelled: Hasher) -> None:
+def keep(known: KnownBodies, layout: KnownBody, turn: int, prefix_hasher: Hasher) -> None:
     """As a commit does."""
     continued = layout.continued
-    layout.keep("chat", turn, spelled)
+    layout.keep("chat", turn, prefix_hasher)
     known.add(layout, continued)
 
 
@@ -255,9 +255,9 @@ def test_a_body_with_many_values_is_continued() -> None:
     assert told(second, continued) == told(second, None)
 
 
-def asked_after(book: Book, known: KnownBodies, body: bytes) -> tuple[Incoming, ChatRequest]:
+def asked_after(book: Book, known: KnownBodies, body: bytes) -> tuple[RequestHistory, ChatRequest]:
     request = parse_chat(body, False, continued_of(known, body))
-    incoming = Incoming(request.messages, book.session.config.matcher, prefix=request.prefix)
+    incoming = RequestHistory(request.messages, book.session.config.matcher, prefix=request.prefix)
     incoming.check(book.index)
     return incoming, request
 
@@ -275,21 +275,21 @@ def test_a_known_history_is_hashed_as_an_unknown_one(history: Any) -> None:
     for place, messages in enumerate(asked):
         body = body_of([bytes(raw).decode() for raw in raws(messages)])
         incoming, request = asked_after(book, known, body)
-        plain = Incoming([msgspec.Raw(bytes(raw)) for raw in request.messages], book.session.config.matcher)
+        plain = RequestHistory([msgspec.Raw(bytes(raw)) for raw in request.messages], book.session.config.matcher)
         plain.check(book.index)
-        whole += request.prefix is not None and request.prefix.spelled is not None
+        whole += request.prefix is not None and request.prefix.prefix_hasher is not None
         assert incoming.whole_hash == plain.whole_hash
         assert incoming.join(book.session, book.index, None) == plain.join(book.session, book.index, None)
         counts = [*range(len(messages) + 1), *range(len(messages), -1, -1)]
-        assert [incoming.spelling(count) for count in counts] == [plain.spelling(count) for count in counts]
+        assert [incoming.prefix_hash(count) for count in counts] == [plain.prefix_hash(count) for count in counts]
         assert [incoming.canonical(n) for n in range(len(messages))] == [
             plain.canonical(n) for n in range(len(messages))
         ]
-        assert incoming.spelled().hexdigest() == plain.spelled().hexdigest()
+        assert incoming.prefix_hasher().hexdigest() == plain.prefix_hasher().hexdigest()
         reply = assistant(f"r{min(place + 1, 4)}")
         committed = book.turn(messages, reply)
         assert request.layout is not None
-        keep(known, request.layout, committed.turn, incoming.spelled())
+        keep(known, request.layout, committed.turn, incoming.prefix_hasher())
     assert whole >= 5
 
 

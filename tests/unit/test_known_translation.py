@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.making import Book, assistant
 
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.known_body import LONG_BODY, ContinuedBody, KnownBodies, KnownBody
 from app.domain.request import ChatRequest
 from app.errors import AppError
@@ -120,10 +120,10 @@ def told(wire: Wire, body: bytes, continued: ContinuedBody | None) -> Any:
     return {**fields, "messages": [bytes(raw) for raw in request.messages], "places": places}
 
 
-def keep(known: KnownBodies, wire: Wire, layout: KnownBody, turn: int, spelled: Hasher) -> None:
+def keep(known: KnownBodies, wire: Wire, layout: KnownBody, turn: int, prefix_hasher: Hasher) -> None:
     """As a commit does."""
     continued = layout.continued
-    layout.keep(wire.name, turn, spelled)
+    layout.keep(wire.name, turn, prefix_hasher)
     known.add(layout, continued)
 
 
@@ -203,21 +203,21 @@ def test_moved_marks_leave_a_history_known() -> None:
         body = body_of(MESSAGES, marked(talk))
         continued = continued_of(known, MESSAGES, body)
         request = parse_messages(body, False, continued)
-        incoming = Incoming(request.messages, "tolerant", prefix=request.prefix)
-        plain = Incoming([msgspec.Raw(bytes(raw)) for raw in request.messages], "tolerant")
+        incoming = RequestHistory(request.messages, "tolerant", prefix=request.prefix)
+        plain = RequestHistory([msgspec.Raw(bytes(raw)) for raw in request.messages], "tolerant")
         for one in (incoming, plain):
             one.check(book.index)
         assert incoming.whole_hash == plain.whole_hash
-        assert incoming.spelled().hexdigest() == plain.spelled().hexdigest()
+        assert incoming.prefix_hasher().hexdigest() == plain.prefix_hasher().hexdigest()
         assert incoming.join(book.session, book.index, None) == plain.join(book.session, book.index, None)
         if place:
             assert continued is not None
             assert continued.shared >= len(talk) - 4
             assert request.prefix is not None
-            assert request.prefix.spelled is not None
+            assert request.prefix.prefix_hasher is not None
         turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant(f"r{place}")).turn
         assert request.layout is not None
-        keep(known, MESSAGES, request.layout, turn, incoming.spelled())
+        keep(known, MESSAGES, request.layout, turn, incoming.prefix_hasher())
         talk += [said("assistant", text(f"r{place}"))]
 
 
@@ -241,11 +241,11 @@ def test_what_is_read_anew_of_a_known_body_is_read_on_a_thread(
     """Translation and history of 1 MiB and more had been read on the event loop, up to 250 ms."""
     book, known = Book(history="tree"), KnownBodies()
     request = parse_messages(body_of(MESSAGES, TALK), False, None)
-    incoming = Incoming(request.messages, "tolerant")
+    incoming = RequestHistory(request.messages, "tolerant")
     incoming.check(book.index)
     turn = book.turn([json.loads(bytes(raw)) for raw in request.messages], assistant("r")).turn
     assert request.layout is not None
-    keep(known, MESSAGES, request.layout, turn, incoming.spelled())
+    keep(known, MESSAGES, request.layout, turn, incoming.prefix_hasher())
     body = body_of(MESSAGES, messages, system)
     continued = continued_of(known, MESSAGES, body)
     assert continued is not None

@@ -21,11 +21,11 @@ from test_malformed import ROWS
 from test_parse_fuzz import BYTES, JUNK, mutated
 
 from workers import codec, job, light, payloads
-from workers.codec import Facts, Wire
+from workers.codec import Exchange, StoredTokens
 from workers.parse import REPLAY, Rejected, token_text
 from workers.parse_parts import NAMES, ReplayKind
 from workers.parse_prompt import KnownText
-from workers.payloads import Parent, Want
+from workers.payloads import Parent, PayloadSpec
 from workers.reply import Job, ValidatedReply
 
 COMPACT = (",", ":")
@@ -48,12 +48,12 @@ def text_of(ids: list[int]) -> KnownText:
     return KnownText(known_as(ids), bytearray(text), hashlib.sha256(text))
 
 
-def content_of(result: ValidatedReply) -> tuple[ValidatedReply, Facts, Wire]:
+def content_of(result: ValidatedReply) -> tuple[ValidatedReply, StoredTokens, Exchange]:
     """A result with its frames unpacked. Where the prompt's ids were taken out differs, if they are there twice."""
-    wire = codec.unpack(result.wire, Wire)
-    facts = codec.unpack_facts(result.facts, result.wire)
-    known = msgspec.structs.replace(wire, reply=b"", prompt_ids_at=None, separator=",", facts=None)
-    return msgspec.structs.replace(result, facts=None, wire=b""), facts, known
+    exchange = codec.unpack(result.exchange, Exchange)
+    tokens = codec.unpack_tokens(result.tokens, result.exchange)
+    known = msgspec.structs.replace(exchange, reply=b"", prompt_ids_at=None, separator=",", tokens=None)
+    return msgspec.structs.replace(result, tokens=None, exchange=b""), tokens, known
 
 
 def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, before: list[int] | None = None) -> bool:
@@ -77,15 +77,15 @@ def is_right(read: light.Read | None, body: bytes, asked: Job, before: list[int]
     if read is None:
         return False
     assert content_of(read[0]) == content_of(whole[0])
-    wire, facts = codec.unpack(read[0].wire, Wire), codec.unpack_facts(read[0].facts, read[0].wire)
-    ids = [*(before or [])[: read[0].base], *memoryview(facts.suffix_ids).cast("i")]
-    values = {cut.kind: payloads.render(cut, rows_of(read[0])) for cut in wire.cuts}
-    assert codec.paste(wire, memoryview(msgspec_ids(ids)).cast("i"), values) == body
+    exchange, tokens = codec.unpack(read[0].exchange, Exchange), codec.unpack_tokens(read[0].tokens, read[0].exchange)
+    ids = [*(before or [])[: read[0].base], *memoryview(tokens.suffix_ids).cast("i")]
+    values = {cut.kind: payloads.render(cut, rows_of(read[0])) for cut in exchange.cuts}
+    assert codec.paste(exchange, memoryview(msgspec_ids(ids)).cast("i"), values) == body
     assert [body[place.start : place.end] for place in read[0].places] == list(values.values())
     assert (read[1] is None) == (whole[1] is None)
     if read[1] is not None:
         made = read[1]()
-        output = list(memoryview(facts.output_ids).cast("i"))
+        output = list(memoryview(tokens.output_ids).cast("i"))
         assert made.known == read[0].sequence == known_as([*ids, *output])
         assert made.begins(token_text([*ids, *output]), 0)
     return True
@@ -161,7 +161,7 @@ def test_what_is_told_of_a_reply(shape: str) -> None:
 
 @pytest.mark.parametrize("kind", REPLAY)
 def test_payloads_are_for_the_other_rules(kind: ReplayKind) -> None:
-    required = msgspec.structs.replace(PLAIN, wants=[Want(kind, required=True)])
+    required = msgspec.structs.replace(PLAIN, payload_specs=[PayloadSpec(kind, required=True)])
     for shape, meta in (("sglang", "choices.0.meta_info"), ("vllm", "choices.0")):
         name = NAMES[shape][kind]
         assert is_read(a_body(shape, {f"{meta}.{name}": None}))
@@ -171,7 +171,9 @@ def test_payloads_are_for_the_other_rules(kind: ReplayKind) -> None:
 
 
 META = {"sglang": "choices.0.meta_info", "vllm": "choices.0"}
-ASKED = msgspec.structs.replace(PLAIN, wants=[Want("routed_experts", required=True), Want("indexer_topk")])
+ASKED = msgspec.structs.replace(
+    PLAIN, payload_specs=[PayloadSpec("routed_experts", required=True), PayloadSpec("indexer_topk")]
+)
 
 
 def rows_text(shape: str, rows: int) -> str:
@@ -195,7 +197,9 @@ def test_rows_are_cut_out_of_the_usual_reply(shape: str, ids: list[int], at_hand
         asked = msgspec.structs.replace(ASKED, known=known_as(known))
         assert is_read_without_rows(body, asked, text_of(known) if at_hand else None, before=known)
     assert not is_read_without_rows(body, PLAIN)
-    assert not is_read_without_rows(body, msgspec.structs.replace(ASKED, wants=[Want("routed_experts")] * 2))
+    assert not is_read_without_rows(
+        body, msgspec.structs.replace(ASKED, payload_specs=[PayloadSpec("routed_experts")] * 2)
+    )
 
 
 @pytest.mark.parametrize("shape", CHATS)
@@ -216,8 +220,8 @@ def test_rows_after_those_that_are_known(shape: str, start: int, before: list[in
     first = job.work(ASKED, memoryview(with_rows(shape, [1, 2])))
     [new] = first.payloads[0].new
     parent = Parent(0, start, 6, [msgspec.structs.replace(new.chunk, rows=start)])
-    want = Want("routed_experts", start=start, parent=parent)
-    asked = msgspec.structs.replace(ASKED, known=known_as(before), wants=[want])
+    spec = PayloadSpec("routed_experts", start=start, parent=parent)
+    asked = msgspec.structs.replace(ASKED, known=known_as(before), payload_specs=[spec])
     rows = {f"{META[shape]}.routed_experts": rows_text(shape, 4 - start)}
     read = job.work_usual(asked, memoryview(long_body(shape, [1, 2, 3], rows)))
     assert read is not None
@@ -273,7 +277,7 @@ def test_no_malformed_reply_is_read() -> None:
         protocol: Any = "completions" if "completion" in row.shape else "chat"
         known = None if row.known is None else known_as(row.known)
         for dialect in ("auto", "sglang", "vllm"):
-            asked = Job(dialect, known, list(row.wants), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
+            asked = Job(dialect, known, list(row.payload_specs), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
             for body in (row.body, compact(row.body)):
                 is_read(body, asked)
                 is_read_without_rows(body, asked)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers import codec, job, scan
-from workers.codec import Facts, Wire
+from workers.codec import Exchange, StoredTokens
 from workers.parse import MAX_TOKEN_ID, KnownTokens, Parsed, Rejected, parse_reply, token_text
 from workers.parse_prompt import KnownText
 from workers.reply import Job, ValidatedReply
@@ -70,16 +70,16 @@ def parsed_whole(body: bytes, shape: str, known: KnownTokens | None = None, sent
     return parse_reply(body, "auto", known, protocol, sent or None)
 
 
-def require_same(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> Wire:
+def require_same(body: bytes, shape: str, known: KnownTokens | None = None, sent: bytes = b"") -> Exchange:
     """The same result as of the whole body, which can be given again. Returns what is stored."""
     done, whole = judged(body, shape, known, sent), parsed_whole(body, shape, known, sent)
-    facts, wire = codec.unpack_facts(done.facts, done.wire), codec.unpack(done.wire, Wire)
-    assert facts == Facts(whole.suffix_ids, whole.output_ids, whole.logprobs)
+    tokens, exchange = codec.unpack_tokens(done.tokens, done.exchange), codec.unpack(done.exchange, Exchange)
+    assert tokens == StoredTokens(whole.suffix_ids, whole.output_ids, whole.logprobs)
     assert (done.base, done.sequence, done.message) == (whole.base, whole.sequence, whole.message)
     assert (done.finish_reason, done.miscounted) == (whole.finish_reason, whole.miscounted)
-    ids = array("i", IDS[: done.base]).tobytes() + facts.suffix_ids
-    assert codec.paste(wire, memoryview(ids).cast("i"), {}) == body
-    return wire
+    ids = array("i", IDS[: done.base]).tobytes() + tokens.suffix_ids
+    assert codec.paste(exchange, memoryview(ids).cast("i"), {}) == body
+    return exchange
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,10 +87,10 @@ def require_same(body: bytes, shape: str, known: KnownTokens | None = None, sent
 def test_a_long_prompt_is_cut_out_and_put_back(shape: str, known: KnownTokens | None) -> None:
     body = long_body(shape)
     assert job.find_long_values(memoryview(body)).prompt is not None
-    wire = require_same(body, shape, known)
-    assert b"7919" not in wire.reply
-    assert wire.prompt_ids_at is not None
-    assert require_same(body, shape, known, token_text(IDS)) == wire
+    exchange = require_same(body, shape, known)
+    assert b"7919" not in exchange.reply
+    assert exchange.prompt_ids_at is not None
+    assert require_same(body, shape, known, token_text(IDS)) == exchange
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -112,7 +112,7 @@ def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None
         assert result == job.work(asked, memoryview(body))
         assert made is not None
         text = made()
-        output = array("i", codec.unpack_facts(result.facts, result.wire).output_ids)
+        output = array("i", codec.unpack_tokens(result.tokens, result.exchange).output_ids)
         tokens = [*ids, *output]
         assert text.known == known_as(tokens) == result.sequence
         assert text.begins(b" " + token_text(tokens), 1)

@@ -14,7 +14,7 @@ from helpers.replies import CHATS, COMPLETIONS, DEEP, GONE, SHAPES, Text, body_o
 
 from workers import job
 from workers.parse import PromptDiffers, Rejected, token_text
-from workers.payloads import Want
+from workers.payloads import PayloadSpec
 from workers.reply import Job
 
 ALL, CHAT, COMPLETION = [*SHAPES], [*CHATS], [*COMPLETIONS]
@@ -209,7 +209,7 @@ class Row(NamedTuple):
     shape: str
     body: bytes
     message: str
-    wants: Sequence[Want] = ()
+    payload_specs: Sequence[PayloadSpec] = ()
     known: list[int] | None = None
     sent: Sequence[int] = ()
 
@@ -337,8 +337,8 @@ def of_prompts() -> Iterator[Row]:
 
 
 def of_payloads() -> Iterator[Row]:
-    for name, body, message, wants in malformed_payloads.bodies():
-        yield Row(name, "vllm" if b'"meta_info"' not in body else "sglang", body, message, wants)
+    for name, body, message, payload_specs in malformed_payloads.bodies():
+        yield Row(name, "vllm" if b'"meta_info"' not in body else "sglang", body, message, payload_specs)
 
 
 ROWS = [*of_places(), *of_bodies(), *of_doubles(), *of_prompts(), *of_payloads()]
@@ -350,7 +350,7 @@ def test_a_malformed_reply_is_refused_with_a_message(row: Row) -> None:
     protocol: Any = "completions" if rest == "completion" else "chat"
     known = None if row.known is None else known_as(row.known)
     for dialect in (kind,) if rest == "only" else ("auto", kind):
-        asked = Job(dialect, known, list(row.wants), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
+        asked = Job(dialect, known, list(row.payload_specs), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
         with pytest.raises(Rejected) as refused:
             job.work(asked, memoryview(row.body))
         message = str(refused.value)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from app.domain.history import canonical_hash, decode_message
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS
-from workers.codec import Wire, paste, unpack
+from workers.codec import Exchange, paste, unpack
 from workers.job import work
 from workers.parse import MAX_TOKEN_ID, Parsed, Protocol, Rejected, parse_reply
 from workers.reply import Job
@@ -103,7 +103,7 @@ def serve(body: bytes, parsed: Parsed) -> None:
         protocol.reply(reply)
         protocol.events(reply)
     done = work(Job(parsed.dialect, None, [], [], [], 200, "", b""), memoryview(body))
-    assert paste(unpack(done.wire, Wire), memoryview(parsed.suffix_ids).cast("i"), {}) == body
+    assert paste(unpack(done.exchange, Exchange), memoryview(parsed.suffix_ids).cast("i"), {}) == body
 
 
 def mutated(shape: str, random: Random, separators: tuple[str, str] = (", ", ": ")) -> bytes:

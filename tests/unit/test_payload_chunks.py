@@ -19,7 +19,7 @@ from app.domain.session import Payload
 from app.sessions.replay_payloads import masks_of
 from workers import codec, payloads, sampling_masks
 from workers.codec import CorruptContent, Cut
-from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, StoredPayload, Want
+from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, PayloadSpec, StoredPayload
 
 KIND = "indexer_topk"
 Rows = npt.NDArray[Any]
@@ -50,7 +50,7 @@ class Kept:
 
     def turn(self, rows: Rows, start: int = 0) -> StoredPayload:
         """Keep a payload whose first row is `start`; what is kept must give the rows again."""
-        want = Want(KIND, start=start, parent=self.parent)
+        want = PayloadSpec(KIND, start=start, parent=self.parent)
         stored, _ = payloads.read(text_of(rows), want, start + 1, start + len(rows) + 1, npy=False)
         known = self.rows() if stored.start < start else rows[:0]
         self.chunks = [*self.chunks[: stored.shared], *stored.new]
@@ -133,7 +133,7 @@ def test_rows_that_were_left_out_as_known_follow_the_parents() -> None:
 def test_a_patch_that_does_not_begin_where_the_parent_ends_stands_alone(start: int) -> None:
     kept, rows = Kept(), table(1000, 64)
     kept.turn(rows)
-    want = Want(KIND, start=start, parent=kept.parent)
+    want = PayloadSpec(KIND, start=start, parent=kept.parent)
     stored, _ = payloads.read(text_of(rows), want, start + 1, start + 1001, npy=False)
     assert (stored.start, stored.sent, stored.shared, stored.new[0].chunk.start) == (start, start, 0, start)
 
@@ -141,7 +141,7 @@ def test_a_patch_that_does_not_begin_where_the_parent_ends_stands_alone(start: i
 def test_a_patch_of_no_rows_keeps_the_parents() -> None:
     kept, rows = Kept(), table(1000, 64)
     kept.turn(rows)
-    want = Want(KIND, start=1000, parent=kept.parent)
+    want = PayloadSpec(KIND, start=1000, parent=kept.parent)
     stored, _ = payloads.read(memoryview(b'""'), want, 1001, 1001, npy=False)
     assert (stored.start, stored.stop, stored.shared, stored.new) == (0, 1000, len(kept.chunks), [])
 
@@ -178,7 +178,7 @@ def test_a_chunks_hash_says_no_more_than_its_rows(highest: list[int]) -> None:
         kept.turn(rows[:stop])
     brought = {(new.chunk.start, new.chunk.rows): new.chunk for new in kept.chunks}
     for (start, count), chunk in brought.items():
-        alone, _ = payloads.read(text_of(rows[start : start + count]), Want(KIND), 0, count + 1, npy=False)
+        alone, _ = payloads.read(text_of(rows[start : start + count]), PayloadSpec(KIND), 0, count + 1, npy=False)
         [new] = alone.new
         assert (new.chunk.hash, new.chunk.dtype) == (chunk.hash, chunk.dtype)
     again = kept.turn(rows)
@@ -235,7 +235,7 @@ def test_a_row_larger_than_a_chunk_is_a_chunk() -> None:
 
 
 def one() -> NewChunk:
-    [new] = payloads.read(text_of(table(50)), Want(KIND), 0, 51, npy=False)[0].new
+    [new] = payloads.read(text_of(table(50)), PayloadSpec(KIND), 0, 51, npy=False)[0].new
     return new
 
 
@@ -279,7 +279,7 @@ def test_masks_of_tokens_that_a_prompt_trims_are_those_that_follow() -> None:
     # Tokens 3 to 5 are sampled; the next prompt has but the first of these two, and two of its own.
     for base, prompt, sets in ((0, 3, before), (5, 7, after)):
         output = np.array([row[0] for row in sets], "<i4").tobytes()
-        want = Want(sampling_masks.KIND, parent=parent)
+        want = PayloadSpec(sampling_masks.KIND, parent=parent)
         stored, _ = sampling_masks.read(memoryview(json.dumps(sets).encode()), want, base, prompt, output)
         chunks = [*chunks[: stored.shared], *((new.chunk, new.frame) for new in stored.new)]
         parent = Parent(stored.start, stored.stop, 0, [chunk for chunk, _ in chunks])

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from workers import payloads
 from workers.codec import Cut
 from workers.parse import Rejected
-from workers.payloads import StoredPayload, Want
+from workers.payloads import PayloadSpec, StoredPayload
 
-EXPERTS = Want("routed_experts")
-POSITIONS = Want("indexer_topk")
+EXPERTS = PayloadSpec("routed_experts")
+POSITIONS = PayloadSpec("indexer_topk")
 Rows = npt.NDArray[Any]
 Spell = Callable[[Rows], bytes]
 
@@ -47,8 +47,8 @@ def in_compact_lists(rows: Rows) -> bytes:
     return in_lists(rows).replace(b" ", b"")
 
 
-def read(text: bytes, want: Want = EXPERTS, *, tokens: int = 4, npy: bool = False) -> tuple[StoredPayload, Cut]:
-    return payloads.read(memoryview(text), want, 0, tokens, npy=npy)
+def read(text: bytes, spec: PayloadSpec = EXPERTS, *, tokens: int = 4, npy: bool = False) -> tuple[StoredPayload, Cut]:
+    return payloads.read(memoryview(text), spec, 0, tokens, npy=npy)
 
 
 def rows_in(stored: StoredPayload) -> Rows:
@@ -126,7 +126,7 @@ def test_a_first_row_that_is_too_long_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("want", "ids"),
+    ("spec", "ids"),
     [
         (EXPERTS, [0, 2**31 - 1]),
         (POSITIONS, [-1, 2**31 - 1]),
@@ -134,8 +134,8 @@ def test_a_first_row_that_is_too_long_costs_nothing() -> None:
     ],
 )
 @pytest.mark.parametrize("spell", [in_base64, in_lists])
-def test_ids_at_the_bounds(want: Want, ids: list[int], spell: Spell) -> None:
-    stored, _ = read(spell(np.array(ids)), want, tokens=2)
+def test_ids_at_the_bounds(spec: PayloadSpec, ids: list[int], spell: Spell) -> None:
+    stored, _ = read(spell(np.array(ids)), spec, tokens=2)
     assert rows_in(stored).tolist() == [ids]
 
 
@@ -157,25 +157,27 @@ def test_chunks_have_the_smallest_type_that_holds_them(ids: list[int], dtype: st
 
 
 @pytest.mark.parametrize(
-    ("tokens", "want", "ids", "shape"),
+    ("tokens", "spec", "ids", "shape"),
     [
-        (4, Want("routed_experts", shape=(1, 2)), 6, (1, 2)),
-        (4, Want("routed_experts", shape=(2, 1)), 6, (2, 1)),
-        (4, Want("routed_experts", start=1), 6, (3,)),
-        (4, Want("routed_experts", start=2), 6, (6,)),
-        (4, Want("routed_experts", start=1, shape=(3,)), 6, (3,)),
+        (4, PayloadSpec("routed_experts", shape=(1, 2)), 6, (1, 2)),
+        (4, PayloadSpec("routed_experts", shape=(2, 1)), 6, (2, 1)),
+        (4, PayloadSpec("routed_experts", start=1), 6, (3,)),
+        (4, PayloadSpec("routed_experts", start=2), 6, (6,)),
+        (4, PayloadSpec("routed_experts", start=1, shape=(3,)), 6, (3,)),
         (2, EXPERTS, 6, (6,)),
         (1, EXPERTS, 0, ()),
         (0, EXPERTS, 0, ()),
-        (4, Want("routed_experts", start=3), 0, ()),
-        (4, Want("routed_experts", start=3, shape=(1, 2)), 0, (1, 2)),
+        (4, PayloadSpec("routed_experts", start=3), 0, ()),
+        (4, PayloadSpec("routed_experts", start=3, shape=(1, 2)), 0, (1, 2)),
     ],
 )
-def test_rows_are_tokens_less_one_and_the_start(tokens: int, want: Want, ids: int, shape: tuple[int, ...]) -> None:
+def test_rows_are_tokens_less_one_and_the_start(
+    tokens: int, spec: PayloadSpec, ids: int, shape: tuple[int, ...]
+) -> None:
     for spell in (in_base64, in_lists):
-        stored, cut = read(spell(np.arange(ids)), want, tokens=tokens)
-        assert (stored.start, stored.sent, stored.shape) == (want.start, want.start, shape)
-        assert stored.stop == max(tokens - 1, want.start)
+        stored, cut = read(spell(np.arange(ids)), spec, tokens=tokens)
+        assert (stored.start, stored.sent, stored.shape) == (spec.start, spec.start, shape)
+        assert stored.stop == max(tokens - 1, spec.start)
         assert payloads.render(cut, rows_in(stored)) == spell(np.arange(ids))
 
 
@@ -183,7 +185,7 @@ def test_rows_are_tokens_less_one_and_the_start(tokens: int, want: Want, ids: in
 def test_a_shape_of_its_own_must_be_the_one_expected(spell: Spell) -> None:
     rows = np.arange(24).reshape(3, 4, 2)
     npy = spell is in_npy
-    expected = Want("routed_experts", shape=(4, 2))
+    expected = PayloadSpec("routed_experts", shape=(4, 2))
     for one in (rows, rows.reshape(3, 8)):
         assert read(spell(one), expected, npy=npy)[0].shape == (4, 2)
 

@@ -11,7 +11,7 @@ from helpers.amounts import cases
 from helpers.replies import DEEP, GONE, Text, body_of, paths
 from responding import TOOLS, proof
 
-from app.domain.history import Incoming
+from app.domain.history import RequestHistory
 from app.domain.request import ChatRequest, canonical_hash, join_object
 from app.errors import InvalidRequest
 from app.protocols.registry import PROTOCOLS
@@ -86,7 +86,7 @@ def judge(name: str, body: bytes) -> bool:
     try:
         asked = PROTOCOLS[name].parse(body)
         assert isinstance(asked, ChatRequest)
-        incoming = Incoming(asked.messages, "tolerant")
+        incoming = RequestHistory(asked.messages, "tolerant")
         for index in range(len(incoming)):
             incoming.canonical(index)
     except InvalidRequest:

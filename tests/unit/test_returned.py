@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 
 from app.domain.events import History, Matcher
-from app.domain.history import Incoming, canonical_hash
+from app.domain.history import RequestHistory, canonical_hash
 from app.domain.reasoning import REASONING_TAGS, without_reasoning
 from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
 from app.domain.session import fold
@@ -64,7 +64,7 @@ def test_a_reply_is_hashed_with_and_without_its_reasoning(content: str) -> None:
     message = {"role": "assistant", "content": content}
     bare = without_reasoning(message)
     bare_hash = None if bare is message else canonical_hash(bare, "tolerant")
-    hashes = Incoming([], "tolerant").reply_hashes(json.dumps(message).encode())
+    hashes = RequestHistory([], "tolerant").reply_hashes(json.dumps(message).encode())
     assert hashes == (canonical_hash(message, "tolerant"), None, bare_hash)
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from app.errors import InvalidRequest, Unsupported
 from app.tito import normalise
-from app.tito.normalise import REASONING, Spelling
+from app.tito.normalise import REASONING, MessageFormat
 
 
 def one(message: dict[str, Any], separator: str = " ") -> dict[str, Any]:
-    return normalise.messages([message], Spelling(separator))[0]
+    return normalise.messages([message], MessageFormat(separator))[0]
 
 
 def test_absent_content_is_empty_text_and_nulls_go() -> None:
@@ -35,7 +35,7 @@ def test_text_parts_are_joined_as_the_template_would_and_with_a_space_in_results
 def test_parts_that_are_not_text_are_refused_by_place_and_not_by_content() -> None:
     parts = [{"type": "text", "text": "secret"}, {"type": "image_url", "image_url": {"url": "secret"}}]
     with pytest.raises(Unsupported, match=r"messages\[1\]: content part 1 is not text") as error:
-        normalise.messages([{"role": "user", "content": "a"}, {"role": "user", "content": parts}], Spelling())
+        normalise.messages([{"role": "user", "content": "a"}, {"role": "user", "content": parts}], MessageFormat())
     assert "secret" not in str(error.value)
 
 
@@ -69,12 +69,12 @@ def test_reasoning_is_given_under_every_name_that_templates_read(name: str) -> N
 
 def test_a_template_gets_arguments_as_text_or_content_as_parts_if_it_takes_no_other() -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": '{"a":  1}'}}
-    spelling = Spelling(parts=True, text_arguments=True)
+    message_format = MessageFormat(parts=True, text_arguments=True)
     message = {"role": "assistant", "content": "a", "tool_calls": [call, {"function": {"arguments": {"a": 1}}}]}
-    (seen,) = normalise.messages([message], spelling)
+    (seen,) = normalise.messages([message], message_format)
     assert seen["content"] == [{"type": "text", "text": "a"}]
     assert [call["function"]["arguments"] for call in seen["tool_calls"]] == ['{"a":  1}', '{"a":1}']
-    assert normalise.messages([seen], spelling) == [seen]
+    assert normalise.messages([seen], message_format) == [seen]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_tools_keep_the_clients_order_and_get_absent_defaults_behind() -> None:
     """As `Tool.model_validate(…).model_dump()` of SGLang 0.5.23 gives them."""
     parameters = {"properties": {"b": {}, "a": {}}, "type": "object"}
     tool = {"function": {"parameters": parameters, "name": "f", "strict": None, "extra": 1}, "type": "function"}
-    assert json.dumps(normalise.tools([tool], Spelling())) == json.dumps(
+    assert json.dumps(normalise.tools([tool], MessageFormat())) == json.dumps(
         [
             {
                 "type": "function",
@@ -107,16 +107,16 @@ def test_tools_keep_the_clients_order_and_get_absent_defaults_behind() -> None:
             }
         ]
     )
-    assert normalise.tools([tool], Spelling(flat_tools=True)) == [
+    assert normalise.tools([tool], MessageFormat(flat_tools=True)) == [
         {"parameters": parameters, "name": "f", "description": None}
     ]
-    assert normalise.tools([], Spelling()) is None
+    assert normalise.tools([], MessageFormat()) is None
 
 
 @pytest.mark.parametrize("tool", [7, {}, {"function": {}}, {"function": {"name": 7}}])
 def test_tools_without_a_name_are_refused(tool: Any) -> None:
     with pytest.raises(InvalidRequest, match="tool 0"):
-        normalise.tools([tool], Spelling())
+        normalise.tools([tool], MessageFormat())
 
 
 def test_tool_choice_decides_which_tools_are_seen() -> None:

@@ -69,7 +69,7 @@ def read(shape: str, *changes: Changes, wish: LogprobWish | None = WISH) -> TopL
     if wish is not None:
         assert light.read(asked, bytes(body), None) is None
     done = job.work(asked, body)
-    return codec.unpack_facts(done.facts, done.wire).top
+    return codec.unpack_tokens(done.tokens, done.exchange).top
 
 
 @pytest.mark.parametrize("shape", SOUND)

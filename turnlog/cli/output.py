@@ -15,7 +15,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-NOTHING = "–"
+DASH = "–"
 
 UNBOUNDED = 10_000
 """The width if the output is not a terminal: nothing is cut."""
@@ -108,7 +108,7 @@ def shown(value: object) -> str:
     """The text of a cell: a dash if it is empty, numbers shortened."""
     match value:
         case None | "" | [] | ():
-            return NOTHING
+            return DASH
         case bool():
             return "yes" if value else "no"
         case float():

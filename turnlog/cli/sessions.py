@@ -21,8 +21,8 @@ PAGE = 1000
 class State(StrEnum):
     OPEN = "open"
     IDLE = "idle"
-    CLAIMED = "claimed"
-    GATED = "gated"
+    RUNNING = "running"
+    PAUSED = "paused"
     CLOSED = "closed"
     ERASED = "erased"
     UNDONE = "undone"
@@ -34,7 +34,7 @@ class Sort(StrEnum):
     REWARD = "reward"
     TURNS = "turns"
     STALENESS = "staleness"
-    CLAIMED_SINCE = "claimed_since"
+    RUNNING_SINCE = "running_since"
 
 
 class Order(StrEnum):
@@ -116,7 +116,7 @@ def _print_sessions(rows: list[dict[str, Any]]) -> None:
         Column("turns", right=True),
         Column("reward", right=True),
         Column("changed", lambda row: since(row["updated_at"]), right=True),
-        Column("in flight", lambda row: since(row["claimed_since"]), right=True),
+        Column("in flight", lambda row: since(row["running_since"]), right=True),
         Column("group", "group_id", long=True),
         Column("attempt", right=True),
         Column("stale", "staleness", right=True),

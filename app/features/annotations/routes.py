@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.bodies import SHORT, read_model
-from app.api.describe import BINARY, BODY, JSON, NOTHING, READ, SESSION, WRITE, Errors, Reply, describe, json_reply
+from app.api.describe import BINARY, BODY, JSON, NO_CONTENT, READ, SESSION, WRITE, Errors, Reply, describe, json_reply
 from app.api.parameters import SessionId
 from app.api.state import services, whole_body
 from app.domain.columns import Column
@@ -21,7 +21,7 @@ from app.export import jsontext
 from app.features.annotations import bodies
 from app.features.annotations.annotations import Annotations
 from app.features.annotations.bodies import NPY, SAFETENSORS
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Sessions"])
 
@@ -54,7 +54,7 @@ class AnnotationBody(BaseModel):
 
 
 OF_SESSION, OF_TURN = "/sessions/{session_id}/annotations", "/sessions/{session_id}/turns/{turn}/annotations"
-_VALUE = Reply("The annotation.", {JSON: wire.Annotation, NPY: BINARY, SAFETENSORS: BINARY})
+_VALUE = Reply("The annotation.", {JSON: reply_types.Annotation, NPY: BINARY, SAFETENSORS: BINARY})
 _WRITE: Errors = (*BODY, *SESSION, NotFound, *WRITE)
 _READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
 
@@ -63,7 +63,7 @@ _READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
 @describe(
     "Say something of a session",
     "page",
-    json_reply(wire.Annotated),
+    json_reply(reply_types.Annotated),
     errors=_WRITE,
     body=AnnotationBody,
     example={"value": "Loops on the same test.", "writer": "ann"},
@@ -80,7 +80,7 @@ async def put_of_session(
 @describe(
     "Say something of a turn or its tokens",
     "admin",
-    json_reply(wire.Annotated),
+    json_reply(reply_types.Annotated),
     errors=_WRITE,
     body=AnnotationBody,
     example={"values": [-0.25, None, -1.5], "dtype": "float32", "over": "output", "writer": "teacher"},
@@ -99,7 +99,7 @@ async def put_of_turn(
 
 
 @router.get(OF_SESSION + "/{name}")
-@describe("What is said of a session under a name", "session", json_reply(wire.Annotation), errors=_READ)
+@describe("What is said of a session under a name", "session", json_reply(reply_types.Annotation), errors=_READ)
 async def get_of_session(request: Request, session_id: SessionId, name: Name) -> Response:
     """An annotation of the session."""
     return await _get(request, session_id, None, name, "json")
@@ -115,7 +115,7 @@ async def get_of_turn(
 
 
 @router.delete(OF_SESSION + "/{name}", status_code=204)
-@describe("Remove what is said of a session", "admin", NOTHING, errors=(InvalidRequest, *SESSION, *WRITE))
+@describe("Remove what is said of a session", "admin", NO_CONTENT, errors=(InvalidRequest, *SESSION, *WRITE))
 async def delete_of_session(request: Request, session_id: SessionId, name: Name, writer: Writer = None) -> Response:
     """Remove an annotation of the session, if there is one."""
     await _annotations(request).remove(session_id, None, name, writer)
@@ -123,7 +123,7 @@ async def delete_of_session(request: Request, session_id: SessionId, name: Name,
 
 
 @router.delete(OF_TURN + "/{name}", status_code=204)
-@describe("Remove what is said of a turn", "admin", NOTHING, errors=(InvalidRequest, NotFound, *SESSION, *WRITE))
+@describe("Remove what is said of a turn", "admin", NO_CONTENT, errors=(InvalidRequest, NotFound, *SESSION, *WRITE))
 async def delete_of_turn(
     request: Request, session_id: SessionId, turn: TurnNumber, name: Name, writer: Writer = None
 ) -> Response:
@@ -133,14 +133,14 @@ async def delete_of_turn(
 
 
 @router.get(OF_SESSION)
-@describe("A session's annotations", "session", json_reply(wire.Annotations), errors=(*SESSION, *READ))
+@describe("A session's annotations", "session", json_reply(reply_types.Annotations), errors=(*SESSION, *READ))
 async def list_of_session(request: Request, session_id: SessionId) -> dict[str, Any]:
     """The annotations of the session and of all its turns, without their content."""
     return await _list(request, session_id, None)
 
 
 @router.get(OF_TURN)
-@describe("The annotations of a turn", "session", json_reply(wire.Annotations), errors=_READ)
+@describe("The annotations of a turn", "session", json_reply(reply_types.Annotations), errors=_READ)
 async def list_of_turn(request: Request, session_id: SessionId, turn: TurnNumber) -> dict[str, Any]:
     """The annotations of a turn, without their content."""
     return await _list(request, session_id, turn)

@@ -209,7 +209,7 @@ class Archive:
         folded = fold() if len(log_rows) <= INLINE else await asyncio.to_thread(fold)
         if folded is None or folded.version != session.head["version"]:
             raise CorruptContent("its log is not whole")
-        for table, column in (("turns", "wire"), ("blobs", "data")):
+        for table, column in (("turns", "exchange"), ("blobs", "data")):
             if any(row[column] is None for row in session.rows[table]):
                 raise CorruptContent("content is missing")
         live = [row for row in session.rows["chunks"] if row["tombstoned_by"] is None]

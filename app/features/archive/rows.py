@@ -160,7 +160,7 @@ def _stored_bytes(connection: Connection, root_id: str) -> int:
     """About how many bytes of content a rollout has."""
     ids = _of_rollout(root_id).where(_is_closed)
     sizes = (
-        (turns, func.coalesce(func.length(turns.c.facts), 0) + func.coalesce(func.length(turns.c.wire), 0)),
+        (turns, func.coalesce(func.length(turns.c.tokens), 0) + func.coalesce(func.length(turns.c.exchange), 0)),
         (blobs, func.coalesce(func.length(blobs.c.data), 0)),
         (chunks, chunks.c.size),
         (annotation_columns, func.length(annotation_columns.c.data)),

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.bodies import body_of
-from app.api.describe import BODY, NOTHING, READ, WRITE, describe, json_reply
+from app.api.describe import BODY, NO_CONTENT, READ, WRITE, describe, json_reply
 from app.api.state import services
 from app.domain.patterns import ID
 from app.errors import CheckpointBusy, CheckpointExists, InvalidRequest, NotFound
 from app.features.checkpoints.checkpoints import BEFORE, Checkpoints
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Checkpoints"])
 
@@ -41,7 +41,7 @@ class NewCheckpoint(BaseModel):
 @describe(
     "Make a checkpoint",
     "admin",
-    json_reply(wire.Checkpoint, "It is made."),
+    json_reply(reply_types.Checkpoint, "It is made."),
     errors=(*BODY, CheckpointExists, CheckpointBusy, *WRITE),
     body=NewCheckpoint,
     example={"name": "step-40", "cut": "drain"},
@@ -65,7 +65,7 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
 @describe(
     "List the checkpoints",
     "admin",
-    json_reply(wire.CheckpointList, "All checkpoints, the oldest first."),
+    json_reply(reply_types.CheckpointList, "All checkpoints, the oldest first."),
     errors=READ,
 )
 async def list_checkpoints(request: Request) -> dict[str, Any]:
@@ -76,7 +76,7 @@ async def list_checkpoints(request: Request) -> dict[str, Any]:
 @describe(
     "Take the store back to a checkpoint",
     "admin",
-    json_reply(wire.RestoredStore, "It is restored."),
+    json_reply(reply_types.RestoredStore, "It is restored."),
     errors=(NotFound, CheckpointBusy, *WRITE),
 )
 async def restore_checkpoint(request: Request, name: Name) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ async def restore_checkpoint(request: Request, name: Name) -> Mapping[str, Any]:
 
 
 @router.delete("/checkpoints/{name}", status_code=204)
-@describe("Delete a checkpoint", "admin", NOTHING, errors=(NotFound, CheckpointBusy, *WRITE))
+@describe("Delete a checkpoint", "admin", NO_CONTENT, errors=(NotFound, CheckpointBusy, *WRITE))
 async def delete_checkpoint(request: Request, name: Name) -> Response:
     """Delete the checkpoint; sessions stay as they are. What only it kept is freed as usual from now on."""
     await _checkpoints(request).delete(name)

@@ -27,7 +27,7 @@ from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.ports import Database, Writer
-from app.store.writer import HELD_PAUSE_S
+from app.store.writer import LOCK_RETRY_PAUSE_S
 
 if TYPE_CHECKING:
     from app.features.objects.objects import Objects
@@ -75,7 +75,7 @@ class Forks:
         decided: _Decided | None = None
         for nth, fork_id in enumerate(fork_ids):
             if nth:
-                await asyncio.sleep(2 * HELD_PAUSE_S)  # Writes to the source that waited for its row come first.
+                await asyncio.sleep(2 * LOCK_RETRY_PAUSE_S)  # Writes to the source that waited for its row come first.
             for _ in range(TRIES):
                 decided = decided or await self._decide(order, blob)
                 if await self._write(order, fork_id, decided, blob):

@@ -170,7 +170,7 @@ _sid = bindparam("sid", type_=SESSION_ID)
 _fork_id = bindparam("fork_id", type_=SESSION_ID)
 
 _copy_turn = insert(turns).from_select(
-    ["session_id", "turn", "parent_turn", "segment", "choice_index", "protocol", "facts", "wire"],
+    ["session_id", "turn", "parent_turn", "segment", "choice_index", "protocol", "tokens", "exchange"],
     select(
         _fork_id,
         bindparam("as_turn", type_=Integer),
@@ -178,8 +178,8 @@ _copy_turn = insert(turns).from_select(
         bindparam("as_segment", type_=Integer),
         turns.c.choice_index,
         turns.c.protocol,
-        turns.c.facts,
-        turns.c.wire,
+        turns.c.tokens,
+        turns.c.exchange,
     ).where(turns.c.session_id == _sid, turns.c.turn == bindparam("old")),
 )
 _copy_blob = insert(blobs).from_select(
@@ -242,7 +242,7 @@ class ForkSource(msgspec.Struct, frozen=True):
 
 def read_source(connection: Connection, session_id: str) -> ForkSource:
     """Read the log without content."""
-    whole = select(turns.c.turn).where(turns.c.session_id == session_id, turns.c.wire.is_not(None))
+    whole = select(turns.c.turn).where(turns.c.session_id == session_id, turns.c.exchange.is_not(None))
     kept = select(blobs.c.number).where(blobs.c.session_id == session_id, blobs.c.data.is_not(None))
     live = select(chunks.c.fence, chunks.c.number).where(
         chunks.c.session_id == session_id, chunks.c.tombstoned_by.is_(None)

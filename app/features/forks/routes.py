@@ -16,7 +16,7 @@ from app.domain.history import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import IdempotencyMismatch, NotFound, SessionEnded
 from app.features.forks.forks import ForkOrder, Forks
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Sessions"])
 
@@ -40,7 +40,7 @@ class ForkSession(BaseModel):
 @describe(
     "Make sessions that begin after a turn of this one",
     "admin",
-    json_reply(wire.ForkedSessions, "The new sessions, or those of an earlier request with the same key."),
+    json_reply(reply_types.ForkedSessions, "The new sessions, or those of an earlier request with the same key."),
     errors=(*BODY, *SESSION, NotFound, SessionEnded, IdempotencyMismatch, *WRITE),
     body=ForkSession,
     example={"turn": 2, "count": 4},

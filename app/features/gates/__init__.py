@@ -88,7 +88,7 @@ def in_turns(services: Services) -> Gates:
     gates = Gates(services.fleet)
     services.points.before_claim.append(gates.arrive)
     services.points.before_engine.append(gates.pass_again)
-    services.points.may_send.append(gates.take)
+    services.points.may_send.append(gates.try_pass)
     services.waits.append(gates.stop)
     return gates
 

@@ -106,7 +106,7 @@ class Gates:
         """May a turn go to an engine? False also if the state is stale: `wait` refreshes it."""
         return self._fleet.is_fresh and not self._fleet.fleet.is_shut(turn.adapter, has_claim=turn.has_claim)
 
-    def take(self, turn: GatedTurn) -> bool:
+    def try_pass(self, turn: GatedTurn) -> bool:
         """May the request be sent now? If so, later closings are counted from here."""
         state = self._fleet
         if not (state.is_calm or self.is_open(turn)):

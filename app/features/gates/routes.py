@@ -17,7 +17,7 @@ from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
 from app.features.gates import Paused
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Fleet"])
 
@@ -66,7 +66,7 @@ class ResumeFleet(ResumeAdapter):
 @describe(
     "Pause an adapter: hold its turns and abort its generations",
     "admin",
-    json_reply(wire.PausedAdapter, "The gate is shut, and every engine has aborted the generations."),
+    json_reply(reply_types.PausedAdapter, "The gate is shut, and every engine has aborted the generations."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseAdapter,
     optional_body=True,
@@ -85,7 +85,7 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
 @describe(
     "Resume an adapter's turns",
     "admin",
-    json_reply(wire.AdapterState, "The state of its gate."),
+    json_reply(reply_types.AdapterState, "The state of its gate."),
     errors=(*BODY, *WRITE),
     body=ResumeAdapter,
     optional_body=True,
@@ -103,7 +103,7 @@ async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, An
 @describe(
     "An adapter's gate",
     "page",
-    json_reply(wire.AdapterState, "The state of its gate."),
+    json_reply(reply_types.AdapterState, "The state of its gate."),
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
@@ -111,7 +111,7 @@ async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
 
 
 @router.get("/adapters")
-@describe("List the adapters", "page", json_reply(wire.AdapterList, "All adapters."), errors=READ)
+@describe("List the adapters", "page", json_reply(reply_types.AdapterList, "All adapters."), errors=READ)
 async def list_adapters(request: Request) -> Mapping[str, Any]:
     return {"adapters": await paused(request).pauses.adapters()}
 
@@ -120,7 +120,7 @@ async def list_adapters(request: Request) -> Mapping[str, Any]:
 @describe(
     "Pause the fleet: hold all turns and pause every engine",
     "admin",
-    json_reply(wire.ToldFleet, "The gate is shut, and every engine is paused."),
+    json_reply(reply_types.ToldFleet, "The gate is shut, and every engine is paused."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseFleet,
     optional_body=True,
@@ -138,7 +138,7 @@ async def pause_fleet(request: Request) -> JSONResponse:
 @describe(
     "Resume every engine and all turns",
     "admin",
-    json_reply(wire.ToldFleet, "The gate is open, and every engine has resumed."),
+    json_reply(reply_types.ToldFleet, "The gate is open, and every engine has resumed."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=ResumeFleet,
     optional_body=True,
@@ -156,7 +156,7 @@ async def resume_fleet(request: Request) -> JSONResponse:
 
 
 @router.get("/fleet")
-@describe("The fleet's gate", "page", json_reply(wire.FleetGate, "The state of the gate."), errors=READ)
+@describe("The fleet's gate", "page", json_reply(reply_types.FleetGate, "The state of the gate."), errors=READ)
 async def get_fleet(request: Request) -> Mapping[str, Any]:
     return await paused(request).pauses.fleet()
 
@@ -166,7 +166,7 @@ def paused(request: Request) -> Paused:
     return feature
 
 
-def reply(state: Mapping[str, Any], engines: Mapping[str, wire.Told]) -> JSONResponse:
+def reply(state: Mapping[str, Any], engines: Mapping[str, reply_types.Told]) -> JSONResponse:
     """The gate's state and each engine's result; 502 with the same fields beside the error if an engine failed."""
     body = {**state, "engines": engines}
     failed = [url for url, result in engines.items() if not result["ok"]]

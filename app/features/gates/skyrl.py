@@ -15,7 +15,7 @@ from app.api.disconnect import disconnected
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed
 from app.features.gates.routes import LEASE_S, MAX_NAME, paused, reply
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 router = APIRouter(prefix="/skyrl/v1", tags=["SkyRL"])
 
@@ -36,7 +36,7 @@ class LoraWait(Lora):
 @describe(
     "Pause the adapter",
     "admin",
-    json_reply(wire.LoraAborted),
+    json_reply(reply_types.LoraAborted),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=Lora,
     example={"lora_name": "adapter-a"},
@@ -55,7 +55,7 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
 @describe(
     "Resume the adapter",
     "admin",
-    json_reply(wire.LoraResumed),
+    json_reply(reply_types.LoraResumed),
     errors=(*BODY, *WRITE),
     body=Lora,
     example={"lora_name": "adapter-a"},
@@ -71,7 +71,7 @@ async def resume_lora_requests(request: Request) -> dict[str, Any]:
 @describe(
     "Wait until the adapter is not paused",
     "admin",
-    json_reply(wire.LoraWaited, "The adapter is not paused, or the timeout has passed, or the server stops."),
+    json_reply(reply_types.LoraWaited, "The adapter is not paused, or the timeout has passed, or the server stops."),
     errors=BODY,
     body=LoraWait,
     example={"lora_name": "adapter-a", "timeout_s": 5},

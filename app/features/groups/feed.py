@@ -52,7 +52,7 @@ from app.store.damaged import split
 from app.store.group_reads import newest_version, newest_version_of_each
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 ACKS_AT_ONCE = 200
 """Groups acknowledged in one transaction."""
@@ -135,11 +135,11 @@ class Feed:
             await settle_groups(self._database, self._writer)
             current = query.weight_version
             if current is None:
-                current = await self._database.read(newest_version, or_else=newest_version_of_each)
+                current = await self._database.read(newest_version, on_damage=newest_version_of_each)
             given = await self._lease(query, current)
         return self._lines(query, wanted.model_copy(update={"weight_version": current}), current, given)
 
-    async def group(self, group_id: str) -> wire.Group:
+    async def group(self, group_id: str) -> reply_types.Group:
         """A group as it is now. Raises NotFound if no session has the id."""
         every = await self._attempts(group_id)
         if not every:
@@ -212,7 +212,7 @@ class Feed:
         ids = [group.group_id for group in page]
         attempts = await self._database.read(
             partial(group_reads.attempts, group_ids=ids),
-            or_else=lambda connection: split(connection, ids, group_reads.attempts)[0],
+            on_damage=lambda connection: split(connection, ids, group_reads.attempts)[0],
         )
         for group_id in ids:
             if group_id not in attempts:
@@ -227,7 +227,7 @@ class Feed:
             part = unknown[at : at + GROUPS_AT_ONCE]
             logs = await self._database.read(
                 partial(group_reads.turn_events, group_ids=part),
-                or_else=partial(group_reads.turn_events_of_each, group_ids=part),
+                on_damage=partial(group_reads.turn_events_of_each, group_ids=part),
             )
             ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
         return [

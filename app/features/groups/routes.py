@@ -19,7 +19,7 @@ from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.features.groups import Groups
 from app.features.groups.feed import FeedQuery
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 from turnlog.rows import Acknowledged, LeasedGroup
 
 router = APIRouter(tags=["Export"])
@@ -52,7 +52,7 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
 @describe(
     "List groups, ordered by id",
     "page",
-    json_reply(wire.GroupPage, "One page of groups."),
+    json_reply(reply_types.GroupPage, "One page of groups."),
     errors=(InvalidRequest, *READ),
 )
 async def list_groups(
@@ -69,7 +69,7 @@ async def list_groups(
 @describe(
     "A group's sessions, and the statistics of their rewards",
     "page",
-    json_reply(wire.Group, "The group."),
+    json_reply(reply_types.Group, "The group."),
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_group(

@@ -84,7 +84,7 @@ class Conversations:
             part, chain = chain[-TURNS_PER_READ:], chain[:-TURNS_PER_READ]
             numbers = [turn.number for turn in part]
             frames = await self._database.read(
-                lambda connection: reads.load_frames(connection, session_id, numbers, facts=False),  # noqa: B023
+                lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False),  # noqa: B023
                 session_id=session_id,
             )
             for shown in reversed(await asyncio.to_thread(_turn_messages, part, frames)):

@@ -17,7 +17,7 @@ from app.sessions.session_list import SessionList
 from app.store import heads_view, reads
 from app.store.engine import Database
 from app.store.heads_view import HeadCounts
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.features.gates.pauses import Pauses
@@ -34,7 +34,7 @@ ACTIVE_S = 60.0
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """`claimed`, `gated` (in this process) and `idle` add up to `open`; a session may be both claimed and gated.
+    """`running`, `paused` (at a gate of this process) and `idle` add up to `open`.
 
     `active`: opened or committed a turn within a minute. `counted_at`: when the statuses were counted.
     """
@@ -42,8 +42,8 @@ class SessionCounts(msgspec.Struct, frozen=True):
     open: int
     closed: int
     erased: int
-    claimed: int
-    gated: int
+    running: int
+    paused: int
     idle: int
     active: int
     counted_at: float
@@ -77,8 +77,8 @@ class Overview(msgspec.Struct, frozen=True):
     errors: Mapping[str, int]
     errors_total: Mapping[str, int]
     weight_version: int | None
-    gate: wire.FleetGate
-    adapters: list[wire.AdapterState]
+    gate: reply_types.FleetGate
+    adapters: list[reply_types.AdapterState]
     database: DatabaseSize
     read_only: str | None
     scope: str
@@ -141,8 +141,8 @@ class Overviews:
                 open=counted.counts.open,
                 closed=counted.counts.closed,
                 erased=counted.counts.erased,
-                claimed=claims.all,
-                gated=len(held),
+                running=max(0, claims.all - (len(held) - unclaimed)),
+                paused=len(held),
                 idle=max(0, counted.counts.open - claims.all - unclaimed),
                 active=counted.counts.changed + claims.newly_active,
                 counted_at=counted.at,
@@ -162,8 +162,8 @@ class Overviews:
             scope="this process",
         )
 
-    def _without_gates(self) -> wire.FleetGate:
-        return wire.FleetGate(
+    def _without_gates(self) -> reply_types.FleetGate:
+        return reply_types.FleetGate(
             paused=False,
             mode=None,
             closings=0,

@@ -119,16 +119,16 @@ class Rollouts:
         marks: list[Mark] = []
         for at in range(0, len(chain), TURNS_PER_READ):
             part = chain[at : at + TURNS_PER_READ]
-            frames = await self._frames(session.session_id, part, facts=False)
+            frames = await self._frames(session.session_id, part, tokens=False)
             for turn, hashes in zip(part, await asyncio.to_thread(_hashes, session, part, frames), strict=True):
                 running.update("".join(hashes).encode())
                 marks.append(Mark(turn.number, running.hexdigest(), turn.output_tokens, turn.finish_reason))
         return marks
 
-    async def _frames(self, session_id: str, part: Sequence[Turn], *, facts: bool = True) -> Frames:
+    async def _frames(self, session_id: str, part: Sequence[Turn], *, tokens: bool = True) -> Frames:
         numbers = [turn.number for turn in part]
         return await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=facts), session_id=session_id
+            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=tokens), session_id=session_id
         )
 
 
@@ -211,15 +211,15 @@ def _steps(turns: Sequence[Turn], frames: Frames) -> list[Step]:
     return [_step(turn, *frames.get(turn.number, (None, None))) for turn in turns]
 
 
-def _step(turn: Turn, facts_frame: bytes | None, wire_frame: bytes | None) -> Step:
+def _step(turn: Turn, token_frame: bytes | None, exchange_frame: bytes | None) -> Step:
     error, logprobs = None, np.empty(0)
     try:
-        logprobs = np.frombuffer(codec.unpack_facts(facts_frame, wire_frame).logprobs, "<f8")
+        logprobs = np.frombuffer(codec.unpack_tokens(token_frame, exchange_frame).logprobs, "<f8")
     except CorruptContent as fault:
         error = str(fault)
     return Step(
         turn=turn.number,
-        messages=_messages(turn, wire_frame),
+        messages=_messages(turn, exchange_frame),
         prompt_tokens=turn.token_count - turn.output_tokens,
         output_tokens=turn.output_tokens,
         finish_reason=turn.finish_reason,

@@ -76,7 +76,7 @@ async def overview_of(app: Services) -> dict[str, Any]:
 @router.get("/sessions")
 @for_the_page
 async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> Response:
-    """Sessions by any filter, in any order; `sort=claimed_since` lists only those with a turn in flight."""
+    """Sessions by any filter, in any order; `sort=running_since` lists only those with a turn in flight."""
     listed = page_of(request).listed
     return page_reply(await listed.page(query, query.cursor, query.limit, query.columns))
 

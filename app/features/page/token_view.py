@@ -22,7 +22,7 @@ from app.store.engine import Database
 from app.store.reads import Frames
 from app.store.schema import annotation_columns
 from workers import codec
-from workers.codec import CorruptContent, Wire
+from workers.codec import CorruptContent, Exchange
 from workers.join_text import token_texts
 from workers.parse_json import Fields, Rejected, is_null, object_at
 
@@ -129,7 +129,7 @@ class TokenViews:
         except KeyError:
             raise unknown_branch(session, branch) from None
         turns = [found.turn(number)[1] for number in row.turns]
-        frames = await self._frames(session_id, row.turns, wire=False)
+        frames = await self._frames(session_id, row.turns, exchange=False)
         try:
             made = await asyncio.to_thread(_sample, session, row, turns, frames)
             columns = await self._columns(session, made, start, limit)
@@ -139,9 +139,11 @@ class TokenViews:
         texts = await self._texts(session_id, made, counts, start, limit)
         return await asyncio.to_thread(_view, made, branch, branches, start, limit, texts, columns)
 
-    async def _frames(self, session_id: str, numbers: Sequence[int], *, wire: bool) -> Frames:
+    async def _frames(self, session_id: str, numbers: Sequence[int], *, exchange: bool) -> Frames:
         return await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=not wire, wire=wire),
+            lambda connection: reads.load_frames(
+                connection, session_id, numbers, tokens=not exchange, exchange=exchange
+            ),
             session_id=session_id,
         )
 
@@ -187,7 +189,7 @@ class TokenViews:
             return [known[one] for one in ids]
         end = start + len(ids)
         spans = [span for span in made.turns if span.output_start < end and span.end > start][:TEXT_TURNS]
-        frames = await self._frames(session_id, [span.turn for span in spans], wire=True)
+        frames = await self._frames(session_id, [span.turn for span in spans], exchange=True)
         return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, start, end)
 
 
@@ -213,9 +215,9 @@ def _branch(session: Session, row: BranchRow, exported: bool) -> BranchTokens:
 
 def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> Sample:
     """The same sample that an export makes. Raises CorruptContent, Inconsistent."""
-    facts = reads.unpack_facts(frames, row.turns)
+    tokens = reads.unpack_tokens(frames, row.turns)
     content = [
-        TurnTokens(turn, facts[turn.turn].suffix_ids, facts[turn.turn].output_ids, facts[turn.turn].logprobs)
+        TurnTokens(turn, tokens[turn.turn].suffix_ids, tokens[turn.turn].output_ids, tokens[turn.turn].logprobs)
         for turn in turns
     ]
     return sample(Segment(row, place_of(session, row.leaf), content, cut=False))
@@ -238,8 +240,8 @@ def _view(
         by_token[span.start : span.end] = versions.index(span.version)
     for turn in made.turns:
         turns[turn.start : turn.end] = turn.turn
-    facts = (made.tokens, made.sampled_mask, made.loss_mask, made.logprobs, by_token, turns)
-    rows = zip(*(fact[part].tolist() for fact in facts), strict=True)
+    tokens = (made.tokens, made.sampled_mask, made.loss_mask, made.logprobs, by_token, turns)
+    rows = zip(*(fact[part].tolist() for fact in tokens), strict=True)
     return TokenView(
         branch=branch,
         branches=branches,
@@ -296,8 +298,8 @@ def _texts_of_spans(
 def _texts_of(frame: bytes | None, count: int) -> Sequence[bytes]:
     """The texts in a stored reply; empty if it has none or is damaged, since only people read them."""
     try:
-        wire = codec.unpack(frame, Wire)
-        root = object_at(codec.paste(wire, memoryview(b"").cast("i"), {}), "the body")
+        exchange = codec.unpack(frame, Exchange)
+        root = object_at(codec.paste(exchange, memoryview(b"").cast("i"), {}), "the body")
         choice = object_at(_CHOICES.decode(root.get("choices", b"[]"))[0], "choices[0]")
         return token_texts(_fields(choice, "meta_info"), _fields(choice, "logprobs"), count) or ()
     except (CorruptContent, Rejected, msgspec.MsgspecError, IndexError):

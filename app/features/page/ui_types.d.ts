@@ -7,7 +7,7 @@
 /** What an element can be given as a child; nothing is made of null, undefined and false. */
 export type Child = Node | string | number | null | undefined | false | readonly Child[];
 
-export type State = "open" | "idle" | "claimed" | "gated" | "closed" | "erased" | "undone";
+export type State = "open" | "idle" | "running" | "paused" | "closed" | "erased" | "undone";
 
 /** GET /ui/api/me */
 export interface Me {
@@ -32,7 +32,7 @@ export interface SessionRow {
   engine: string | null;
   created_at: number;
   updated_at: number;
-  claimed_since: number | null;
+  running_since: number | null;
   closed_at: number | null;
   note: string | null;
   tags: string[];
@@ -100,8 +100,8 @@ export interface Overview {
     open: number;
     closed: number;
     erased: number;
-    claimed: number;
-    gated: number;
+    running: number;
+    paused: number;
     idle: number;
     active: number;
     counted_at: number;

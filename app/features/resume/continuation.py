@@ -140,7 +140,7 @@ class Continuation:
         rows = {payload.kind: (payload.sent, payload.stop) for payload in reply.payloads}
         self._generations.append(part)
         self._pieces.append(Piece(part.answer.body.joined(), reply.output_tokens, reply.weight_versions, rows))
-        output = codec.unpack_facts(reply.facts, reply.wire).output_ids
+        output = codec.unpack_tokens(reply.tokens, reply.exchange).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
     def next_call(self) -> EngineCall:

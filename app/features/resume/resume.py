@@ -271,7 +271,7 @@ class Resume:
 
     async def _reported_ids(self, turn: InFlightTurn, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""
-        suffix = id_text(codec.unpack_facts(reply.facts, reply.wire).suffix_ids)
+        suffix = id_text(codec.unpack_tokens(reply.tokens, reply.exchange).suffix_ids)
         parent = decide.token_parent(turn.session, turn.plan)
         if parent is None or not reply.base:
             return suffix

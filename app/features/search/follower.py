@@ -157,7 +157,7 @@ class Follower:
         """The messages that the turn brought; none if its content is damaged or gone."""
         try:
             frames = await self._database.read(
-                partial(reads.load_frames, session_id=line.session_id, numbers=[line.turn], facts=False),
+                partial(reads.load_frames, session_id=line.session_id, numbers=[line.turn], tokens=False),
                 session_id=line.session_id,
             )
             if line.turn not in frames:

@@ -23,7 +23,7 @@ from app.sessions.session_list import SessionConditions
 from app.store import heads_view, metadata_reads
 from app.store.heads_view import HeadFilter, HeadRow
 from app.store.reads import Connection
-from turnlog import replies as wire
+from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -60,7 +60,7 @@ class Search:
         self._newest_version = app.session_list.newest_version
         self._index = index
 
-    async def page(self, query: SearchQuery) -> wire.SearchPage:
+    async def page(self, query: SearchQuery) -> reply_types.SearchPage:
         """Raises InvalidRequest for a query without a word, or for nothing to search for; StoreUnavailable."""
         parsed = None if query.q is None else parse(query.q)
         if not any((parsed, query.role, query.tool, query.finish_reason, query.session_id)):
@@ -84,7 +84,7 @@ class Search:
         if len(hits) > query.limit:
             before = hits[query.limit - 1][0].id
         place = None if position is None else decode_position(position, "the search index").place
-        return wire.SearchPage(
+        return reply_types.SearchPage(
             hits=[_hit(message, head, parsed) for message, head in hits[: query.limit]],
             next_cursor=cursors.encode(before) if before else None,
             is_current=place is not None and place >= end,
@@ -126,9 +126,9 @@ def _place(cursor: str) -> int:
     return place
 
 
-def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> wire.SearchHit:
+def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_types.SearchHit:
     shown = snippet(message.text, query)
-    return wire.SearchHit(
+    return reply_types.SearchHit(
         session_id=message.session_id,
         turn=message.turn,
         message=message.message,
@@ -147,7 +147,7 @@ def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> wire.Sea
 @describe(
     "Find messages over all sessions",
     "page",
-    json_reply(wire.SearchPage, "The newest messages that match."),
+    json_reply(reply_types.SearchPage, "The newest messages that match."),
     errors=(InvalidRequest, *READ),
 )
 async def search(request: Request, query: Annotated[SearchQuery, Query()]) -> Response:

@@ -90,7 +90,7 @@ class TextCalls(EngineCalls):
         work = Job(
             dialect="openai",
             known=None,
-            wants=[],
+            payload_specs=[],
             messages=new,
             headers=answer.headers,
             status=answer.status,

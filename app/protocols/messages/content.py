@@ -63,7 +63,7 @@ def is_given(raw: msgspec.Raw | None) -> bool:
     return raw is not None and bytes(raw).strip() not in (b"", b"null")
 
 
-NOTHING = msgspec.Raw(b"")
+ABSENT = msgspec.Raw(b"")
 
 Part = dict[str, Any]
 """A content part of a chat message: `text`, `image_url` or `tool_reference`."""
@@ -83,10 +83,10 @@ class Block(msgspec.Struct):
     is_error: bool | None = None
     title: str | None = None
     context: str | None = None
-    input: msgspec.Raw = NOTHING
-    content: msgspec.Raw = NOTHING
-    source: msgspec.Raw = NOTHING
-    citations: msgspec.Raw = NOTHING
+    input: msgspec.Raw = ABSENT
+    content: msgspec.Raw = ABSENT
+    source: msgspec.Raw = ABSENT
+    citations: msgspec.Raw = ABSENT
 
 
 Content = str | list[Block]

@@ -21,7 +21,7 @@ from app.domain.request import (
     value_of,
 )
 from app.errors import InvalidRequest, ThreadUnsupported, Unsupported
-from app.protocols.messages.content import NOTHING, decode, is_given, object_text, required
+from app.protocols.messages.content import ABSENT, decode, is_given, object_text, required
 from app.protocols.messages.conversation import conversation
 from app.protocols.messages.reply import Echo
 
@@ -67,13 +67,13 @@ class _Thinking(msgspec.Struct):
 
 class _Format(msgspec.Struct):
     type: Literal["json_schema"]
-    schema: msgspec.Raw = NOTHING
+    schema: msgspec.Raw = ABSENT
 
 
 class _Output(msgspec.Struct):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: _Format | None = None
-    task_budget: msgspec.Raw = NOTHING
+    task_budget: msgspec.Raw = ABSENT
 
 
 _THINKING: msgspec.json.Decoder[_Thinking | None] = msgspec.json.Decoder(_Thinking | None)
@@ -173,7 +173,7 @@ class _Tool(msgspec.Struct):
     type: str | None = None
     name: str | None = None
     description: str | None = None
-    input_schema: msgspec.Raw = NOTHING
+    input_schema: msgspec.Raw = ABSENT
     strict: bool | None = None
     defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
@@ -228,7 +228,7 @@ def _function(tool: _Tool, where: str) -> dict[str, Any]:
 
 def _choice_params(raw: msgspec.Raw | None, names: set[str], has_left_out: bool) -> dict[str, msgspec.Raw]:
     """`has_left_out`: the request offers more tools than these, which it must not force."""
-    choice = decode(_CHOICE, raw or NOTHING, "tool_choice")
+    choice = decode(_CHOICE, raw or ABSENT, "tool_choice")
     value: Any = _CHOICES.get(choice.type)
     if choice.type == "tool":
         name = required(choice.name, "tool_choice.name")

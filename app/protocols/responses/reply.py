@@ -35,7 +35,7 @@ class Echo(msgspec.Struct, frozen=True, tag="responses", tag_field="protocol", o
         return self.shown.get("store") is not False
 
 
-NOTHING = Echo({})
+NO_ECHO = Echo({})
 
 _ECHO = msgspec.json.Decoder(Echo)
 
@@ -43,9 +43,9 @@ _ECHO = msgspec.json.Decoder(Echo)
 def read_echo(raw: bytes | None) -> Echo:
     """A turn's echo; empty for a turn of another protocol."""
     try:
-        return NOTHING if raw is None else _ECHO.decode(raw)
+        return NO_ECHO if raw is None else _ECHO.decode(raw)
     except msgspec.DecodeError:
-        return NOTHING
+        return NO_ECHO
 
 
 Item = dict[str, Any]

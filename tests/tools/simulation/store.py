@@ -117,7 +117,7 @@ class Transactions(ABC):
         *,
         one_moment: bool = False,
         session_id: str | None = None,
-        or_else: Callable[[Connection], T] | None = None,
+        on_damage: Callable[[Connection], T] | None = None,
     ) -> T:
         return await self._read(function)
 

@@ -26,7 +26,7 @@ class Check:
     def __init__(self, prompts: Prompts, tokenizer: Any, stops: frozenset[int]) -> None:
         """`stops`: the ids that end a generation as far as the tokenizer's folder says."""
         self._prompts = prompts
-        self._engine = Engine(tokenizer, prompts.findings.spelling)
+        self._engine = Engine(tokenizer, prompts.findings.message_format)
         self._special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self._stops = stops
         self.begin()

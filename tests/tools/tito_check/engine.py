@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from app.tito.normalise import Spelling
+from app.tito.normalise import MessageFormat
 
 Message = dict[str, Any]
 
@@ -24,9 +24,9 @@ REFUSALS = (Exception,)
 
 
 class Engine:
-    def __init__(self, tokenizer: Any, spelling: Spelling) -> None:
+    def __init__(self, tokenizer: Any, message_format: MessageFormat) -> None:
         self._tokenizer = tokenizer
-        self._spelling = spelling
+        self._format = message_format
         source = str(tokenizer.chat_template)
         self._pinned = {name: value for name, value in _PINNED.items() if name in source}
 
@@ -52,14 +52,14 @@ class Engine:
         shown = {key: value for key, value in message.items() if value is not None}
         content = message.get("content")
         if isinstance(content, list):
-            separator = " " if message["role"] == "tool" else self._spelling.separator
+            separator = " " if message["role"] == "tool" else self._format.separator
             content = separator.join(part["text"] for part in content)
         shown["content"] = content or ""
-        if self._spelling.parts:
+        if self._format.parts:
             shown["content"] = [{"type": "text", "text": content}] if content else []
         if message.get("reasoning_content"):
             shown["reasoning"] = shown["thinking"] = message["reasoning_content"]
-        if message.get("tool_calls") and not self._spelling.text_arguments:
+        if message.get("tool_calls") and not self._format.text_arguments:
             shown["tool_calls"] = [_parsed(call) for call in message["tool_calls"]]
         return shown
 
@@ -67,7 +67,7 @@ class Engine:
         function = {"description": None, "parameters": None, **tool["function"]}
         order = [*tool["function"], *(key for key in ("description", "parameters") if key not in tool["function"])]
         dumped = {key: function[key] for key in order}
-        return dumped if self._spelling.flat_tools else {"type": "function", "function": dumped, "defer_loading": None}
+        return dumped if self._format.flat_tools else {"type": "function", "function": dumped, "defer_loading": None}
 
 
 def _parsed(call: Message) -> Message:

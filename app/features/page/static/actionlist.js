@@ -368,7 +368,7 @@ export class ActionList {
 
   /** @param {Row} row @returns {Child} what it did */
   #what({ kind, number, turn, failed, begins }) {
-    if (kind === "open") return badge("in flight", "claimed");
+    if (kind === "open") return badge("in flight", "running");
     if (failed) return [badge(failed.kind, failed.kind === "rejected" ? "bad" : "warn"), " ", named(failed.reason)];
     const known = this.known.get(number);
     if (kind === "asked") {

@@ -190,9 +190,19 @@ export function showDialog(attributes, ...content) {
   dialog.showModal();
 }
 
-/** The shape beside a session's state, for those who do not see the colour. */
-/** @type {Record<string, string>} */
-const SHAPES = { open: "○", idle: "○", claimed: "▶", gated: "‖", closed: "■", erased: "×", undone: "□" };
+/**
+ * The states of a session: a shape for those who do not see the colour, and what the word means.
+ * @type {Record<string, {shape: string, hint: string}>}
+ */
+export const STATES = {
+  running: { shape: "▶", hint: "A turn is in flight: an engine generates" },
+  paused: { shape: "‖", hint: "A turn waits at a gate until it opens" },
+  idle: { shape: "○", hint: "Open, and no turn is in flight: its environment is at work, or nobody is" },
+  open: { shape: "○", hint: "Running, paused or idle: it takes turns" },
+  closed: { shape: "■", hint: "It takes no more turns" },
+  erased: { shape: "×", hint: "Its content was deleted for good" },
+  undone: { shape: "□", hint: "Created after the checkpoint that the store was taken back to" },
+};
 /** @type {Record<string, string>} */
 const TONE_SHAPES = { good: "●", warn: "▲", bad: "✕" };
 
@@ -210,11 +220,13 @@ export function badge(state, tone) {
 
 /** @param {HTMLElement} element @param {string} state @param {string} [tone] */
 export function setBadge(element, state, tone) {
-  const wanted = tone ?? (state in SHAPES ? state : "plain");
+  const known = STATES[state];
+  const wanted = tone ?? (known ? state : "plain");
   if (element.dataset.tone === wanted && element.dataset.state === state) return;
   element.dataset.tone = wanted;
   element.dataset.state = state;
-  const shape = SHAPES[state] ?? TONE_SHAPES[tone ?? ""] ?? "·";
+  element.title = tone ? "" : (known?.hint ?? "");
+  const shape = known?.shape ?? TONE_SHAPES[tone ?? ""] ?? "·";
   replace(element, h("span", { class: "shape", "aria-hidden": "true" }, shape), state);
 }
 

@@ -1,14 +1,12 @@
 /** The filters of the session list: how the address spells them, the form above the list, and which rows match. */
 
-import { h } from "./dom.js";
+import { h, STATES } from "./dom.js";
 import { checkbox, choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 import { serverNow } from "./format.js";
 
 /** @import {SessionRow} from "../ui_types.d.ts" */
 /** @import {Values} from "./form.js" */
 /** @typedef {Values & {sort: string, order: string}} ListQuery the filters that are set, and the order */
-
-const STATES = ["open", "idle", "claimed", "gated", "closed", "erased", "undone"];
 
 /** The filters' names are the parameters of GET /ui/api/sessions. */
 const FILTERS = [
@@ -32,8 +30,8 @@ export const DEFAULT_ORDER = { sort: "updated_at", order: "desc" };
 /** The most wanted lists, each an address of its own. */
 export const PRESETS = [
   { title: "All", query: {} },
-  { title: "Stuck for a minute", query: { state: "claimed", stuck_s: "60", sort: "claimed_since", order: "asc" } },
-  { title: "Held at a gate", query: { state: "gated" } },
+  { title: "Stuck for a minute", query: { stuck_s: "60", sort: "running_since", order: "asc" } },
+  { title: "Paused", query: { state: "paused" } },
   { title: "Closed, no reward", query: { state: "closed", unrewarded: "true" } },
   { title: "Staleness 2 or more", query: { min_staleness: "2", sort: "staleness", order: "desc" } },
 ];
@@ -56,7 +54,7 @@ export function isFiltered(query) {
 
 /** Does time or a gate change what matches, without an event? @param {ListQuery} query @returns {boolean} */
 export function needsPolling({ state = "", stuck_s, min_staleness }) {
-  return Boolean(stuck_s || min_staleness || ["gated", "claimed", "idle"].includes(state));
+  return Boolean(stuck_s || min_staleness || ["paused", "running", "idle"].includes(state));
 }
 
 /**
@@ -72,7 +70,7 @@ export function matches(row, query) {
   return (
     (!query.q || row.session_id.startsWith(query.q)) &&
     (!query.state || isInState(row, query.state)) &&
-    (query.sort !== "claimed_since" || row.claimed_since !== null) &&
+    (query.sort !== "running_since" || row.running_since !== null) &&
     (!query.group_id || row.group_id === query.group_id) &&
     (!query.tag || row.tags.includes(query.tag)) &&
     (!query.engine || row.engine === query.engine) &&
@@ -80,15 +78,13 @@ export function matches(row, query) {
     (most === null || (row.reward !== null && row.reward <= most)) &&
     (query.unrewarded !== "true" || row.reward === null) &&
     (behind === null || (row.staleness !== null && row.staleness >= behind)) &&
-    (stuck === null || (row.claimed_since !== null && serverNow() - row.claimed_since > stuck))
+    (stuck === null || (row.running_since !== null && serverNow() - row.running_since > stuck))
   );
 }
 
-/** A turn that waits at a gate may have a claim: it is both. @param {SessionRow} row @param {string} state */
+/** @param {SessionRow} row @param {string} state */
 function isInState(row, state) {
-  if (state === "open") return row.state !== "closed" && row.state !== "erased" && row.state !== "undone";
-  if (state === "claimed") return row.claimed_since !== null;
-  return row.state === state;
+  return state === "open" ? row.status === "open" : row.state === state;
 }
 
 /**
@@ -99,7 +95,7 @@ function isInState(row, state) {
  * @returns {boolean}
  */
 export function isBefore(row, last, query) {
-  const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"staleness"|"claimed_since"} */ (query.sort);
+  const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"staleness"|"running_since"} */ (query.sort);
   const [own, other] = [row[column], last[column]];
   if (own === null || other === null) return own !== null;
   return query.order === "asc" ? own < other : own > other;
@@ -140,7 +136,7 @@ export class FilterForm {
       "form",
       { class: "filters", role: "search", "aria-label": "Filter sessions" },
       field("Session id begins with", textField("q")),
-      field("State", choice("state", STATES)),
+      field("State", choice("state", Object.keys(STATES))),
       field("Group", textField("group_id")),
       field("Tag", textField("tag")),
       field("Engine", this.engines),

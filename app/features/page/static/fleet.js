@@ -1,6 +1,6 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
-import { badge, figure, h, replace, setBadge, setText } from "./dom.js";
+import { badge, figure, h, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
 import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
@@ -16,14 +16,14 @@ const MOST_NAMED = 3;
 
 /**
  * The counts of sessions, and the list that each leads to.
- * @type {{key: keyof Overview["sessions"], label: string, query: {state?: string}, hint: string}[]}
+ * @type {{key: keyof Overview["sessions"], label: string, query: {state?: string}, hint?: string}[]}
  */
 const COUNTS = [
   { key: "active", label: "Active", query: {}, hint: "A turn was opened or committed in the last minute" },
-  { key: "claimed", label: "In a turn", query: { state: "claimed" }, hint: "A turn is open" },
-  { key: "gated", label: "Held", query: { state: "gated" }, hint: "A turn waits at a gate" },
-  { key: "idle", label: "Idle", query: { state: "idle" }, hint: "Open, and no turn is" },
-  { key: "closed", label: "Closed", query: { state: "closed" }, hint: "" },
+  { key: "running", label: "Running", query: { state: "running" }, hint: STATES.running?.hint },
+  { key: "paused", label: "Paused", query: { state: "paused" }, hint: STATES.paused?.hint },
+  { key: "idle", label: "Idle", query: { state: "idle" }, hint: STATES.idle?.hint },
+  { key: "closed", label: "Closed", query: { state: "closed" }, hint: STATES.closed?.hint },
 ];
 
 /** @param {HTMLElement} root @returns {{show: (overview: Overview) => void}} */
@@ -65,7 +65,7 @@ function sessionCounts() {
     show: ({ sessions }) => {
       for (const { key, set, element } of figures) {
         set(compact(sessions[key]));
-        if (key === "gated") element.classList.toggle("alert", sessions.gated > 0);
+        if (key === "paused") element.classList.toggle("alert", sessions.paused > 0);
       }
     },
   };

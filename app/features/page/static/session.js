@@ -53,7 +53,8 @@ class TreeTab {
   }
 
   /** @param {Session} session @param {{turn: number|null, branch: number|null}} at */
-  update(session, { turn, branch }) {
+  update(session, { turn: chosen, branch }) {
+    const turn = branch === null ? chosen : null;
     this.tree.update(session.tree, { branch, turn });
   }
 }

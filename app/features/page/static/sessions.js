@@ -205,9 +205,9 @@ function columns() {
       hint: "How long the open turn has been open",
       width: "84px",
       number: true,
-      sort: "claimed_since",
+      sort: "running_since",
       first: "asc",
-      fill: sinceCell((row) => row.claimed_since, "for"),
+      fill: sinceCell((row) => row.running_since, "for"),
     },
     { title: "Turns", width: "70px", number: true, sort: "turns", fill: textCell((row) => count(row.turns)) },
     {
