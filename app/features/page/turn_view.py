@@ -87,11 +87,11 @@ class Found(msgspec.Struct, frozen=True):
 class _Row(NamedTuple):
     turn: int
     protocol: str
-    wire: bytes | None
+    exchange: bytes | None
 
     def messages(self) -> list[bytes]:
         """Its own messages as JSON, the reply last. Raises CorruptContent, also if they are erased."""
-        return as_messages(self.protocol, codec.unpack_messages(self.wire))
+        return as_messages(self.protocol, codec.unpack_messages(self.exchange))
 
 
 class TurnViews:
@@ -144,7 +144,7 @@ class TurnViews:
     async def _rows(self, session_id: str, start: int, limit: int) -> list[_Row]:
         def read(connection: Connection) -> list[_Row]:
             query = (
-                select(turns.c.turn, turns.c.protocol, turns.c.wire)
+                select(turns.c.turn, turns.c.protocol, turns.c.exchange)
                 .where(turns.c.session_id == session_id, turns.c.turn >= start, turns.c.turn < start + limit)
                 .order_by(turns.c.turn)
             )

@@ -368,7 +368,7 @@ export class ActionList {
 
   /** @param {Row} row @returns {Child} what it did */
   #what({ kind, number, turn, failed, begins }) {
-    if (kind === "open") return badge("in flight", "claimed");
+    if (kind === "open") return badge("in flight", "running");
     if (failed) return [badge(failed.kind, failed.kind === "rejected" ? "bad" : "warn"), " ", named(failed.reason)];
     const known = this.known.get(number);
     if (kind === "asked") {
@@ -397,7 +397,7 @@ export class ActionList {
       first && [
         first.failed ? badge("error", "bad") : first.role === "tool" ? "→" : h("b", null, named(first.role)),
         " ",
-        named(first.text),
+        named(first.text || "nothing"),
         results.length > 1 && h("span", { class: "note" }, ` + ${count(results.length - 1)}`),
       ]
     );

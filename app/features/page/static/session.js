@@ -84,10 +84,11 @@ export class SessionView extends View {
       this.closed,
       id,
       () => this.refresh(),
-      () => this.details.querySelector("summary")?.focus(),
+      () => this.more.querySelector("button")?.focus(),
     );
     this.more = h("div", { class: "folds" });
-    this.details = folded("Details", [this.more, this.noteForm.element], "sessiondetails");
+    this.brief = h("span", { class: "note" });
+    this.details = folded(["Details ", this.brief], [this.more, this.noteForm.element], "sessiondetails");
     this.list = new ActionList(this.closed, id, (turn, branch) => this.#pick(turn, branch));
     this.tabs = h("nav", { class: "tabs", "aria-label": "What is shown of the turn" });
     this.content = h("div", { class: "tabcontent", tabindex: "0", role: "region", "aria-label": "The turn" });
@@ -203,6 +204,7 @@ export class SessionView extends View {
     );
     this.#mark(session);
     this.#renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward], () => this.#head(session));
+    replace(this.brief, session.tags.length > 0 && ["· ", named(session.tags.join(", ")), " "], session.note && ["· ", named(session.note)]);
     const { config, metadata, turn_rewards: rewards, note, tags, budgets, limit, checkpoints, seq } = session;
     this.#renew(this.more, [config, metadata, rewards, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
   }

@@ -364,7 +364,7 @@ export class TokensTab {
         return h(
           "section",
           { class: "turnrun", "aria-label": `turn ${one.turn}`, dataset: { turn: one.turn } },
-          button(`turn ${one.turn}`, () => this.pick(one.turn, row.branch), { class: "mark" }),
+          button(`turn ${one.turn}`, () => this.pick(one.turn, row.branch), { class: "mark turnmark" }),
           one.output_start > one.start && this.#fold(one, prompt),
           h("span", { class: "note" }, notes.filter(Boolean).join(" · ")),
           prompt > 0 && h("div", { class: "promptrun" }, cells(one.start, one.start + prompt)),

@@ -144,8 +144,9 @@ export class TreeTab {
 
   /** @param {Tree} tree @param {TreeBranch} branch @param {TreeTurn[]} own */
   #tell(tree, { branch, cause, parent_branch, fork_turn, agent_id, tokens, reason }, own) {
-    const main = tree.main_branch ?? 0;
-    const pair = [main, branch].map((one) => `${this.id}@${one}`);
+    const others = [tree.main_branch, parent_branch, ...tree.branches.map((one) => one.branch)];
+    const other = others.find((one) => one !== null && one !== branch);
+    const pair = [other, branch].map((one) => `${this.id}@${one}`);
     const trained = tree.turns.filter((one) => one.loss_branches.includes(branch)).map((one) => one.turn);
     const carried = own[0]?.carries;
     return [
@@ -157,7 +158,7 @@ export class TreeTab {
       agent_id !== null && [", agent ", h("code", null, named(agent_id))],
       `: ${count(own.length)} ${own.length === 1 ? "turn" : "turns"}, ${count(tokens)} tokens; `,
       reason === null ? `its row trains ${trained.length ? `turns ${ranges(trained)}` : "no turn"}` : `no row: ${reason}`,
-      branch !== main && [" · ", h("a", { href: sideBySideHref(pair) }, `compare with branch ${main}`)],
+      other != null && [" · ", h("a", { href: sideBySideHref(pair) }, `compare with branch ${other}`)],
       this.titles.has(branch) && h("div", { class: "treetitle" }, named(this.titles.get(branch))),
     ];
   }

@@ -250,7 +250,7 @@ function openTurn(open, own) {
       "div",
       { class: "panelhead" },
       h("h2", null, `Turn ${open.turn}`),
-      badge("in flight", "claimed"),
+      badge("in flight", "running"),
       since(Math.min(open.opened_at, serverNow()), "for"),
       own && h("span", null, told[/** @type {keyof told} */ (own.state ?? "engine")]),
       own?.engine != null && h("span", null, "at ", named(own.engine)),
