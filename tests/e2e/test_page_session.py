@@ -93,7 +93,8 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
         "bash cat > a <<E …",
         "**Done**, see `a`: …",
     ]
-    assert [row[2] for row in rows[1:4]] == ["→ 3 files …", "✕error Traceback (most recent call last): …", "→ fine …"]
+    assert "error Traceback (most recent call last): …" in " ".join(rows[2])
+    assert [rows[1][2], rows[3][2]] == ["→ 3 files …", "→ fine …"]
     bars = page.locator(".act .wf i").evaluate_all("all => all.map((one) => one.className)")
     assert bars == ["gen", "env"] * 3 + ["gen"]
     head = page.locator(".sessionhead").inner_text()
@@ -177,7 +178,7 @@ def test_time_travel(stand: Stand, watch: Watch) -> None:
     expect(page.locator(".act.turn")).to_have_count(0)
     page.locator(".travel").get_by_role("button", name="live", exact=True).click()
     expect(page.locator(".act.turn")).to_have_count(3)
-    assert page.evaluate("location.hash") == _at(talk, tab="events")
+    assert "seq=" not in page.evaluate("location.hash")
 
 
 def test_a_fork_leads_to_the_turn_that_it_began_after(stand: Stand, watch: Watch) -> None:
@@ -304,7 +305,7 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     assert LONG not in shown
     assert "… (5056 characters)" in shown
     assert SHOWN in shown
-    assert '"half": "\\ud800"' in shown
+    assert "halfU+D800a1" in shown
     assert "x" * 200_000 in shown
     assert "http://192.0.2.7/beacon.png" in shown
     assert "image: image/svg+xml" in shown
@@ -376,11 +377,11 @@ def test_the_tree_leads_to_branches_and_turns(stand: Stand, watch: Watch) -> Non
     assert "compaction" in told[2]
     assert branches.nth(2).get_attribute("aria-current") == "true"
     page.get_by_role("button", name="turn 4, in the loss of branch 2, quotes turn 3").wait_for()
-    assert [row[1] for row in _acts(watched)] == ["A new beginning"] or len(_acts(watched)) == 2
+    expect(page.locator(".act.turn")).to_have_count(1)
 
     page.get_by_role("button", name="branch 0", exact=True).click()
     page.locator(".act", has_text="Here it is").wait_for()
-    assert [row[0] for row in _acts(watched)][1:] == ["1", "2"]
+    expect(page.locator(".act.turn")).to_have_count(2)
     assert "branch=0" in page.evaluate("location.hash")
     page.get_by_role("link", name="compare with branch 0").first.click()
     page.locator(".difflist del", has_text="it").wait_for()
