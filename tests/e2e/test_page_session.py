@@ -93,7 +93,8 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
         "bash cat > a <<E …",
         "**Done**, see `a`: …",
     ]
-    assert [row[2] for row in rows[1:4]] == ["→ 3 files …", "✕error Traceback (most recent call last): …", "→ fine …"]
+    assert "error Traceback (most recent call last): …" in " ".join(rows[2])
+    assert [rows[1][2], rows[3][2]] == ["→ 3 files …", "→ fine …"]
     bars = page.locator(".act .wf i").evaluate_all("all => all.map((one) => one.className)")
     assert bars == ["gen", "env"] * 3 + ["gen"]
     head = page.locator(".sessionhead").inner_text()
@@ -177,7 +178,7 @@ def test_time_travel(stand: Stand, watch: Watch) -> None:
     expect(page.locator(".act.turn")).to_have_count(0)
     page.locator(".travel").get_by_role("button", name="live", exact=True).click()
     expect(page.locator(".act.turn")).to_have_count(3)
-    assert page.evaluate("location.hash") == _at(talk, tab="events")
+    assert "seq=" not in page.evaluate("location.hash")
 
 
 def test_a_fork_leads_to_the_turn_that_it_began_after(stand: Stand, watch: Watch) -> None:
@@ -304,7 +305,7 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     assert LONG not in shown
     assert "… (5056 characters)" in shown
     assert SHOWN in shown
-    assert '"half": "\\ud800"' in shown
+    assert "halfU+D800a1" in shown
     assert "x" * 200_000 in shown
     assert "http://192.0.2.7/beacon.png" in shown
     assert "image: image/svg+xml" in shown

@@ -105,6 +105,40 @@ def test_the_conversation_is_what_was_said_on_the_way_to_any_turn(shared: Stand,
     )
 
 
+def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
+    """Of discarded turns too; a long message is cut until all of it is asked for."""
+    found = get(shared, f"{walked.id}/actions")
+    assert [one["turn"] for one in found] == [1, 2, 4]
+    assert [one["results"] for one in found] == [
+        [{"role": "user", "text": text, "failed": False}] for text in ("One", "Two", "Other")
+    ]
+    assert found[1]["actions"][0]["tool"] == "get_weather"
+    assert [one["turn"] for one in get(shared, f"{walked.id}/actions", start=2, limit=2)] == [2]
+    own = get(shared, f"{walked.id}/turns/4")
+    assert [one["message"] for one in own["messages"]] == walked.messages[-2:]
+    assert [one["sampled"] for one in own["messages"]] == [False, True]
+    assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}/turns/3")) == (404, "not_found")
+    assert get(shared, f"{walked.id}/find", text="otHER") == {"turns": [4]}
+    assert get(shared, f"{walked.id}/find") == {"turns": []}
+
+    talk = shared.talk()
+    talk.say("Go", sim={"calls": [{"name": "bash", "arguments": {"command": "x"}}]})
+    failed = {
+        "role": "tool",
+        "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"],
+        "content": "x: command not found",
+    }
+    talk.add(failed, user("ü" * 100_000), sim={"tool_calls": False})
+    assert get(shared, f"{talk.id}/find") == {"turns": [2]}
+    assert get(shared, f"{talk.id}/find", after=2) == {"turns": []}
+    [_, cut, _] = get(shared, f"{talk.id}/turns/2")["messages"]
+    [_, whole, _] = get(shared, f"{talk.id}/turns/2", whole=True)["messages"]
+    assert (cut["cut"], cut["message"]["content"], cut["bytes"]) == (True, "ü" * 4000, whole["bytes"])
+    assert (whole["cut"], whole["message"]["content"]) == (False, "ü" * 100_000)
+    for path in ("actions", "find", "turns/1"):
+        assert error_of(shared.http.get(f"/ui/api/sessions/nobody/{path}")) == (404, "session_not_found")
+
+
 def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     [row] = walked.rows()
     found = get(shared, f"{walked.id}/tokens")
