@@ -192,8 +192,8 @@ class TokenViews:
 
         Raises as `session_at`, and NotFound for an unknown branch.
         """
-        found = await session_at(self._database, session_id, seq)
-        session = found.session
+        state = await session_at(self._database, session_id, seq)
+        session = state.session
         if session.leaf is None:
             return TokenView(None, [])
         branch = session.leaf.branch if branch is None else branch
@@ -203,7 +203,7 @@ class TokenViews:
             row, branches = await asyncio.to_thread(_row_and_branches, session, branch)
         except KeyError:
             raise unknown_branch(session, branch) from None
-        turns = [found.turn(number)[1] for number in row.turns]
+        turns = [state.turn(number)[1] for number in row.turns]
         frames = await self._frames(session_id, row.turns, exchange=False)
         try:
             made = await asyncio.to_thread(_sample, session, row, turns, frames)
@@ -300,7 +300,7 @@ def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], fr
 
 
 def _entropies(made: Sample, tops: Mapping[int, TopLogprobs | None]) -> Array:
-    found = np.full(len(made.tokens), np.nan)
+    entropies = np.full(len(made.tokens), np.nan)
     for span in made.turns:
         top = tops.get(span.turn)
         if top is None or top.output is None:
@@ -310,8 +310,8 @@ def _entropies(made: Sample, tops: Mapping[int, TopLogprobs | None]) -> Array:
         shares = np.exp(logprobs)
         rest = np.clip(1 - shares.sum(axis=1), 1e-12, None)
         entropy = -(shares * logprobs).sum(axis=1) - rest * np.log(rest)
-        found[span.output_start : span.output_start + len(entropy)] = entropy
-    return found
+        entropies[span.output_start : span.output_start + len(entropy)] = entropy
+    return entropies
 
 
 def _shown(made: Sample, asked: Asked) -> Array:
@@ -345,21 +345,21 @@ def _around(places: Array, total: int, others: Array) -> Array:
 def _view(
     made: _Row, row: BranchRow, shown: Array, texts: Mapping[int, str], columns: Mapping[str, AlignedColumn]
 ) -> TokenView:
-    found = made.sample
-    versions = list(dict.fromkeys(span.version for span in found.version_spans))
-    by_token = np.full(len(found.tokens), -1, np.int32)
-    turns = np.zeros(len(found.tokens), np.int32)
-    for span in found.version_spans:
+    whole = made.sample
+    versions = list(dict.fromkeys(span.version for span in whole.version_spans))
+    by_token = np.full(len(whole.tokens), -1, np.int32)
+    turns = np.zeros(len(whole.tokens), np.int32)
+    for span in whole.version_spans:
         by_token[span.start : span.end] = versions.index(span.version)
-    for turn in found.turns:
+    for turn in whole.turns:
         turns[turn.start : turn.end] = turn.turn
     places = shown.tolist()
-    facts = (found.tokens, found.sampled_mask, found.loss_mask, found.logprobs, made.entropies, by_token, turns)
-    rows = zip(places, *(fact[shown].tolist() for fact in facts), strict=True)
+    arrays = (whole.tokens, whole.sampled_mask, whole.loss_mask, whole.logprobs, made.entropies, by_token, turns)
+    rows = zip(places, *(array[shown].tolist() for array in arrays), strict=True)
     return TokenView(
         branch=None,
         branches=(),
-        total=len(found.tokens),
+        total=len(whole.tokens),
         tokens=[
             TokenRow(
                 *(at, token, sampled, masked),
@@ -373,34 +373,34 @@ def _view(
         versions=versions,
         turns=[
             TurnRange(span.turn, span.start, span.output_start, span.end, span.turn in row.in_loss, span.finish_reason)
-            for span in found.turns
+            for span in whole.turns
         ],
-        boundaries=_boundaries(found),
+        boundaries=_boundaries(whole),
         columns={name: _numbers(column.values[shown], column.mask[shown]) for name, column in columns.items()},
     )
 
 
 def _outline(made: _Row, least: Array, texts: Mapping[int, str], columns: Mapping[str, AlignedColumn]) -> Outline:
-    found = made.sample
-    is_sampled = found.sampled_mask == 1
-    scales = [_scale("logprob", "logprob", found.logprobs[is_sampled], LOGPROB_EDGES)]
+    whole = made.sample
+    is_sampled = whole.sampled_mask == 1
+    scales = [_scale("logprob", "logprob", whole.logprobs[is_sampled], LOGPROB_EDGES)]
     scales.append(_scale("entropy", "entropy", made.entropies[~np.isnan(made.entropies)], ENTROPY_EDGES))
     scales += [_scale("column", name, column.values[column.mask == 1]) for name, column in columns.items()]
 
     def text(start: int, end: int) -> str:
         return "".join(texts.get(at, "") for at in range(start, end))
 
-    turn_of = np.searchsorted([span.end for span in found.turns], least, side="right").tolist()
+    turn_of = np.searchsorted([span.end for span in whole.turns], least, side="right").tolist()
     return Outline(
-        sampled=int(found.sampled_mask.sum()),
-        in_loss=int(found.loss_mask.sum()),
+        sampled=int(whole.sampled_mask.sum()),
+        in_loss=int(whole.loss_mask.sum()),
         scales=[scale for scale in scales if scale is not None],
         least=[
             Unlikely(
                 at=at,
-                turn=found.turns[place].turn,
-                logprob=float(found.logprobs[at]),
-                id=int(found.tokens[at]),
+                turn=whole.turns[place].turn,
+                logprob=float(whole.logprobs[at]),
+                id=int(whole.tokens[at]),
                 text=texts.get(at),
                 before=text(max(0, at - BEFORE), at),
                 after=text(at + 1, at + AFTER + 1),
@@ -439,11 +439,11 @@ def _numbers(values: Array, mask: Array) -> list[float | None]:
 
 
 def _boundaries(made: Sample) -> list[Boundary]:
-    found: list[Boundary] = []
+    boundaries: list[Boundary] = []
     for span in made.version_spans:
-        if span.end > span.start and (not found or found[-1].version != span.version):
-            found.append(Boundary(span.start, span.version))
-    return found
+        if span.end > span.start and (not boundaries or boundaries[-1].version != span.version):
+            boundaries.append(Boundary(span.start, span.version))
+    return boundaries
 
 
 def _texts_of_spans(
