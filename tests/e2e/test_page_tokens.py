@@ -63,9 +63,9 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     assert page.evaluate("document.querySelectorAll('*').length") < 4000
     assert "set TURNLOG_TOKENIZER to read them" in page.locator(".tokenhead").first.inner_text()
     legend = page.locator(".tokens-tab .legend").inner_text()
-    assert sum(int(one.inner_text().replace(",", "")) for one in page.locator(".tokens-tab .legend strong").all()) == len(
-        sampled
-    )
+    assert sum(
+        int(one.inner_text().replace(",", "")) for one in page.locator(".tokens-tab .legend strong").all()
+    ) == len(sampled)
     assert "perplexity" in legend
     assert "turns were rolled back" in legend
 
