@@ -16,7 +16,6 @@ import { SearchView } from "./search.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
-import { TokensView } from "./tokens.js";
 import { VersionsView } from "./versions.js";
 import { visibleText } from "./visible.js";
 
@@ -26,7 +25,6 @@ import { visibleText } from "./visible.js";
 const VIEWS = {
   sessions: { View: SessionsView, title: "Sessions" },
   session: { View: SessionView, title: "Session" },
-  tokens: { View: TokensView, title: "Tokens" },
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
   rollouts: { View: RolloutsView, title: "Rollouts" },
@@ -36,14 +34,7 @@ const VIEWS = {
   checkpoints: { View: CheckpointsView, title: "Checkpoints" },
   checkpoint: { View: CheckpointView, title: "Checkpoint" },
 };
-const NAVIGATION = [
-  { name: "sessions", href: "#/", title: "Sessions" },
-  { name: "groups", href: "#/groups", title: "Groups" },
-  { name: "versions", href: "#/versions", title: "Versions" },
-  { name: "search", href: "#/search", title: "Search" },
-  { name: "exports", href: "#/exports", title: "Exports" },
-  { name: "checkpoints", href: "#/checkpoints", title: "Checkpoints" },
-];
+const NAVIGATION = /** @type {const} */ (["sessions", "groups", "versions", "search", "exports", "checkpoints"]);
 /** @type {Record<string, string>} */
 const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints" };
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
@@ -86,7 +77,6 @@ class App {
     setNeedsToken(me.auth === "token");
     part("release").textContent = me.release;
     part("sign-out").hidden = me.auth !== "token";
-    part("fleet").hidden = false;
     await this.#follow();
     this.#enter();
   }
@@ -162,11 +152,12 @@ class App {
     markNavigation(route && (LIST_ABOVE[route.name] ?? route.name));
     if (!route) {
       document.title = "Turnlog";
-      const links = NAVIGATION.map(({ href, title }) => [h("a", { href }, title), " "]);
+      const links = navigation().map((link) => [link, " "]);
       replace(this.main, message("empty", `There is no view at ${visibleText(this.place)}`, h("p", null, links)));
       return;
     }
     const { View, title } = VIEWS[route.name];
+    this.strip.enter(route.name);
     document.title = `${route.id || title} · Turnlog`;
     announce(route.id ? `${title} ${route.id}` : title);
     this.view = new View(this.main, { ...route, overview: () => this.overview });
@@ -185,7 +176,7 @@ class App {
     this.live = null;
     this.#leave();
     this.place = "sign-in";
-    part("fleet").hidden = true;
+    part("fleet").hidden = this.strip.toggle.hidden = true;
     part("banner").hidden = true;
     part("sign-out").hidden = true;
     replace(part("connection"));
@@ -198,13 +189,11 @@ class App {
   }
 
   #arrangeFrame() {
-    replace(
-      part("nav"),
-      NAVIGATION.map(({ name, href, title }) => h("a", { href, dataset: { name } }, title)),
-    );
+    replace(part("nav"), navigation());
     replace(
       part("tools"),
       h("span", { id: "release", class: "muted release" }),
+      this.strip.toggle,
       button("?", showKeys, { title: "Keys (?)", "aria-label": "Keys" }),
       button("Sign out", () => this.#signOut(), { id: "sign-out", hidden: true }),
     );
@@ -222,6 +211,11 @@ class App {
     }
     this.#signIn();
   }
+}
+
+/** @returns {HTMLElement[]} a link to each list */
+function navigation() {
+  return NAVIGATION.map((name) => h("a", { href: `#/${name}`, dataset: { name } }, VIEWS[name].title));
 }
 
 /** @param {string|null} name of the view that is shown, or of the list above it */
