@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
+from integration.stand import WEATHER
 from playwright.sync_api import Page, expect
 
 from e2e.page import TIMEOUT_MS, PageStand, Watched, barriers
-from e2e.page_data import ADAPTER, MISSING, SCORED
+from e2e.page_data import ADAPTER, AT_ONCE, MISSING, SCORED, TASKS
 
 pytestmark = pytest.mark.long
 
@@ -89,6 +91,44 @@ def test_what_is_stuck_and_what_is_held(watched: Watched, page_stand: PageStand)
     page.wait_for_selector(f"{ROWS}[data-key='{page_stand.filled.held}']")
 
 
+def cells(page: Page, key: str) -> dict[str, str]:
+    """A row's texts by their columns' titles."""
+    titles = page.locator("main thead th").all_inner_texts()
+    texts = page.locator(f"{ROWS}[data-key='{key}'] > *").all_inner_texts()
+    return dict(zip((title.strip(" ▲▼") for title in titles), texts, strict=True))
+
+
+def test_a_row_says_what_a_session_is_about(watched: Watched, page_stand: PageStand) -> None:
+    """And follows it; the columns are chosen, kept, and one that the list is sorted by is always there."""
+    talk = page_stand.stand.talk(session_id="about-1", metadata={"env": {"name": "web"}})
+    talk.say("Is it warm?\nIn Bonn.", tools=[WEATHER], sim={**AT_ONCE, "text": "Where?"})
+    page = settled(watched.open("#/?q=about-"))
+    expect(page.locator(f"{ROWS} td:has-text('Is it warm?')")).to_be_visible()
+    row = cells(page, "about-1")
+    assert (row["Task"], row["Last action"], row["Finish"], row["Errors"]) == ("Is it warm? …", "Where?", "stop", "0")
+    assert row["State"].endswith("idle")
+    assert page.locator(f"{ROWS} .badge").get_attribute("title")
+    assert page.locator(f"{ROWS} time").last.get_attribute("title"), "the absolute time"
+    calls = {**AT_ONCE, "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    talk.say("Well?", tools=[WEATHER], sim=calls)
+    page.wait_for_selector(f"{ROWS} td.code:has-text('get_weather: Bonn')")
+
+    page.click("text=Columns")
+    page.get_by_label("Task").uncheck()
+    page.get_by_label("Engine").last.check()
+    page.fill("dialog input[name=metadata]", "env.name")
+    page.keyboard.press("Enter")
+    page.reload()
+    settled(page)
+    row = cells(page, "about-1")
+    assert "Task" not in row
+    assert row["Engine"] != "–"
+    assert row["env.name"] == "web"
+    assert "In turn" not in row
+    settled(watched.go("#/?stuck_s=60&sort=running_since&order=asc"))
+    page.wait_for_selector("th[aria-sort=ascending]:has-text('In turn')")
+
+
 def test_live_rows_change_in_place(watched: Watched, page_stand: PageStand) -> None:
     stand = page_stand.stand
     talk = stand.talk(session_id="live-1")
@@ -97,7 +137,7 @@ def test_live_rows_change_in_place(watched: Watched, page_stand: PageStand) -> N
     page.eval_on_selector(row, "row => { row.isTheSame = true }")
     talk.say("one", max_tokens=8)
     talk.say("two", max_tokens=8)
-    page.wait_for_function("row => document.querySelector(row).cells[4].textContent === '2'", arg=row)
+    page.wait_for_function("row => document.querySelector(row).cells[5].textContent === '2'", arg=row)
     assert page.eval_on_selector(row, "row => row.isTheSame")
     stand.talk(session_id="live-2")
     page.wait_for_function("rows => document.querySelector(rows)?.dataset.key === 'live-2'", arg=ROWS)
@@ -176,6 +216,14 @@ def test_groups(watched: Watched, page_stand: PageStand) -> None:
     names = [page.locator("svg.plot a").nth(at).get_attribute("aria-label") or "" for at in range(4)]
     assert sorted(float(name.split(": ")[1].split(" ")[0]) for name in names) == sorted(SCORED[missing])
     assert len(keys(page)) == len(SCORED[missing])
+    page.wait_for_selector(f"details summary:text('Task') >> xpath=.. >> text={TASKS[2]}")
+    for title, first in (("Advantage", "aime-02"), ("Advantage", "aime-00")):
+        page.click(f"main th button:has-text('{title}')")
+        expect(page.locator(ROWS).first).to_have_attribute("data-key", first)
+    rewards = SCORED[missing]
+    row, off = cells(page, "aime-00"), rewards[0] - statistics.mean(rewards)
+    assert (row["Reward"], row["Advantage"]) == (f"{rewards[0]:.3f}", f"{off:.3f}")
+    assert row["÷ std. dev."] == f"{off / (statistics.stdev(rewards) + 1e-6):.3f}"
     page.locator("svg.plot a").first.click()
     page.wait_for_url("**/ui#/session/aime-0*")
 

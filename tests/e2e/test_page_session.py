@@ -323,8 +323,7 @@ def test_the_tree_stands_beside_the_conversation(stand: Stand, watch: Watch) -> 
     page.locator(".said", has_text="Here it is").wait_for()
     assert page.evaluate("location.hash") == _at(talk, branch=0)
     page.get_by_role("link", name="compare with branch 0").first.click()
-    page.locator(".difflist del", has_text="it").wait_for()
-    page.locator(".difflist ins", has_text="none").wait_for()
+    page.locator(".sidebyside .differs").wait_for()
     page.go_back()
     page.get_by_role("link", name="Tokens").click()
     page.locator(".tokens .tok").first.wait_for()
@@ -381,7 +380,7 @@ def test_no_barrier_that_axe_finds(page_stand: PageStand, watch: Watch, scheme: 
         (f"#/session/{filled.rolled_back}?seq=6", ".events .later"),
         (f"#/session/{filled.rolled_back}/tokens", ".tokens .tok"),
         (f"#/session/{filled.tree}?branch=1", ".branches li"),
-        (f"#/rollouts?sessions={filled.tree}@1,{filled.tree}@2&diff={filled.tree}@1,{filled.tree}@2", ".difflist li"),
+        (f"#/rollouts?sessions={filled.tree}@1,{filled.tree}@2", ".sidebyside .text"),
     ):
         watched.go(place)
         page.wait_for_selector(ready)

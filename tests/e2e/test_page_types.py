@@ -64,6 +64,10 @@ def test_type_errors_are_found(check: Check, tmp_path: Path) -> None:
 def test_the_types_are_what_the_server_answers(check: Check, page_stand: PageStand, tmp_path: Path) -> None:
     """Each answer as a literal of its type: a field that is missing, unknown or of another type is an error."""
     answers = [(name, page_stand.stand.http.get(path).json()) for name, path in _requests(page_stand)]
+    summaries = page_stand.stand.http.get(
+        "/ui/api/summaries", params={"session_id": [page_stand.filled.tree, page_stand.filled.erased]}
+    )
+    answers += [("Summary", one) for one in summaries.json().values()]
     log = page_stand.stand.http.get(f"/sessions/{page_stand.filled.rolled_back}/events")
     answers += [("LogEvent", json.loads(line)) for line in log.text.splitlines()]
     file = tmp_path / "answers.ts"

@@ -21,14 +21,14 @@ VIEWS = {
     "#/": "main tbody tr[data-key]",
     "#/groups": "main tbody tr[data-key]",
     f"#/group/{GROUP}": "svg.plot",
-    f"#/group/{GROUP}/rollouts": ".gridcell .said",
+    f"#/group/{GROUP}/rollouts": ".sidebyside td",
     "#/versions": "main tbody tr[data-key]",
     "#/search": "form.filters",
     "#/exports": "a[download]",
     "#/checkpoints": "main tbody tr[data-key]",
     "#/checkpoint/step-40": "main tbody tr[data-key]",
     "#/session/deep-research-5": ".said",
-    "#/rollouts?sessions=deep-research-5@0,deep-research-5@2&diff=deep-research-5@0,deep-research-5@2": ".difflist li",
+    "#/rollouts?sessions=deep-research-5@0,deep-research-5@2": ".sidebyside .text",
     "#/session/deep-research-5/tokens": ".tokens .tok",
 }
 """Addresses, and what is there once the view is."""

@@ -1,12 +1,13 @@
-"""`GET /ui/api/sessions/{id}/rollout`: a rollout beside others, all turns in short and a few with their content."""
+"""`GET /ui/api/sessions/{id}/rollout`: a rollout beside others, all turns in short and a few with their messages; and
+`GET /ui/api/summaries`: what sessions are about."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from app.features.page.rollout_view import MAX_BYTES, MAX_STEPS, STRIP
-from integration.stand import WEATHER, Stand
+from app.features.page.rollout_view import MAX_BYTES, MAX_STEPS
+from app.features.page.summaries import MAX_SESSIONS
+from integration.stand import WEATHER, Stand, Talk, error_of, user
 
 NOW = {"latency_s": 0}
 TEXT = {**NOW, "text": "the same"}
@@ -23,7 +24,7 @@ def test_marks_are_equal_as_long_as_the_messages_are(stand: Stand) -> None:
         talk.say("two", sim={**NOW, "text": "still the same"})
         talk.say("three", sim={**NOW, "text": f"from {talk.id}"})
         talk.say("four", sim={**NOW, "text": "the same again"})
-    marks = [[mark for _, mark, _, _ in rollout(stand, talk.id)["marks"]] for talk in talks]
+    marks = [[turn["mark"] for turn in rollout(stand, talk.id)["marks"]] for talk in talks]
     assert [one == other for one, other in zip(*marks, strict=True)] == [True, True, False, False]
 
 
@@ -35,16 +36,33 @@ def test_marks_are_equal_whatever_ids_the_calls_have(stand: Stand) -> None:
         called = talk.say("one", tools=[WEATHER], sim=calls).json()["choices"][0]["message"]
         ids.append([call["id"] for call in called["tool_calls"]])
         talk.add(*({"role": "tool", "tool_call_id": one, "content": "sunny"} for one in ids[-1]), sim=TEXT)
-        marks.append([mark for _, mark, _, _ in rollout(stand, talk.id)["marks"]])
+        marks.append([turn["mark"] for turn in rollout(stand, talk.id)["marks"]])
     assert ids[0] != ids[1]
     assert marks[0] == marks[1]
 
 
-def test_steps_are_the_turns_messages_and_probabilities(stand: Stand) -> None:
+def test_a_turn_in_short_says_what_it_was_given_and_did(stand: Stand) -> None:
+    """Two that are given different results differ before the reply, though that is the same."""
+    calls = {**NOW, "text": "I look.", "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    found = []
+    for number, result in enumerate(('{"error": "no such city"}', "sunny\nand warm")):
+        talk = stand.talk(group_id="in-short", attempt=number)
+        (call,) = talk.say("Will it rain?", tools=[WEATHER], sim=calls).json()["choices"][0]["message"]["tool_calls"]
+        talk.add({"role": "tool", "tool_call_id": call["id"], "content": result}, sim=TEXT)
+        found.append(rollout(stand, talk.id)["marks"])
+    (asked, failed), (same, fine) = found
+    assert asked == same
+    assert (asked["asked"], asked["actions"]) == (["Will it rain?"], [{"tool": "get_weather", "text": "Bonn"}])
+    assert failed["given"] != fine["given"]
+    assert (failed["asked"], failed["failed"]) == (["no such city"], True)
+    assert (fine["asked"], fine["failed"]) == (["sunny …"], False)
+    assert failed["actions"] == fine["actions"] == [{"tool": None, "text": "the same"}]
+
+
+def test_steps_are_the_turns_messages(stand: Stand) -> None:
     talk = stand.talk(group_id="steps", attempt=4)
-    long = {**NOW, "completion_tokens": 3 * STRIP}
     for number in range(4):
-        talk.say(f"{number}", sim=long if number == 2 else NOW)
+        talk.say(f"{number}", sim=NOW)
     reward = {"reward": 0.5, "components": {"correct": 1.0}}
     assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
     whole = rollout(stand, talk.id, limit=MAX_STEPS)
@@ -58,15 +76,7 @@ def test_steps_are_the_turns_messages_and_probabilities(stand: Stand) -> None:
     ]
     assert [entry["message"] for step in whole["steps"] for entry in step["messages"]] == talk.messages
     (row,) = talk.rows()
-    sampled = [value for value, mask in zip(row["logprobs"], row["loss_mask"], strict=True) if mask]
-    assert whole["output_tokens"] == len(sampled) == sum(step["output_tokens"] for step in whole["steps"])
-    assert len(whole["steps"][2]["strip"]) == STRIP
-    at = 0
-    for step in whole["steps"]:
-        own = sampled[at : at + step["output_tokens"]]
-        at += len(own)
-        assert math.isclose(min(step["strip"]), min(own), abs_tol=0.001)
-        assert math.isclose(step["mean_logprob"], sum(own) / len(own), rel_tol=1e-6)
+    assert whole["output_tokens"] == sum(row["loss_mask"]) == sum(turn["output_tokens"] for turn in whole["marks"])
     part = rollout(stand, talk.id, start=1, limit=2)
     assert part["steps"] == whole["steps"][1:3]
     assert rollout(stand, talk.id)["steps"] == []
@@ -102,6 +112,76 @@ def test_a_session_without_turns_an_erased_one_and_a_long_message(stand: Stand) 
     assert "bytes" in first["error"]
     assert second["message"] is not None
     assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
-    (step,) = rollout(stand, talk.id, limit=5)["steps"]
-    assert step["error"]
+    erased = rollout(stand, talk.id, limit=5)
+    assert [(turn["asked"], turn["actions"]) for turn in erased["marks"]] == [([], [])]
+    (step,) = erased["steps"]
     assert [entry["message"] for entry in step["messages"]] == [None]
+
+
+def summary_of(stand: Stand, session_id: str) -> dict[str, Any]:
+    return dict(stand.get("/ui/api/summaries", session_id=[session_id])[session_id])
+
+
+def test_a_summary_follows_its_session(stand: Stand) -> None:
+    """Asked after each step or only at the end: what was read before changes nothing."""
+    calls = {**NOW, "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}], "completion_tokens": 9}
+    often, late = (stand.talk(group_id="summaries", attempt=number) for number in range(2))
+    seen = []
+    for talk in (often, late):
+
+        def ask(talk: Talk = talk) -> None:
+            if talk is often:
+                seen.append(summary_of(stand, talk.id))
+
+        ask()
+        talk.say("\nWill it rain?\nSay yes or no.", sim=TEXT)
+        ask()
+        history = list(talk.messages)
+        talk.say("Look again.", tools=[WEATHER], sim=calls)
+        ask()
+        fault = talk.chat([*talk.messages, user("Bad")], sim={**NOW, "fault": "missing_meta_info"})
+        assert fault.status_code == 502
+        reward = {"reward": 0.5, "components": {"correct": 1.0}}
+        assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
+        ask()
+        talk.messages = history
+        talk.say("Otherwise.", sim={**NOW, "text": "It did not."})
+        ask()
+    told = [(one["task"], [tuple(action.values()) for action in one["actions"]], one["turns"]) for one in seen]
+    rain = "Will it rain? …"
+    assert told == [
+        ("", [], 0),
+        (rain, [(None, "the same")], 1),
+        (rain, [("get_weather", "Bonn")], 2),
+        (rain, [("get_weather", "Bonn")], 2),
+        (rain, [(None, "It did not.")], 2),
+    ]
+    assert [one["errors"] for one in seen] == [0, 0, 0, 1, 1]
+    assert seen[0]["ended_at"] is None
+    last, cold = seen[-1], summary_of(stand, late.id)
+    (row,) = often.rows()
+    assert (last["tokens"], last["output_tokens"]) == (len(row["tokens"]), sum(row["loss_mask"]))
+    assert (last["reward"], last["components"], last["finish_reason"]) == (0.5, {"correct": 1.0}, "stop")
+    assert last["started_at"] <= last["ended_at"]
+    own = {"started_at", "ended_at", "tokens", "output_tokens"}
+    assert {name: last[name] for name in last.keys() - own} == {name: cold[name] for name in cold.keys() - own}
+
+    assert stand.http.delete(often.path, params={"erase": True}).status_code == 204
+    erased = summary_of(stand, often.id)
+    assert (erased["task"], erased["actions"], erased["components"]) == ("", [], {})
+    assert stand.get("/ui/api/summaries", session_id=["nobody"]) == {}
+    for wrong in ([], ["a b"], ["x"] * (MAX_SESSIONS + 1)):
+        response = stand.http.get("/ui/api/summaries", params={"session_id": wrong})
+        assert error_of(response) == (400, "invalid_request")
+
+
+def test_a_summary_after_a_restore_is_that_of_the_checkpoint(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("one", sim=TEXT)
+    before = summary_of(stand, talk.id)
+    assert stand.http.post("/checkpoints", json={"name": "summaries"}).status_code == 200
+    talk.say("two", sim={**NOW, "text": "later"})
+    assert summary_of(stand, talk.id)["turns"] == 2
+    assert stand.http.post("/checkpoints/summaries/restore").status_code == 200
+    after = summary_of(stand, talk.id)
+    assert {**after, "version": 0} == {**before, "version": 0}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from app.features.page.overview import Overviews
     from app.features.page.preview import Previews
     from app.features.page.rollout_view import Rollouts
+    from app.features.page.summaries import Summaries
     from app.features.page.token_view import TokenViews
     from app.features.page.watch import Watch
     from app.services import Services
@@ -31,6 +32,7 @@ class Page(NamedTuple):
     tokens: TokenViews
     rollouts: Rollouts
     previews: Previews
+    summaries: Summaries
 
 
 def routers() -> list[APIRouter]:
@@ -45,6 +47,7 @@ def add_to(services: Services) -> Page:
     from app.features.page.overview import Overviews
     from app.features.page.preview import Previews
     from app.features.page.rollout_view import Rollouts
+    from app.features.page.summaries import Summaries
     from app.features.page.token_view import TokenViews
     from app.features.page.watch import Watch
 
@@ -68,4 +71,5 @@ def add_to(services: Services) -> Page:
         tokens=TokenViews(database, services.prompts),
         rollouts=Rollouts(database),
         previews=Previews(database, services.release),
+        summaries=Summaries(database),
     )

@@ -1,19 +1,18 @@
-"""Reads a session as a rollout beside others: all its turns in short, a few with their content."""
+"""Reads a session as a rollout beside others: what each turn was asked and did, and a few with their messages."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from app.domain.branches import newest_of, place_of
 from app.domain.history import Message, canonical_hash, decode_message
 from app.domain.session import Session, Turn
 from app.export.rows import as_messages
+from app.features.page.actions import Action, actions_of, has_failed, result_line
 from app.features.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
@@ -33,18 +32,23 @@ MAX_BYTES = 64 << 10
 
 MAX_BRANCHES = 100
 
-STRIP = 96
-"""Parts of a turn's strip of probabilities. Each has the lowest probability of its tokens, so that none is hidden."""
+MAX_ASKED = 4
 
 
-class Mark(NamedTuple):
-    """A turn in the list. Two rollouts whose `mark` is equal have the same messages up to and with this turn.
+class Mark(msgspec.Struct, frozen=True):
+    """A turn in short. Two rollouts whose `mark` is equal have the same messages up to and with this turn, two whose
+    `given` is equal those up to its reply. Ids of calls do not count: many engines make them at random.
 
-    Ids of calls do not count: many engines make them at random.
+    `asked` are the first lines of its last new messages, at most MAX_ASKED, and `failed` says that a result among them
+    looks as if its call failed; `actions` are what the reply does. All are empty where the content is not there.
     """
 
     turn: int
+    given: str
     mark: str
+    asked: Sequence[str]
+    failed: bool
+    actions: Sequence[Action]
     output_tokens: int
     finish_reason: str | None
 
@@ -58,19 +62,10 @@ class RolloutBranch(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One turn: its new messages, the reply last, and the probabilities of the reply's tokens.
-
-    `strip` has natural logarithms; `error` says why the tokens cannot be read.
-    """
+    """One turn's new messages, the reply last."""
 
     turn: int
     messages: Sequence[ShownMessage]
-    prompt_tokens: int
-    output_tokens: int
-    finish_reason: str | None
-    mean_logprob: float | None
-    strip: Sequence[float]
-    error: str | None
 
 
 class RolloutView(msgspec.Struct, frozen=True):
@@ -119,16 +114,14 @@ class Rollouts:
         marks: list[Mark] = []
         for at in range(0, len(chain), TURNS_PER_READ):
             part = chain[at : at + TURNS_PER_READ]
-            frames = await self._frames(session.session_id, part, tokens=False)
-            for turn, hashes in zip(part, await asyncio.to_thread(_hashes, session, part, frames), strict=True):
-                running.update("".join(hashes).encode())
-                marks.append(Mark(turn.number, running.hexdigest(), turn.output_tokens, turn.finish_reason))
+            frames = await self._frames(session.session_id, part)
+            marks += await asyncio.to_thread(_marks, session, part, frames, running)
         return marks
 
-    async def _frames(self, session_id: str, part: Sequence[Turn], *, tokens: bool = True) -> Frames:
+    async def _frames(self, session_id: str, part: Sequence[Turn]) -> Frames:
         numbers = [turn.number for turn in part]
         return await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=tokens), session_id=session_id
+            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
         )
 
 
@@ -178,22 +171,37 @@ def _branches(session: Session) -> list[RolloutBranch]:
     return found
 
 
-def _hashes(session: Session, turns: Sequence[Turn], frames: Frames) -> list[list[str]]:
-    """The hashes of each turn's messages, its calls without their ids; as committed where its content is not there."""
-    return [_hashes_of(session, turn, frames.get(turn.number, (None, None))[1]) for turn in turns]
-
-
-def _hashes_of(session: Session, turn: Turn, frame: bytes | None) -> list[str]:
-    try:
-        messages = as_messages(turn.protocol, codec.unpack_messages(frame))
-    except CorruptContent:
-        return list(turn.message_hashes)
-    return [
-        canonical_hash(_without_ids(decode_message(message, "a stored message")), session.config.matcher)
-        if b'"tool_call' in message
-        else committed
-        for message, committed in zip(messages, turn.message_hashes, strict=True)
-    ]
+def _marks(session: Session, turns: Sequence[Turn], frames: Frames, running: hashlib.blake2b) -> list[Mark]:
+    """`running` is the hash of all earlier messages, and is taken on."""
+    marks: list[Mark] = []
+    for turn in turns:
+        try:
+            contents = as_messages(turn.protocol, codec.unpack_messages(frames.get(turn.number, (None, None))[1]))
+        except CorruptContent:
+            contents = []
+        messages = [decode_message(message, "a stored message") for message in contents]
+        committed_hashes = turn.message_hashes if messages else ()
+        hashes = [
+            canonical_hash(_without_ids(message), session.config.matcher) if b'"tool_call' in content else committed
+            for content, message, committed in zip(contents, messages, committed_hashes, strict=True)
+        ] or turn.message_hashes
+        running.update("".join(hashes[:-1]).encode())
+        given = running.hexdigest()
+        running.update(hashes[-1].encode())
+        asked = [message for message in messages[:-1] if message.get("role") not in ("system", "assistant")]
+        marks.append(
+            Mark(
+                turn=turn.number,
+                given=given,
+                mark=running.hexdigest(),
+                asked=[result_line(message) for message in asked[-MAX_ASKED:]],
+                failed=any(map(has_failed, asked)),
+                actions=actions_of(messages[-1:]),
+                output_tokens=turn.output_tokens,
+                finish_reason=turn.finish_reason,
+            )
+        )
+    return marks
 
 
 def _without_ids(message: Message) -> Message:
@@ -208,27 +216,7 @@ def _without_ids(message: Message) -> Message:
 
 
 def _steps(turns: Sequence[Turn], frames: Frames) -> list[Step]:
-    return [_step(turn, *frames.get(turn.number, (None, None))) for turn in turns]
-
-
-def _step(turn: Turn, token_frame: bytes | None, exchange_frame: bytes | None) -> Step:
-    error, logprobs = None, np.empty(0)
-    try:
-        logprobs = np.frombuffer(codec.unpack_tokens(token_frame, exchange_frame).logprobs, "<f8")
-    except CorruptContent as fault:
-        error = str(fault)
-    return Step(
-        turn=turn.number,
-        messages=_messages(turn, exchange_frame),
-        prompt_tokens=turn.token_count - turn.output_tokens,
-        output_tokens=turn.output_tokens,
-        finish_reason=turn.finish_reason,
-        mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
-        strip=[round(float(part.min()), 3) for part in np.array_split(logprobs, min(STRIP, len(logprobs)))]
-        if len(logprobs)
-        else [],
-        error=error,
-    )
+    return [Step(turn.number, _messages(turn, frames.get(turn.number, (None, None))[1])) for turn in turns]
 
 
 def _messages(turn: Turn, frame: bytes | None) -> list[ShownMessage]:

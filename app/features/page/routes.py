@@ -15,9 +15,10 @@ from app.api.exports import ExportParameters
 from app.api.page_views import MAX_PAGE, for_the_page, page_reply
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import services
-from app.domain.patterns import MAX_INTEGER, NO_NUL
+from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
 from app.features.page.rollout_view import MAX_STEPS
+from app.features.page.summaries import MAX_SESSIONS
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view
 
@@ -78,6 +79,18 @@ async def list_sessions(request: Request, query: Annotated[SessionListParameters
     """Sessions by any filter, in any order; `sort=running_since` lists only those with a turn in flight."""
     listed = page_of(request).listed
     return page_reply(await listed.page(query, query.cursor, query.limit, query.columns))
+
+
+@router.get("/summaries")
+@for_the_page
+async def summaries(
+    request: Request,
+    session_id: Annotated[
+        list[Annotated[str, Field(pattern=ID)]], Query(max_length=MAX_SESSIONS, description="Ids of sessions.")
+    ],
+) -> Response:
+    """What each of these sessions is about and did last, by id; unknown ones are missing."""
+    return page_reply(await page_of(request).summaries.of(session_id))
 
 
 Seq = Annotated[
@@ -145,7 +158,7 @@ async def rollout(
     ] = 0,
     limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
 ) -> Response:
-    """A branch of a session as a rollout: all turns in short, and some with their messages and probabilities."""
+    """A branch of a session as a rollout: all turns in short, and some with their messages."""
     return page_reply(await page_of(request).rollouts.at(session_id, branch, start, limit))
 
 

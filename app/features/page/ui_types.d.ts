@@ -36,6 +36,30 @@ export interface SessionRow {
   closed_at: number | null;
   note: string | null;
   tags: string[];
+  /** added by the page */
+  about?: Summary;
+}
+
+/** What a call or a text does, in a line. */
+export interface Action {
+  tool: string | null;
+  text: string;
+}
+
+/** GET /ui/api/summaries, by session: its state after event `version` */
+export interface Summary {
+  version: number;
+  task: string;
+  actions: Action[];
+  turns: number;
+  tokens: number;
+  output_tokens: number;
+  finish_reason: string | null;
+  errors: number;
+  started_at: number;
+  ended_at: number | null;
+  reward: number | null;
+  components: Record<string, number>;
 }
 
 /** GET /ui/api/sessions */
@@ -394,19 +418,21 @@ export interface TokenPage {
   error: string | null;
 }
 
-/** A turn of a rollout; two with equal marks have the same messages up to here. */
-export type Mark = [turn: number, mark: string, outputTokens: number, finishReason: string | null];
+/** A turn of a rollout; two with equal marks have the same messages up to here, with equal `given` up to the reply. */
+export interface Mark {
+  turn: number;
+  given: string;
+  mark: string;
+  asked: string[];
+  failed: boolean;
+  actions: Action[];
+  output_tokens: number;
+  finish_reason: string | null;
+}
 
 export interface RolloutStep {
   turn: number;
   messages: Entry[];
-  prompt_tokens: number;
-  output_tokens: number;
-  finish_reason: string | null;
-  mean_logprob: number | null;
-  /** the lowest logprobs of equal parts of the reply */
-  strip: number[];
-  error: string | null;
 }
 
 /** GET /ui/api/sessions/{id}/rollout: all of a branch's turns in short, and `steps` from index `start` on */

@@ -97,13 +97,12 @@ function columns() {
     { title: "Checkpoint", isHeader: true, fill: linkCell((one) => one.name, (one) => checkpointHref(one.name)) },
     { title: "Made", width: "96px", number: true, fill: sinceCell((one) => one.created_at) },
     number("Sessions", (one) => count(one.sessions)),
-    number("Groups", (one) => count(one.groups), { hint: "Of the training feed", isExtra: true }),
+    number("Groups", (one) => count(one.groups), { hint: "Of the training feed" }),
     number("Erased", (one) => count(one.erased), { hint: "Its sessions whose content has been erased since" }),
     {
       title: "Cut",
       hint: "now: at one moment; drain: after the turns in flight had ended; restore: what a restore replaced",
       width: "96px",
-      isExtra: true,
       fill: textCell((one) => one.cut),
     },
     {

@@ -23,8 +23,6 @@ const FILTERS = [
   "metadata",
 ];
 const TYPING_MS = 250;
-/** As many as the server gives. */
-const MOST_COLUMNS = 6;
 export const DEFAULT_ORDER = { sort: "updated_at", order: "desc" };
 
 /** The most wanted lists, each an address of its own. */
@@ -38,7 +36,7 @@ export const PRESETS = [
 
 /** @param {URLSearchParams} query @returns {ListQuery} */
 export function listQueryOf(query) {
-  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "columns", "sort", "order"]) };
+  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "sort", "order"]) };
 }
 
 /** @param {ListQuery} query @returns {Values} without the default order, for a short address */
@@ -101,12 +99,6 @@ export function isBefore(row, last, query) {
   return query.order === "asc" ? own < other : own > other;
 }
 
-/** @param {Values} query @returns {string[]} the keys of metadata that are columns */
-export function columnsOf({ columns = "" }) {
-  const keys = columns.split(",").map((one) => one.trim());
-  return [...new Set(keys.filter(Boolean))].slice(0, MOST_COLUMNS);
-}
-
 /** A text without the sign is no filter yet. @returns {HTMLInputElement} */
 function metadataField() {
   const made = textField("metadata");
@@ -115,21 +107,13 @@ function metadataField() {
   return made;
 }
 
-/** @returns {HTMLElement} a field for the columns of metadata */
-export function columnsField() {
-  const made = textField("columns");
-  made.setAttribute("placeholder", "task, env.name");
-  return field("Metadata columns", made);
-}
-
 /** The form above the session list. It acts while one types, and always shows what the address says. */
 export class FilterForm {
   /**
    * @param {AbortSignal} closed
    * @param {(filters: Values) => void} onChange
-   * @param {HTMLElement} [more] a further field
    */
-  constructor(closed, onChange, more) {
+  constructor(closed, onChange) {
     this.engines = choice("engine", []);
     this.engines.classList.add("wide");
     this.element = h(
@@ -146,7 +130,6 @@ export class FilterForm {
       field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
       field("Metadata key=value", metadataField()),
-      more,
     );
     this.box = foldedForm(closed, this.element);
     let timer = 0;

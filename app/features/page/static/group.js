@@ -1,49 +1,73 @@
-/** One group: the rewards of its sessions, and what is wrong with them. */
+/** One group: its task, a row an attempt, and what is wrong with its rewards. */
 
 import { get } from "./api.js";
 import { rewardPlot } from "./chart.js";
 import { copyCurl } from "./copy.js";
-import { badge, bar, fact, h, message, replace } from "./dom.js";
-import { count, decimal, ranges } from "./format.js";
-import { queryOf, rolloutsHref, sessionHref, sessionsHref } from "./route.js";
-import { badgeCell, linkCell, smallTable, textCell } from "./rows.js";
+import { badge, bar, fact, folded, h, message, replace } from "./dom.js";
+import { compact, count, decimal, ranges } from "./format.js";
+import { queryOf, rolloutsHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickCell, textCell } from "./rows.js";
+import { readSummaries } from "./summaries.js";
+import { LongTable } from "./table.js";
 import { noGroup, View } from "./view.js";
-import { visible } from "./visible.js";
+import { textBlock, visible, visibleText } from "./visible.js";
 
-/** @import {Attempt, Group, SessionRow, Statistics} from "../ui_types.d.ts" */
+/** @import {Attempt, ChatMessage, Group, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
 /** @import {Column} from "./rows.js" */
 /** @import {Place} from "./view.js" */
+/** @typedef {Attempt & {state: string, about?: Summary, advantage: number|null, normalized: number|null}} Row */
+/** @typedef {Column<Row> & {value?: (row: Row) => number|null|undefined}} ValueColumn */
 
 const MOST_PLOTTED = 2000;
+/** Rows whose state is read, and components of the reward that have a column. */
+const MOST_STATES = 500;
+const MOST_COMPONENTS = 6;
+/** As an export's `advantage=grpo` adds it to the standard deviation. */
+const EPSILON = 1e-6;
 
 export class GroupView extends View {
   /** @param {HTMLElement} root @param {Place} place */
-  constructor(root, { id }) {
+  constructor(root, { id, query }) {
     super(root);
     this.id = id;
     this.path = `/groups/${encodeURIComponent(id)}`;
+    /** @type {Row[]} */
+    this.rows = [];
+    /** @type {Set<string>} */
+    this.picked = new Set();
     this.facts = h("div", { class: "facts" });
-    this.plot = h("div", { class: "panel" });
-    this.table = smallTable("Sessions of the group", columns(), (one) => one.session_id);
+    this.task = h("div");
+    this.plot = h("div");
     this.shown = "";
+    this.holder = h("div", { class: "holder" });
+    this.side = h("a", { href: rolloutsHref(id) }, "Side by side");
     replace(
       root,
       bar(h("h1", { dir: "auto" }, visible(id)), [
-        h("a", { href: rolloutsHref(id) }, "Side by side"),
+        this.side,
         h("a", { href: sessionsHref({ group_id: id }) }, "In the session list"),
         h("a", { href: `#/exports${queryOf({ group_id: id })}` }, "Export"),
         copyCurl(() => ({ path: this.path })),
       ]),
       this.problem,
       this.facts,
-      h("div", { class: "panels" }, this.plot, this.table.element),
+      h("div", { class: "panels" }, this.task, this.plot),
+      this.holder,
     );
+    this.onQuery(query);
     this.refresh();
   }
 
   /** @param {string} code */
   absent(code) {
     return code === "not_found" ? noGroup(this.id) : null;
+  }
+
+  /** @param {URLSearchParams} query */
+  onQuery(query) {
+    this.sort = query.get("sort") ?? "Attempt";
+    this.order = query.get("order") === "desc" ? "desc" : "asc";
+    this.#showRows();
   }
 
   /** @param {SessionRow[]} rows */
@@ -53,21 +77,111 @@ export class GroupView extends View {
 
   refresh() {
     return this.read(
-      async (signal) => /** @type {Group} */ (await get(this.path, {}, signal)),
-      (group) => this.#show(group),
+      async (signal) => {
+        const [group, page] = await Promise.all([
+          get(this.path, {}, signal),
+          get("/ui/api/sessions", { group_id: this.id, limit: MOST_STATES }, signal),
+        ]);
+        const { attempts } = /** @type {Group} */ (group);
+        const about = await readSummaries(attempts.map((one) => one.session_id), signal);
+        const first = attempts.find(({ session_id: id }) => about[id]?.task);
+        if (first && !this.task.childElementCount) await this.#readTask(first.session_id, signal);
+        return { group: /** @type {Group} */ (group), states: /** @type {SessionPage} */ (page).sessions, about };
+      },
+      ({ group, states, about }) => {
+        const state = new Map(states.map((row) => [row.session_id, row.state]));
+        replace(this.facts, facts(group));
+        this.rows = group.attempts.map((one) => ({
+          ...one,
+          state: state.get(one.session_id) ?? one.status,
+          about: about[one.session_id],
+          ...advantage(one, group.statistics),
+        }));
+        this.#showPlot(group);
+        this.#showRows();
+      },
     );
   }
 
+  /** The task stands in the first turn of any attempt. @param {string} id @param {AbortSignal} signal */
+  async #readTask(id, signal) {
+    const path = `/ui/api/sessions/${encodeURIComponent(id)}/rollout`;
+    const [step] = /** @type {Rollout} */ (await get(path, { limit: 1 }, signal)).steps;
+    const asked = (step?.messages ?? []).slice(0, -1).map(({ message: said }) => /** @type {ChatMessage} */ (said ?? {}));
+    const blocks = asked.map(({ role, content }) => {
+      const block = textBlock(typeof content === "string" ? content : JSON.stringify(content ?? null, null, 2));
+      return role === "user" ? block : folded(visibleText(String(role)), block);
+    });
+    if (blocks.length) replace(this.task, h("details", { class: "panel", open: true }, h("summary", null, "Task"), blocks));
+  }
+
   /** @param {Group} group */
-  #show(group) {
-    const { attempts, statistics } = group;
-    replace(this.facts, facts(group));
-    this.table.rows.show(attempts);
+  #showPlot({ attempts, statistics }) {
     const now = JSON.stringify([attempts, statistics]);
     if (now === this.shown) return;
     this.shown = now;
-    replace(this.plot, h("h2", null, "Rewards"), plot(attempts, statistics));
+    replace(this.plot, plot(attempts, statistics));
   }
+
+  #showRows() {
+    if (!this.rows.length) return;
+    const names = [...new Set(this.rows.flatMap(({ about }) => Object.keys(about?.components ?? {})))].slice(0, MOST_COMPONENTS);
+    if (!this.table || names.join() !== this.names?.join()) this.#newTable(names);
+    const { table, sort, order } = this;
+    if (!table) return;
+    const value = table.options.columns.map((column) => /** @type {ValueColumn} */ (column)).find(({ title }) => title === sort)?.value;
+    const rank = (/** @type {Row} */ row) => (value ? (value(row) ?? null) : null);
+    const sign = order === "desc" ? -1 : 1;
+    const rows = [...this.rows].sort((a, b) => {
+      const [one, other] = [rank(a), rank(b)];
+      return one === null || other === null ? Number(one === null) - Number(other === null) : sign * (one - other);
+    });
+    table.setOrder(sort ?? "", order ?? "asc");
+    table.show(rows, rows.length, false);
+    table.setFoot(`${count(rows.length)} ${rows.length === 1 ? "attempt" : "attempts"}`);
+  }
+
+  /** @param {string[]} names of components of the reward */
+  #newTable(names) {
+    this.names = names;
+    this.tableLife?.abort();
+    this.tableLife = new AbortController();
+    /** @type {Column<Row>} */
+    const pick = {
+      title: "Pick",
+      hint: "Show these side by side",
+      width: "44px",
+      fill: pickCell(
+        (row) => row.session_id,
+        (key) => this.picked.has(key),
+        (key, isPicked) => {
+          if (isPicked) this.picked.add(key);
+          else this.picked.delete(key);
+          const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
+          this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
+          this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
+        },
+      ),
+    };
+    this.table = new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
+      label: "Attempts",
+      columns: [pick, ...columns(names)],
+      keyOf: (row) => row.session_id,
+      onSort: (sort, order) => {
+        setQuery({ sort, order });
+        this.onQuery(new URLSearchParams({ sort, order }));
+      },
+    });
+    replace(this.holder, this.table.element);
+  }
+}
+
+/** @param {Attempt} attempt @param {Statistics|null} statistics */
+function advantage({ reward, status }, statistics) {
+  if (reward === null || !statistics || status === "erased" || status === "undone") return { advantage: null, normalized: null };
+  const { mean, std, count: n, zero_variance: isFlat } = statistics;
+  const sample = n > 1 ? std * Math.sqrt(n / (n - 1)) : 0;
+  return { advantage: isFlat ? 0 : reward - mean, normalized: isFlat ? 0 : (reward - mean) / (sample + EPSILON) };
 }
 
 /** @param {Attempt[]} attempts @param {Statistics|null} statistics @returns {Element} */
@@ -78,7 +192,8 @@ function plot(attempts, statistics) {
   const shown = attempts.length > MOST_PLOTTED ? attempts.slice(0, MOST_PLOTTED) : attempts;
   const note = "A dot is a session and leads to it; an empty one is still open.";
   const cut = shown.length < attempts.length ? ` The first ${count(MOST_PLOTTED)} of ${count(attempts.length)}.` : "";
-  return h("div", null, rewardPlot([...shown], statistics), h("p", { class: "muted" }, note, cut));
+  const content = [rewardPlot([...shown], statistics), h("p", { class: "muted" }, note, cut)];
+  return h("details", { class: "panel", open: true }, h("summary", null, "Rewards"), content);
 }
 
 /** @param {Group} group @returns {HTMLElement[]} */
@@ -86,11 +201,10 @@ function facts(group) {
   const { attempts, statistics } = group;
   const missing = missingOf(attempts);
   const closed = attempts.filter((one) => one.status !== "open").length;
-  const rewarded = statistics?.count ?? 0;
   const found = [
-    fact("Sessions", count(attempts.length)),
+    fact("Attempts", count(attempts.length)),
     fact("Closed", count(closed)),
-    fact("Rewarded", count(rewarded)),
+    fact("Rewarded", count(statistics?.count ?? 0)),
     fact("Mean", decimal(statistics?.mean)),
     fact("Std. dev.", decimal(statistics?.std)),
     fact("Min, max", `${decimal(statistics?.min)}, ${decimal(statistics?.max)}`),
@@ -123,17 +237,48 @@ function missingOf(attempts) {
   return missing;
 }
 
-/** @returns {Column<Attempt>[]} */
-function columns() {
+/** @param {string[]} names of components of the reward @returns {ValueColumn[]} */
+function columns(names) {
+  /** @type {(title: string, value: (row: Row) => number|null|undefined, more?: Partial<ValueColumn> & {text?: (value: number|null|undefined) => string}) => ValueColumn} */
+  const number = (title, value, { text = count, ...more } = {}) => ({
+    title: visibleText(title),
+    width: "76px",
+    number: true,
+    sort: title,
+    value,
+    fill: textCell((row) => text(value(row))),
+    ...more,
+  });
   return [
-    { title: "Attempt", number: true, fill: textCell((one) => String(one.attempt ?? "–")) },
+    number("Attempt", (row) => row.attempt, { first: "asc", width: "76px" }),
     {
       title: "Session",
       isHeader: true,
-      width: "auto",
+      width: "140px",
       fill: linkCell((one) => one.session_id, (one) => sessionHref(one.session_id)),
     },
-    { title: "State", width: "auto", fill: badgeCell((one) => one.status) },
-    { title: "Reward", number: true, fill: textCell((one) => decimal(one.reward)) },
+    { title: "State", width: "94px", fill: badgeCell((one) => one.state) },
+    { title: "Last action", hint: "What its newest turn did", fill: actionsCell((one) => one.about?.actions ?? []) },
+    number("Turns", (one) => one.about?.turns, { width: "60px" }),
+    number("Tokens", (one) => one.about?.tokens, { text: compact, hint: "Length of the newest turn's sequence", width: "68px" }),
+    number("Sampled", (one) => one.about?.output_tokens, { text: compact, width: "80px", hint: "Tokens that its turns sampled" }),
+    number("Duration", secondsOf, {
+      width: "84px",
+      hint: "From its creation to the end of its newest turn", fill: durationCell((one) => one.state === "running" || one.state === "paused") }),
+    { title: "Finish", hint: "Why the newest turn ended", width: "72px", fill: textCell((one) => visibleText(one.about?.finish_reason ?? "–")) },
+    number("Errors", (one) => one.about?.errors, { hint: "Turns that were refused or abandoned", fill: errorsCell, width: "62px" }),
+    number("Reward", (one) => one.reward, { text: decimal }),
+    number("Advantage", (one) => one.advantage, { text: decimal, hint: "Reward minus the group's mean", width: "92px" }),
+    number("÷ std. dev.", (one) => one.normalized, {
+      text: decimal,
+      hint: "The advantage divided by the sample's standard deviation + 1e-6, as an export's advantage=grpo gives it",
+      width: "96px",
+    }),
+    ...names.map((name) => number(name, (one) => one.about?.components[name], { text: decimal, hint: "Component of the reward" })),
   ];
+}
+
+/** @param {Row} row @returns {number|null} */
+function secondsOf({ about }) {
+  return about?.ended_at == null ? null : about.ended_at - about.started_at;
 }

@@ -98,9 +98,9 @@ export function rolloutsHref(id, parameters) {
   return `${groupHref(id)}/rollouts${queryOf(parameters)}`;
 }
 
-/** @param {string[]} keys sessions, or `session@branch` @param {string[]} [diff] two of them @returns {string} these side by side */
-export function sideBySideHref(keys, diff = []) {
-  return `#/rollouts${queryOf({ sessions: keys.join(","), diff: diff.join(",") })}`;
+/** @param {string[]} keys sessions, or `session@branch` @returns {string} these side by side, compared with the first */
+export function sideBySideHref(keys) {
+  return `#/rollouts${queryOf({ sessions: keys.join(",") })}`;
 }
 
 /**

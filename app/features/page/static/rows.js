@@ -1,7 +1,10 @@
 /** Table rows that are kept by key and filled in place: unchanged rows are not touched, so focus and selection stay. */
 
 import { badge, h, scrollRegion, setBadge, setText } from "./dom.js";
-import { setSince, since } from "./format.js";
+import { count, duration, setSince, since } from "./format.js";
+import { actionText } from "./visible.js";
+
+/** @import {Action, Summary} from "../ui_types.d.ts" */
 
 /**
  * @template Row
@@ -13,8 +16,6 @@ import { setSince, since } from "./format.js";
  * @property {boolean} [number] aligned to the right
  * @property {string} [width] of the column, in CSS; columns without one share the rest
  * @property {boolean} [isHeader] names the row
- * @property {boolean} [isExtra] hidden on a narrow page
- * @property {boolean} [isLuxury] shown on a wide page only
  * @property {(cell: HTMLElement, row: Row) => void} fill called again with each new version of the row
  */
 
@@ -90,13 +91,8 @@ export class Rows {
 
 /** @template Row @param {Column<Row>} column @returns {HTMLElement} */
 function newCell(column) {
-  const kind = classOf(column, column.width === "auto" ? "" : "clip");
+  const kind = column.number ? "number" : column.width === "auto" ? null : "clip";
   return column.isHeader ? h("th", { scope: "row", class: kind }) : h("td", { class: kind });
-}
-
-/** @param {{number?: boolean, isExtra?: boolean, isLuxury?: boolean}} column @param {string} [text] the class of a column of text */
-function classOf(column, text = "") {
-  return [column.number ? "number" : text, column.isExtra && "extra", column.isLuxury && "luxury"].filter(Boolean).join(" ") || null;
 }
 
 /**
@@ -113,7 +109,7 @@ export function headerRow(columns, onSort) {
       const press = column.sort && onSort && (() => onSort(column));
       return h(
         "th",
-        { scope: "col", class: classOf(column), title: column.hint, dataset: { sort: column.sort ?? "" } },
+        { scope: "col", class: column.number ? "number" : null, title: column.hint, dataset: { sort: column.sort ?? "" } },
         press ? h("button", { type: "button", onclick: press }, column.title) : h("span", null, column.title),
       );
     }),
@@ -147,24 +143,20 @@ export function textCell(text) {
  * @template Row
  * @param {(row: Row) => string|null} text null: nothing
  * @param {(row: Row) => string} href
- * @param {(row: Row) => string} [more] behind the link
  * @returns {Column<Row>["fill"]}
  */
-export function linkCell(text, href, more) {
+export function linkCell(text, href) {
   return (cell, row) => {
     const now = text(row);
     if (now == null) return setText(cell, "–");
     let link = cell.querySelector("a");
     if (!link) {
       link = h("a", { href: href(row) });
-      cell.replaceChildren(link, document.createTextNode(""));
+      cell.replaceChildren(link);
     }
     link.setAttribute("href", href(row));
     setText(link, now);
     cell.title = now;
-    const rest = /** @type {Text} */ (cell.lastChild);
-    const wanted = more?.(row) ?? "";
-    if (rest.data !== wanted) rest.data = wanted;
   };
 }
 
@@ -209,6 +201,39 @@ export function sinceCell(at, style = "ago") {
   return (cell, row) => {
     const found = /** @type {HTMLElement|null} */ (cell.firstElementChild);
     if (found) setSince(found, at(row), style);
-    else cell.append(since(at(row), style));
+    else cell.replaceChildren(since(at(row), style));
   };
+}
+
+/**
+ * What somebody did, in a line: calls as code, text as text.
+ * @template Row
+ * @param {(row: Row) => readonly Action[]} actions
+ * @returns {Column<Row>["fill"]}
+ */
+export function actionsCell(actions) {
+  return (cell, row) => {
+    const done = actions(row);
+    textCell(() => done.map(actionText).join(" · ") || "–")(cell, row);
+    cell.classList.toggle("code", done[0]?.tool != null);
+  };
+}
+
+/**
+ * How long a session took so far, from its creation to the end of its newest turn.
+ * @template {{about?: Summary}} Row
+ * @param {(row: Row) => boolean} isRunning
+ * @returns {Column<Row>["fill"]}
+ */
+export function durationCell(isRunning) {
+  return (cell, row) => {
+    const { started_at: start, ended_at: end = null } = row.about ?? {};
+    if (start !== undefined && isRunning(row)) sinceCell(() => start, "for")(cell, row);
+    else textCell(() => (start === undefined || end === null ? "–" : duration(end - start)))(cell, row);
+  };
+}
+
+/** @template {{about?: Summary}} Row @param {HTMLElement} cell @param {Row} row failed turns, marked */
+export function errorsCell(cell, { about }) {
+  cell.replaceChildren(about?.errors ? badge(count(about.errors), "bad") : about ? "0" : "–");
 }

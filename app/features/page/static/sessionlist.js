@@ -6,6 +6,7 @@
 
 import { get } from "./api.js";
 import { DEFAULT_ORDER, isBefore, matches } from "./filters.js";
+import { Summaries } from "./summaries.js";
 import { LatestRequest } from "./view.js";
 
 /** @import {SessionPage, SessionRow} from "../ui_types.d.ts" */
@@ -19,8 +20,13 @@ export class SessionList {
   constructor(closed, onChange) {
     this.onChange = onChange;
     this.requests = new LatestRequest(closed);
+    this.summaries = new Summaries(closed, (ids) => {
+      for (const row of ids.map((id) => this.byId.get(id))) if (row) this.#set(row);
+      onChange();
+    });
     /** @type {ListQuery} */
     this.query = DEFAULT_ORDER;
+    this.columns = "";
     /** @type {Map<string, SessionRow>} by id, in their order */
     this.byId = new Map();
     /** Rows would come, go or move if the list were read anew. */
@@ -49,9 +55,10 @@ export class SessionList {
     return this.query.sort === DEFAULT_ORDER.sort && this.query.order === DEFAULT_ORDER.order;
   }
 
-  /** @param {ListQuery} query read the first page of this */
-  async open(query) {
+  /** @param {ListQuery} query @param {string} columns keys of metadata; read the first page of this */
+  async open(query, columns) {
     this.query = query;
+    this.columns = columns;
     this.isLoaded = false;
     await this.#read(null, PAGE);
   }
@@ -71,7 +78,7 @@ export class SessionList {
     for (const row of rows) {
       const shown = this.byId.get(row.session_id);
       if (shown && row.version < shown.version) continue;
-      if (shown) this.byId.set(row.session_id, row);
+      if (shown) this.#set(row);
       // Only the server knows metadata, which does not change: what is not listed may or may not match.
       const fits = matches(row, this.query) && (!this.query.metadata || shown !== undefined);
       const isWithin = !this.nextCursor || !last || isBefore(row, last, this.query);
@@ -80,12 +87,18 @@ export class SessionList {
     this.onChange();
   }
 
+  /** @param {SessionRow} row */
+  #set(row) {
+    this.byId.set(row.session_id, { ...row, about: this.summaries.known.get(row.session_id) });
+  }
+
   /** @param {string|null} cursor @param {number} limit */
   async #read(cursor, limit) {
     const request = async (/** @type {AbortSignal} */ signal) => {
       if (cursor === null) this.hasNews = false;
       this.onChange();
-      return /** @type {SessionPage} */ (await get("/ui/api/sessions", { ...this.query, limit, cursor }, signal));
+      const parameters = { ...this.query, columns: this.columns, limit, cursor };
+      return /** @type {SessionPage} */ (await get("/ui/api/sessions", parameters, signal));
     };
     await this.requests.run(request, (page) => this.#keep(page, cursor === null), (error) => {
       this.error = error;
@@ -100,7 +113,7 @@ export class SessionList {
       this.metadata.clear();
     }
     for (const [id, values] of Object.entries(page.metadata)) this.metadata.set(id, values);
-    for (const row of page.sessions) this.byId.set(row.session_id, row);
+    for (const row of page.sessions) this.#set(row);
     this.nextCursor = page.next_cursor;
     this.total = page.total;
     this.isTotalExact = page.total_is_exact;

@@ -1,11 +1,12 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
 import { copyCurl } from "./copy.js";
-import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
-import { addressOf, columnsField, columnsOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
-import { count, decimal } from "./format.js";
+import { announce, bar, button, chip, failure, h, message, replace, setText, showDialog } from "./dom.js";
+import { addressOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
+import { field, textField } from "./form.js";
+import { compact, count, decimal } from "./format.js";
 import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { badgeCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
+import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
@@ -17,6 +18,8 @@ import { visibleText } from "./visible.js";
 /** @import {Place} from "./view.js" */
 
 const POLL_MS = 2000;
+/** Where this browser keeps the columns that somebody chose. */
+const CHOSEN = "turnlog.columns";
 
 export class SessionsView extends View {
   /** @param {HTMLElement} root @param {Place} place */
@@ -25,22 +28,25 @@ export class SessionsView extends View {
     this.list = new SessionList(this.closed, () => this.#show());
     /** @type {Set<string>} the sessions that are to be shown side by side */
     this.picked = new Set();
-    this.table = this.#newTable([]);
+    /** @type {{hidden: string[], metadata: string}} titles, and keys of metadata with commas in between */
+    this.chosen = { hidden: HIDDEN, metadata: "", ...JSON.parse(localStorage.getItem(CHOSEN) ?? "{}") };
+    this.table = this.#newTable("");
     this.form = new FilterForm(this.closed, (filters) => {
       const { sort, order } = this.list.query;
       this.#open({ sort, order, ...filters });
-    }, columnsField());
+    });
     this.total = h("span", { role: "status" });
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const copy = copyCurl(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
+    const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
     const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar(this.presets, [this.compare, this.changes, this.total, again, copy]),
+      bar(this.presets, [this.compare, this.changes, this.total, choose, again, copy]),
       this.problem,
       this.table.element,
     );
@@ -48,19 +54,50 @@ export class SessionsView extends View {
     this.#open(listQueryOf(query));
   }
 
-  /** @param {string[]} keys of metadata @returns {LongTable<SessionRow>} */
-  #newTable(keys) {
+  /** @param {string} sort @returns {Column<SessionRow>[]} those that are chosen, and the one that the list is sorted by */
+  #shownColumns(sort) {
+    const { hidden, metadata } = this.chosen;
+    const keys = [...new Set(metadata.split(",").map((key) => key.trim()))].filter(Boolean);
+    const shown = columns().filter((column) => !hidden.includes(column.title) || column.sort === sort);
+    return [this.#pickColumn(), ...shown, ...keys.map((key) => this.#metadataColumn(key))];
+  }
+
+  /** @param {string} sort @returns {LongTable<SessionRow>} */
+  #newTable(sort) {
     this.tableLife?.abort();
     /** Ends the table: another choice of columns makes another one. */
     this.tableLife = new AbortController();
-    this.keys = keys;
     return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
       label: "Sessions",
-      columns: [this.#pickColumn(), ...columns(), ...keys.map((key) => this.#metadataColumn(key))],
+      columns: this.#shownColumns(sort),
       keyOf: (row) => row.session_id,
       onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
       onNearEnd: () => this.list.error || this.list.more(),
+      onInSight: (rows) => this.list.summaries.want(rows),
     });
+  }
+
+  #chooseColumns() {
+    const metadata = textField("metadata");
+    metadata.value = this.chosen.metadata;
+    metadata.setAttribute("placeholder", "task, env.name");
+    const boxes = columns().slice(1).map(({ title }) => {
+      const box = h("input", { type: "checkbox" });
+      box.checked = !this.chosen.hidden.includes(title);
+      return { title, box };
+    });
+    const onChange = () => {
+      const hidden = boxes.filter(({ box }) => !box.checked).map(({ title }) => title);
+      this.chosen = { hidden, metadata: metadata.value };
+      localStorage.setItem(CHOSEN, JSON.stringify(this.chosen));
+      this.#open(this.list.query);
+    };
+    showDialog(
+      { "aria-label": "Columns", onchange: onChange },
+      h("h2", null, "Columns"),
+      h("div", { class: "choices" }, boxes.map(({ title, box }) => h("label", null, box, title))),
+      h("div", { class: "filters" }, field("Keys of the metadata, at most six", metadata)),
+    );
   }
 
   /** @param {string} key @returns {Column<SessionRow>} */
@@ -97,16 +134,16 @@ export class SessionsView extends View {
   async #open(query) {
     setQuery(addressOf(query));
     this.form.set(query);
-    const keys = columnsOf(query);
-    if (keys.join() !== this.keys?.join()) {
+    const titles = (/** @type {Column<SessionRow>[]} */ of) => of.map(({ title }) => title).join();
+    if (titles(this.#shownColumns(query.sort)) !== titles(this.table.options.columns)) {
       const old = this.table;
-      this.table = this.#newTable(keys);
+      this.table = this.#newTable(query.sort);
       old.element.replaceWith(this.table.element);
     }
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
     replace(this.presets, presetLinks(query));
-    await this.list.open(query);
+    await this.list.open(query, this.chosen.metadata);
     if (!this.list.error) announce(`${count(this.list.total)} sessions`);
   }
 
@@ -190,65 +227,80 @@ function presetLinks(query) {
   });
 }
 
-/** @param {string} engine @returns {string} without the scheme */
-function shortEngine(engine) {
-  return engine.replace(/^https?:\/\//, "");
+/** Before somebody chooses. */
+const HIDDEN = ["Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn"];
+
+/** @param {Partial<Column<SessionRow>> & {title: string}} column @returns {Column<SessionRow>} */
+function number(column) {
+  return { width: "76px", number: true, fill: () => {}, ...column };
 }
 
 /** @returns {Column<SessionRow>[]} */
 function columns() {
   return [
-    { title: "Session", isHeader: true, fill: linkCell((row) => row.session_id, (row) => sessionHref(row.session_id)) },
-    { title: "State", width: "100px", fill: badgeCell((row) => row.state) },
     {
+      title: "Session",
+      width: "156px",
+      isHeader: true,
+      fill: linkCell((row) => row.session_id, (row) => sessionHref(row.session_id)),
+    },
+    { title: "State", width: "88px", fill: badgeCell((row) => row.state) },
+    {
+      title: "Task",
+      hint: "The first line of its first user message",
+      fill: textCell((row) => visibleText(row.about?.task || "–")),
+    },
+    { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },
+    number({ title: "Turns", width: "60px", sort: "turns", fill: textCell((row) => count(row.turns)) }),
+    number({
+      title: "Tokens",
+      width: "66px",
+      hint: "Length of the newest turn's sequence",
+      fill: textCell((row) => compact(row.about?.tokens)),
+    }),
+    number({
+      title: "Duration",
+      width: "82px",
+      hint: "From its creation to the end of its newest turn, or until now",
+      fill: durationCell((row) => row.state === "running" || row.state === "paused"),
+    }),
+    {
+      title: "Finish",
+      width: "76px",
+      hint: "Why the newest turn ended",
+      fill: textCell((row) => visibleText(row.about?.finish_reason ?? "–")),
+    },
+    number({ title: "Errors", width: "62px", hint: "Turns that were refused or abandoned", fill: errorsCell }),
+    number({ title: "Reward", width: "72px", sort: "reward", fill: textCell((row) => decimal(row.reward)) }),
+    {
+      title: "Group",
+      width: "112px",
+      fill: linkCell((row) => row.group_id && visibleText(row.group_id), (row) => groupHref(row.group_id ?? "")),
+    },
+    number({ title: "Attempt", width: "72px", fill: textCell((row) => count(row.attempt)) }),
+    number({
       title: "In turn",
       hint: "How long the open turn has been open",
       width: "84px",
-      number: true,
       sort: "running_since",
       first: "asc",
       fill: sinceCell((row) => row.running_since, "for"),
-    },
-    { title: "Turns", width: "70px", number: true, sort: "turns", fill: textCell((row) => count(row.turns)) },
-    {
-      title: "Group",
-      fill: linkCell(
-        (row) => row.group_id && visibleText(row.group_id),
-        (row) => (row.group_id ? groupHref(row.group_id) : "#/"),
-        (row) => (row.attempt === null ? "" : ` #${row.attempt}`),
-      ),
-    },
-    { title: "Reward", width: "86px", number: true, sort: "reward", fill: textCell((row) => decimal(row.reward)) },
-    {
-      title: "Weights",
-      width: "74px",
-      number: true,
-      isExtra: true,
-      fill: textCell((row) => visibleText(String(row.weight_version ?? "–"))),
-    },
-    {
+    }),
+    number({ title: "Weights", fill: textCell((row) => visibleText(String(row.weight_version ?? "–"))) }),
+    number({
       title: "Staleness",
       hint: "Weight versions behind the newest",
-      width: "80px",
-      number: true,
+      width: "90px",
       sort: "staleness",
       fill: textCell((row) => count(row.staleness)),
-    },
-    { title: "Engine", width: "12%", fill: textCell((row) => (row.engine ? shortEngine(row.engine) : "–")) },
-    { title: "Changed", width: "112px", number: true, sort: "updated_at", fill: sinceCell((row) => row.updated_at) },
+    }),
+    { title: "Engine", width: "160px", fill: textCell((row) => row.engine?.replace(/^https?:\/\//, "") ?? "–") },
     {
       title: "Note and tags",
-      width: "140px",
-      isLuxury: true,
+      width: "160px",
       fill: textCell((row) => visibleText([...row.tags, row.note].filter(Boolean).join(", "))),
     },
-    {
-      title: "Created",
-      width: "112px",
-      number: true,
-      isExtra: true,
-      sort: "created_at",
-      fill: sinceCell((row) => row.created_at),
-    },
+    number({ title: "Created", width: "112px", sort: "created_at", fill: sinceCell((row) => row.created_at) }),
+    number({ title: "Changed", width: "96px", sort: "updated_at", fill: sinceCell((row) => row.updated_at) }),
   ];
 }

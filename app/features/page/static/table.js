@@ -26,20 +26,16 @@ const POINTED_MS = 3000;
  * @property {(row: Row) => string} keyOf
  * @property {(sort: string, order: "asc"|"desc") => void} [onSort]
  * @property {() => void} [onNearEnd]
+ * @property {(rows: Row[]) => void} [onInSight]
  */
 
 /** The least width of a column that shares what the others leave. */
 const SHARED_PX = 150;
 
-/** @param {{isExtra?: boolean, width?: string}[]} columns @returns {string} the width below which the table scrolls */
+/** @param {{width?: string}[]} columns @returns {string} the width below which the table scrolls */
 function leastWidth(columns) {
   const widths = columns.map(({ width = "" }) => (width.endsWith("px") ? Number.parseInt(width, 10) : width.endsWith("%") ? 110 : SHARED_PX));
   return `${widths.reduce((sum, one) => sum + one, 0)}px`;
-}
-
-/** @param {{isExtra?: boolean, isLuxury?: boolean, width?: string}} column @returns {HTMLElement} */
-function newColumn(column) {
-  return h("col", { class: column.isExtra ? "extra" : column.isLuxury ? "luxury" : null, style: column.width ? { width: column.width } : null });
 }
 
 /** @template Row */
@@ -63,13 +59,9 @@ export class LongTable {
       {
         class: "virtual",
         "aria-label": options.label,
-        style: {
-          "--least": leastWidth(options.columns),
-          "--least-middle": leastWidth(options.columns.filter((column) => !column.isLuxury)),
-          "--least-narrow": leastWidth(options.columns.filter((column) => !column.isExtra && !column.isLuxury)),
-        },
+        style: { "min-width": leastWidth(options.columns) },
       },
-      h("colgroup", null, options.columns.map(newColumn)),
+      h("colgroup", null, options.columns.map(({ width }) => h("col", { style: width ? { width } : null }))),
       h("thead", null, this.head),
       h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.above)),
       this.body,
@@ -163,6 +155,7 @@ export class LongTable {
       this.#markCurrent(element);
     });
     this.element.setAttribute("aria-busy", String(this.isBusy));
+    this.options.onInSight?.(this.rows.slice(first, end));
     if (end > this.rows.length - NEAR_ROWS) this.options.onNearEnd?.();
   }
 

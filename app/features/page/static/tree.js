@@ -115,7 +115,7 @@ export class BranchTree {
         own[0]?.carries != null && h("span", { class: "note" }, `quotes turn ${own[0].carries}`),
         agent_id !== null && h("code", null, named(agent_id)),
         h("span", { class: "note" }, `${count(tokens)} tokens`),
-        number !== main && h("a", { href: sideBySideHref(pair, pair) }, `compare with branch ${main}`),
+        number !== main && h("a", { href: sideBySideHref(pair) }, `compare with branch ${main}`),
       ),
       h(
         "p",

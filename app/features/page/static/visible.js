@@ -6,6 +6,8 @@
  */
 import { button, h } from "./dom.js";
 
+/** @import {Action} from "../ui_types.d.ts" */
+
 /* Tab and line feed are shown as they are; a carriage return is odd unless a line feed follows.
    With the `u` flag a surrogate matches only without its other half. */
 const ODD = new RegExp(
@@ -75,6 +77,11 @@ export function named(name) {
 /** @param {string} text @returns {string} the same for attributes and titles, where no element can be */
 export function visibleText(text) {
   return text.replace(ODD, nameOf);
+}
+
+/** @param {Action} action @returns {string} `bash: pytest -q`, or the text */
+export function actionText({ tool, text }) {
+  return visibleText(tool === null ? text : text ? `${tool}: ${text}` : tool);
 }
 
 /** @param {string} text @param {(character: string) => string} spell @returns {string} with its odd characters spelled */
