@@ -44,10 +44,10 @@ class AppError(Exception):
 
 def codes(error: type[AppError] = AppError) -> dict[str, str]:
     """The codes of an error and of all below it, and what they mean."""
-    found = {error.code: error.meaning}
+    meanings = {error.code: error.meaning}
     for below in error.__subclasses__():
-        found |= codes(below)
-    return found
+        meanings |= codes(below)
+    return meanings
 
 
 class InvalidRequest(AppError):

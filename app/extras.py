@@ -40,5 +40,5 @@ def _is_installed(name: str) -> bool:
 
 def _packages(extra: str) -> list[str]:
     """The extra's packages with their versions. Raises PackageNotFoundError if Turnlog is not installed."""
-    found = [_OF_EXTRA.fullmatch(line) for line in requires("turnlog") or []]
-    return [one["package"].strip() for one in found if one is not None and one["extra"] == extra]
+    matches = [_OF_EXTRA.fullmatch(line) for line in requires("turnlog") or []]
+    return [one["package"].strip() for one in matches if one is not None and one["extra"] == extra]

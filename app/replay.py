@@ -84,21 +84,21 @@ async def _store(settings: Settings, *, fixing: bool = False) -> AsyncIterator[D
 
 async def _state(settings: Settings, session_id: str, seq: int | None, *, with_events: bool, as_json: bool) -> int:
     async with _store(settings) as database:
-        found = await session_at(database, session_id, seq, whole=True)
-    state = described(found.session)
+        session_state = await session_at(database, session_id, seq, whole=True)
+    state = described(session_state.session)
     if with_events:
-        state["events"] = [event_fields(recorded) for recorded in found.events]
+        state["events"] = [event_fields(recorded) for recorded in session_state.events]
     print(_json(state) if as_json else msgspec.json.format(_json(state)))
     return 0
 
 
 async def _heads(settings: Settings, *, fix: bool, as_json: bool) -> int:
-    seen = found = fixed = left = 0
+    seen = differing = fixed = left = 0
     reported_at = time.monotonic()
     async with _store(settings, fixing=fix) as database:
         async for one in examined(database):
             seen += 1
-            found += len(one.differences) + (one.unreadable is not None)
+            differing += len(one.differences) + (one.unreadable is not None)
             mends = fix and one.mendable
             result = await mended(database, one.session_id) if mends else one
             if not one.sound:
@@ -108,7 +108,7 @@ async def _heads(settings: Settings, *, fix: bool, as_json: bool) -> int:
             if time.monotonic() - reported_at > PROGRESS_S:
                 reported_at = time.monotonic()
                 print(f"replay: {seen} sessions, at {one.session_id}", file=sys.stderr)
-    summary = f"sessions: {seen}, differences: {found}"
+    summary = f"sessions: {seen}, differences: {differing}"
     print(f"{summary}, fixed: {fixed}, left: {left}" if fix else summary, file=sys.stderr)
     return 1 if left else 0
 

@@ -444,8 +444,8 @@ def known_names() -> frozenset[str]:
 
 def unknown_names() -> dict[str, str | None]:
     """Variables that are ignored with a warning, each with the nearest setting or None. Misspelt ones are errors."""
-    found = unknown_variables(os.environ, known_names())
-    return {one.name: one.nearest for one in found if not one.is_misspelt and one.name != crash_points.VARIABLE}
+    unknown = unknown_variables(os.environ, known_names())
+    return {one.name: one.nearest for one in unknown if not one.is_misspelt and one.name != crash_points.VARIABLE}
 
 
 def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
@@ -468,8 +468,8 @@ def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
 
 def _misspelt(names: Collection[str]) -> list[str]:
     wanted = {PREFIX + name.upper() for name in names} or known_names()
-    found = unknown_variables(os.environ, known_names())
-    misspelt = [one for one in found if one.is_misspelt and one.nearest in wanted]
+    unknown = unknown_variables(os.environ, known_names())
+    misspelt = [one for one in unknown if one.is_misspelt and one.nearest in wanted]
     return [f"{one.name} is not a setting: did you mean {one.nearest}?" for one in misspelt]
 
 

@@ -46,7 +46,7 @@ def generate() -> str:
     parts = [INTRODUCTION]
     for group, texts in TEXTS.items():
         rows = [_row(name, text) for name, text in texts.items()]
-        head = "| variable | default | accepted | |\n| --- | --- | --- | --- |"
+        head = "| variable | default | accepted | |\n|---|---|---|---|"
         parts.append("\n".join((f"\n## {group}\n", head, *rows, "")))
     return "".join(parts)
 

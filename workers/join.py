@@ -253,7 +253,7 @@ class _Joint:
         self._end(choice)
         for name in ("token_ids", "response_token_ids", _MASK):
             if name in choice:
-                choice[name] = self._list([one.get(name) for one in choices])
+                choice[name] = self._list([choice_of.get(name) for choice_of in choices])
         if any(reply.logprobs for reply in self._replies):
             choice["logprobs"] = _raw(_object(self._logprobs()))
         if self._shape.protocol == "chat":
@@ -323,20 +323,20 @@ class _Joint:
         meta.update((name, _encoded(count)) for name, count in counts.items() if name in meta)
         for name in _OF_TOKENS:
             if name in meta:
-                meta[name] = self._list([one.get(name) for one in metas])
+                meta[name] = self._list([meta_of.get(name) for meta_of in metas])
         self._with_versions(meta, metas)
         return self._with_payloads(meta, metas)
 
     def _logprobs(self) -> Fields:
         """Every list in it has one item per token, for either engine."""
-        found = _merged(self._first.logprobs, self._last.logprobs)
-        for name in found:
+        merged = _merged(self._first.logprobs, self._last.logprobs)
+        for name in merged:
             raws = [reply.logprobs.get(name) for reply in self._replies]
             if any(_is_list(raw) for raw in raws):
-                found[name] = self._list(raws)
-        if _is_list(found.get("text_offset")):
-            found["text_offset"] = self._offsets()
-        return found
+                merged[name] = self._list(raws)
+        if _is_list(merged.get("text_offset")):
+            merged["text_offset"] = self._offsets()
+        return merged
 
     def _offsets(self) -> msgspec.Raw:
         """Tokens' positions in the text: in characters from vLLM, always -1 from SGLang."""

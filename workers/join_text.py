@@ -120,21 +120,23 @@ def token_texts(meta: Fields, logprobs: Fields, count: int) -> list[bytes] | Non
     """Each output token's bytes, as reported with the logprobs; None if they are not reported."""
     try:
         if not is_null(logprobs.get("content")):
-            found = [_bytes(one.token, one.bytes) for one in _TOKENS.decode(logprobs["content"])]
+            texts = [_bytes(token.token, token.bytes) for token in _TOKENS.decode(logprobs["content"])]
         elif not is_null(logprobs.get("tokens")):
-            found = [text.encode() for text in _TEXTS.decode(logprobs["tokens"])]
+            texts = [text.encode() for text in _TEXTS.decode(logprobs["tokens"])]
         else:
-            found = [_bytes(text, None) for _, _, text in _TRIPLES.decode(meta.get("output_token_logprobs", b"[]"))]
+            texts = [_bytes(text, None) for _, _, text in _TRIPLES.decode(meta.get("output_token_logprobs", b"[]"))]
     except (msgspec.ValidationError, ValueError):
         return None
-    known = [text for text in found if text is not None]
+    known = [text for text in texts if text is not None]
     return known if len(known) == count else None
 
 
 def text_of(body: bytes) -> str:
     """The text of a chat reply's tokens, as reported with the logprobs."""
     [choice] = _CHOICES.decode(body).choices
-    return b"".join(_bytes(one.token, one.bytes) or b"" for one in choice.logprobs.content).decode("utf-8", "replace")
+    return b"".join(_bytes(token.token, token.bytes) or b"" for token in choice.logprobs.content).decode(
+        "utf-8", "replace"
+    )
 
 
 def _bytes(text: str | None, raw: list[int] | None) -> bytes | None:
@@ -156,15 +158,15 @@ def stop_across(texts: Sequence[Sequence[bytes]], stops: Sequence[str]) -> Stop 
     for token in tokens:
         end += len(token)
         ends.append(end)
-    found = []
+    matches = []
     for stop in filter(None, stops):
         size = len(stop.encode())
         for boundary in boundaries:
             start = whole.find(stop.encode(), max(boundary - size + 1, 0), boundary + size - 1)
             if start >= 0:
                 count = next(number for number, end in enumerate(ends, 1) if end >= start + size)
-                found.append(Stop(count, start, stop))
-    return min(found, key=lambda stop: stop.tokens, default=None)
+                matches.append(Stop(count, start, stop))
+    return min(matches, key=lambda stop: stop.tokens, default=None)
 
 
 def raw_text(part: MessageParts, texts: Sequence[bytes] | None) -> bytes | None:
@@ -264,15 +266,15 @@ def _called(
     """
     if not engine_calls and any(_CALLS.search(part.content) for part in parts):
         return content, []
-    found = _CALLS.findall(content)
-    if not found or len(found) != content.count(CALL):
+    names = _CALLS.findall(content)
+    if not names or len(names) != content.count(CALL):
         if engine_calls and CALL not in content:
-            shown = [_shown(one.id, number, one.function) for number, one in enumerate(engine_calls)]
+            shown = [_shown(call.id, number, call.function) for number, call in enumerate(engine_calls)]
             return "".join(part.content for part in parts), shown
         return content, []
     known = list(engine_calls)
     calls = []
-    for number, text in enumerate(found):
+    for number, text in enumerate(names):
         function = _function(text)
         if function is None:
             return content, []
@@ -295,11 +297,11 @@ def _function(text: str) -> _Function | None:
     return _Function(call.name, arguments)
 
 
-def _same(one: str, other: str) -> bool:
+def _same(first: str, other: str) -> bool:
     try:
-        return bool(msgspec.json.decode(one) == msgspec.json.decode(other))
+        return bool(msgspec.json.decode(first) == msgspec.json.decode(other))
     except (msgspec.DecodeError, RecursionError):
-        return one == other
+        return first == other
 
 
 def _shown(call_id: str, number: int, function: _Function) -> dict[str, Any]:

@@ -80,13 +80,13 @@ def is_object(raw: msgspec.Raw | None) -> TypeGuard[msgspec.Raw]:
     return raw is not None and bytes(memoryview(raw)[:1]) == b"{"
 
 
-def count_is(raw: msgspec.Raw | None, found: int, where: str, of: str) -> None:
-    """Require that the engine's own count is `found`. Raises Rejected."""
+def count_is(raw: msgspec.Raw | None, actual: int, where: str, of: str) -> None:
+    """Require that the engine's own count is `actual`. Raises Rejected."""
     count = value_at(raw, where)
     if isinstance(count, bool) or not isinstance(count, int):
         raise Rejected(f"{where} must be an integer")
-    if count != found:
-        raise Rejected(f"{where} is {count}, but {of} has {found} entries")
+    if count != actual:
+        raise Rejected(f"{where} is {count}, but {of} has {actual} entries")
 
 
 def no_duplicates(raw: bytes, fields: Fields, where: str) -> None:

@@ -205,22 +205,22 @@ def _version(version: str | int | None) -> str:
 
 def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
     """The count in SGLang's `meta_info` (`raw`), else in `usage`. It is a statistic: None if invalid."""
-    found: int | None = None
+    cached: int | None = None
     try:
         if raw is not None and not is_null(raw):
-            found = _CACHED.decode(raw)
+            cached = _CACHED.decode(raw)
         elif not is_null(usage):
             details = _USAGE.decode(usage).prompt_tokens_details
-            found = None if details is None else details.cached_tokens
+            cached = None if details is None else details.cached_tokens
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return found
+    return cached
 
 
 def counts(top: Top) -> tuple[int, int]:
     """The tokens of prompt and output in `usage`; 0 where it does not say. Raises Rejected."""
-    found: _Counts | None = typed(_COUNTS, top.usage, "usage")
-    return (0, 0) if found is None else (found.prompt_tokens or 0, found.completion_tokens or 0)
+    usage: _Counts | None = typed(_COUNTS, top.usage, "usage")
+    return (0, 0) if usage is None else (usage.prompt_tokens or 0, usage.completion_tokens or 0)
 
 
 class SglangSpeculative(msgspec.Struct, gc=False):
@@ -262,20 +262,20 @@ def speculative(meta: msgspec.Raw | None, metrics: msgspec.Raw) -> Speculative |
     try:
         if meta is not None:
             return counted_drafts(_SGLANG_SPECULATIVE.decode(meta))
-        found = None if is_null(metrics) else _METRICS.decode(metrics).speculative_decoding
+        metric = None if is_null(metrics) else _METRICS.decode(metrics).speculative_decoding
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if found is None:
+    if metric is None:
         return None
-    return Speculative(found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens)
+    return Speculative(metric.num_spec_steps, metric.num_draft_tokens, metric.num_accepted_draft_tokens)
 
 
 def usage_of(top: Top) -> Fields:
     """The engine's counts in `usage`, if any. Raises Rejected if they contradict each other."""
-    found = _fields(top.usage, "usage")
-    if found:
-        no_contradiction(top.usage, found, "usage")
-    return found
+    usage = _fields(top.usage, "usage")
+    if usage:
+        no_contradiction(top.usage, usage, "usage")
+    return usage
 
 
 def miscounted(tokens: int, *counts: tuple[str, msgspec.Raw | None]) -> str | None:
@@ -289,14 +289,14 @@ def miscounted(tokens: int, *counts: tuple[str, msgspec.Raw | None]) -> str | No
 
 def same_output(choice: Fields, output_ids: list[int], *names: str) -> list[bytes]:
     """The text of further copies of the output's ids, which must be equal. Raises Rejected."""
-    found: list[bytes] = []
+    kept: list[bytes] = []
     for name in names:
         raw = choice.get(name)
         if raw is not None and not is_null(raw):
             if typed(IDS, raw, f"choices[0].{name}") != output_ids:
                 raise Rejected(f"choices[0].{name} is not the {len(output_ids)} ids of the output")
-            found.append(bytes(raw))
-    return found
+            kept.append(bytes(raw))
+    return kept
 
 
 def float64(values: list[float]) -> bytes:

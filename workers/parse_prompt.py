@@ -207,8 +207,8 @@ def text_of(begun: KnownText | None, added: bytes, known: KnownTokens, hasher: H
 
 def _ids(text: bytes, where: str) -> bytes:
     """The ids of a JSON list as little-endian int32. Raises Rejected."""
-    found = scan.plain_ids(text) if len(text) > PLAIN_BYTES else None
-    return int32(typed(IDS, text, where)) if found is None else found
+    plain = scan.plain_ids(text) if len(text) > PLAIN_BYTES else None
+    return int32(typed(IDS, text, where)) if plain is None else plain
 
 
 def int32(ids: list[int]) -> bytes:
@@ -231,7 +231,7 @@ def _confirmed(text: bytes, where: str, sent: bytes) -> bytes:
     if reported == ours:
         raise Rejected(f"{where} holds a negative zero")
     pairs = enumerate(zip(reported, ours, strict=False))
-    at = next((place for place, (one, other) in pairs if one != other), min(len(reported), len(ours)))
+    at = next((place for place, (reported_id, other) in pairs if reported_id != other), min(len(reported), len(ours)))
     raise PromptDiffers(
         f"{where} is not the prompt that was sent: they differ from token {at} on"
         f" ({len(ours)} tokens sent, {len(reported)} reported)"

@@ -60,10 +60,10 @@ class Extent(NamedTuple):
 
 def may_exceed(text: bytes, most: int) -> bool:
     """May a text hold more values than `most`? Fast, but counts characters in strings as well."""
-    found = 0
+    total = 0
     for start in range(0, len(text) if len(text) > most else 0, SLICE):
-        found += _count(text, start)
-        if found > most:
+        total += _count(text, start)
+        if total > most:
             return True
     return False
 
@@ -83,8 +83,8 @@ def _count(text: bytes | memoryview, start: int) -> int:
 
 def address(buffer: memoryview) -> int:
     """The address of a buffer that is not empty."""
-    found: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return found
+    first_byte: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return first_byte
 
 
 def find(text: bytes, part: bytes, start: int = 0) -> int:

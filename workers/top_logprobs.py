@@ -126,7 +126,7 @@ def of_vllm_chat(
         where = "choices[0].logprobs.content"
         entries: list[_Entry] = typed(_ENTRIES, content, where)
         rows = [
-            _row([(one.logprob, _id(one.token, where)) for one in entry.top_logprobs], wish.top, wish.top, where)
+            _row([(top.logprob, _id(top.token, where)) for top in entry.top_logprobs], wish.top, wish.top, where)
             for entry in entries
         ]
         if any(not entry.top_logprobs for entry in entries):
@@ -145,12 +145,17 @@ def of_vllm_completion(
         objects: list[dict[str, float | None] | None] = typed(_BY_NAME, raw, where)
         _require_rows(len(objects), output, where)
         rows = [
-            _row([(logprob, _id(name, where)) for name, logprob in (one or {}).items()], wish.top, wish.top + 1, where)
-            for one in objects
+            _row(
+                [(logprob, _id(name, where)) for name, logprob in (object_ or {}).items()],
+                wish.top,
+                wish.top + 1,
+                where,
+            )
+            for object_ in objects
         ]
         _require_distinct(bytes(raw or b"").count(b'"' + _NAME.encode()), objects, where)
-    found = _of_vllm_prompt(choice.get("prompt_logprobs"), "choices[0].prompt_logprobs", prompt, wish)
-    return _made(rows, *found)
+    prompt_top = _of_vllm_prompt(choice.get("prompt_logprobs"), "choices[0].prompt_logprobs", prompt, wish)
+    return _made(rows, *prompt_top)
 
 
 _Row = list[tuple[float, int]]
@@ -178,15 +183,15 @@ def _of_vllm_prompt(
             raise Rejected(f"{where}[{place}] has no logprob of the prompt's token")
         logprobs.append(own.logprob)
         if wish.prompt:
-            pairs = [(one.logprob, _number(name, where)) for name, one in entry.items()]
+            pairs = [(candidate.logprob, _number(name, where)) for name, candidate in entry.items()]
             rows.append(_row(pairs, wish.prompt, wish.prompt + 1, where))
     return logprobs, rows or None
 
 
 def _triples(raw: msgspec.Raw | None, where: str, count: int, top: int) -> list[_Row]:
-    found: list[list[_Triple] | None] = typed(_ROWS, raw, where)
-    _require_rows(len(found), count, where)
-    return [_row([(triple.logprob, triple.id) for triple in row or ()], top, top, where) for row in found]
+    rows: list[list[_Triple] | None] = typed(_ROWS, raw, where)
+    _require_rows(len(rows), count, where)
+    return [_row([(triple.logprob, triple.id) for triple in row or ()], top, top, where) for row in rows]
 
 
 def _row(pairs: list[Pair], top: int, most: int, where: str) -> _Row:
@@ -223,9 +228,9 @@ def _number(text: str, where: str) -> int:
     raise Rejected(f"{where} names a token that is no id from 0 to {MAX_TOKEN_ID}")
 
 
-def _require_rows(found: int, count: int, where: str) -> None:
-    if found != count:
-        raise Rejected(f"{where} has {found} entries for {count} tokens")
+def _require_rows(actual: int, count: int, where: str) -> None:
+    if actual != count:
+        raise Rejected(f"{where} has {actual} entries for {count} tokens")
 
 
 def _require_distinct(keys: int, objects: Iterable[dict[str, Any] | None], where: str) -> None:

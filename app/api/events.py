@@ -73,8 +73,8 @@ async def get_events(request: Request, query: Annotated[EventParameters, Query()
     feed = services(request).all_events
     wanted = EventFilter(tuple(query.type), query.session_id, query.group_id)
     asked = EventQuery(query.after, query.follow, query.limit, wanted)
-    found = await while_connected(request.receive, feed.start(asked))
-    return _FollowedStream(found, feed) if query.follow else ClosedStream(found, NDJSON)
+    lines = await while_connected(request.receive, feed.start(asked))
+    return _FollowedStream(lines, feed) if query.follow else ClosedStream(lines, NDJSON)
 
 
 class _FollowedStream(ClosedStream):

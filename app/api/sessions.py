@@ -219,12 +219,12 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
         "metadata": metadata,
         "parent_session_id": session.config.parent,
     }
-    found = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
-    found |= {"history": session.history, "note": session.note, "tags": session.tags}
+    fields = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
+    fields |= {"history": session.history, "note": session.note, "tags": session.tags}
     fork = session.fork
     if fork is not None:
-        found["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
-    return found
+        fields["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
+    return fields
 
 
 @describe(
@@ -342,10 +342,10 @@ async def get_events(
 ) -> StreamingResponse:
     """The session's events as NDJSON; with `follow` the stream stays open."""
     app = services(request)
-    found = await event_log.event_lines(app.database, app.followers, session_id, after, follow)
+    lines = await event_log.event_lines(app.database, app.followers, session_id, after, follow)
     if not follow:
-        found, _ = await start_stream(found)
-    return StreamingResponse(found, media_type=NDJSON)
+        lines, _ = await start_stream(lines)
+    return StreamingResponse(lines, media_type=NDJSON)
 
 
 @router.get("/sessions/{session_id}/turns/{turn}/{kind}")

@@ -44,11 +44,11 @@ class Tokens:
     def _index(self, token: bytes) -> int | None:
         """Index of the matching admin token, or None."""
         given = hashlib.sha256(token).digest()
-        found = None
+        matching = None
         for index, known in enumerate(self._admin):
             if hmac.compare_digest(given, known):
-                found = index
-        return found
+                matching = index
+        return matching
 
     def for_session(self, session_id: str) -> str | None:
         """The session's token, always the same; None if no token is needed."""

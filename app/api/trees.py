@@ -36,5 +36,5 @@ async def get_tree(
     """Turns and branches, and what an export with the same `branches` and `loss` makes of them; also of a closed or
     erased session. Nothing is read but the log."""
     app = services(request)
-    found = await whole_tree(app.database, session_id, branches or app.picker or "kept", loss)
-    return Response(msgspec.json.encode(found), media_type=JSON)
+    tree = await whole_tree(app.database, session_id, branches or app.picker or "kept", loss)
+    return Response(msgspec.json.encode(tree), media_type=JSON)

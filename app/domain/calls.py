@@ -161,14 +161,14 @@ class ReplyCalls:
         if len(ids) > MOST_SOUGHT:
             return None
         left = dict(enumerate(ids))
-        found = []
+        places = []
         for place in range(len(ids)):
             same = next((at for at, call_id in left.items() if self._is(place, call_id)), None)
             if same is None:
                 return None
             del left[same]
-            found.append(same)
-        return found
+            places.append(same)
+        return places
 
     def _is(self, place: int, call_id: Any) -> bool:
         own = self.calls[place].id

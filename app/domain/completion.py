@@ -80,8 +80,8 @@ class RequestPrompt:
 
     def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
         """As `RequestHistory.undone_turn`."""
-        found = [session.undone[number] for number in self._continued(list(session.undone))]
-        deepest = max(found, key=lambda turn: self._stored(turn).size, default=None)
+        undone = [session.undone[number] for number in self._continued(list(session.undone))]
+        deepest = max(undone, key=lambda turn: self._stored(turn).size, default=None)
         if deepest is None:
             return None
         live = [self._stored(session.turn(number)).size for number in self._continued(list(session.turns))]
@@ -90,9 +90,9 @@ class RequestPrompt:
     def _attached(self, session: Session, agent_id: str | None) -> Plan:
         """After the turn with the longest text that begins the prompt: of several the same agent's, else the newest."""
         continued = self._continued([turn for turn in session.turns if turn.shape == "completions"])
-        found = [session.turn(number) for number in continued]
+        turns = [session.turn(number) for number in continued]
         parent = max(
-            found,
+            turns,
             key=lambda turn: (self._stored(turn).size, turn.agent_id == agent_id, turn.seq),
             default=None,
         )
@@ -144,15 +144,15 @@ class RequestPrompt:
         """The turns that the prompt continues completely; each byte is hashed once."""
         data = memoryview(self._ids.text + b"," if self._ids is not None else self._data)
         hasher, hashed = hashlib.sha256(), 0
-        found: set[int] = set()
+        numbers: set[int] = set()
         for prefix, turn in sorted(((self._stored(turn), turn) for turn in chain), key=lambda pair: pair[0].size):
             if turn.shape != "completions" or not hashed <= prefix.size <= len(data):
                 continue
             hasher.update(data[hashed : prefix.size])
             hashed = prefix.size
             if hasher.hexdigest()[: len(prefix.hash)] == prefix.hash:
-                found.add(turn.number)
-        return found
+                numbers.add(turn.number)
+        return numbers
 
 
 def _numbers(turns: Sequence[Turn]) -> tuple[int, ...]:

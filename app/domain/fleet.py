@@ -234,8 +234,8 @@ class Fleet(msgspec.Struct, frozen=True):
 
     def members(self, base_urls: tuple[str, ...]) -> list[EngineListed]:
         """The engines: those in the settings and those that an operator added, without removed ones."""
-        found = {url: EngineListed(url) for url in base_urls} | self.engines
-        return [engine for engine in found.values() if engine.state != "removed"]
+        by_url = {url: EngineListed(url) for url in base_urls} | self.engines
+        return [engine for engine in by_url.values() if engine.state != "removed"]
 
 
 def apply(fleet: Fleet, placed: Placed) -> Fleet:
@@ -244,7 +244,7 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
     changes: dict[str, Any] = {}
     match event:
         case EngineListed():
-            others = {url: found for url, found in fleet.regressed.items() if url != event.url}
+            others = {url: regression for url, regression in fleet.regressed.items() if url != event.url}
             changes = {"engines": {**fleet.engines, event.url: event}, "regressed": others}
         case AdapterPaused():
             gate = Gate(event.closings, event.until, placed.at, version=event.version)
@@ -257,8 +257,8 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
         case FleetResumed():
             changes = {"gate": Gate(event.closings, None, placed.at, version=event.version)}
         case VersionRegressed():
-            found = Regression(event.before, event.after, placed.at)
-            changes = {"regressed": {**fleet.regressed, event.engine: found}}
+            regression = Regression(event.before, event.after, placed.at)
+            changes = {"regressed": {**fleet.regressed, event.engine: regression}}
         case TurnsHeld():
             changes = {"held": event}
         case TurnsFreed():

@@ -331,9 +331,9 @@ class RequestHistory:
             whole = RequestHistory(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
             whole.check(index)
         for history in whole.histories(index):
-            found = list(index.ending_with(history))
-            if found:
-                return None if any(number in session.turns for number in found) else found[0]
+            numbers = list(index.ending_with(history))
+            if numbers:
+                return None if any(number in session.turns for number in numbers) else numbers[0]
         return None
 
     def names(self, turn: Turn) -> bool:

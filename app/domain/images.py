@@ -145,8 +145,8 @@ def shown(message: bytes) -> Iterator[ShownImage]:
 
 def hashes(messages: Sequence[bytes]) -> set[str]:
     """The SHA-256 of each image that the stored messages refer to."""
-    found = (image.sha256 for message in messages if REFERENCE_MARK in message for image in shown(message))
-    return {sha256 for sha256 in found if sha256 is not None}
+    references = (image.sha256 for message in messages if REFERENCE_MARK in message for image in shown(message))
+    return {sha256 for sha256 in references if sha256 is not None}
 
 
 def holds_images(messages: Sequence[msgspec.Raw]) -> bool:

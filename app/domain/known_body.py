@@ -249,8 +249,8 @@ class KnownBodies:
                 longest, count, end = known, equal, known.places[1][equal - 1]
         if longest is not None:
             return _split(body, longest, count, end, longest.front, 0)
-        behind = [found for known in others if (found := _behind_another_front(known, body))]
-        return _split(body, *max(behind, key=lambda found: found[2])) if behind else None
+        behind = [split for known in others if (split := _behind_another_front(known, body))]
+        return _split(body, *max(behind, key=lambda split: split[2])) if behind else None
 
     def text_of(self, tokens: KnownTokens) -> KnownText | None:
         """The text of these tokens, if it is kept."""
@@ -364,8 +364,8 @@ def _places_of(text: bytes | memoryview, at: int, items: Sequence[msgspec.Raw]) 
 
 
 def _end(pattern: re.Pattern[bytes], text: bytes | memoryview, at: int) -> int:
-    found = pattern.match(text, at)
-    return at if found is None else found.end()
+    matched = pattern.match(text, at)
+    return at if matched is None else matched.end()
 
 
 def _behind_another_front(

@@ -30,10 +30,10 @@ class Proofs:
 
     def turn_of(self, session_id: str, proof: str) -> int | None:
         """The turn that a proof names; None if it is not this session's."""
-        found = _PROOF.fullmatch(proof)
-        if found is None:
+        matched = _PROOF.fullmatch(proof)
+        if matched is None:
             return None
-        turn = int(found[1])
+        turn = int(matched[1])
         return turn if proof in self.all_of(session_id, turn) else None
 
 
@@ -55,8 +55,8 @@ class HeldProofs:
 
 def find_proof(text: str) -> str | None:
     """The proof inside an id or a signature, or None."""
-    found = _PROOF.search(text)
-    return None if found is None else found[0]
+    matched = _PROOF.search(text)
+    return None if matched is None else matched[0]
 
 
 def _proof(key: bytes, session_id: str, turn: int) -> str:

@@ -22,10 +22,10 @@ def in_effect(log: Iterable[Recorded]) -> list[Recorded]:
                 before -= 1
         places.append((recorded, before))
         seqs.append(recorded.seq)
-    found: list[Recorded] = []
+    kept: list[Recorded] = []
     at = len(places) - 1
     while at >= 0:
         recorded, at = places[at]
-        found.append(recorded)
-    found.reverse()
-    return found
+        kept.append(recorded)
+    kept.reverse()
+    return kept

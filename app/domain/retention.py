@@ -163,14 +163,14 @@ def _ends_bare(session: Session, index: TreeIndex, number: int, kind: ReplayKind
 
 def _continuing(session: Session, index: TreeIndex, number: int) -> set[int]:
     """The turns that continue the tokens of turn `number`. `index` may lack the newest turn."""
-    found = {turn.number for turn in index.siblings(number) if turn.token_parent}
+    continuing = {turn.number for turn in index.siblings(number) if turn.token_parent}
     newest = session.leaf
-    return found | {newest.number} if newest is not None and newest.token_parent == number else found
+    return continuing | {newest.number} if newest is not None and newest.token_parent == number else continuing
 
 
 def _pinned(session: Session, upto: int) -> set[int]:
     """The turns whose payloads a turn in flight may share, and those that a checkpoint needs."""
-    continued = {one.parent for one in session.open_turns.values()}
+    continued = {open_turn.parent for open_turn in session.open_turns.values()}
     return continued | {turn.number for turn in session.every_turn if turn.seq <= upto} if upto else continued
 
 

@@ -144,10 +144,10 @@ class TreeIndex:
 
     def prefixes(self, turn: Turn) -> list[str]:
         """The running hashes of the turn's history: item n is that of its first n messages."""
-        found = [EMPTY_HASH]
+        prefixes = [EMPTY_HASH]
         for message_hash in self.message_hashes(turn):
-            found.append(running_hash(found[-1], message_hash))
-        return found
+            prefixes.append(running_hash(prefixes[-1], message_hash))
+        return prefixes
 
     def message_hashes(self, turn: Turn) -> list[str]:
         """The canonical hashes of the messages of the turn's whole history."""

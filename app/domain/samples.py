@@ -157,10 +157,10 @@ class Segment(msgspec.Struct, frozen=True):
         """
         whole = self.turns if self.end is None else self.turns[:-1]
         own = [turn.event for turn in whole if turn.event.turn in self.row.in_loss] if self.row.in_loss else None
-        found = {status_of(event.finish_reason) for event in (own or [turn.event for turn in whole])}
-        if "aborted" in found:
+        statuses = {status_of(event.finish_reason) for event in (own or [turn.event for turn in whole])}
+        if "aborted" in statuses:
             return "aborted"
-        return "truncated" if self.cut or self.limit is not None or "truncated" in found else "completed"
+        return "truncated" if self.cut or self.limit is not None or "truncated" in statuses else "completed"
 
     @property
     def last_status(self) -> Status:
@@ -187,9 +187,11 @@ def segments(
         for row in rows
     )
     return [
-        one if one.cut or not session.reached else replace(one, limit=session.reached.get(one.row.leaf.number))
-        for one in fitting
-        if one.turns
+        segment
+        if segment.cut or not session.reached
+        else replace(segment, limit=session.reached.get(segment.row.leaf.number))
+        for segment in fitting
+        if segment.turns
     ]
 
 
@@ -334,12 +336,12 @@ def _check(turn: TurnTokens, before: int) -> None:
     event = turn.event
     if event.base_tokens + event.trimmed != before:
         raise Inconsistent(f"turn {event.turn} continues {event.base_tokens} tokens, {before} are stored")
-    found = len(turn.suffix_ids), len(turn.output_ids), len(turn.logprobs)
+    lengths = len(turn.suffix_ids), len(turn.output_ids), len(turn.logprobs)
     suffix, output = event.suffix_tokens, event.output_tokens
-    if found != (suffix * TOKEN_BYTES, output * TOKEN_BYTES, output * LOGPROB_BYTES):
+    if lengths != (suffix * TOKEN_BYTES, output * TOKEN_BYTES, output * LOGPROB_BYTES):
         raise Inconsistent(
-            f"turn {event.turn} has {found[0] // TOKEN_BYTES} + {found[1] // TOKEN_BYTES} tokens and "
-            f"{found[2] // LOGPROB_BYTES} logprobs; the log says {suffix} + {output}"
+            f"turn {event.turn} has {lengths[0] // TOKEN_BYTES} + {lengths[1] // TOKEN_BYTES} tokens and "
+            f"{lengths[2] // LOGPROB_BYTES} logprobs; the log says {suffix} + {output}"
         )
 
 

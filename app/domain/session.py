@@ -646,7 +646,7 @@ def _without_components(session: Session) -> dict[str, Any]:
     """Rewards stay as numbers. A state from before the components were removed may still hold them."""
     return {
         "reward": None if session.reward is None else AssignedReward(session.reward.reward, {}),
-        "turn_rewards": {turn: AssignedReward(one.reward, {}) for turn, one in session.turn_rewards.items()},
+        "turn_rewards": {turn: AssignedReward(assigned.reward, {}) for turn, assigned in session.turn_rewards.items()},
     }
 
 

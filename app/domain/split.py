@@ -43,13 +43,13 @@ def fields(body: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspe
     text = _if_many(body)
     if not text.startswith(b"{") or not text.endswith(b"}"):
         return FIELDS.decode(body)
-    found: dict[str, msgspec.Raw] = {}
+    members: dict[str, msgspec.Raw] = {}
     for member in scan.members(text):
-        one = _long_field(member, check) if len(member) > LONG else FIELDS.decode(b"{" + member + b"}")
-        if not one:
+        decoded = _long_field(member, check) if len(member) > LONG else FIELDS.decode(b"{" + member + b"}")
+        if not decoded:
             return FIELDS.decode(body)
-        found |= one
-    return found
+        members |= decoded
+    return members
 
 
 def items(raw: bytes) -> list[msgspec.Raw]:
@@ -57,13 +57,13 @@ def items(raw: bytes) -> list[msgspec.Raw]:
     text = _if_many(raw)
     if not text.startswith(b"[") or not text.endswith(b"]"):
         return ITEMS.decode(raw)
-    found: list[msgspec.Raw] = []
+    raws: list[msgspec.Raw] = []
     for part in scan.members(text, AT_ONCE):
         some = ITEMS.decode(b"[" + part + b"]")
         if not some:
             return ITEMS.decode(raw)
-        found += some
-    return found
+        raws += some
+    return raws
 
 
 def quoted(text: str) -> bytes:

@@ -250,11 +250,11 @@ def load_picker(path: str | None) -> Picker | None:
         return None
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(import_module(module), name)
+        picker = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise StartupError(
             f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function that can be imported: {error}"
         ) from error
-    if not callable(found):
+    if not callable(picker):
         raise StartupError(f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function; this is none")
-    return cast(Picker, found)
+    return cast(Picker, picker)

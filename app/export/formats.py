@@ -159,8 +159,8 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
         raise Unfit("every sampled token is in another session's loss")
     asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
     if row.columns is not None:
-        values = {name: None if found is None else found.values for name, found in row.columns.items()}
-        masks = {name: None if found is None else found.mask for name, found in row.columns.items()}
+        values = {name: None if column is None else column.values for name, column in row.columns.items()}
+        masks = {name: None if column is None else column.mask for name, column in row.columns.items()}
         asked = {**asked, "columns": values, "column_masks": masks}
     return {**make(row), **asked} if asked else make(row)
 

@@ -223,13 +223,13 @@ class PartMaker:
 
     async def _make_by_helper(self, pool: Pool, part: Part) -> list[Rows]:
         answer = await pool.run(b"", msgspec.msgpack.encode(PartJob(self._export, part)))
-        found = msgspec.msgpack.decode(answer, type=MadePart)
-        self._pages.turn_bytes = found.turn_bytes or self._pages.turn_bytes
-        for session_id, why in found.unreadable:
+        made_part = msgspec.msgpack.decode(answer, type=MadePart)
+        self._pages.turn_bytes = made_part.turn_bytes or self._pages.turn_bytes
+        for session_id, why in made_part.unreadable:
             self._warn(session_id, why)
-        if found.is_whole:
-            return [found]
-        return [found, islice(self._rows.fields(part, await self._pages.read(part)), found.rows, None)]
+        if made_part.is_whole:
+            return [made_part]
+        return [made_part, islice(self._rows.fields(part, await self._pages.read(part)), made_part.rows, None)]
 
 
 async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) -> AsyncGenerator[Rows]:

@@ -74,8 +74,8 @@ class _Group(msgspec.Struct, frozen=True):
 
     def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
         """The advantage of a rollout, which all its sessions share."""
-        rollouts = ((one, self.rollouts.get(one, one)) for one in session_ids)
-        return {one: self.advantages[root] for one, root in rollouts if root in self.advantages}
+        rollouts = ((member, self.rollouts.get(member, member)) for member in session_ids)
+        return {member: self.advantages[root] for member, root in rollouts if root in self.advantages}
 
 
 class ExportPages:
@@ -160,7 +160,7 @@ class ExportPages:
             )
             if not _in_order([after, *(place for _, place in changed)]):
                 raise BrokenRow("places out of order")
-            heads = bulk.heads(connection, [one for one, _ in changed])
+            heads = bulk.heads(connection, [changed_id for changed_id, _ in changed])
             return self._places(connection, heads, changed, asked_for)
 
         def around_damage(connection: Connection) -> tuple[list[ExportPage], Position | None]:
@@ -188,14 +188,17 @@ class ExportPages:
         """The pages of these sessions, each with its group if rows contain groups."""
 
         def read(connection: Connection) -> list[ExportPage]:
-            return found(connection, bulk.heads(connection, session_ids))
+            return reader(connection, bulk.heads(connection, session_ids))
 
         def around_damage(connection: Connection) -> list[ExportPage]:
             heads = self._every_head(connection)
-            return found(connection, {one: heads.get(one, ExportHead(one, None, 0)) for one in session_ids})
+            return reader(
+                connection,
+                {session_id: heads.get(session_id, ExportHead(session_id, None, 0)) for session_id in session_ids},
+            )
 
-        def found(connection: Connection, heads: Mapping[str, ExportHead]) -> list[ExportPage]:
-            there = [(one, reads.END) for one in session_ids if one in heads]
+        def reader(connection: Connection, heads: Mapping[str, ExportHead]) -> list[ExportPage]:
+            there = [(session_id, reads.END) for session_id in session_ids if session_id in heads]
             return self._places(connection, heads, there, True)[0]
 
         return await self._database.read(read, one_moment=True, on_damage=around_damage)
@@ -205,23 +208,28 @@ class ExportPages:
         every = sorted({member for place in part for member in place.members})
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            found = bulk.read_sessions(connection, every, self._high, **self._content)
-            return found, self._rollout_rows.members(connection, found)
+            sessions = bulk.read_sessions(connection, every, self._high, **self._content)
+            return sessions, self._rollout_rows.members(connection, sessions)
 
         def around_damage(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            found = bulk.read_each(connection, every, self._high, **self._content)
-            members = attempt_or(connection, lambda again: self._rollout_rows.members(again, found), None)
+            sessions = bulk.read_each(connection, every, self._high, **self._content)
+            members = attempt_or(connection, lambda again: self._rollout_rows.members(again, sessions), None)
             if members is None:
-                members = self._rollout_rows.members_of(found, self._every_head(connection).values())
-            return found, members
+                members = self._rollout_rows.members_of(sessions, self._every_head(connection).values())
+            return sessions, members
 
-        found, members = await self._database.read(read, one_moment=True, on_damage=around_damage)
+        sessions, members = await self._database.read(read, one_moment=True, on_damage=around_damage)
         if self._url_s is None:
-            await fetch_objects(self._database, found.values())
+            await fetch_objects(self._database, sessions.values())
         else:
-            urls = await sign(self._database, found.values(), self._url_s)
-            found = {one: msgspec.structs.replace(stored, urls=urls) for one, stored in found.items()}
-        stored = {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
+            urls = await sign(self._database, sessions.values(), self._url_s)
+            sessions = {
+                session_id: msgspec.structs.replace(stored, urls=urls) for session_id, stored in sessions.items()
+            }
+        stored = {
+            session_id: sessions.get(session_id) or StoredSession(session_id, "", None, [], {}, {}, {})
+            for session_id in every
+        }
         self._measure(stored.values())
         return await self._rollout_rows.counted(stored, members)
 
@@ -232,9 +240,9 @@ class ExportPages:
         changed: Sequence[tuple[str, Position]],
         asked_for: bool,
     ) -> tuple[list[ExportPage], Position | None]:
-        known = ((heads.get(one, ExportHead(one, None, 0)), at) for one, at in changed)
-        found = [self._place(connection, head, at, asked_for) for head, at in known]
-        return [place for place in found if place is not None], changed[-1][1] if changed else None
+        known = ((heads.get(session_id, ExportHead(session_id, None, 0)), at) for session_id, at in changed)
+        places = [self._place(connection, head, at, asked_for) for head, at in known]
+        return [place for place in places if place is not None], changed[-1][1] if changed else None
 
     def _every_head(self, connection: Connection) -> dict[str, ExportHead]:
         """The heads of all sessions, read once an export, where a damaged page is in the way of a query for some."""
@@ -268,13 +276,13 @@ class ExportPages:
 
     def _looked_up(self, connection: Connection, group_id: str) -> _Group:
         if self._heads is None:
-            found, rewards, last_places = bulk.group_members(connection, group_id), bulk.rewards, bulk.last_places
+            heads, rewards, last_places = bulk.group_members(connection, group_id), bulk.rewards, bulk.last_places
         else:
-            found = [head for head in self._heads.values() if head.group_id == group_id]
+            heads = [head for head in self._heads.values() if head.group_id == group_id]
             rewards, last_places = bulk.rewards_of_each, bulk.last_places_of_each
-        roots = [member.session_id for member in found if member.root_id is None]
-        taken = {member.rollout for member in found if member.turns}
-        members = [member for member in found if member.turns or member.rollout not in taken]
+        roots = [member.session_id for member in heads if member.root_id is None]
+        taken = {member.rollout for member in heads if member.turns}
+        members = [member for member in heads if member.turns or member.rollout not in taken]
         every = [member.session_id for member in members]
         ends: Mapping[str, Position] = {}
         if self._grouped:
@@ -284,7 +292,7 @@ class ExportPages:
             last=max(ends.values(), default=Position(0, 0)),
             turns=sum(member.turns for member in members),
             advantages=grpo(rewards(connection, roots, self._high)) if self._advantages else {},
-            rollouts={member.session_id: member.rollout for member in found},
+            rollouts={member.session_id: member.rollout for member in heads},
         )
 
     def _parts(self, places: Sequence[ExportPage]) -> Iterator[list[ExportPage]]:

@@ -76,12 +76,12 @@ class PartRows:
 
         Part of a group gives no row: only erased sessions and rolled-back turns may be missing.
         """
-        found = [list(self._session(member, page)) for member in members]
-        rows = [one for of_member in found for one in of_member if isinstance(one, Row)]
-        left_out = [one for of_member in found for one in of_member if not isinstance(one, Row)]
+        by_member = [list(self._session(member, page)) for member in members]
+        rows = [row for of_member in by_member for row in of_member if isinstance(row, Row)]
+        left_out = [row for of_member in by_member for row in of_member if not isinstance(row, Row)]
         if not rows:
             return self._numbered(page, None, left_out)
-        missing = next(filter(None, map(_missing, members, found)), None)
+        missing = next(filter(None, map(_missing, members, by_member)), None)
 
         def whole(cursor: str) -> Fields:
             if missing is not None:
@@ -130,7 +130,7 @@ class PartRows:
         total = (make is not None) + len(left_out) if self._query.explain else 1
         cursors = (self._window.behind(page.at, number, total) for number in count(1))
         made = [] if make is None else [make(next(cursors))]
-        return [*made, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False))]
+        return [*made, *({**fields, "cursor": cursor} for fields, cursor in zip(left_out, cursors, strict=False))]
 
     def _shaped(self, row: Row | Fields) -> Fields:
         if not isinstance(row, Row):
@@ -163,9 +163,9 @@ class PartRows:
 
     def instead(self, shaped: Fields, error: Exception) -> Fields | None:
         """What stands in the place of a row that a container cannot hold."""
-        found = instead(shaped, error)
-        self._warn(str(found["session_id"]), told(error))
-        return found if self._query.explain else None
+        replaced = instead(shaped, error)
+        self._warn(str(replaced["session_id"]), told(error))
+        return replaced if self._query.explain else None
 
     def _session(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
         """A session's rows and exclusions; an unreadable session ends with its reason."""
@@ -183,19 +183,19 @@ class PartRows:
         if stored.status == "erased":
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
-        found = known(stored)
-        if self._query.group_id is not None and self._query.group_id not in found.groups:
+        session = known(stored)
+        if self._query.group_id is not None and self._query.group_id not in session.groups:
             return
-        reason = session_excluded(found, self._query)
+        reason = session_excluded(session, self._query)
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return
-        if found.session.is_text and not formats.takes_text(self._query.format):
+        if session.session.is_text and not formats.takes_text(self._query.format):
             yield excluded(session_id, self._window.behind(at), TEXT_ONLY)
             return
         made = SessionRows(
             stored,
-            found,
+            session,
             self._query.max_seq_len,
             self._query.truncate,
             self._release,
@@ -206,7 +206,7 @@ class PartRows:
             top_k=self._query.top_k,
         )
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
-        missing = list(turns_left_out(found.session, made.rows, self._query.branches)) if self._query.explain else []
+        missing = list(turns_left_out(session.session, made.rows, self._query.branches)) if self._query.explain else []
         total = len(made.rows) + len(missing)
         for nth, row in enumerate(made.rows, 1):
             cursor, segment, number = (
@@ -215,7 +215,7 @@ class PartRows:
                 row.leaf.segment,
             )
             if segment is None:
-                reason = NOTHING_FITS[self._query.truncate] + _in_no_loss(found.session, row, self._query)
+                reason = NOTHING_FITS[self._query.truncate] + _in_no_loss(session.session, row, self._query)
                 yield excluded(session_id, cursor, reason, segment=number)
             elif self._query.status not in (
                 None,
@@ -224,7 +224,7 @@ class PartRows:
                 yield excluded(
                     session_id,
                     cursor,
-                    f"status is {status}{_in_no_loss(found.session, row, self._query)}",
+                    f"status is {status}{_in_no_loss(session.session, row, self._query)}",
                     segment=number,
                 )
             else:
@@ -238,7 +238,7 @@ class PartRows:
                         advantage=advantage,
                     )
                 except Unfit as error:
-                    reason = f"{error}{_in_no_loss(found.session, row, self._query)}"
+                    reason = f"{error}{_in_no_loss(session.session, row, self._query)}"
                     yield excluded(session_id, cursor, reason, segment=number)
                 else:
                     yield _as_asked(made_row, self._query)
@@ -274,14 +274,14 @@ def _counts_of(rows: Sequence[Row]) -> Fields:
     }
 
 
-def _missing(member: StoredSession, found: Sequence[Row | Fields]) -> str | None:
+def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:
     """The exclusion of a session, because of which its group is incomplete: not that of a judge, whose session of text
     is a child."""
     if member.status == "erased":
         return None
-    if not found:
+    if not rows:
         return f"{member.session_id}: its log names another group"
-    left_out = [one for one in found if not isinstance(one, Row) and one["turn"] is None]
+    left_out = [row for row in rows if not isinstance(row, Row) and row["turn"] is None]
     if member.root is not None:
-        left_out = [one for one in left_out if one[formats.EXCLUDED] != TEXT_ONLY]
-    return next((f"{one['session_id']}: {one[formats.EXCLUDED]}" for one in left_out), None)
+        left_out = [row for row in left_out if row[formats.EXCLUDED] != TEXT_ONLY]
+    return next((f"{row['session_id']}: {row[formats.EXCLUDED]}" for row in left_out), None)

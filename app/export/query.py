@@ -288,5 +288,5 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 def decode_cursor(text: str) -> Cursor:
     """Raises InvalidRequest."""
-    found: Cursor = cursors.decode(text, Cursor, "an export")
-    return found
+    cursor: Cursor = cursors.decode(text, Cursor, "an export")
+    return cursor

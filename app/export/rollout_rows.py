@@ -49,8 +49,8 @@ class RolloutRows:
         """All sessions of these sessions' rollouts that are not counted yet."""
         roots = self._uncounted(stored)
         parts = (roots[at : at + SPAN] for at in range(0, len(roots), SPAN))
-        found = [one for part in parts for one in rollouts.members(connection, part, status=("open", "closed"))]
-        return _with_roots(found)
+        rollout = [member for part in parts for member in rollouts.members(connection, part, status=("open", "closed"))]
+        return _with_roots(rollout)
 
     def members_of(self, stored: Stored, heads: Iterable[ExportHead]) -> Members:
         """The same, of the heads of all sessions."""
@@ -58,24 +58,24 @@ class RolloutRows:
         return _with_roots((head.session_id, head.rollout) for head in heads if head.root_id in roots)
 
     def _uncounted(self, stored: Stored) -> list[str]:
-        return sorted({one.rollout_id for one in stored.values()} - self._counts.keys())
+        return sorted({member.rollout_id for member in stored.values()} - self._counts.keys())
 
     async def counted(self, stored: Stored, members: Members) -> dict[str, StoredSession]:
         """The same sessions; those of rollouts of several have their rollout's count."""
         if members:
             self._counts.update(await self._count(stored, members))
-        found = dict(stored)
-        for name, one in stored.items():
-            if (count := self._counts.get(one.rollout_id)) is not None:
-                found[name] = msgspec.structs.replace(one, rollout_rows=count)
+        events = dict(stored)
+        for name, member in stored.items():
+            if (count := self._counts.get(member.rollout_id)) is not None:
+                events[name] = msgspec.structs.replace(member, rollout_rows=count)
         while len(self._counts) > KEPT:
             self._counts.popitem(last=False)
-        return found
+        return events
 
     async def _count(self, stored: Stored, members: Members) -> dict[str, int]:
         """By root. A session that cannot be read has no rows."""
         counts: Counter[str] = Counter(dict.fromkeys(members.values(), 0))
-        logs = {one: stored[one].events for one in members if one in stored}
+        logs = {member: stored[member].events for member in members if member in stored}
         counts.update(await asyncio.to_thread(self._rows, logs, members))
         others = sorted(members.keys() - logs.keys())
         for part in (others[at : at + LOGS] for at in range(0, len(others), LOGS)):

@@ -51,15 +51,15 @@ def sampling_of(event: TurnCommitted, params: bytes) -> TurnSampling:
 @lru_cache(maxsize=16)
 def _named(params: bytes) -> TurnSampling:
     """The same of any turn: most requests of a session have the same parameters."""
-    found = msgspec.json.decode(params, type=_Params)
-    top_k = number_of(found.top_k)
+    named = msgspec.json.decode(params, type=_Params)
+    top_k = number_of(named.top_k)
     return TurnSampling(
         turn=0,
         logprobs_of="unknown",
-        temperature=_float(found.temperature),
+        temperature=_float(named.temperature),
         top_k=top_k if isinstance(top_k, int) else None,
-        top_p=_float(found.top_p),
-        min_p=_float(found.min_p),
+        top_p=_float(named.top_p),
+        min_p=_float(named.min_p),
     )
 
 

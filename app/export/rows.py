@@ -103,7 +103,7 @@ def known(stored: StoredSession) -> Known:
     committed = [(recorded.at, recorded.event) for recorded in log if isinstance(recorded.event, TurnCommitted)]
     events = {event.turn: event for _, event in committed}
     said = log if session.annotations else ()
-    values = {one.seq: one.event.value for one in said if isinstance(one.event, AnnotationWritten)}
+    values = {written.seq: written.event.value for written in said if isinstance(written.event, AnnotationWritten)}
     return Known(session, events, {event.turn: at for at, event in committed}, stored.root, values)
 
 
@@ -117,7 +117,7 @@ class SessionRows:
     def __init__(
         self,
         stored: StoredSession,
-        found: Known,
+        known_session: Known,
         max_seq_len: int | None,
         truncate: Truncate,
         release: str,
@@ -130,17 +130,17 @@ class SessionRows:
     ) -> None:
         self._columns = columns
         self._stored = stored
-        self._known = found
+        self._known = known_session
         self._release = release
         self._shown = images
         self._top_k = top_k
         self._tops: dict[int, TopLogprobs | None] = {}
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
-        self.session = found.session
-        self.rows = branch_rows(found.session, branches, loss)
+        self.session = known_session.session
+        self.rows = branch_rows(known_session.session, branches, loss)
         content = {number: self._tokens(number) for number in sorted({one for row in self.rows for one in row.turns})}
-        self.segments = segments(found.session, self.rows, content, max_seq_len, truncate)
+        self.segments = segments(known_session.session, self.rows, content, max_seq_len, truncate)
         self._rollout_rows = len(self.rows) if stored.rollout_rows is None else stored.rollout_rows
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
@@ -183,7 +183,7 @@ class SessionRows:
             stored_images=self._stored_images(sample),
             images=None if self._shown == "none" else Lazy(lambda: list(self._images(sample))),
             annotations=self._annotations(sample) if self.session.annotations else None,
-            columns={name: align(sample.turns, found) for name, (found, _) in columns.items()} or None,
+            columns={name: align(sample.turns, column) for name, (column, _) in columns.items()} or None,
             as_of_seq=max([self.session.version, *(seq for _, seq in columns.values())]),
             top=None if self._top_k is None else top_of(sample, self._tops, self._top_k),
         )
@@ -191,28 +191,28 @@ class SessionRows:
     def _annotations(self, sample: Sample) -> Mapping[str, Any] | None:
         """The JSON values; `note` and `tags` of the session are fields of their own."""
         of_session = {name: value for name, value in self._values(0).items() if name not in ("note", "tags")}
-        of_turns = {str(span.turn): found for span in sample.turns if (found := self._values(span.turn))}
+        of_turns = {str(span.turn): values for span in sample.turns if (values := self._values(span.turn))}
         return {"session": of_session, "turns": of_turns} if of_session or of_turns else None
 
     def _values(self, turn: int) -> dict[str, Any]:
         said = self.session.annotations.get(turn, {})
-        return {name: self._known.values[one.seq] for name, one in said.items() if one.column is None}
+        return {name: self._known.values[written.seq] for name, written in said.items() if written.column is None}
 
     def _of_column(self, sample: Sample, name: str) -> tuple[dict[int, Column], int]:
         """A column by the turns of the sample that have it, and the newest event that wrote a part of it.
 
         One that was written again since the export's window was fixed is the new one. Raises CorruptContent.
         """
-        found: dict[int, Column] = {}
+        by_turn: dict[int, Column] = {}
         newest = 0
         for turn in (span.turn for span in sample.turns):
             said = self.session.annotations.get(turn, {}).get(name)
             if said is None or said.column is None or not (there := self._stored.columns.get((turn, name))):
                 continue
             seq = said.seq if said.seq in there else max(there)
-            found[turn] = unpack(there[seq], said.column if seq == said.seq else None)
+            by_turn[turn] = unpack(there[seq], said.column if seq == said.seq else None)
             newest = max(newest, seq)
-        return found, newest
+        return by_turn, newest
 
     def _tokens(self, number: int) -> TurnTokens:
         """A turn's tokens, checked against the log. Raises CorruptContent."""
@@ -225,10 +225,10 @@ class SessionRows:
         if event.is_text:
             # Its counts are the upstream's: there are no tokens that they could be checked against.
             return TurnTokens(msgspec.structs.replace(event, suffix_tokens=0, output_tokens=0), b"", b"", b"")
-        found = codec.unpack_tokens(tokens, exchange)
+        unpacked = codec.unpack_tokens(tokens, exchange)
         if self._top_k is not None:
-            self._tops[number] = found.top
-        return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
+            self._tops[number] = unpacked.top
+        return TurnTokens(event, unpacked.suffix_ids, unpacked.output_ids, unpacked.logprobs)
 
     def _said(self, number: int) -> Messages:
         if number not in self._saids:
@@ -365,8 +365,8 @@ class SessionRows:
         for kind in self._kinds(sample):
             if kind == MASK:
                 continue
-            found = _payload(self.session, sample, path, kind)
-            yield kind, None if found is None else links(found.payload, found.chunks, self._stored, found.stop)
+            payload = _payload(self.session, sample, path, kind)
+            yield kind, None if payload is None else links(payload.payload, payload.chunks, self._stored, payload.stop)
 
     def _kinds(self, sample: Sample) -> list[ReplayKind]:
         """The kinds of payloads that any turn of the sample has brought."""
@@ -409,11 +409,11 @@ def _routing(
     session: Session, sample: Sample, path: Sequence[int], kind: str, chunks: Mapping[tuple[int, int], bytes | None]
 ) -> Routing | MaskRows | None:
     """None if the payloads are tombstoned, perhaps since the export's window was fixed."""
-    found = _payload(session, sample, path, kind)
-    if found is None or any(chunk.key not in chunks for chunk in found.chunks):
+    stored_payload = _payload(session, sample, path, kind)
+    if stored_payload is None or any(chunk.key not in chunks for chunk in stored_payload.chunks):
         return None
-    payload = found.payload
+    payload = stored_payload.payload
     if kind == MASK:
-        return MaskRows(replay.masks_of(payload, chunks, payload.start, found.stop), payload.start)
-    rows = replay.rows_of(payload, chunks, payload.start, found.stop)
+        return MaskRows(replay.masks_of(payload, chunks, payload.start, stored_payload.stop), payload.start)
+    rows = replay.rows_of(payload, chunks, payload.start, stored_payload.stop)
     return Routing(rows.reshape(len(rows), *payload.shape), payload.start)

@@ -62,24 +62,24 @@ class SessionSamples:
         await fetch_objects(self._cache.database, stored.values())
         stored = await rollout_rows.counted(stored, members)
         try:
-            found = await asyncio.to_thread(known, stored[session_id])
-            metadata = await self.metadata(live, found.session)
+            session = await asyncio.to_thread(known, stored[session_id])
+            metadata = await self.metadata(live, session.session)
             if agent is not None:
                 metadata["agent"] = msgspec.Raw(msgspec.json.encode(agent))
-            return await asyncio.to_thread(self._body, stored[session_id], found, max_seq_len, branches, metadata)
+            return await asyncio.to_thread(self._body, stored[session_id], session, max_seq_len, branches, metadata)
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
 
     def _body(
         self,
         stored: StoredSession,
-        found: Known,
+        known_session: Known,
         max_seq_len: int | None,
         branches: Branches,
         metadata: dict[str, Any],
     ) -> bytes:
-        made = SessionRows(stored, found, max_seq_len, "token", self._release, branches=branches)
-        is_text = found.session.is_text
+        made = SessionRows(stored, known_session, max_seq_len, "token", self._release, branches=branches)
+        is_text = known_session.session.is_text
         rows = [] if is_text else [made.row(segment, "", payloads=True) for segment in made.segments]
         reason = None if rows else "all_truncated"
         if made.session.leaf is None:
@@ -102,16 +102,16 @@ class SessionSamples:
         prompts, leaf = self._token_in.prompts, session.leaf
         ids = b"" if leaf is None else await transcript.token_ids(self._cache.database, session, leaf.number)
         tokens = memoryview(ids).cast("i").tolist()
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "accumulated_token_ids": tokens,
             "max_trim_tokens": 0 if prompts is None else prompts.max_trim_tokens,
             **summary(session),
         }
         if prompts is not None:
-            found["tito_session_mismatch"] = await self._mismatch(live, session, tokens)
+            fields["tito_session_mismatch"] = await self._mismatch(live, session, tokens)
         if session.history == "tree":
-            found["tree"] = await node_tree(self._cache.database, session)
-        return found
+            fields["tree"] = await node_tree(self._cache.database, session)
+        return fields
 
     async def metadata_given(self, session: Session) -> msgspec.Raw:
         """The metadata given at create, as JSON. Raises SessionUnreadable."""
@@ -119,13 +119,13 @@ class SessionSamples:
         if blob is None:
             return msgspec.Raw(b"{}")
         try:
-            found = await self._cache.database.read(
+            given = await self._cache.database.read(
                 lambda connection: reads.load_blobs(connection, session.session_id, [blob.number]),
                 session_id=session.session_id,
             )
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session.session_id}, metadata: {error}") from error
-        return msgspec.Raw(found[blob.number])
+        return msgspec.Raw(given[blob.number])
 
     async def _mismatch(self, live: CacheEntry, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:
         """Where the accumulated tokens differ from the template's rendering of the messages.

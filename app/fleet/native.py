@@ -95,14 +95,14 @@ class NativeRoutes:
         """
         raw = answer.body.joined()
         text = _REPLY.decode(raw).choices[0].message.content
-        found: list[dict[str, Any]] = []
+        choices: list[dict[str, Any]] = []
 
         async def ask(url: str) -> Any:
-            found.append(await self._message(url, text, params, tools))
+            choices.append(await self._message(url, text, params, tools))
             return answer
 
         await self._engines.first_reached(self._engines.order(session_id, answer.engine), ask)
-        body = _with_message(raw, found[-1], params, ids)
+        body = _with_message(raw, choices[-1], params, ids)
         return msgspec.structs.replace(answer, body=Body([body]), is_native=False)
 
     async def _message(self, url: str, text: str, params: Fields, tools: bytes | None) -> dict[str, Any]:

@@ -58,17 +58,17 @@ _META = msgspec.json.Decoder(_Meta)
 
 def read_reply(body: bytes) -> ReplyFields:
     """A chat's reply. Ids and logprobs, which may be long, are skipped."""
-    found = _REPLY.decode(body)
-    choice = found.choices[0]
+    decoded = _REPLY.decode(body)
+    choice = decoded.choices[0]
     meta = _META.decode(choice.meta_info) if bytes(choice.meta_info).lstrip()[:1] == b"{" else _Meta()
-    created = found.created if isinstance(found.created, int | float) else 0
+    created = decoded.created if isinstance(decoded.created, int | float) else 0
     return ReplyFields(
         choice.message,
         _finish_reason(choice, meta),
         choice.matched_stop if choice.matched_stop is not None else choice.stop_reason,
-        found.model if isinstance(found.model, str) else "",
+        decoded.model if isinstance(decoded.model, str) else "",
         int(created),
-        _counts(_object(found.usage), meta),
+        _counts(_object(decoded.usage), meta),
     )
 
 
@@ -123,8 +123,8 @@ def _shown(one: _Alternative) -> dict[str, Any]:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    found = message.get("reasoning_content") or message.get("reasoning")
-    return found if isinstance(found, str) else ""
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return reasoning if isinstance(reasoning, str) else ""
 
 
 def _finish_reason(choice: _Choice, meta: _Meta) -> str | None:

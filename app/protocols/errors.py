@@ -44,17 +44,17 @@ def engine_error(status: int, body: bytes, request_id: str | None = None) -> Err
         decoded: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         decoded = None
-    found = decoded.get("error", decoded) if isinstance(decoded, dict) else None
-    if isinstance(found, str):
-        found = {"message": found}
-    if not isinstance(found, dict) or not isinstance(found.get("message"), str):
+    error = decoded.get("error", decoded) if isinstance(decoded, dict) else None
+    if isinstance(error, str):
+        error = {"message": error}
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         missing = "the engine returned an error without a message"
         return ErrorFields(status, missing, "upstream_error", request_id=request_id)
-    message, code, param = found["message"], found.get("code"), found.get("param")
+    message, code, param = error["message"], error.get("code"), error.get("param")
     return ErrorFields(
         status,
         message,
-        found["type"] if isinstance(found.get("type"), str) else "upstream_error",
+        error["type"] if isinstance(error.get("type"), str) else "upstream_error",
         code if isinstance(code, str | int) else None,
         param if isinstance(param, str) else None,
         status == 400 and _CONTEXT.search(message) is not None,

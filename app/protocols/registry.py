@@ -24,5 +24,5 @@ _AT = re.compile(rf"({'|'.join(map(re.escape, ROUTES))})(/|$)")
 
 def protocol_at(path: str) -> WireProtocol | None:
     """The protocol whose route the path has, with or without something before or behind it: its client sees errors."""
-    found = _AT.search(path)
-    return None if found is None else ROUTES[found[1]]
+    matched = _AT.search(path)
+    return None if matched is None else ROUTES[matched[1]]

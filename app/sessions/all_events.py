@@ -193,17 +193,17 @@ class AllEvents:
             return page(connection, position.place, upto, reader.wanted, limit)
 
         async with self._reads:
-            found = await self._database.read(
+            placed = await self._database.read(
                 partial(read, page=all_events.page),
                 one_moment=True,
                 on_damage=partial(read, page=all_events.page_around_damage),
             )
-        if found is None:
+        if placed is None:
             raise PositionGone(
                 f"the event at {position.place.tx}.{position.place.position}, which was the last one given, is not in "
                 "the log any more: a crash of the database undid it; begin anew"
             )
-        return found
+        return placed
 
     def _ndjson(self, rows: Sequence[PlacedRow], epoch: str) -> bytes:
         return b"".join(msgspec.json.encode(self._line(row, epoch)) + b"\n" for row in rows)

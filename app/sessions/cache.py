@@ -133,10 +133,10 @@ class PrefixBuffers:
         if chains and chains[-1].turns and chains[-1].turns[-1] == turn:
             return memoryview(chains[-1].text).toreadonly()
         for chain in reversed(chains):
-            found = chain.upto(turn)
-            if found is not None:
+            buffer = chain.upto(turn)
+            if buffer is not None:
                 self.use(chain)
-                return found
+                return buffer
         return None
 
     def extend(self, parent: int, turn: int, items: bytes, trimmed: int = 0) -> None:
@@ -493,10 +493,10 @@ class SessionCache:
 
     async def messages(self, live: CacheEntry, turn: int) -> bytes | memoryview:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
-        found = live.messages.upto(turn)
-        if found is not None:
+        kept = live.messages.upto(turn)
+        if kept is not None:
             self.lookups["messages"].hits += 1
-            return found
+            return kept
         self.lookups["messages"].misses += 1
         session_id = live.session.session_id
         chain = live.session.message_chain(turn)
@@ -521,10 +521,10 @@ class SessionCache:
 
     async def tokens(self, live: CacheEntry, turn: int) -> bytes:
         """The ids of all tokens after turn `turn` as decimal text, joined by commas. Raises SessionUnreadable."""
-        found = live.tokens.upto(turn)
-        if found is not None:
+        kept = live.tokens.upto(turn)
+        if kept is not None:
             self.lookups["tokens"].hits += 1
-            return bytes(found)
+            return bytes(kept)
         self.lookups["tokens"].misses += 1
         session = live.session
         chain = session.token_chain(turn)
@@ -614,13 +614,13 @@ class SessionCache:
     async def _read(self, session_id: str, content: ContentColumns) -> CacheEntry | None:
         own = asyncio.current_task()
         while True:
-            found = await session_load.load(self.database, session_id, content)
-            session = await _off_loop(len(found.rows), lambda: _folded(session_id, found))  # noqa: B023
+            loaded = await session_load.load(self.database, session_id, content)
+            session = await _off_loop(len(loaded.rows), lambda: _folded(session_id, loaded))  # noqa: B023
             newest = self._loading.get(session_id)
             if newest is own:
-                if session is not None and len(found.rows) >= SNAPSHOT_EVENTS:
+                if session is not None and len(loaded.rows) >= SNAPSHOT_EVENTS:
                     self._save_later(session)
-                return None if session is None else self._put_read(session, found.frames, content)
+                return None if session is None else self._put_read(session, loaded.frames, content)
             if newest is not None:
                 return await newest
             self._loading[session_id] = cast("asyncio.Task[CacheEntry | None]", own)
@@ -729,8 +729,8 @@ def _decoded(session_id: str, rows: Sequence[reads.EventRow]) -> list[Recorded]:
         raise SessionUnreadable(f"session {session_id}: {error}") from error
 
 
-def _folded(session_id: str, found: LoadedSession) -> Session | None:
+def _folded(session_id: str, loaded: LoadedSession) -> Session | None:
     try:
-        return reads.fold_rows(session_id, found.snapshot, found.rows)
+        return reads.fold_rows(session_id, loaded.snapshot, loaded.rows)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error

@@ -159,8 +159,8 @@ class Erasure:
             if not rows:
                 return after, in_head
             rewritten = await asyncio.to_thread(without_text, rows)
-            in_head += [one for one in rewritten if one.is_in_head]
-            rewritten = [one for one in rewritten if not one.is_in_head]
+            in_head += [text for text in rewritten if text.is_in_head]
+            rewritten = [text for text in rewritten if not text.is_in_head]
             if rewritten:
                 freed = sum(len(row.data) for row in rows)
                 await self._writer.submit(EraseTexts(session_id, rewritten, freed, unless_pinned))

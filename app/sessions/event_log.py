@@ -84,7 +84,7 @@ def described(session: Session) -> dict[str, Any]:
         "turn_rewards": {str(turn): asdict(reward) for turn, reward in sorted(session.turn_rewards.items())},
         "note": session.note,
         "tags": list(session.tags),
-        "payloads": [_payload(turn, one) for turn, kept in sorted(session.payloads.items()) for one in kept],
+        "payloads": [_payload(turn, payload) for turn, kept in sorted(session.payloads.items()) for payload in kept],
         "blob_count": session.blob_count,
         "blobs": [_blob(blob) for blob in session.blobs],
     }
@@ -177,14 +177,14 @@ def _ndjson(page: Sequence[Recorded]) -> bytes:
 async def refused_reply(database: Database, session_id: str, fence: int) -> tuple[int, bytes]:
     """The size of a refused reply and the part of it that was kept. Raises SessionNotFound, NotFound,
     SessionUnreadable."""
-    head, found = await database.read(
+    head, refused = await database.read(
         lambda c: (heads_view.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
     )
     if head is None:
         raise SessionNotFound.of(session_id)
-    if found is None:
+    if refused is None:
         raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
     try:
-        return found[0], codec.decompress(found[1])
+        return refused[0], codec.decompress(refused[1])
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error

@@ -116,10 +116,10 @@ class Janitor:
                 told = None
             except AppError as error:
                 # A full disk or damage lasts for many rounds: log it once.
-                found = (type(error), str(error) if isinstance(error, StoreDamaged) else "")
-                if found != told:
+                failure = (type(error), str(error) if isinstance(error, StoreDamaged) else "")
+                if failure != told:
                     log.warning("the janitor's round was cut short: %s", error)
-                told = found
+                told = failure
             except Exception:
                 log.exception("an unexpected fault in the janitor's round")
             await asyncio.sleep(self._pause_s())
@@ -163,8 +163,8 @@ class Janitor:
         if fleet.was_shut_after(self._clock() - GATED_S):
             return
         after = ""
-        while found := await self._listed(partial(reads.idle_sessions, since=since, after=after, limit=STEP)):
-            for session_id in found:
+        while idle := await self._listed(partial(reads.idle_sessions, since=since, after=after, limit=STEP)):
+            for session_id in idle:
                 with suppress(SessionUnreadable, StoreDamaged):
                     closed = await self._sessions.apply(
                         CloseIdle(session_id, self._clock(), since, self._sessions.engine_session(session_id))
@@ -173,7 +173,7 @@ class Janitor:
                         self.done.closed += 1
                         await self._sessions.close_members(session_id)
                 await asyncio.sleep(self._rest_s)
-            after = found[-1]
+            after = idle[-1]
 
     async def _free_replay(self) -> None:
         """Sessions closed before `_freed_upto` are done; a new process goes through all of them once."""
@@ -193,8 +193,8 @@ class Janitor:
     async def _free_acknowledged(self, cutoff: float) -> None:
         """Sessions skipped because their group was not acknowledged; `_free_replay` has passed them by now."""
         after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
-        while found := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
-            for place in found:
+        while session_ids := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
+            for place in session_ids:
                 for session_id in await self._listed(
                     partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff)
                 ):
@@ -203,7 +203,7 @@ class Janitor:
                         self.done.freed += 1
                     await asyncio.sleep(self._rest_s)
                 self._acknowledged_upto = max(place, self._acknowledged_upto)
-            after = found[-1]
+            after = session_ids[-1]
 
     async def _erase_old(self) -> None:
         if self._settings.closed_ttl_s is None:
@@ -227,11 +227,11 @@ class Janitor:
         """
         acknowledged = self._settings.retain_until_ack
         read = partial(reads.closed_sessions, cutoff=cutoff, limit=STEP, holding=holding, acknowledged=acknowledged)
-        while found := await self._listed(partial(read, after=after)):
-            for place in found:
+        while session_ids := await self._listed(partial(read, after=after)):
+            for place in session_ids:
                 yield place
                 await asyncio.sleep(self._rest_s)
-            after = found[-1]
+            after = session_ids[-1]
 
     async def _listed(self, read: Callable[..., list[T]]) -> list[T]:
         """What `read` lists; around damaged pages all of it at once, of the sessions that can be read."""

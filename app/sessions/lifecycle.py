@@ -256,17 +256,17 @@ class Sessions:
     async def finish_closing(self) -> int:
         """Close the sessions that a killed process left open in rollouts whose root is closed; returns their number."""
         count, after = 0, ("", "")
-        while found := await self._database.read(partial(rollouts.outliving, after=after, limit=PAGE)):
-            await asyncio.gather(*(self._close_with_root(session_id) for _, session_id in found))
-            count, after = count + len(found), found[-1]
+        while session_ids := await self._database.read(partial(rollouts.outliving, after=after, limit=PAGE)):
+            await asyncio.gather(*(self._close_with_root(session_id) for _, session_id in session_ids))
+            count, after = count + len(session_ids), session_ids[-1]
         return count
 
     async def finish_rewarding(self) -> None:
         """Assign their root's reward to sessions that a killed process left without it."""
         after = ("", "")
-        while found := await self._database.read(partial(rollouts.without_roots_reward, after=after, limit=PAGE)):
-            await asyncio.gather(*(self._share_reward(session_id) for _, session_id in found))
-            after = found[-1]
+        while session_ids := await self._database.read(partial(rollouts.without_roots_reward, after=after, limit=PAGE)):
+            await asyncio.gather(*(self._share_reward(session_id) for _, session_id in session_ids))
+            after = session_ids[-1]
 
     def _closed(self, session_id: str, outcome: Appended) -> None:
         for callback in self._on_close:

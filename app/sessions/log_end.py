@@ -49,8 +49,8 @@ class LogPosition(msgspec.Struct, frozen=True, array_like=True):
 
 def decode_position(text: str, giver: str, name: str = "cursor") -> LogPosition:
     """The position in parameter `name`. Raises InvalidRequest if it is not one that `giver` gave."""
-    found: LogPosition = cursors.decode(text, LogPosition, giver, name)
-    return found
+    position: LogPosition = cursors.decode(text, LogPosition, giver, name)
+    return position
 
 
 class _Unsynced(NamedTuple):
@@ -123,5 +123,5 @@ def _unsynced(last: Position, log: Synced) -> _Unsynced:
     return _Unsynced(last, log.written, asyncio.get_running_loop().time() + log.delay_s)
 
 
-def _is_synced(one: _Unsynced, log: Synced) -> bool:
-    return log.synced >= one.written or asyncio.get_running_loop().time() > one.until
+def _is_synced(unsynced: _Unsynced, log: Synced) -> bool:
+    return log.synced >= unsynced.written or asyncio.get_running_loop().time() > unsynced.until

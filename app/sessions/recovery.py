@@ -111,11 +111,11 @@ class Recovery:
 
         The claims of a process of this host that no longer exists become void now.
         """
-        found = await self._database.read(lambda c: incarnations.standing(c, incarnation, self._lease_s))
-        if not found.gone:
-            return found.left
+        standing = await self._database.read(lambda c: incarnations.standing(c, incarnation, self._lease_s))
+        if not standing.gone:
+            return standing.left
         async with self._ending:
-            if not found.ended and incarnation not in self._ended:
+            if not standing.ended and incarnation not in self._ended:
                 await written(self._database, lambda tx: incarnations.end(tx, incarnation))
                 self._ended.add(incarnation)
         return None
@@ -137,7 +137,7 @@ class Recovery:
     async def _sweep(self) -> bool:
         """Abandon every open turn of a dead process; False where that has to be tried again."""
         after: str | None = ""
-        found, most = 0, SWEEP
+        abandoned, most = 0, SWEEP
         while after is not None:
             operation = AbandonDead(after, most, self._clock(), self.lease_to_judge_by())
             try:
@@ -150,21 +150,21 @@ class Recovery:
             except AppError as error:
                 log.warning("abandoning dead turns stopped: %s; they are looked for again", error)
                 return False
-            found += count
-        if found:
-            log.info("abandoned the open turns of %d sessions, whose process had died", found)
+            abandoned += count
+        if abandoned:
+            log.info("abandoned the open turns of %d sessions, whose process had died", abandoned)
         return True
 
     async def _passed_over(self, after: str, why: StoreDamaged) -> str | None:
         """The next session with an open turn whose pages are damaged; None if not even its id can be read."""
         try:
-            found = await self._database.read(partial(next_dead, after=after, lease_s=self.lease_to_judge_by()))
+            session_id = await self._database.read(partial(next_dead, after=after, lease_s=self.lease_to_judge_by()))
         except AppError as error:
             log.warning("abandoning dead turns stopped: %s", error)
             return None
-        if found is not None:
-            self._database.unreadable.warn(found, why)
-        return found
+        if session_id is not None:
+            self._database.unreadable.warn(session_id, why)
+        return session_id
 
     async def _beat(self) -> None:
         while True:

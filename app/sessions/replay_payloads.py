@@ -19,27 +19,27 @@ from workers.sampling_masks import Masks
 Frames = Mapping[ChunkKey, bytes | None]
 
 
-def keys_of(found: Payload, first: int = 0) -> list[ChunkKey]:
+def keys_of(payload: Payload, first: int = 0) -> list[ChunkKey]:
     """The chunks that contain row `first` or later rows."""
-    return [chunk.key for chunk in found.chunks if chunk.start + chunk.rows > first]
+    return [chunk.key for chunk in payload.chunks if chunk.start + chunk.rows > first]
 
 
-def rows_of(found: Payload, frames: Frames, first: int, stop: int) -> Ids:
+def rows_of(payload: Payload, frames: Frames, first: int, stop: int) -> Ids:
     """Rows [first, stop) as [rows, ids a row], in the smallest type. Raises CorruptContent."""
-    parts = _parts(found, first, stop)
+    parts = _parts(payload, first, stop)
     return payloads.join([payloads.load(ref, frames.get(key))[rows] for key, ref, rows in parts])
 
 
-def masks_of(found: Payload, frames: Frames, first: int, stop: int) -> Masks:
+def masks_of(payload: Payload, frames: Frames, first: int, stop: int) -> Masks:
     """Rows [first, stop) of a sampling mask. Raises CorruptContent."""
-    parts = _parts(found, first, stop)
+    parts = _parts(payload, first, stop)
     masks = [(sampling_masks.load(ref, frames.get(key)), rows) for key, ref, rows in parts]
     return sampling_masks.join([mask.part(rows.start, rows.stop) for mask, rows in masks])
 
 
-def _parts(found: Payload, first: int, stop: int) -> Iterator[tuple[ChunkKey, Chunk, slice]]:
+def _parts(payload: Payload, first: int, stop: int) -> Iterator[tuple[ChunkKey, Chunk, slice]]:
     """The chunks with rows of [first, stop), and which of their rows. One ends where the next begins."""
-    for chunk, end in zip(found.chunks, [*(chunk.start for chunk in found.chunks[1:]), found.stop], strict=True):
+    for chunk, end in zip(payload.chunks, [*(chunk.start for chunk in payload.chunks[1:]), payload.stop], strict=True):
         if chunk.start < stop and end > first:
             ref = Chunk(chunk.start, chunk.rows, chunk.dtype, chunk.size, chunk.hash)
             yield chunk.key, ref, slice(max(first - chunk.start, 0), min(end, stop) - chunk.start)
@@ -52,13 +52,13 @@ async def values(
 
     Raises SessionUnreadable.
     """
-    found: dict[str, bytes] = {}
+    by_kind: dict[str, bytes] = {}
     for cut in exchange.cuts:
-        payload = next((one for one in session.whole_payloads(number) if one.kind == cut.kind), None)
+        payload = next((stored for stored in session.whole_payloads(number) if stored.kind == cut.kind), None)
         if cut.kind not in kinds or payload is None:
             continue
         if cut.form == "text":
-            found[cut.kind] = b""
+            by_kind[cut.kind] = b""
             continue
         keys = keys_of(payload, payload.sent)
         frames = await load_chunks(database, session.session_id, keys)
@@ -70,12 +70,12 @@ async def values(
             return payloads.render(cut, rows_of(payload, frames, first, stop))  # noqa: B023
 
         try:
-            found[cut.kind] = await asyncio.to_thread(render)
+            by_kind[cut.kind] = await asyncio.to_thread(render)
         except CorruptContent as error:
             if isinstance(await _why_not(database, session.session_id, number, cut.kind), PayloadTombstoned):
                 continue  # since `session` was read
             raise unreadable(session.session_id, number, cut.kind, error) from error
-    return found
+    return by_kind
 
 
 async def payload_of(

@@ -58,13 +58,13 @@ class SessionConditions(BaseModel):
     @field_validator("metadata", mode="after")
     @classmethod
     def _pairs(cls, given: list[str]) -> list[str]:
-        if any(not one.partition("=")[0] or "=" not in one for one in given):
+        if any(not pair.partition("=")[0] or "=" not in pair for pair in given):
             raise ValueError("metadata must be key=value")
         return given
 
     @property
     def wanted_metadata(self) -> list[tuple[str, str]]:
-        return [(one.partition("=")[0], one.partition("=")[2]) for one in self.metadata]
+        return [(pair.partition("=")[0], pair.partition("=")[2]) for pair in self.metadata]
 
     def of_heads(self, newest: int | None) -> HeadFilter:
         """`newest` is the newest weight version; not used without `min_staleness`."""
@@ -186,10 +186,10 @@ class SessionList:
             return metadata_reads.matches(connection, ids, wanted)
 
         ids = [row["session_id"] for row in rows if row["state"] != "erased"]
-        found = await self._database.read(
+        metadata = await self._database.read(
             lambda connection: read(connection, ids), on_damage=lambda connection: split(connection, ids, read)[0]
         )
-        return {session_id for session_id, matches in found.items() if matches}
+        return {session_id for session_id, matches in metadata.items() if matches}
 
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionPage:
         after = None if cursor is None else _place_of(cursor, query)

@@ -156,13 +156,13 @@ class SessionViews:
 
     async def at(self, session_id: str, seq: int | None) -> SessionView:
         """The session after event `seq` (None: the last). Raises as `session_at`."""
-        found = await session_at(self._database, session_id, seq)
-        problems = [] if found.damage is None else [ViewProblem("log", found.damage)]
-        metadata = await self._metadata(found.session, problems)
-        is_held = found.session.version == found.last_seq and session_id in self._held()
-        if len(found.events) <= INLINE:
-            return _view(found, metadata, problems, is_held=is_held)
-        return await asyncio.to_thread(_view, found, metadata, problems, is_held=is_held)
+        state = await session_at(self._database, session_id, seq)
+        problems = [] if state.damage is None else [ViewProblem("log", state.damage)]
+        metadata = await self._metadata(state.session, problems)
+        is_held = state.session.version == state.last_seq and session_id in self._held()
+        if len(state.events) <= INLINE:
+            return _view(state, metadata, problems, is_held=is_held)
+        return await asyncio.to_thread(_view, state, metadata, problems, is_held=is_held)
 
     async def _metadata(self, session: Session, problems: list[ViewProblem]) -> msgspec.Raw | None:
         """The metadata; None if there is none, or if it was erased or is damaged (then with a problem added)."""
@@ -170,29 +170,29 @@ class SessionViews:
         if blob is None or session.status == "erased":
             return None
         try:
-            found = await self._database.read(
+            by_session = await self._database.read(
                 lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
             )
         except (CorruptContent, SessionUnreadable) as error:
             problems.append(ViewProblem("metadata", str(error)))
             return None
-        return msgspec.Raw(found[blob.number])
+        return msgspec.Raw(by_session[blob.number])
 
 
 def _view(
-    found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[ViewProblem], *, is_held: bool
+    state: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[ViewProblem], *, is_held: bool
 ) -> SessionView:
-    session = found.session
+    session = state.session
     discarded_by = {
         turn: recorded.seq
-        for recorded in found.events
+        for recorded in state.events
         if isinstance(recorded.event, RolledBack)
         for turn in recorded.event.discarded
     }
     return SessionView(
         session_id=session.session_id,
         seq=session.version,
-        last_seq=found.last_seq,
+        last_seq=state.last_seq,
         status=session.status,
         state=_state(session, is_held),
         erased=session.status == "erased",
@@ -206,21 +206,21 @@ def _view(
         note=session.note,
         tags=session.tags,
         affinity=None if session.affinity is None else asdict(session.affinity),
-        open_turns=[_open_turn(found, held) for held in session.open_turns.values()],
-        tree=tree_of(found) if session.branches > 1 else None,
+        open_turns=[_open_turn(state, held) for held in session.open_turns.values()],
+        tree=tree_of(state) if session.branches > 1 else None,
         turns=[
-            _turn(found, recorded, recorded.event, discarded_by)
-            for recorded in found.events
+            _turn(state, recorded, recorded.event, discarded_by)
+            for recorded in state.events
             if isinstance(recorded.event, TurnCommitted)
         ],
         failed=[
-            _failed(found, recorded, recorded.event)
-            for recorded in found.events
+            _failed(state, recorded, recorded.event)
+            for recorded in state.events
             if isinstance(recorded.event, TurnRejected | TurnAbandoned)
         ],
         rollbacks=[
             Rollback(recorded.seq, recorded.at, recorded.event.to_turn, recorded.event.discarded)
-            for recorded in found.events
+            for recorded in state.events
             if isinstance(recorded.event, RolledBack)
         ],
         problems=problems,
@@ -235,23 +235,23 @@ def _state(session: Session, is_held: bool) -> SessionState:
     return "running" if session.open_turns else "idle"
 
 
-def _opened_at(found: SessionAt, fence: int) -> float | None:
+def _opened_at(state: SessionAt, fence: int) -> float | None:
     """When the claim with this fence was taken, in seconds since the epoch; None if unknown."""
-    opened = found.events[fence - 1] if 0 < fence <= len(found.events) else None
+    opened = state.events[fence - 1] if 0 < fence <= len(state.events) else None
     return opened.at if opened is not None and isinstance(opened.event, TurnOpened) else None
 
 
-def _open_turn(found: SessionAt, held: OpenTurn) -> OpenTurnView:
-    opened_at = found.events[held.fence - 1].at
+def _open_turn(state: SessionAt, held: OpenTurn) -> OpenTurnView:
+    opened_at = state.events[held.fence - 1].at
     return OpenTurnView(held.turn, held.parent, held.fence, held.incarnation, held.adapter, opened_at)
 
 
-def _turn(found: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> TurnView:
-    readable = {payload.kind for payload in found.session.whole_payloads(event.turn)}
+def _turn(state: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> TurnView:
+    readable = {payload.kind for payload in state.session.whole_payloads(event.turn)}
     return TurnView(
         **{name: getattr(event, name) for name in _OF_EVENT},
         live=event.turn not in discarded_by,
-        opened_at=_opened_at(found, event.fence),
+        opened_at=_opened_at(state, event.fence),
         committed_at=recorded.at,
         seq=recorded.seq,
         timing=None
@@ -269,8 +269,8 @@ _SHOWN_ELSE = {"timing", "parts", "payloads"}
 _OF_EVENT = [n for n in TurnView.__struct_fields__ if n in TurnCommitted.__struct_fields__ and n not in _SHOWN_ELSE]
 
 
-def _failed(found: SessionAt, recorded: Recorded, event: TurnRejected | TurnAbandoned) -> FailedTurn:
-    opened_at = _opened_at(found, event.fence)
+def _failed(state: SessionAt, recorded: Recorded, event: TurnRejected | TurnAbandoned) -> FailedTurn:
+    opened_at = _opened_at(state, event.fence)
     if isinstance(event, TurnAbandoned):
         return FailedTurn(event.turn, event.fence, opened_at, recorded.at, event.reason, None, None, "abandoned")
     return FailedTurn(

@@ -68,13 +68,13 @@ async def echo(database: Database, session: Session, turn: Turn) -> bytes | None
 async def reply_messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, bytes]:
     """The message of each of these turns' replies. Raises SessionUnreadable."""
     try:
-        found = await database.read(
+        replies = await database.read(
             lambda connection: reads.load_messages(connection, session.session_id, numbers),
             session_id=session.session_id,
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}: {error}") from error
-    return {number: messages.message for number, messages in found.items()}
+    return {number: messages.message for number, messages in replies.items()}
 
 
 async def _blobs(database: Database, session: Session, turn: int, numbers: Sequence[int]) -> dict[int, bytes]:

@@ -21,14 +21,14 @@ COPIED = "copied from another session, which has it in its loss"
 async def whole_tree(database: Database, session_id: str, branches: Branches | Picker, loss: Loss) -> Tree:
     """The tree of the whole log. Raises SessionNotFound, SessionUnreadable, StoreUnavailable."""
     try:
-        found = await session_at(database, session_id, whole=True)
+        state = await session_at(database, session_id, whole=True)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error
-    return await asyncio.to_thread(tree_of, found, branches, loss)
+    return await asyncio.to_thread(tree_of, state, branches, loss)
 
 
-def tree_of(found: SessionAt, branches: Branches | Picker = "kept", loss: Loss = "once") -> Tree:
-    session = found.session
+def tree_of(state: SessionAt, branches: Branches | Picker = "kept", loss: Loss = "once") -> Tree:
+    session = state.session
     is_erased = session.status == "erased"
     rows = [] if is_erased else branch_rows(session, branches, loss)
     left_out = turns_left_out(session, rows, branches)
@@ -44,12 +44,12 @@ def tree_of(found: SessionAt, branches: Branches | Picker = "kept", loss: Loss =
         history=session.history,
         main_branch=None if session.leaf is None else session.leaf.branch,
         branches=_branches(session, rows, reasons),
-        turns=[*_committed(found, rows, reasons), *map(_open, session.open_turns.values())],
+        turns=[*_committed(state, rows, reasons), *map(_open, session.open_turns.values())],
     )
 
 
-def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int, str]) -> list[TreeTurn]:
-    session = found.session
+def _committed(state: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int, str]) -> list[TreeTurn]:
+    session = state.session
     gone = superseded(session)
     losses: dict[int, list[int]] = {}
     for row in rows:
@@ -69,7 +69,7 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             tokens=turn.token_count,
             output_tokens=turn.output_tokens,
             finish_reason=turn.finish_reason,
-            weight_versions=_versions(found.events[turn.seq - 1].event),
+            weight_versions=_versions(state.events[turn.seq - 1].event),
             exported=turn.number not in reasons,
             reason=reasons.get(turn.number)
             or (COPIED if turn.number <= session.context_turns else TEXT_ONLY if session.is_text else None),

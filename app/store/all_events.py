@@ -66,15 +66,15 @@ def holds(connection: Connection, place: Position, at: float | None) -> bool:
     session may have been taken out of the log."""
     if place == START or at is None:
         return True
-    found = attempt_or(connection, lambda again: written_at(again, place), at)
-    return found == at or (found is None and place <= last_forgotten(connection))
+    is_there = attempt_or(connection, lambda again: written_at(again, place), at)
+    return is_there == at or (is_there is None and place <= last_forgotten(connection))
 
 
 def written_at(connection: Connection, place: Position) -> float | None:
     """When the event at this place was written; None without one, and where a damaged page has no number there."""
     query = select(events.c.at).where(events.c.tx == place.tx, events.c.position == place.position)
-    found = connection.execute(query).scalar()
-    return found if isinstance(found, float) else None
+    position = connection.execute(query).scalar()
+    return position if isinstance(position, float) else None
 
 
 def page(connection: Connection, after: Position, upto: Position, wanted: EventFilter, limit: int) -> EventPage:
@@ -118,14 +118,14 @@ def page_around_damage(
         query = select(*_COLUMNS).where(_later_than(low), at_or_before(high))
         return _placed(again, query.order_by(events.c.tx, events.c.position))
 
-    found, lost = rows_in_parts(connection, first, last, read)
-    found = _matching(connection, found, wanted)
-    found += [PlacedRow(place(number), None, None) for number in lost]
-    found.sort(key=lambda row: row.place)
-    if len(found) > limit:
-        return EventPage(found[:limit], found[limit - 1].place, found[limit - 1].at)
-    reached = max(min(place(last), upto), found[-1].place) if found else min(place(last), upto)
-    return EventPage(found, reached, attempt_or(connection, lambda again: written_at(again, reached), None))
+    placed, lost = rows_in_parts(connection, first, last, read)
+    placed = _matching(connection, placed, wanted)
+    placed += [PlacedRow(place(number), None, None) for number in lost]
+    placed.sort(key=lambda row: row.place)
+    if len(placed) > limit:
+        return EventPage(placed[:limit], placed[limit - 1].place, placed[limit - 1].at)
+    reached = max(min(place(last), upto), placed[-1].place) if placed else min(place(last), upto)
+    return EventPage(placed, reached, attempt_or(connection, lambda again: written_at(again, reached), None))
 
 
 def _later_than(place: Position) -> ColumnElement[bool]:
@@ -151,12 +151,12 @@ def _conditions(wanted: EventFilter) -> list[ColumnElement[bool]]:
 
 
 def _of_sessions(wanted: EventFilter) -> list[ColumnElement[bool]]:
-    found: list[ColumnElement[bool]] = []
+    conditions: list[ColumnElement[bool]] = []
     if wanted.session_id is not None:
-        found.append(events.c.session_id == wanted.session_id)
+        conditions.append(events.c.session_id == wanted.session_id)
     if wanted.group_id is not None:
-        found.append(events.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
-    return found
+        conditions.append(events.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
+    return conditions
 
 
 def _placed(connection: Connection, query: Select[Any]) -> list[PlacedRow]:

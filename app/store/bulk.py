@@ -137,10 +137,10 @@ def read_sessions(
 ) -> dict[str, StoredSession]:
     """An erased session has only its status. `replay`: read the live chunks too, `images`: the images, `columns`: those
     of these names."""
-    found: dict[str, StoredSession] = {}
+    stored: dict[str, StoredSession] = {}
     for part in _parts(session_ids):
-        found |= _read_part(connection, part, upto, replay=replay, images=images, columns=columns)
-    return found
+        stored |= _read_part(connection, part, upto, replay=replay, images=images, columns=columns)
+    return stored
 
 
 def read_each(
@@ -176,10 +176,10 @@ def _read_part(
     images: bool = False,
     columns: Sequence[str] = (),
 ) -> dict[str, StoredSession]:
-    found = _stored_heads(connection, session_ids)
-    live = {session_id: stored for session_id, stored in found.items() if stored.status != "erased"}
+    sessions = _stored_heads(connection, session_ids)
+    live = {session_id: stored for session_id, stored in sessions.items() if stored.status != "erased"}
     read_content(connection, live, upto, replay=replay, images=images, columns=columns)
-    return found
+    return sessions
 
 
 def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, StoredSession]:
@@ -200,7 +200,7 @@ _log = select(events.c.session_id, events.c.seq, events.c.at, events.c.type, eve
 
 def read_content(
     connection: Connection,
-    found: Mapping[str, StoredSession],
+    stored: Mapping[str, StoredSession],
     upto: Position,
     *,
     replay: bool,
@@ -208,50 +208,50 @@ def read_content(
     columns: Sequence[str] = (),
 ) -> None:
     """Read log and content of sessions that have not been erased."""
-    live = list(found)
+    live = list(stored)
     log = _log.where(events.c.session_id.in_(live), at_or_before(upto))
     # A damaged index may lead to another session's rows.
     for row in connection.execute(log).all():
-        if row[0] in found:
-            found[row[0]].events.append(EventRow(*row[1:]))
+        if row[0] in stored:
+            stored[row[0]].events.append(EventRow(*row[1:]))
     content = select(turns.c.session_id, turns.c.turn, turns.c.tokens, turns.c.exchange).where(
         turns.c.session_id.in_(live)
     )
     for session_id, turn, tokens, exchange in connection.execute(content).all():
-        if session_id in found:
-            found[session_id].frames[turn] = (tokens, exchange)
+        if session_id in stored:
+            stored[session_id].frames[turn] = (tokens, exchange)
     shared = select(blobs.c.session_id, blobs.c.number, blobs.c.data).where(blobs.c.session_id.in_(live))
     if not images:
         shared = shared.where(blobs.c.kind != "image")
     for session_id, number, data in connection.execute(shared).all():
-        if session_id in found:
-            found[session_id].blobs[number] = data
+        if session_id in stored:
+            stored[session_id].blobs[number] = data
     if columns:
         of_turns = select(
             *(annotation_columns.c[name] for name in ("session_id", "turn", "name", "seq", "data"))
         ).where(annotation_columns.c.session_id.in_(live), annotation_columns.c.name.in_(columns))
         for session_id, turn, name, seq, data in connection.execute(of_turns):
-            if session_id in found:
-                found[session_id].columns.setdefault((turn, name), {})[seq] = data
+            if session_id in stored:
+                stored[session_id].columns.setdefault((turn, name), {})[seq] = data
     if replay:
         rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, *FRAME).where(
             chunks.c.session_id.in_(live), chunks.c.tombstoned_by.is_(None)
         )
         for session_id, fence, number, data, location in connection.execute(rows):
-            if session_id in found and location is not None:
-                found[session_id].objects[fence, number] = location
-            elif session_id in found:
-                found[session_id].chunks[fence, number] = data
+            if session_id in stored and location is not None:
+                stored[session_id].objects[fence, number] = location
+            elif session_id in stored:
+                stored[session_id].chunks[fence, number] = data
 
 
 def read_logs(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, list[EventRow]]:
     """The logs alone, without content. An erased session has none, whenever it was erased."""
-    found: dict[str, list[EventRow]] = {session_id: [] for session_id in session_ids}
+    logs: dict[str, list[EventRow]] = {session_id: [] for session_id in session_ids}
     erased = events.c.type == SessionErased.__name__
     for row in connection.execute(_log.where(events.c.session_id.in_(session_ids), or_(at_or_before(upto), erased))):
-        if row[0] in found:
-            found[row[0]].append(EventRow(*row[1:]))
-    return {session_id: log for session_id, log in found.items() if not _is_erased(log)}
+        if row[0] in logs:
+            logs[row[0]].append(EventRow(*row[1:]))
+    return {session_id: log for session_id, log in logs.items() if not _is_erased(log)}
 
 
 def group_members(connection: Connection, group_id: str) -> list[ExportHead]:
@@ -264,10 +264,10 @@ def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) 
 
     Sessions with an unreadable reward are left out too: the export reports them.
     """
-    found: dict[str, float] = {}
+    by_session: dict[str, float] = {}
     for part in _parts(session_ids):
-        found |= _rewards(connection, part, upto)
-    return found
+        by_session |= _rewards(connection, part, upto)
+    return by_session
 
 
 def rewards_of_each(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
@@ -276,7 +276,7 @@ def rewards_of_each(connection: Connection, session_ids: Sequence[str], upto: Po
 
 
 def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
-    found: dict[str, float] = {}
+    by_session: dict[str, float] = {}
     unreadable: set[str] = set()
     query = (
         select(events.c.session_id, events.c.type, events.c.version, events.c.data)
@@ -285,7 +285,7 @@ def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position)
     )
     for session_id, kind, version, data in connection.execute(query):
         if kind == RESTORED:
-            found.pop(session_id, None)
+            by_session.pop(session_id, None)
             continue
         try:
             event = decode(REWARD, version, data)
@@ -293,15 +293,15 @@ def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position)
             unreadable.add(session_id)
             continue
         if isinstance(event, RewardAssigned) and event.turn is None:
-            found[session_id] = event.reward
-    return {session_id: reward for session_id, reward in found.items() if session_id not in unreadable}
+            by_session[session_id] = event.reward
+    return {session_id: reward for session_id, reward in by_session.items() if session_id not in unreadable}
 
 
 def last_places(
     connection: Connection, session_ids: Sequence[str], upto: Position, types: Sequence[str]
 ) -> Mapping[str, Position]:
     """The position of each session's last event of these types, at or before `upto`."""
-    found: dict[str, Position] = {}
+    places: dict[str, Position] = {}
     for part in _parts(session_ids):
         query = (
             select(events.c.session_id, events.c.tx, events.c.position)
@@ -309,8 +309,8 @@ def last_places(
             .order_by(events.c.tx, events.c.position)
         )
         for session_id, tx, position in connection.execute(query):
-            found[session_id] = Position(tx, position)
-    return found
+            places[session_id] = Position(tx, position)
+    return places
 
 
 def last_places_of_each(

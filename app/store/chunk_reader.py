@@ -33,11 +33,11 @@ async def load_chunks(database: Database, session_id: str, keys: Collection[Chun
 
     Raises PayloadsUnavailable, SessionUnreadable, StoreUnavailable.
     """
-    found = await database.read(
+    stored = await database.read(
         lambda connection: reads.load_chunks(connection, session_id, keys), session_id=session_id
     )
-    frames: Frames = {key: frame for key, frame in found.items() if not isinstance(frame, str)}
-    objects = {key: name for key, name in found.items() if isinstance(name, str)}
+    frames: Frames = {key: frame for key, frame in stored.items() if not isinstance(frame, str)}
+    objects = {key: name for key, name in stored.items() if isinstance(name, str)}
     return frames | await _fetched(database, session_id, objects)
 
 
@@ -86,5 +86,5 @@ def live_objects(
     """The objects that chunks of a session refer to; of these keys, if any are given."""
     query = select(chunks.c.fence, chunks.c.number, chunks.c.location, chunks.c.kind)
     rows = connection.execute(query.where(chunks.c.session_id == session_id, is_live))
-    found = {(row[0], row[1]): LiveObject(row[2], row[3], row[1]) for row in rows}
-    return found if keys is None else {key: found[key] for key in keys if key in found}
+    objects = {(row[0], row[1]): LiveObject(row[2], row[3], row[1]) for row in rows}
+    return objects if keys is None else {key: objects[key] for key in keys if key in objects}

@@ -274,11 +274,11 @@ class AlchemyTx:
         return self._connection.execute(statement, parameters).rowcount
 
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
-        for one in parameters:
-            self._connection.execute(statement, one)
+        for row in parameters:
+            self._connection.execute(statement, row)
 
     def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
-        return [found for row in rows for found in self.all(statement.single, row)]
+        return [result for row in rows for result in self.all(statement.single, row)]
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if rows:
@@ -320,11 +320,11 @@ class SqliteTx:
         return self.cursor.execute(sql, values).rowcount
 
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
-        for one in parameters:
-            self.run(statement, one)
+        for row in parameters:
+            self.run(statement, row)
 
     def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
-        return [found for row in rows for found in self.all(statement.single, row)]
+        return [result for row in rows for result in self.all(statement.single, row)]
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if not rows:
@@ -356,16 +356,16 @@ class Compiler:
         """The SQL text and its values; `columns` are those that an insert fills. TypeError for a statement with
         `.in_()`."""
         key = (id(statement), columns)
-        found = self._compiled.get(key)
-        if found is None:
-            found = self._compiled[key] = self._compile(statement, columns)
-        return found.sql, [parameters.get(name, default) for name, default in found.names]
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(statement, columns)
+        return compiled.sql, [parameters.get(name, default) for name, default in compiled.names]
 
     def _compile(self, statement: Executable, columns: tuple[str, ...] | None) -> _Compiled:
         assert isinstance(statement, ClauseElement)
         compiled = statement.compile(dialect=self._dialect, column_keys=None if columns is None else list(columns))
         assert isinstance(compiled, SQLCompiler)
-        if lists := sorted(one.key for one in compiled.post_compile_params):
+        if lists := sorted(parameter.key for parameter in compiled.post_compile_params):
             raise TypeError(
                 f"{', '.join(lists)}: a statement with .in_() has another text for each number of values, and it is "
                 "compiled once; compare with or_() of fixed values, or run it once for each value"

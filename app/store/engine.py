@@ -441,12 +441,12 @@ class Database:
     async def _check_revision(self) -> None:
         try:
             if self._sqlite_reads is not None:
-                found = await self._sqlite_reads.read(revision_of)
+                revision = await self._sqlite_reads.read(revision_of)
             else:
                 assert self._reading is not None
                 async with self._reading.connect() as connection:
-                    found = await connection.run_sync(revision_of)
+                    revision = await connection.run_sync(revision_of)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             _raise_if_full(error)
             raise unopened(self.url, error) from error
-        require_head(found)
+        require_head(revision)

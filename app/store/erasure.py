@@ -67,28 +67,28 @@ class Rewritten(NamedTuple):
 
 def text_rows(connection: Connection, session_id: str, after: int, most: int) -> list[TextRow]:
     """Up to `most` of a session's rewards and annotations after event `after`, in order."""
-    found = connection.execute(_some_texts, {"sid": session_id, "after": after, "most": most})
-    return [TextRow(*row) for row in found]
+    rows = connection.execute(_some_texts, {"sid": session_id, "after": after, "most": most})
+    return [TextRow(*row) for row in rows]
 
 
 def without_text(rows: Iterable[TextRow]) -> list[Rewritten]:
     """The events that hold a client's text, without it."""
-    found: list[Rewritten] = []
+    rewritten: list[Rewritten] = []
     for row in rows:
         try:
             event = decode(row.type, row.version, row.data)
         except UnknownEvent:
             if row.data != UNREADABLE:
-                found.append(Rewritten(row.seq, UNREADABLE))
+                rewritten.append(Rewritten(row.seq, UNREADABLE))
             continue
         match event:
             case RewardAssigned() if has_text(event):
                 left: Event = msgspec.structs.replace(event, components={}, components_erased=True)
-                found.append(Rewritten(row.seq, encode(left)))
+                rewritten.append(Rewritten(row.seq, encode(left)))
             case AnnotationWritten() if has_text(event):
                 left = msgspec.structs.replace(event, value=None, writer=None, erased=True)
-                found.append(Rewritten(row.seq, encode(left), event.turn is None and event.name in IN_HEAD))
-    return found
+                rewritten.append(Rewritten(row.seq, encode(left), event.turn is None and event.name in IN_HEAD))
+    return rewritten
 
 
 class EraseTexts(BaseOperation, frozen=True):
@@ -119,8 +119,8 @@ class EraseTexts(BaseOperation, frozen=True):
 def erase_remaining(tx: Tx, session_id: str, after: int) -> None:
     """Remove what events after event `after` hold of a client's text, in the transaction that erases the session, so
     that none can come between. They are few."""
-    found = tx.all(_texts, {"sid": session_id, "after": after})
-    rewrite(tx, session_id, without_text(TextRow(*row) for row in found))
+    rows = tx.all(_texts, {"sid": session_id, "after": after})
+    rewrite(tx, session_id, without_text(TextRow(*row) for row in rows))
 
 
 def has_text(event: Event) -> bool:
@@ -135,4 +135,4 @@ def has_text(event: Event) -> bool:
 
 
 def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:
-    tx.run_all(_rewrite, [{"sid": session_id, "place": one.seq, "left": one.data} for one in rewritten])
+    tx.run_all(_rewrite, [{"sid": session_id, "place": text.seq, "left": text.data} for text in rewritten])

@@ -14,8 +14,8 @@ from app.store.schema import groups, sessions
 
 def newest_version(connection: Connection) -> int | None:
     """The largest weight version of any session."""
-    found: int | None = connection.execute(select(func.max(sessions.c.weight_version))).scalar_one()
-    return found
+    version: int | None = connection.execute(select(func.max(sessions.c.weight_version))).scalar_one()
+    return version
 
 
 def newest_version_of_each(connection: Connection) -> int | None:

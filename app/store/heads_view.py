@@ -116,7 +116,7 @@ def page(
     sorted.
     """
     value = _running_since if order == "running_since" else sessions.c[order] if many else sessions.c[order] + 0
-    direction = [one.desc() if newest_first else one.asc() for one in (value, sessions.c.session_id)]
+    direction = [column.desc() if newest_first else column.asc() for column in (value, sessions.c.session_id)]
     if order in NULLABLE:
         direction[0] = direction[0].nulls_last()
     query = filtered(select(*_ROW), wanted).order_by(*direction).limit(limit)
@@ -132,8 +132,8 @@ def head(connection: Connection, session_id: str) -> HeadRow | None:
 
 def count(connection: Connection, wanted: HeadFilter) -> int:
     """Number of heads; COUNTED + 1 if there are more."""
-    found = filtered(select(sessions.c.session_id), wanted).limit(COUNTED + 1).subquery()
-    counted: int = connection.execute(select(func.count()).select_from(found)).scalar_one()
+    matching = filtered(select(sessions.c.session_id), wanted).limit(COUNTED + 1).subquery()
+    counted: int = connection.execute(select(func.count()).select_from(matching)).scalar_one()
     return counted
 
 
@@ -165,8 +165,8 @@ def counts(connection: Connection, since: float) -> HeadCounts:
     """Reads every head."""
     changed = and_(sessions.c.status == "open", sessions.c.turns > 0, sessions.c.updated_at >= since)
     query = select(sessions.c.status, func.count(), func.sum(case((changed, 1), else_=0))).group_by(sessions.c.status)
-    found = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
-    opened, closed, erased = (found.get(status, (0, 0)) for status in ("open", "closed", "erased"))
+    by_state = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+    opened, closed, erased = (by_state.get(status, (0, 0)) for status in ("open", "closed", "erased"))
     return HeadCounts(opened[0], closed[0], erased[0], changed=opened[1])
 
 

@@ -43,10 +43,10 @@ class LockedFile(NamedTuple):
     def lost(self) -> str | None:
         """Why the path no longer leads to this file. Raises OSError."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return f"{self.path} was deleted or moved"
-        if (found.st_dev, found.st_ino) != self.identity:
+        if (status.st_dev, status.st_ino) != self.identity:
             return f"{self.path} was replaced by another file"
         return None
 
@@ -111,8 +111,8 @@ class SqliteLock:
                 if create:
                     raise
                 return
-            found = os.fstat(handle)
-            self._locked.append(LockedFile(path, (found.st_dev, found.st_ino), handle))
+            status = os.fstat(handle)
+            self._locked.append(LockedFile(path, (status.st_dev, status.st_ino), handle))
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -143,10 +143,10 @@ def _make(folder: Path) -> None:
 def _current(path: Path) -> list[LockedFile]:
     """The file as it is now, without a lock; empty if there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return []
-    return [LockedFile(path, (found.st_dev, found.st_ino), None)]
+    return [LockedFile(path, (status.st_dev, status.st_ino), None)]
 
 
 def lock_owner(path: Path) -> int | None:
@@ -155,11 +155,11 @@ def lock_owner(path: Path) -> int | None:
     None if there is none, if the process is in another container, or if there is no list.
     """
     try:
-        found = path.stat()
+        status = path.stat()
         lines = _LISTED.read_text().splitlines()
     except OSError:
         return None
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in lines:
         # "1: FLOCK  ADVISORY  WRITE 4711 fe:00:131 0 EOF"
         parts = line.split()
@@ -176,8 +176,8 @@ def file_system(folder: Path) -> str:
         return ""
     best, kind = "", ""
     for line in mounts:
-        _, place, found, *_ = line.split(" ")
+        _, place, fs_type, *_ = line.split(" ")
         place = place.replace("\\040", " ")
         if len(place) >= len(best) and folder.is_relative_to(place):
-            best, kind = place, found
+            best, kind = place, fs_type
     return kind

@@ -247,7 +247,7 @@ def free_chunks(tx: Tx, freed: Sequence[Tombstones]) -> None:
 
 
 def size_of(stored: Sequence[StoredBlob | StoredChunk]) -> int:
-    return sum(len(one.data) for one in stored)
+    return sum(len(content.data) for content in stored)
 
 
 def chunk_row(session_id: str, fence: int, chunk: StoredChunk) -> dict[str, Any]:

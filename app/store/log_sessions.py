@@ -298,11 +298,11 @@ class FreeChunks(BaseOperation, frozen=True):
         if head is None or head[1] not in sql.ENDED:
             return False
         tx.run(sql.drop_all_refused, {"sid": self.session_id})
-        found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
-        if found and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
+        chunks = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
+        if chunks and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
             return False  # A crash of PostgreSQL has undone the event, which was not synced: the next round writes it.
-        free_chunks(tx, [(self.session_id, self.by, [(row[0], row[1]) for row in found])])
-        return len(found) == self.most
+        free_chunks(tx, [(self.session_id, self.by, [(row[0], row[1]) for row in chunks])])
+        return len(chunks) == self.most
 
 
 class Erase(BaseOperation, frozen=True):

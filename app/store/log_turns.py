@@ -426,11 +426,11 @@ class AbandonDead(BaseOperation, frozen=True):
         return ""
 
     def apply(self, tx: Tx) -> tuple[str | None, int]:
-        found = tx.all(sql.dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
-        for (session_id,) in found:
+        dead = tx.all(sql.dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
+        for (session_id,) in dead:
             holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
             abandon(tx, session_id, self.at, [row for row in holders if row[6]], "owner_dead")
-        return (found[-1][0] if len(found) == self.most else None), len(found)
+        return (dead[-1][0] if len(dead) == self.most else None), len(dead)
 
 
 class AbandonLost(BaseOperation, frozen=True):
@@ -462,7 +462,7 @@ class AbandonLost(BaseOperation, frozen=True):
 
 def next_dead(connection: Connection, after: str, lease_s: float) -> str | None:
     """The next session after `after` with an open turn of a dead process."""
-    found: str | None = connection.execute(
+    session_id: str | None = connection.execute(
         sql.dead_open_turns, {"after": after, "most": 1, "lease_s": lease_s}
     ).scalar()
-    return found
+    return session_id

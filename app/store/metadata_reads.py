@@ -18,16 +18,16 @@ KIND = "metadata"
 
 def metadata_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, bytes]:
     """The metadata's JSON by session. Sessions without any, erased ones, and damaged ones are missing."""
-    found: dict[str, bytes] = {}
+    by_session: dict[str, bytes] = {}
     for at in range(0, len(session_ids), SPAN):
         part = blobs.c.session_id.in_(session_ids[at : at + SPAN])
         query = select(blobs.c.session_id, blobs.c.data).where(part, blobs.c.number == 0, blobs.c.kind == KIND)
         for session_id, data in connection.execute(query):
             try:
-                found[session_id] = codec.decompress(data)
+                by_session[session_id] = codec.decompress(data)
             except CorruptContent:
                 continue
-    return found
+    return by_session
 
 
 Wanted = Sequence[tuple[str, str]]

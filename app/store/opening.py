@@ -110,11 +110,11 @@ def require_head(revision: str | None) -> None:
 
 def _named() -> tuple[set[str], set[str]]:
     """All revisions, and those that have a successor."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}
+    names: dict[bool, set[str]] = {True: set(), False: set()}
     for path in (MIGRATIONS / "versions").glob("*.py"):
         for down, revision in _LINE.findall(path.read_text("utf-8")):
-            found[bool(down)].add(revision)
-    return found[False], found[True]
+            names[bool(down)].add(revision)
+    return names[False], names[True]
 
 
 def revision_of(connection: Connection) -> str | None:

@@ -138,7 +138,7 @@ class PostgresTx:
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
         if parameters:
             text = self._bind(statement, parameters[0])[0]
-            values = [self._bind(statement, one)[1] for one in parameters]
+            values = [self._bind(statement, row)[1] for row in parameters]
             self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
 
     def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:

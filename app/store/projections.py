@@ -183,10 +183,10 @@ def session_ids(connection: Connection, tables: Sequence[Table], after: str, lim
 async def require_revision(database: Database) -> None:
     """Raises StartupError if the database cannot be opened or its schema is not that of this code."""
     try:
-        found = await database.read(revision_of)
+        revision = await database.read(revision_of)
     except DBAPIError as error:
         raise unopened(database.url, error) from error
-    require_head(found)
+    require_head(revision)
 
 
 def read_log(tx: Tx, session_id: str) -> FoldedLog | None:
@@ -228,20 +228,22 @@ def mend(tx: Tx, session_id: str) -> Examined:
     changed.
     """
     tx.lock(sql.lock_head, {"sid": session_id})
-    found, log = _examine(tx, session_id)
-    if log is None or found.sound:
-        return found
+    examined, log = _examine(tx, session_id)
+    if log is None or examined.sound:
+        return examined
     head = head_row(log)
-    before = {one.stored for one in found.differences if one.place == "sessions.group_id"}
+    before = {difference.stored for difference in examined.differences if difference.place == "sessions.group_id"}
     tx.insert(_note_group, [{"group_id": group} for group in before | {head["group_id"]} if group is not None])
-    for root_id in {one.stored for one in found.differences if one.place == "sessions.root_id"} | {head["root_id"]}:
+    for root_id in {
+        difference.stored for difference in examined.differences if difference.place == "sessions.root_id"
+    } | {head["root_id"]}:
         note(tx, None, root_id)
     if not tx.run(_set_head, {"sid": session_id, **{f"new_{name}": value for name, value in head.items()}}):
         tx.insert(_insert_head, [{"session_id": session_id, **head}])
     tx.run(_drop_open, {"sid": session_id})
     rows = [{"session_id": session_id, "fence": fence, **row} for fence, row in open_rows(log).items()]
     tx.insert(_insert_open, rows)
-    return found
+    return examined
 
 
 def living(connection: Connection, lease_s: float) -> list[tuple[int, int, str]]:
@@ -294,12 +296,12 @@ async def refuse_if_served(database: Database, lease_s: float) -> None:
 def differences(tx: Tx, session_id: str, log: FoldedLog | None) -> list[Difference]:
     head = tx.one(_head, {"sid": session_id})
     opened = tx.all(_open, {"sid": session_id})
-    found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
+    differing = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
     stored = {row[0]: _named(_OPEN_COLUMNS, row[1:]) for row in opened}
     expected = {} if log is None else open_rows(log)
     for fence in sorted(stored.keys() | expected.keys()):
-        found += _compared(session_id, f"open_turns[{fence}]", stored.get(fence), expected.get(fence))
-    return found
+        differing += _compared(session_id, f"open_turns[{fence}]", stored.get(fence), expected.get(fence))
+    return differing
 
 
 def _examine(tx: Tx, session_id: str) -> tuple[Examined, FoldedLog | None]:

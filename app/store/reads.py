@@ -211,8 +211,8 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
     """Raw per-session blobs by number. Raises CorruptContent, also where one is not there."""
     wanted = sorted(set(numbers))
     query = select(blobs.c.number, blobs.c.data).where(blobs.c.session_id == session_id, blobs.c.number.in_(wanted))
-    found = {row[0]: row[1] for row in connection.execute(query)}
-    return {number: codec.decompress(found.get(number)) for number in wanted}
+    blobs_by_number = {row[0]: row[1] for row in connection.execute(query)}
+    return {number: codec.decompress(blobs_by_number.get(number)) for number in wanted}
 
 
 FRAME = (
@@ -338,8 +338,8 @@ def epoch(connection: Connection) -> str:
 def log_epoch(connection: Connection) -> str:
     """The log's epoch, which positions name: only the restore of a backup raises it, not that of a checkpoint."""
     named = store_meta.c.key.in_(("epoch", "log_epoch"))
-    found = {row.key: row.value for row in connection.execute(select(store_meta).where(named))}
-    return epoch_of_log(found["epoch"], found.get("log_epoch"))
+    meta = {row.key: row.value for row in connection.execute(select(store_meta).where(named))}
+    return epoch_of_log(meta["epoch"], meta.get("log_epoch"))
 
 
 def epoch_of_log(epoch: str, log_epoch: str | None) -> str:

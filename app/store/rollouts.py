@@ -244,8 +244,8 @@ def root_below(connection: Connection, parent: str) -> str:
 
 def count_below(connection: Connection, root_id: str, most: int) -> int:
     """Number of sessions in any state with this root, counted up to `most`."""
-    found = select(sessions.c.session_id).where(sessions.c.root_id == root_id).limit(most).subquery()
-    return connection.execute(select(func.count()).select_from(found)).scalar_one()
+    below = select(sessions.c.session_id).where(sessions.c.root_id == root_id).limit(most).subquery()
+    return connection.execute(select(func.count()).select_from(below)).scalar_one()
 
 
 class RootState(msgspec.Struct, frozen=True):

@@ -67,15 +67,15 @@ async def load(database: Database, session_id: str, content: ContentColumns) -> 
     Raises as `Database.read`.
     """
     try:
-        found = _parts(await database.read_autocommit(_STATEMENTS[content], {"sid": session_id}))
+        parts = _parts(await database.read_autocommit(_STATEMENTS[content], {"sid": session_id}))
     except (StoreDamaged, BrokenRow):
-        found = None  # Perhaps only content is damaged. Else the next read tells which session it is.
-    if found is not None:
-        if found.snapshot is None:
-            return LoadedSession(None, found.rows, found.frames)
-        snapshot = await asyncio.to_thread(reads.snapshot_of, found.snapshot)
-        if snapshot is not None and reads.continues(snapshot, found.rows):
-            return LoadedSession(snapshot, found.rows[1:], found.frames)
+        parts = None  # Perhaps only content is damaged. Else the next read tells which session it is.
+    if parts is not None:
+        if parts.snapshot is None:
+            return LoadedSession(None, parts.rows, parts.frames)
+        snapshot = await asyncio.to_thread(reads.snapshot_of, parts.snapshot)
+        if snapshot is not None and reads.continues(snapshot, parts.rows):
+            return LoadedSession(snapshot, parts.rows[1:], parts.frames)
     read = partial(reads.session_rows, session_id=session_id)
     return LoadedSession(*await database.read(read, session_id=session_id), {})
 
@@ -102,10 +102,10 @@ class _Parts:
 _EVENT, _SNAPSHOT, _TURN = range(3)
 
 
-def _parts(found: Sequence[Row]) -> _Parts:
+def _parts(rows: Sequence[Row]) -> _Parts:
     """Raises BrokenRow."""
     parts = _Parts()
-    for part, number, at, name, version, data, tokens in found:
+    for part, number, at, name, version, data, tokens in rows:
         if part == _EVENT:
             parts.rows.append(_event(number, at, name, version, data))
         elif part == _TURN:

@@ -301,7 +301,7 @@ def _last_position(connection: sqlite3.Connection) -> int:
     """The largest position in use. Both the order's index and the rows are read, since either may be damaged. The
     places of sessions that were taken out of the log are not given again."""
     tx = SqliteTx(connection, 1)
-    found: list[int] = []
+    positions: list[int] = []
     for statement in (_LAST_IN_ORDER, _LAST_WRITTEN):
         try:
             row = tx.one(statement, {})
@@ -311,6 +311,6 @@ def _last_position(connection: sqlite3.Connection) -> int:
                 raise
             log.warning("the end of the events cannot be read (%s): run `turnlog verify`", why)
             continue
-        found += [place for place in row or (0,) if isinstance(place, int)]
+        positions += [place for place in row or (0,) if isinstance(place, int)]
     gone = tx.one(select_forgotten, {})
-    return max(max(found, default=NEVER_REACHED), forgotten_place(None if gone is None else gone[0]).position)
+    return max(max(positions, default=NEVER_REACHED), forgotten_place(None if gone is None else gone[0]).position)

@@ -64,11 +64,11 @@ class StagedTurn(NamedTuple):
 
 def left_by(connection: Connection, session_id: str, request_hash: str) -> StagedTurn | None:
     """The rows of the newest turn that has ended and had this request."""
-    found = connection.execute(_left, {"sid": session_id, "request": request_hash}).all()
-    if not found:
+    rows = connection.execute(_left, {"sid": session_id, "request": request_hash}).all()
+    if not rows:
         return None
-    newest = found[0][0]
-    return StagedTurn(newest, [StagedRow(*row[1:]) for row in found if row[0] == newest])
+    newest = rows[0][0]
+    return StagedTurn(newest, [StagedRow(*row[1:]) for row in rows if row[0] == newest])
 
 
 class StageTokens(TurnOperation, frozen=True):

@@ -35,12 +35,12 @@ class Encoder:
         """Added tokens are recognised, but none is added."""
         if len(text) <= self._piece:
             return array("i", self._ids(text))
-        found = array("i")
+        encoded = array("i")
         for piece in self._pieces(text):
             ids = self._ids(piece)
             for start in range(0, len(ids), STEP):
-                found.extend(ids[start : start + STEP])
-        return found
+                encoded.extend(ids[start : start + STEP])
+        return encoded
 
     def _ids(self, text: str) -> list[int]:
         """The batch call computes no offsets: it saves three fifths of the time for short text, a sixth for long."""
@@ -49,9 +49,9 @@ class Encoder:
 
     def _pieces(self, text: str) -> Iterator[str]:
         start = 0
-        while self._cut is not None and (found := self._cut.search(text, start + self._piece)) is not None:
-            yield text[start : found.start()]
-            start = found.start()
+        while self._cut is not None and (cut := self._cut.search(text, start + self._piece)) is not None:
+            yield text[start : cut.start()]
+            start = cut.start()
         yield text[start:]
 
 

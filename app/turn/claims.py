@@ -535,12 +535,12 @@ class Claims:
         while True:
             await asyncio.sleep(LOST_S)
             try:
-                found = await self._writer.submit(AbandonLost(self._incarnation(), self._clock(), self._known))
+                abandoned = await self._writer.submit(AbandonLost(self._incarnation(), self._clock(), self._known))
             except AppError as error:
                 log.warning("claims of turns that are not in flight were not looked for: %s", error)
                 continue
-            if found:
-                log.info("abandoned %d open turns of this process that are not in flight", found)
+            if abandoned:
+                log.info("abandoned %d open turns of this process that are not in flight", abandoned)
 
     async def close(self) -> None:
         """Claims that are not released by now become void when the process ends."""

@@ -52,7 +52,7 @@ def _is_set(params: Fields, name: str) -> bool:
 
 def _without_logprobs(choice: Fields) -> dict[str, bytes]:
     """The choice with null for each list of log-probabilities, of SGLang's `meta_info` too."""
-    found = {name: b"null" if name.endswith("logprobs") else bytes(raw) for name, raw in choice.items()}
-    if found.get("meta_info", b"null")[:1] == b"{":
-        found["meta_info"] = join_object(_without_logprobs(_FIELDS.decode(found["meta_info"])))
-    return found
+    members = {name: b"null" if name.endswith("logprobs") else bytes(raw) for name, raw in choice.items()}
+    if members.get("meta_info", b"null")[:1] == b"{":
+        members["meta_info"] = join_object(_without_logprobs(_FIELDS.decode(members["meta_info"])))
+    return members

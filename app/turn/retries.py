@@ -144,8 +144,8 @@ class Retries:
             return False
         if turn.incarnation not in died_after:
             read, lease_s = self._cache.database.read, self._lease_s()
-            found = await read(lambda c: incarnations.died_after(c, turn.incarnation, lease_s))
-            died_after[turn.incarnation] = found
+            death = await read(lambda c: incarnations.died_after(c, turn.incarnation, lease_s))
+            died_after[turn.incarnation] = death
         died_at = died_after[turn.incarnation]
         # Meanwhile another request may have been given the reply.
         return died_at is not None and turn.committed_at >= died_at - UNREAD_S and not self._is_delivered(entry, turn)

@@ -275,11 +275,11 @@ class Turns:
         cache, session = self._services.cache, entry.session
         needed = {proof: turn.number for proof in request.needs if (turn := self._proven_chat(session, proof))}
         messages = await transcript.reply_messages(cache.database, session, list(needed.values())) if needed else {}
-        found = {proof: StoredTurn([msgspec.Raw(messages[number])]) for proof, number in needed.items()}
+        stored = {proof: StoredTurn([msgspec.Raw(messages[number])]) for proof, number in needed.items()}
         if request.continues is not None and (turn := self._proven_chat(session, request.continues)):
             history = ITEMS.decode(b"[" + await cache.messages(entry, turn.number) + b"]")
-            found[request.continues] = StoredTurn(history, await transcript.echo(cache.database, session, turn))
-        return found
+            stored[request.continues] = StoredTurn(history, await transcript.echo(cache.database, session, turn))
+        return stored
 
     def _proven_chat(self, session: Session, proof: str) -> Turn | None:
         """Raises Restored if it is undone."""

@@ -89,7 +89,9 @@ class EngineControl:
         told = await asyncio.gather(*(self._abort_at(worker, rids, known) for worker in await self._workers(url)))
         if not told:
             return dict.fromkeys(rids, why)
-        return {rid: next((f"worker {name}: {one[rid]}" for name, one in told if one[rid]), None) for rid in rids}
+        return {
+            rid: next((f"worker {name}: {errors[rid]}" for name, errors in told if errors[rid]), None) for rid in rids
+        }
 
     async def _abort(self, url: str, rids: Sequence[str], known: Dialect | None) -> dict[str, str | None]:
         """The error of each, if any. Raises _NoRoute."""
@@ -117,10 +119,10 @@ class EngineControl:
         try:
             async with asyncio.timeout(ABORT_S):
                 reply = await self._client.get(url + "/workers", self._headers)
-            found = msgspec.json.decode(reply.body.joined(), type=_Workers) if reply.status == 200 else _Workers([])
+            listing = msgspec.json.decode(reply.body.joined(), type=_Workers) if reply.status == 200 else _Workers([])
         except (EngineError, TimeoutError, *UNREADABLE):
             return []
-        return [one.url.rstrip("/") for one in found.workers if one.url.startswith(("http://", "https://"))]
+        return [worker.url.rstrip("/") for worker in listing.workers if worker.url.startswith(("http://", "https://"))]
 
     async def _abort_sglang(self, url: str, rids: Sequence[str]) -> list[tuple[int | None, str | None]]:
         """Status and error for each. If one gets no answer, the remaining ones are not sent: each would wait as
@@ -128,7 +130,7 @@ class EngineControl:
         slots = asyncio.Semaphore(AT_ONCE)
         no_answer: str | None = None
 
-        async def one(rid: str) -> tuple[int | None, str | None]:
+        async def abort(rid: str) -> tuple[int | None, str | None]:
             nonlocal no_answer
             async with slots:
                 if no_answer is not None:
@@ -137,7 +139,7 @@ class EngineControl:
                 no_answer = error if status is None else no_answer
             return status, error
 
-        return await asyncio.gather(*map(one, rids))
+        return await asyncio.gather(*map(abort, rids))
 
     async def _abort_vllm(self, url: str, rids: Sequence[str]) -> str | None:
         """The error, if any, which is the same for all: they are one request. Raises _NoRoute."""

@@ -255,9 +255,9 @@ class ReplyStream(EventReader):
         if inner := self._join("token_ids", ids):
             self.tokens += inner.count(b",") + 1
         self._join("logprobs", logprobs)
-        found = dict(self._news(delta))
-        if found and self._push is not None:
-            self._push(self._begun, found)
+        news = dict(self._news(delta))
+        if news and self._push is not None:
+            self._push(self._begun, news)
 
     def _join(self, name: str, raw: msgspec.Raw | None) -> bytes:
         """Adds a list's items to those that have come; returns them."""
@@ -276,7 +276,7 @@ class ReplyStream(EventReader):
             if value is None or name == "role":
                 continue
             if name == "tool_calls":
-                if calls := [self._call(one) for one in msgspec.convert(value, list[_CallDelta])]:
+                if calls := [self._call(call) for call in msgspec.convert(value, list[_CallDelta])]:
                     yield name, calls
                 continue
             if not isinstance(value, str):
@@ -318,9 +318,9 @@ def _count_items(raw: bytes) -> int:
 
 
 def _fields(raw: bytes | msgspec.Raw, where: str) -> Fields:
-    found: Fields = _FIELDS.decode(raw)
-    no_contradiction(raw, found, where)
-    return found
+    members: Fields = _FIELDS.decode(raw)
+    no_contradiction(raw, members, where)
+    return members
 
 
 def _values(fields: Fields) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""The table of threats in docs/security.md and the tests that are marked with them are the same."""
+"""The table of threats in tests/README.md and the tests that are marked with them are the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 MARK = "pytest.mark" + ".threat"
-DOCUMENT = TESTS.parent / "docs" / "security.md"
+DOCUMENT = TESTS / "README.md"
 
 
 def table() -> dict[str, list[str]]:

@@ -126,7 +126,7 @@ class ParquetWriter:
         try:
             return rows, self._record_batch(rows)
         except Exception:  # noqa: BLE001 - as in `encoded`, which finds the row
-            fitting = [row for one in rows for row in encoded([one.row], self._tried, self._instead)]
+            fitting = [row for placed in rows for row in encoded([placed.row], self._tried, self._instead)]
             return fitting, self._record_batch(fitting)
 
     def _tried(self, row: Fields) -> _Values:
@@ -199,10 +199,10 @@ def _type(column: Column) -> Any:
     if isinstance(column, Mapping):
         return pa.struct([pa.field(name, _type(inner)) for name, inner in column.items()])
     dimensions, item = depth(column)
-    found = SCALARS[item]
+    arrow_type = SCALARS[item]
     for _ in range(dimensions):
-        found = pa.list_(pa.field("element", found))
-    return found
+        arrow_type = pa.list_(pa.field("element", arrow_type))
+    return arrow_type
 
 
 def _paths(columns: Columns, items: Set[str], *, scalars: bool = False) -> Iterator[str]:
@@ -231,7 +231,7 @@ def _plain(column: Column, value: object) -> object:
         return value
     if isinstance(column, Mapping) and isinstance(value, Mapping):
         there = {name: value.get(name) for name in column}
-        return {name: None if one is None else _plain(column[name], one) for name, one in there.items()}
+        return {name: None if values is None else _plain(column[name], values) for name, values in there.items()}
     return value
 
 
@@ -291,12 +291,12 @@ def _lists(values: Sequence[Any], dimensions: int, item: str) -> Any:
 
 def _regular(arrays: Sequence[Array], dimensions: int, item: str) -> Any:
     """The items of arrays along their first axis, as lists in `dimensions` levels."""
-    found = _flat([array.reshape(-1) for array in arrays], item)
+    nested = _flat([array.reshape(-1) for array in arrays], item)
     for level in range(dimensions, 0, -1):
         lengths = [np.full(int(np.prod(array.shape[:level])), array.shape[level]) for array in arrays]
         every = np.concatenate([np.zeros(0, np.int64), *lengths])
-        found = _list_array(every, found, dimensions - level + 1, item, None)
-    return found
+        nested = _list_array(every, nested, dimensions - level + 1, item, None)
+    return nested
 
 
 def _flat(arrays: Sequence[Any], item: str) -> Any:
@@ -309,10 +309,10 @@ def _cast(array: Any, dtype: np.dtype[Any]) -> Array:
     given = np.asarray(array)
     if given.dtype == dtype:
         return given
-    found = given.astype(dtype)
-    if not np.array_equal(found, given):
+    values = given.astype(dtype)
+    if not np.array_equal(values, given):
         raise ValueError(f"a column of {dtype.name} cannot hold the values of an array of {given.dtype.name}")
-    return found
+    return values
 
 
 def _list_array(lengths: Array, inner: Any, dimensions: int, item: str, missing: Any) -> Any:

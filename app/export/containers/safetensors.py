@@ -125,11 +125,11 @@ class TensorFile:
         ends = [spool.size for spool in self._data]
         for spool, data in zip(self._data, packed.data, strict=True):
             spool.add(data)
-        for one in packed.tensors:
-            start = ends[one.place]
-            ends[one.place] += one.size
-            name = f"{one.path}.{first_row + one.row}"
-            self._enter(name, one.dtype, one.shape, one.place, start, ends[one.place])
+        for tensor in packed.tensors:
+            start = ends[tensor.place]
+            ends[tensor.place] += tensor.size
+            name = f"{tensor.path}.{first_row + tensor.row}"
+            self._enter(name, tensor.dtype, tensor.shape, tensor.place, start, ends[tensor.place])
 
     def pieces(self, name: str, texts: Sequence[Spool]) -> Iterator[bytes]:
         """The file; `texts` one after the other are its last tensor, of bytes."""
@@ -234,9 +234,9 @@ class SafetensorsWriter:
         rest = dict(row)
         for name, column in self._apart.items():
             if rest.get(name) is not None:
-                found = _without(name, column, rest.pop(name), take)
-                if found is not None:
-                    rest[name] = found
+                left = _without(name, column, rest.pop(name), take)
+                if left is not None:
+                    rest[name] = left
         return _PackedRow(arrays, jsontext.encode(rest), EXCLUDED in row)
 
     def _add(self, packed: PackedRows) -> Iterator[bytes]:

@@ -78,5 +78,5 @@ def group_fields(rows: Sequence[Row]) -> Fields:
 
 def _override(row: Row) -> dict[str, float]:
     """Atropos has one temperature a sequence: the turns', where they agree."""
-    found = set(temperatures(row))
-    return {"temperature": found.pop()} if len(found) == 1 else {}
+    values = set(temperatures(row))
+    return {"temperature": values.pop()} if len(values) == 1 else {}

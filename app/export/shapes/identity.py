@@ -50,14 +50,14 @@ def of(shaped: Fields) -> Fields:
 
     Raises KeyError for a row without one.
     """
-    found: Any = shaped
-    if "session_ids" in found:
-        return {"session_id": found["session_ids"][-1], "segment": None, "cursor": found["cursor"]}
-    if "leaves" in found:
-        return {"session_id": found["session_id"], "segment": None, "cursor": found["cursor"]}
-    if "cursor" not in found:
-        found = found.get("extra_fields") or found.get("extra") or found["metadata"]["turnlog"]
-    return {name: found[name] for name in ("session_id", "segment", "cursor")}
+    fields: Any = shaped
+    if "session_ids" in fields:
+        return {"session_id": fields["session_ids"][-1], "segment": None, "cursor": fields["cursor"]}
+    if "leaves" in fields:
+        return {"session_id": fields["session_id"], "segment": None, "cursor": fields["cursor"]}
+    if "cursor" not in fields:
+        fields = fields.get("extra_fields") or fields.get("extra") or fields["metadata"]["turnlog"]
+    return {name: fields[name] for name in ("session_id", "segment", "cursor")}
 
 
 def rollout(row: Row) -> Fields:

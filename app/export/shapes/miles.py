@@ -97,8 +97,8 @@ def samples_body(
                 nulls.append("rollout_sampling_mask")
             missing = {**missing, "sampling_mask_missing": mask_missing}
             samples.append(_sample(row, response, nulls, missing, versions, tree))
-        found = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
-        meta.add(jsontext.encode(found))
+        body = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
+        meta.add(jsontext.encode(body))
         return b"".join(file.pieces(META, (meta,)))
 
 
@@ -155,13 +155,13 @@ def _sample(
 def _speculative(sample: Sample) -> Fields:
     """The sums of what the engines said; empty where none did."""
     spans = [(span.speculative, span.end - span.output_start) for span in sample.turns]
-    counted = [(found, sampled) for found, sampled in spans if found is not None]
+    counted = [(counts, sampled) for counts, sampled in spans if counts is not None]
     if not counted:
         return {}
     return {
-        "spec_accept_token_num": sum(found.accepted_tokens for found, _ in counted),
-        "spec_draft_token_num": sum(found.draft_tokens for found, _ in counted),
-        "spec_verify_ct": sum(found.verify_steps for found, _ in counted),
+        "spec_accept_token_num": sum(counts.accepted_tokens for counts, _ in counted),
+        "spec_draft_token_num": sum(counts.draft_tokens for counts, _ in counted),
+        "spec_verify_ct": sum(counts.verify_steps for counts, _ in counted),
         "completion_token_num": sum(sampled for _, sampled in counted),
     }
 

@@ -19,13 +19,13 @@ def whole(row: Row, kind: str, largest: int = np.iinfo(np.int32).max) -> tuple[A
     """
     if kind not in row.routing:
         return None, None
-    found = row.routing[kind]
-    if found is None:
+    routing = row.routing[kind]
+    if routing is None:
         return None, "tombstoned"
     needed = max(len(row.sample.tokens) - 1, 0)
-    ids = found.ids
-    if found.row_start or len(ids) != needed:
-        return None, f"rows {found.row_start} to {found.row_start + len(ids)} are there, {needed} are needed"
+    ids = routing.ids
+    if routing.row_start or len(ids) != needed:
+        return None, f"rows {routing.row_start} to {routing.row_start + len(ids)} are there, {needed} are needed"
     if ids.size and ids.max() > largest:
         return None, f"an id exceeds {largest}"
     return ids, None

@@ -162,7 +162,7 @@ class SessionTree:
         messages = list(row.messages)
         images = None if row.images is None else list(row.images)
         sample = row.sample
-        inner = {kind: found.ids.shape[1:] for kind, found in row.routing.items() if found is not None}
+        inner = {kind: payload.ids.shape[1:] for kind, payload in row.routing.items() if payload is not None}
         if any(kind in self._payloads and self._payloads[kind].inner != shape for kind, shape in inner.items()):
             raise Unfit("its replay payloads have another shape than those of the session's earlier rows")
         self._add_messages(row, messages, images)
@@ -171,7 +171,7 @@ class SessionTree:
         leaf["turn"] = sample.turns[-1].turn
         leaf["loss_turns"] = [span.turn for span in sample.turns if span.turn in sample.in_loss]
         if row.replay:
-            leaf["payloads"] = {kind: self._payload(kind, row, found) for kind, found in row.routing.items()}
+            leaf["payloads"] = {kind: self._payload(kind, row, payload) for kind, payload in row.routing.items()}
         self._leaves.append(((sample.turns[-1].turn, sample.turns[-1].end), leaf))
         self._session = {name: shaped[name] for name in OF_SESSION}
         self._has_images |= images is not None
@@ -212,20 +212,20 @@ class SessionTree:
     def fields(self, cursor: str) -> dict[str, Any]:
         """`cursor` gives what comes after the session."""
         segments, last = self._segments()
-        names = list(dict.fromkeys(span.version for one in segments for span in self._turns[one.turn].versions))
+        names = list(dict.fromkeys(span.version for segment in segments for span in self._turns[segment.turn].versions))
         is_numeric = all(map(is_number, names))
         numbers = {name: int(name) if is_numeric else place for place, name in enumerate(names)}
         parts: list[tuple[Array, ...]] = []
         owners: list[int] = []
-        for one in segments:
-            turn = self._turns[one.turn]
-            owners.append(next((leaf for leaf, end in turn.lost if end >= one.end), -1))
-            parts.append(_columns(one, turn, numbers, in_loss=owners[-1] >= 0))
+        for segment in segments:
+            turn = self._turns[segment.turn]
+            owners.append(next((leaf for leaf, end in turn.lost if end >= segment.end), -1))
+            parts.append(_columns(segment, turn, numbers, in_loss=owners[-1] >= 0))
         tokens, positions, loss, sampled, logprobs, versions = (
             np.concatenate([np.zeros(0, dtype), *(part[place] for part in parts)])
             for place, dtype in enumerate(("<i4", "<i8", "u1", "u1", "<f8", "<i8"))
         )
-        lengths = [one.end - one.start for one in segments]
+        lengths = [segment.end - segment.start for segment in segments]
         return {
             **self._session,
             "cursor": cursor,
@@ -238,8 +238,8 @@ class SessionTree:
             "weight_versions": versions,
             "weight_version_names": [] if is_numeric else names,
             "segment_starts": np.cumsum([0, *lengths], dtype=np.int64)[:-1],
-            "segment_parents": np.array([one.parent for one in segments], np.int64),
-            "segment_turns": np.array([one.turn for one in segments], np.int64),
+            "segment_parents": np.array([segment.parent for segment in segments], np.int64),
+            "segment_turns": np.array([segment.turn for segment in segments], np.int64),
             "segment_owners": np.array(owners, np.int64),
             "leaves": [{**leaf, "leaf_segment": last[end]} for end, leaf in self._leaves],
             "turns": [turn.told(number, images=self._has_images) for number, turn in sorted(self._turns.items())],

@@ -154,24 +154,24 @@ def _payloads(row: Row) -> dict[str, Value]:
     if experts is not None:
         fields = {"routed_experts" if name == "data" else name: value for name, value in _payload(experts).items()}
     others: dict[str, Value] = {
-        kind: None if found is None else _payload(found)
-        for kind, found in row.routing.items()
+        kind: None if payload is None else _payload(payload)
+        for kind, payload in row.routing.items()
         if kind != "routed_experts"
     }
-    tombstoned = [kind for kind, found in row.routing.items() if found is None]
+    tombstoned = [kind for kind, payload in row.routing.items() if payload is None]
     if row.mask is not msgspec.UNSET:
         others[MASK] = None if row.mask is None else _mask(row.mask)
         tombstoned += [MASK] if row.mask is None else []
     return {**fields, **others, "tombstoned": tombstoned}
 
 
-def _mask(found: MaskRows) -> dict[str, Value]:
+def _mask(mask_rows: MaskRows) -> dict[str, Value]:
     """Row r of `rows` has the ids [offsets[r], offsets[r + 1]) of `data`, little-endian."""
-    masks = found.masks
+    masks = mask_rows.masks
     ids = masks.ids.astype(masks.ids.dtype.newbyteorder("<"), copy=False)
     return {
         "data": ids.tobytes(),
-        "row_start": found.row_start,
+        "row_start": mask_rows.row_start,
         "rows": len(masks),
         "dtype": ids.dtype.name,
         "offsets": masks.offsets,

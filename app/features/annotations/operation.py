@@ -70,8 +70,8 @@ def read_value(connection: Connection, session_id: str, seq: int) -> Any:
     """The JSON value that event `seq` has written; None if it was erased. Raises UnknownEvent."""
     columns = (events.c[name] for name in EventRow._fields)
     query = select(*columns).where(events.c.session_id == session_id, events.c.seq == seq)
-    found = decode_events(EventRow(*row) for row in connection.execute(query))
-    event = found[0].event if found else None
+    decoded = decode_events(EventRow(*row) for row in connection.execute(query))
+    event = decoded[0].event if decoded else None
     return event.value if isinstance(event, AnnotationWritten) else None
 
 

@@ -163,10 +163,10 @@ class Archive:
             await self._finish(fence)
             cutoff = self._clock() - older_than_s
             begin = after or Place(-1.0, "")
-            found = await self._database.read(partial(rows.candidates, cutoff=cutoff, after=begin, limit=limit))
+            candidates = await self._database.read(partial(rows.candidates, cutoff=cutoff, after=begin, limit=limit))
             taken: list[Rollout] = []
-            size, left, at = 0, found.left, found.after
-            for root in found.roots:
+            size, left, at = 0, candidates.left, candidates.after
+            for root in candidates.roots:
                 rollout = await self._readable(root.session_id)
                 if rollout is None:
                     left += 1

@@ -97,9 +97,9 @@ def _readable(body: bytes) -> pq.ParquetFile:
         file = pq.ParquetFile(io.BytesIO(body), page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise CorruptContent(f"the file cannot be read: {type(error).__name__}") from error
-    found = (file.schema_arrow.metadata or {}).get(_KEY)
-    if found != FORMAT:
-        raise CorruptContent("the file is no archive" if found is None else "the file is of another version")
+    metadata = (file.schema_arrow.metadata or {}).get(_KEY)
+    if metadata != FORMAT:
+        raise CorruptContent("the file is no archive" if metadata is None else "the file is of another version")
     return file
 
 

@@ -149,7 +149,7 @@ def named(connection: Connection, name: str) -> Checkpoint | None:
 def every(connection: Connection) -> list[Checkpoint]:
     """All checkpoints, the newest last."""
     query = select(*_COLUMNS).where(checkpoints.c.name.is_not(None)).order_by(checkpoints.c.id)
-    found = [Checkpoint(*row) for row in connection.execute(query)]
+    by_time = [Checkpoint(*row) for row in connection.execute(query)]
     gone = (
         select(checkpoint_sessions.c.checkpoint_id, func.count())
         .join_from(checkpoint_sessions, sessions, sessions.c.session_id == checkpoint_sessions.c.session_id)
@@ -157,7 +157,7 @@ def every(connection: Connection) -> list[Checkpoint]:
         .group_by(checkpoint_sessions.c.checkpoint_id)
     )
     erased = {row[0]: row[1] for row in connection.execute(gone)}
-    return [msgspec.structs.replace(one, erased=erased.get(one.id, 0)) for one in found]
+    return [msgspec.structs.replace(one, erased=erased.get(one.id, 0)) for one in by_time]
 
 
 def erased(connection: Connection, checkpoint_id: int) -> list[str]:
@@ -220,10 +220,10 @@ class DropRows(StoreOperation, frozen=True):
         row = tx.one(_deleting, {})
         if row is None:
             return None
-        found = tx.all(_some_rows, {"id": row[0], "after": self.after, "most": self.most})
-        if found:
-            tx.run(_drop_rows, {"id": row[0], "after": self.after, "upto": found[-1][0]})
-            last: str = found[-1][0]
+        places = tx.all(_some_rows, {"id": row[0], "after": self.after, "most": self.most})
+        if places:
+            tx.run(_drop_rows, {"id": row[0], "after": self.after, "upto": places[-1][0]})
+            last: str = places[-1][0]
             return last
         tx.run(_drop_groups, {"id": row[0]})
         tx.run(_drop, {"id": row[0]})
@@ -359,16 +359,16 @@ class RestoreGroups(StoreOperation, frozen=True):
         return 256 * self.most
 
     def apply(self, tx: Tx) -> str | None:
-        found = [row[0] for row in tx.all(_groups_after, {"after": self.after, "most": self.most})]
-        if not found:
+        group_ids = [row[0] for row in tx.all(_groups_after, {"after": self.after, "most": self.most})]
+        if not group_ids:
             return None
-        rows = tx.all(_was, {"id": self.checkpoint_id, "after": self.after, "upto": found[-1]})
+        rows = tx.all(_was, {"id": self.checkpoint_id, "after": self.after, "upto": group_ids[-1]})
         was = {row[0]: dict(zip(_GROUP_COLUMNS, row, strict=True)) for row in rows}
-        for group_id in found:
+        for group_id in group_ids:
             values = was.get(group_id, _NEVER_LEASED)
             tx.run(_set_group, {"gid": group_id, **{f"new_{name}": values[name] for name in _RESTORED}})
-        tx.insert(_note, [{"group_id": group_id} for group_id in found])
-        last: str = found[-1]
+        tx.insert(_note, [{"group_id": group_id} for group_id in group_ids])
+        last: str = group_ids[-1]
         return last
 
 
@@ -392,14 +392,14 @@ class FinishRestore(StoreOperation, frozen=True):
     before_id: int
 
     def apply(self, tx: Tx) -> str:
-        found: dict[str, str] = {row[0]: row[1] for row in tx.all(_meta, {})}
-        epoch = found["epoch"]
+        meta: dict[str, str] = {row[0]: row[1] for row in tx.all(_meta, {})}
+        epoch = meta["epoch"]
         if tx.one(_end, {"id": self.before_id}) is not None:
-            of_log = epoch_of_log(epoch, found.get("log_epoch"))
+            of_log = epoch_of_log(epoch, meta.get("log_epoch"))
             epoch = next_epoch(epoch)
             tx.run(_set_meta, {"of": "epoch", "to": epoch})
             value = f"{epoch}={of_log}"
-            if "log_epoch" in found:
+            if "log_epoch" in meta:
                 tx.run(_set_meta, {"of": "log_epoch", "to": value})
             else:
                 tx.insert(_add_meta, [{"key": "log_epoch", "value": value}])
@@ -441,15 +441,15 @@ def content(connection: Connection, name: str, after: str, limit: int) -> tuple[
 
     The rows are ordered by session, so a page reads those of the other checkpoints beside its own.
     """
-    found = named(connection, name)
-    if found is None:
+    checkpoint = named(connection, name)
+    if checkpoint is None:
         return None
     then = checkpoint_sessions.c
     query = (
         select(then.session_id, then.seq, sessions.c.version, sessions.c.status, sessions.c.group_id)
         .join_from(checkpoint_sessions, sessions, sessions.c.session_id == then.session_id)
-        .where(then.checkpoint_id == found.id, then.session_id > after)
+        .where(then.checkpoint_id == checkpoint.id, then.session_id > after)
         .order_by(then.session_id)
         .limit(limit)
     )
-    return found, [SessionThen(*row) for row in connection.execute(query)]
+    return checkpoint, [SessionThen(*row) for row in connection.execute(query)]

@@ -123,10 +123,10 @@ class Restores:
         )
 
     async def _checkpoint(self, name: str) -> Checkpoint:
-        found = await self._database.read(lambda connection: store.named(connection, name))
-        if found is None:
+        checkpoint = await self._database.read(lambda connection: store.named(connection, name))
+        if checkpoint is None:
             raise NotFound(f"there is no checkpoint {name}")
-        return found
+        return checkpoint
 
     async def _kept(self, name: str, before: str) -> Checkpoint:
         """The checkpoint of the present state, made unless it is there. Raises NotFound."""

@@ -104,6 +104,6 @@ def _checkpoints(request: Request) -> Checkpoints:
 
 def fields(made: Any) -> dict[str, Any]:
     """A checkpoint as clients see it."""
-    found: dict[str, Any] = msgspec.to_builtins(made)
-    del found["id"]
-    return found
+    members: dict[str, Any] = msgspec.to_builtins(made)
+    del members["id"]
+    return members

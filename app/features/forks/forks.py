@@ -86,10 +86,10 @@ class Forks:
             reach("after_fork")
 
     async def _decide(self, order: ForkOrder, blob: StoredBlob | None) -> _Decided:
-        found = await self._database.read(
+        source = await self._database.read(
             partial(read_source, session_id=order.source), one_moment=True, session_id=order.source
         )
-        return await asyncio.to_thread(_decided, order, found, blob)
+        return await asyncio.to_thread(_decided, order, source, blob)
 
     async def _write(self, order: ForkOrder, fork_id: str, decided: _Decided, blob: StoredBlob | None) -> bool:
         """Create one fork; False if the source has changed and the fork must be decided again."""
@@ -116,17 +116,17 @@ class Forks:
         return not isinstance(outcome, Stale)
 
 
-def _decided(order: ForkOrder, found: ForkSource, blob: StoredBlob | None) -> _Decided:
+def _decided(order: ForkOrder, fork_source: ForkSource, blob: StoredBlob | None) -> _Decided:
     """Decide the fork from the source's log. Raises SessionNotFound, SessionClosed, NotFound, SessionUnreadable."""
     try:
-        log = reads.decode_events(found.log)
+        log = reads.decode_events(fork_source.log)
         source = fold(order.source, log)
         if source is None:
             raise SessionNotFound.of(order.source)
         forked = _forked(order, source, log, blob)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {order.source}: {error}") from error
-    lacking = found.lacks(forked)
+    lacking = fork_source.lacks(forked)
     if lacking is not None:
         raise SessionUnreadable(f"session {order.source}: {lacking}")
     tombstones = (one.seq for one in log if isinstance(one.event, BlobsTombstoned))

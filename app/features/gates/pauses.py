@@ -141,10 +141,10 @@ class Pauses:
 
     async def adapter(self, name: str) -> AdapterState:
         """Raises NotFound, StoreUnavailable."""
-        found = [one for one in await self.adapters() if one["name"] == name]
-        if not found:
+        adapters = [one for one in await self.adapters() if one["name"] == name]
+        if not adapters:
             raise NotFound("no adapter of this name was ever paused or resumed")
-        return found[0]
+        return adapters[0]
 
     async def adapters(self) -> list[AdapterState]:
         """By name. Raises StoreUnavailable."""
@@ -195,12 +195,12 @@ class Pauses:
             # Turns that passed after a resume are not this pause's business.
             if self._fleet.fleet.closings(name) == passed and self._gates.is_shut(name):
                 rids = list(dict.fromkeys([*rids, *await self._abort(name, outcomes)]))
-        return SweepResult(rids, {url: _engine_outcome(found) for url, found in outcomes.items()})
+        return SweepResult(rids, {url: _engine_outcome(outcome) for url, outcome in outcomes.items()})
 
     async def _abort(self, name: str, outcomes: dict[str, dict[str, str | None]]) -> list[str]:
         """Abort at the engine that has a generation, or at all if another process sent it; returns the rids."""
-        found = await self._database.read(lambda connection: store.generating(connection, name))
-        rids = [rid_of(*claim) for claim in found]
+        generating = await self._database.read(lambda connection: store.generating(connection, name))
+        rids = [rid_of(*claim) for claim in generating]
         orders: dict[str, list[str]] = {}
         for rid in rids:
             engine = self._engines.engine_of(rid)

@@ -144,12 +144,12 @@ class Feed:
         every = await self._attempts(group_id)
         if not every:
             raise NotFound("no session has this group_id")
-        found = outcome(every)
+        group = outcome(every)
         return {
             "group_id": group_id,
             "attempts": msgspec.to_builtins(every),
-            "statistics": msgspec.to_builtins(found.statistics),
-            "complete": found.complete,
+            "statistics": msgspec.to_builtins(group.statistics),
+            "complete": group.complete,
         }
 
     async def _attempts(self, group_id: str) -> list[Attempt]:
@@ -273,8 +273,8 @@ class Feed:
         separator = b""
         all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
         for part in _parts(all_sessions, query.shape):
-            found = await self._exporter.rows(part, wanted)
-            made, left_out = await asyncio.to_thread(_encoded, found, wanted)
+            rows = await self._exporter.rows(part, wanted)
+            made, left_out = await asyncio.to_thread(_encoded, rows, wanted)
             for row in made:
                 yield separator + row
                 separator = b","

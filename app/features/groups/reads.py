@@ -42,7 +42,7 @@ def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
         .order_by(sessions.c.group_id)
         .limit(limit)
     )
-    return [found for found in connection.execute(query).scalars() if found is not None]
+    return [group_id for group_id in connection.execute(query).scalars() if group_id is not None]
 
 
 class FeedLease(msgspec.Struct, frozen=True):
@@ -54,12 +54,12 @@ class FeedLease(msgspec.Struct, frozen=True):
 
 def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, FeedLease]:
     """Of the groups that the feed has handed out."""
-    found: dict[str, FeedLease] = {}
+    by_group: dict[str, FeedLease] = {}
     for at in range(0, len(group_ids), reads.SPAN):
         query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
         for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + reads.SPAN]))):
-            found[row[0]] = FeedLease(bool(row[1]), bool(row[2]))
-    return found
+            by_group[row[0]] = FeedLease(bool(row[1]), bool(row[2]))
+    return by_group
 
 
 def has_notes(connection: Connection) -> bool:
@@ -107,7 +107,7 @@ def candidates(
 
 def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Attempt]]:
     """The rollouts of each group in the order of their attempts, those without a number last."""
-    found: dict[str, list[Attempt]] = {group_id: [] for group_id in group_ids}
+    by_group: dict[str, list[Attempt]] = {group_id: [] for group_id in group_ids}
     for at in range(0, len(group_ids), reads.SPAN):
         query = select(
             sessions.c.group_id,
@@ -118,8 +118,8 @@ def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list
             case((is_finished, True), else_=False),
         ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), sessions.c.status != "undone", is_root())
         for row in connection.execute(query):
-            found[row[0]].append(Attempt(*row[1:]))
-    return {group_id: in_order(of_group) for group_id, of_group in found.items()}
+            by_group[row[0]].append(Attempt(*row[1:]))
+    return {group_id: in_order(of_group) for group_id, of_group in by_group.items()}
 
 
 def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
@@ -128,13 +128,13 @@ def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
     """The closed and erased sessions of each root's agents and children."""
-    found: dict[str, list[str]] = {}
+    by_group: dict[str, list[str]] = {}
     for at in range(0, len(root_ids), reads.SPAN):
         for session_id, root_id in rollouts.members(
             connection, root_ids[at : at + reads.SPAN], status=("closed", "erased")
         ):
-            found.setdefault(root_id, []).append(session_id)
-    return found
+            by_group.setdefault(root_id, []).append(session_id)
+    return by_group
 
 
 TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
@@ -157,12 +157,12 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
         .where(in_groups(group_ids), sessions.c.status == "closed")
         .order_by(sessions.c.session_id, events.c.seq)
     )
-    found: TurnEvents = {group_id: {} for group_id in group_ids}
+    by_group: TurnEvents = {group_id: {} for group_id in group_ids}
     for row in connection.execute(query):
-        log = found[row[0]].setdefault(row[1], [])
+        log = by_group[row[0]].setdefault(row[1], [])
         if row[2] is not None:
             log.append(reads.EventRow(*row[2:]))
-    return found
+    return by_group
 
 
 def turn_events_of_each(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:

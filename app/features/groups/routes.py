@@ -44,8 +44,8 @@ class Acknowledgement(BaseModel):
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
     require_known(request, FeedQuery)
-    found, _ = await start_stream(await _groups(request).feed.hand_out(query))
-    return StreamingResponse(found, media_type=NDJSON)
+    lines, _ = await start_stream(await _groups(request).feed.hand_out(query))
+    return StreamingResponse(lines, media_type=NDJSON)
 
 
 @router.get("/groups")
@@ -92,8 +92,8 @@ async def acknowledge(request: Request) -> dict[str, Any]:
     """Mark groups as consumed, permanently. Returns the result for each group."""
     body = await body_of(request, Acknowledgement)
     outcome = await _groups(request).feed.acknowledge(body.consumer, body.groups)
-    found: dict[str, Any] = msgspec.to_builtins(outcome)
-    return found
+    fields: dict[str, Any] = msgspec.to_builtins(outcome)
+    return fields
 
 
 def _groups(request: Request) -> Groups:

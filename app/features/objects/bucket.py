@@ -170,7 +170,7 @@ class Bucket:
         """The names of all objects, page by page, or of those in a folder."""
         try:
             async for page in obstore.list(self._store, folder, chunk_size=LISTED):
-                yield [found["path"] for found in page]
+                yield [entry["path"] for entry in page]
         except FileNotFoundError:
             return
         except _FAULTS as error:

@@ -152,10 +152,12 @@ class Objects:
             return None
         me = self._incarnation()
         prefix = names.of_copies(fork_id, me, next(self._forks))
-        copies = Copies(prefix, {key: f"{prefix}{key[0]}.{found.kind}.{found.number}" for key, found in wanted.items()})
+        copies = Copies(
+            prefix, {key: f"{prefix}{key[0]}.{source.kind}.{source.number}" for key, source in wanted.items()}
+        )
         await self._writer.submit(rows.BeginCopies(prefix, fork_id, me))
         try:
-            pairs = [(found.name, copies.names[key]) for key, found in wanted.items()]
+            pairs = [(source.name, copies.names[key]) for key, source in wanted.items()]
             await _all([self.bucket.copy(*pair) for pair in pairs], self._room)
         except BaseException:
             await self.end_copies(fork_id, copies)
@@ -277,7 +279,7 @@ class Objects:
             fence = await self._fence()
             if fence is None:
                 return
-            objects = {name: found for name in page if (found := names.parsed(name)) is not None}
+            objects = {name: parsed for name in page if (parsed := names.parsed(name)) is not None}
             if count := await self._writer.submit(rows.QueueUnreferenced(fence, objects)):
                 log.info("%d objects that nothing refers to will be deleted", count)
 

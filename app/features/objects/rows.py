@@ -65,8 +65,8 @@ def has_objects(connection: Connection) -> bool:
 
 def url_of_objects(connection: Connection) -> str | None:
     """The URL below which the store's objects were when a server last started; None if there were none."""
-    found: str | None = connection.execute(select(store_meta.c.value).where(_meta)).scalar()
-    return found
+    url: str | None = connection.execute(select(store_meta.c.value).where(_meta)).scalar()
+    return url
 
 
 def owner_name(connection: Connection) -> str:

@@ -259,5 +259,5 @@ def _is_count(value: Any) -> bool:
 
 def _stops(request: Request) -> Sequence[str]:
     stops = value_of(request.params.get("stop"), "stop")
-    found = [stops] if isinstance(stops, str) else stops if isinstance(stops, list) else []
-    return [stop for stop in found if isinstance(stop, str)]
+    texts = [stops] if isinstance(stops, str) else stops if isinstance(stops, list) else []
+    return [stop for stop in texts if isinstance(stop, str)]

@@ -190,12 +190,12 @@ class StagedTurn:
         if not await self._writer.submit(take_over):
             return []
         rows = list(_contiguous(left.rows))
-        found = await asyncio.to_thread(_answers, rows, self.is_native)
-        if len(rows) < len(left.rows) or not found:
+        answers = await asyncio.to_thread(_answers, rows, self.is_native)
+        if len(rows) < len(left.rows) or not answers:
             await self.drop(f"what was staged under fence {left.fence} cannot be continued")
             return []
         self._rows, self._parts = len(rows), rows[-1].part + 1
-        return found
+        return answers
 
     def restored(self, tokens: int) -> None:
         """The turn goes on from so many tokens."""
@@ -270,7 +270,7 @@ def _contiguous(rows: Sequence[StagedRow]) -> Iterator[StagedRow]:
 
 def _answers(rows: Sequence[StagedRow], is_native: bool) -> list[EngineReply]:
     """The generations in these rows; none if one of them cannot be read or continued."""
-    found = []
+    answers = []
     for _, part in itertools.groupby(rows, lambda row: row.part):
         of_part = list(part)
         stream: AnyStream = GenerateStream() if is_native else ReplyStream()
@@ -284,8 +284,8 @@ def _answers(rows: Sequence[StagedRow], is_native: bool) -> list[EngineReply]:
         answer = _aborted(of_part[0].engine, of_part[0].version, of_part[0].logprobs_of, stream)
         if answer is None:
             return []
-        found.append(answer)
-    return found
+        answers.append(answer)
+    return answers
 
 
 def _aborted(engine: str, version: str | None, logprobs_of: LogprobsOf | None, stream: AnyStream) -> EngineReply | None:

@@ -245,7 +245,7 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
     if wanted.query is None:
         newest = f"SELECT {columns} FROM messages WHERE {where} ORDER BY id DESC LIMIT :limit"
         return [Message(*row) for row in connection.execute(newest, {**given, "limit": wanted.limit})]
-    found: list[Message] = []
+    messages: list[Message] = []
     given["match"] = _match(wanted.query)
     for shard in shards:
         matches = (
@@ -253,11 +253,11 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
             f"WHERE words_{shard} MATCH :match AND words_{shard}.rowid < :before AND {where} "
             f"ORDER BY words_{shard}.rowid DESC LIMIT :limit"
         )
-        rows = connection.execute(matches, {**given, "limit": wanted.limit - len(found)})
-        found += [Message(*row) for row in rows]
-        if len(found) >= wanted.limit:
+        rows = connection.execute(matches, {**given, "limit": wanted.limit - len(messages)})
+        messages += [Message(*row) for row in rows]
+        if len(messages) >= wanted.limit:
             break
-    return found
+    return messages
 
 
 def _newest(connection: sqlite3.Connection) -> int:

@@ -66,12 +66,12 @@ class Snippet(msgspec.Struct, frozen=True):
 
 def snippet(text: str, query: Query | None) -> Snippet:
     """The surroundings of the first match; without a query the beginning."""
-    found = [] if query is None else _found(text, query)
-    start = max(0, found[0][0] - SNIPPET // 3) if found else 0
+    ranges = [] if query is None else _found(text, query)
+    start = max(0, ranges[0][0] - SNIPPET // 3) if ranges else 0
     end = min(len(text), start + SNIPPET)
     before, behind = "… " if start else "", " …" if end < len(text) else ""
     shift = len(before) - start
-    marks = [(a + shift, min(b, end) + shift) for a, b in found if start <= a < end][:MAX_MARKS]
+    marks = [(a + shift, min(b, end) + shift) for a, b in ranges if start <= a < end][:MAX_MARKS]
     return Snippet(before + text[start:end] + behind, marks)
 
 

@@ -33,8 +33,8 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, where: st
 
 def _at(fault: str, where: str) -> str:
     """msgspec's message with the place in the whole request."""
-    found = _FAULT.fullmatch(fault)
-    what, path = (found["what"], found["path"] or "") if found else (fault, "")
+    matched = _FAULT.fullmatch(fault)
+    what, path = (matched["what"], matched["path"] or "") if matched else (fault, "")
     missing = _MISSING.fullmatch(what)
     return (
         f"{where}{path}.{missing[1]} is missing" if missing else f"{where}{path}: {what[:1].lower()}{what[1:_LONGEST]}"

@@ -163,11 +163,11 @@ class _Chat:
         message = decode(_MESSAGE, raw, where)
         where += ".content"
         if message.role == "system":
-            found = _system_texts(message.content, where)
+            texts = _system_texts(message.content, where)
             if not self.has_begun:
-                self.leading += found
+                self.leading += texts
                 return
-            message.content = "\n\n".join(found)
+            message.content = "\n\n".join(texts)
             if not message.content:
                 return
         self.role = message.role
@@ -204,23 +204,23 @@ class _Chat:
             self._assistant = new
 
     def _assistant_of(self, content: Content, where: str) -> _Assistant:
-        found = _Assistant()
+        assistant = _Assistant()
         for block, at in blocks_of(content, where):
             match block.type:
                 case "text":
-                    found.texts.append(required(block.text, f"{at}.text"))
+                    assistant.texts.append(required(block.text, f"{at}.text"))
                 case "thinking":
                     if thinking := required(block.thinking, f"{at}.thinking"):
-                        found.reasoning.append(thinking)
+                        assistant.reasoning.append(thinking)
                     if proof := find_proof(block.signature or ""):
                         self.proofs.append(proof)
                 case "tool_use":
-                    found.calls.append(_call(block, at))
+                    assistant.calls.append(_call(block, at))
                 case "redacted_thinking":
                     pass
                 case _:
                     raise unsupported("a block", block.type, at)
-        return found
+        return assistant
 
     def _append(self, message: dict[str, Any]) -> None:
         self._messages.append(_raw(message))

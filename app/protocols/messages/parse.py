@@ -275,16 +275,16 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
     params = engine_params(fields, many_values)
     echo = Echo(model_of(params), stops_of(params))
     system, tools, choice = (params.pop(name, None) for name in ("system", "tools", "tool_choice"))
-    found = conversation(system, raws, continued, keeps_states=layout is not None)
+    history = conversation(system, raws, continued, keeps_states=layout is not None)
     if layout is not None:
-        layout.translation = Translation(found.messages, found.states)
+        layout.translation = Translation(history.messages, history.states)
     offered = tools_of(tools, choice)
     left_out = offered.left_out
     if bytes(params.pop("mcp_servers", b"[]")) not in (b"[]", b"null"):
         left_out = (*left_out, left_out_at(SERVER_TOOL, "mcp_servers"))
     params = {**engine_fields(params, has_limit=generates), **offered.params}
     return ChatRequest(
-        found.messages,
+        history.messages,
         offered.raw,
         params,
         stream,
@@ -292,11 +292,11 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
         control.remove_control(params) if control.EXTENSIONS in params else None,
         "messages",
         msgspec.json.encode(echo),
-        found.proofs,
-        refusal=_PREFILL if found.is_prefill else None,
+        history.proofs,
+        refusal=_PREFILL if history.is_prefill else None,
         has_object_arguments=True,
         stream_mode=mode,
         layout=layout,
-        prefix=None if continued is None else continued.translated(found.messages),
+        prefix=None if continued is None else continued.translated(history.messages),
         left_out=left_out,
     )

@@ -68,10 +68,10 @@ _STOP_REASONS = {
 
 def as_message(reply: CommittedReply) -> dict[str, Any]:
     """The message, whose tool inputs are raw JSON."""
-    found = read_reply(reply.body)
-    echo = Echo(found.model) if reply.echo is None else _ECHO.decode(reply.echo)
-    content = content_of(with_given_ids(found.message, reply.given_ids), reply.proof)
-    reason, matched = _stop(found, echo, any(block["type"] == "tool_use" for block in content))
+    fields = read_reply(reply.body)
+    echo = Echo(fields.model) if reply.echo is None else _ECHO.decode(reply.echo)
+    content = content_of(with_given_ids(fields.message, reply.given_ids), reply.proof)
+    reason, matched = _stop(fields, echo, any(block["type"] == "tool_use" for block in content))
     return {
         "id": f"msg_{reply.proof}",
         "type": "message",
@@ -80,7 +80,7 @@ def as_message(reply: CommittedReply) -> dict[str, Any]:
         "content": content,
         "stop_reason": reason,
         "stop_sequence": matched,
-        "usage": _usage(found.counts),
+        "usage": _usage(fields.counts),
     }
 
 
@@ -106,13 +106,13 @@ def _tool_use(call: dict[str, Any]) -> Block:
     }
 
 
-def _stop(found: ReplyFields, echo: Echo, calls: bool) -> tuple[str, str | None]:
+def _stop(fields: ReplyFields, echo: Echo, calls: bool) -> tuple[str, str | None]:
     """The stop reason, and the stop sequence if it is one that the client asked for."""
-    reason = found.finish_reason
+    reason = fields.finish_reason
     if calls and reason in ("stop", None):
         reason = "tool_calls"
-    if reason == "stop" and found.matched in echo.stop_sequences:
-        return "stop_sequence", found.matched
+    if reason == "stop" and fields.matched in echo.stop_sequences:
+        return "stop_sequence", fields.matched
     return _STOP_REASONS.get(reason) or str(reason), None
 
 

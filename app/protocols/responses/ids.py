@@ -21,18 +21,18 @@ def call_id(prefix: str, proof: str, index: int, is_raw: bool = False) -> str:
 
 def is_raw(item_id: str, given: str) -> bool:
     """Is this input of a custom tool's call the sampled arguments as they are? Without an id of ours, an object is."""
-    found = _ITEM.fullmatch(item_id)
-    if found is not None:
-        return bool(found[3])
+    matched = _ITEM.fullmatch(item_id)
+    if matched is not None:
+        return bool(matched[3])
     return given.lstrip()[:1] == "{" and given.rstrip()[-1:] == "}"
 
 
 def output_item(item_id: str) -> tuple[str, int] | None:
     """The kind of one of our output items, as its prefix, and its place among the calls; None for any other id."""
-    found = _ITEM.fullmatch(item_id)
-    if found is None or (found[1] in ("fc", "ctc")) != (found[2] is not None):
+    matched = _ITEM.fullmatch(item_id)
+    if matched is None or (matched[1] in ("fc", "ctc")) != (matched[2] is not None):
         return None
-    return f"{found[1]}_", int(found[2] or 0)
+    return f"{matched[1]}_", int(matched[2] or 0)
 
 
 def proof_in(text: str) -> str | None:

@@ -101,9 +101,9 @@ def content_of(value: Any, path: str, separator: str, left_out: list[str]) -> st
 
 def reasoning_text(item: dict[str, Any], path: str) -> str:
     """A reasoning item's text: its content's, else its summary's."""
-    found = _texts(item.get("content"), f"{path}.content", ("reasoning_text", "text"))
+    texts = _texts(item.get("content"), f"{path}.content", ("reasoning_text", "text"))
     summary = _texts(item.get("summary"), f"{path}.summary", ("summary_text",))
-    return found or summary
+    return texts or summary
 
 
 def _texts(value: Any, path: str, types: tuple[str, ...]) -> str:
@@ -205,8 +205,8 @@ class Conversation:
             raise unsupported(f"{path}.type", kind)
         proof = None
         for claim in ("id", "encrypted_content"):
-            found = text_or_none(item.get(claim), f"{path}.{claim}")
-            proof = (None if found is None else ids.proof_in(found)) or proof
+            claimed = text_or_none(item.get(claim), f"{path}.{claim}")
+            proof = (None if claimed is None else ids.proof_in(claimed)) or proof
         if proof is not None and proof not in self.proofs[-1:]:
             self.proofs.append(proof)
         adder(self, item, path, proof)
@@ -256,10 +256,10 @@ class Conversation:
             self._client({"role": "user", "content": text_of(content, at, BETWEEN_TEXTS)})
 
     def add_reasoning(self, item: Item, path: str, proof: str | None) -> None:
-        found = reasoning_text(item, path)
+        text = reasoning_text(item, path)
         message = self._assistant(_REASONING, proof)
-        if found:
-            message["reasoning_content"] = found
+        if text:
+            message["reasoning_content"] = text
 
     def _call(self, called: str, called_id: Any, arguments: str, path: str, proof: str | None) -> None:
         given = name(called_id, f"{path}.call_id")
@@ -296,16 +296,16 @@ class Conversation:
 
     def add_reference(self, item: Item, path: str, proof: str | None) -> None:
         referred = text(item.get("id"), f"{path}.id")
-        found = ids.output_item(referred)
-        if found is None or proof is None:
+        referred_item = ids.output_item(referred)
+        if referred_item is None or proof is None:
             raise InvalidRequest(f"{path}.id names no output item of this session")
         self.references[proof] = None
         if len(self.references) > MAX_REFERRED:
             raise Unsupported(f"{path}: items of more than {MAX_REFERRED} responses are referred to; send them instead")
         place = {REFERENCE: referred}
-        if found[0] == ids.REASONING:
+        if referred_item[0] == ids.REASONING:
             self._assistant(_REASONING, proof)["reasoning_content"] = place
-        elif found[0] == ids.MESSAGE:
+        elif referred_item[0] == ids.MESSAGE:
             self._assistant(_ITEMS_TEXT, proof)["content"] = place
         else:
             self._assistant(_CALL, proof).setdefault("tool_calls", []).append(place)

@@ -29,32 +29,32 @@ def input_items(
     Raises InvalidRequest for an `after` that is no item's id.
     """
     kept = read_echo(echo)
-    found = [item for message in messages for item in _items(msgspec.json.decode(message), kept.named)]
-    if found and kept.instructions and found[0].get("role") == "system":
-        found = _without_instructions(found, kept.instructions)
-    custom = {item["call_id"] for item in found if item["type"] == "custom_tool_call"}
-    for index, item in enumerate(found):
+    items = [item for message in messages for item in _items(msgspec.json.decode(message), kept.named)]
+    if items and kept.instructions and items[0].get("role") == "system":
+        items = _without_instructions(items, kept.instructions)
+    custom = {item["call_id"] for item in items if item["type"] == "custom_tool_call"}
+    for index, item in enumerate(items):
         if item["type"] == "function_call_output" and item["call_id"] in custom:
             item["type"] = "custom_tool_call_output"
         item["id"] = f"{_PREFIXES.get(item['type'], 'item')}_{proof}_in{index}"
     if order == "desc":
-        found.reverse()
-    names = [item["id"] for item in found]
+        items.reverse()
+    names = [item["id"] for item in items]
     if after is not None and after not in names:
         raise InvalidRequest("after names no input item of this response")
     start = 0 if after is None else names.index(after) + 1
-    page = found[start : start + limit]
+    page = items[start : start + limit]
     ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
-    return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": start + limit < len(found)})
+    return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
 
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
-def _without_instructions(found: list[Item], instructions: str) -> list[Item]:
-    part = found[0]["content"][0]
+def _without_instructions(items: list[Item], instructions: str) -> list[Item]:
+    part = items[0]["content"][0]
     rest = part["text"].removeprefix(instructions).removeprefix(BETWEEN_SYSTEM)
-    return [{**found[0], "content": [{**part, "text": rest}]}, *found[1:]] if rest else found[1:]
+    return [{**items[0], "content": [{**part, "text": rest}]}, *items[1:]] if rest else items[1:]
 
 
 def _items(message: dict[str, Any], named: Mapping[str, Named]) -> list[Item]:
@@ -71,7 +71,7 @@ def _items(message: dict[str, Any], named: Mapping[str, Named]) -> list[Item]:
 
 
 def _assistant(message: dict[str, Any], named: Mapping[str, Named]) -> list[Item]:
-    items = [reasoning_item("", found)] if (found := reasoning_of(message)) else []
+    items = [reasoning_item("", reasoning)] if (reasoning := reasoning_of(message)) else []
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     texts = "".join(part.get("text", "") for part in _parts(message.get("content")))
     if texts or not calls:

@@ -288,19 +288,19 @@ def _is_place(value: Any) -> bool:
 
 def _referred(item_id: str, turns: Mapping[str, StoredTurn]) -> Any:
     """The reasoning, the text or the call that an item's id names."""
-    found = ids.output_item(item_id)
+    item = ids.output_item(item_id)
     turn = turns.get(find_proof(item_id) or "")
-    if found is None or turn is None:
+    if item is None or turn is None:
         raise InvalidRequest(f"item_reference {item_id} names no output item of this session")
     reply: Any = msgspec.json.decode(turn.messages[-1])
-    if found[0] == ids.REASONING:
+    if item[0] == ids.REASONING:
         return reply.get("reasoning_content") or reply.get("reasoning")
-    if found[0] == ids.MESSAGE:
+    if item[0] == ids.MESSAGE:
         return reply.get("content")
     calls = reply.get("tool_calls") or []
-    if found[1] >= len(calls):
+    if item[1] >= len(calls):
         raise InvalidRequest(f"item_reference {item_id} names no output item of this session")
-    return calls[found[1]]
+    return calls[item[1]]
 
 
 MAX_PROOFS = 1000

@@ -57,8 +57,8 @@ _TEXT = msgspec.json.Decoder(str)
 def output_items(message: Mapping[str, Any], proof: str, named: Mapping[str, Named], encrypted: bool) -> list[Item]:
     """A reply without calls has a message, be it empty: a client that drops reasoning still returns something of it."""
     items: list[Item] = []
-    if found := reasoning_of(message):
-        items.append(reasoning_item(ids.REASONING + proof, found))
+    if reasoning := reasoning_of(message):
+        items.append(reasoning_item(ids.REASONING + proof, reasoning))
         if encrypted:
             items[-1]["encrypted_content"] = ids.ENCRYPTED + proof
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
@@ -128,10 +128,10 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) -> dict[str, Any]:
     """The Response object; JSON without raw parts. `message` is what there is of one that is still generated."""
-    found, echo = read_reply(reply.body), read_echo(reply.echo)
-    given = with_given_ids(found.message, reply.given_ids) if message is None else message
+    fields, echo = read_reply(reply.body), read_echo(reply.echo)
+    given = with_given_ids(fields.message, reply.given_ids) if message is None else message
     output = output_items(given, reply.proof, echo.named, echo.encrypted)
-    reason = _INCOMPLETE.get(found.finish_reason or "")
+    reason = _INCOMPLETE.get(fields.finish_reason or "")
     if reason is not None:
         output[-1]["status"] = "incomplete"
     if echo.logprobs and message is None:
@@ -142,16 +142,16 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
     return {
         "id": ids.RESPONSE + reply.proof,
         "object": "response",
-        "created_at": found.created,
+        "created_at": fields.created,
         "status": "completed" if reason is None else "incomplete",
         "error": None,
         "incomplete_details": None if reason is None else {"reason": reason},
         **_DEFAULTS,
         **echo.shown,
-        **({"completed_at": found.created} if reason is None else {}),
-        "model": found.model,
+        **({"completed_at": fields.created} if reason is None else {}),
+        "model": fields.model,
         "output": output,
-        "usage": _usage(found.counts),
+        "usage": _usage(fields.counts),
     }
 
 

@@ -61,8 +61,8 @@ class Tools(msgspec.Struct, frozen=True):
 
     def raw(self, only: Collection[str] | None = None) -> msgspec.Raw | None:
         """The chat tools; None if there are none."""
-        found = [raw for flat, raw in self.functions.items() if only is None or flat in only]
-        return msgspec.Raw(b"[" + b",".join(map(bytes, found)) + b"]") if found else None
+        raws = [raw for flat, raw in self.functions.items() if only is None or flat in only]
+        return msgspec.Raw(b"[" + b",".join(map(bytes, raws)) + b"]") if raws else None
 
 
 NO_TOOLS = Tools({}, {}, [])

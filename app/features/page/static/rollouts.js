@@ -9,7 +9,7 @@ import { compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
 import { groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
 import { noGroup, View } from "./view.js";
-import { actionText, named, pretty, visible, visibleText } from "./visible.js";
+import { actionText, named, parsed, visible, visibleText } from "./visible.js";
 
 /** @import {ChatMessage, Child, Entry, Group, Mark, Rollout, SessionRow} from "../ui_types.d.ts" */
 /** @import {Divergence} from "./divergence.js" */
@@ -214,7 +214,7 @@ export class RolloutsView extends View {
     const cells = this.columns.map((column, at) => {
       const mark = column.head?.marks[step];
       const isUnequal = differences[at] !== null && rowOf(/** @type {Divergence} */ (differences[at])) === step;
-      if (!mark) return h("td", { class: isUnequal ? "unequal" : null }, column.head && column.head.marks.length === step && step > 0 && "ended");
+      if (!mark) return h("td", { class: isUnequal ? "unequal" : null }, column.head?.marks.length === step && h("p", { class: "note" }, "ended"));
       return h("td", { class: isUnequal ? "unequal" : null }, isOpen ? this.#whole(column, step) : short(column, step, mark));
     });
     return h("tr", null, h("th", { scope: "row" }, button(`${isOpen ? "▾" : "▸"} ${step + 1}`, toggle, { class: "link", ...label })), cells);
@@ -272,7 +272,7 @@ export class RolloutsView extends View {
         h("span", { class: "reward" }, head.reward === null ? "no reward" : `reward ${decimal(head.reward)}`),
         h("span", { class: "note" }, components),
       ),
-      h("p", { class: "note" }, `${count(head.turns)} turns, ${compact(head.tokens)} tokens, ${compact(head.output_tokens)} sampled`),
+      h("p", { class: "note" }, `${count(head.turns)} ${head.turns === 1 ? "turn" : "turns"}, ${compact(head.tokens)} tokens, ${compact(head.output_tokens)} sampled`),
       this.#branches(column),
       this.columns.length > 1 && h("p", { class: differs ? "differs" : "note" }, compared),
     );
@@ -361,10 +361,12 @@ function textOf(entries, withRoles) {
   return texts.join("\n\n");
 }
 
-/** @param {any} call @returns {string} */
+/** @param {any} call @returns {string} arguments a line each, their texts as they are */
 function callText(call) {
   const { name = "?", arguments: given = "" } = call?.function ?? {};
-  return `calls ${name} ${typeof given === "string" ? pretty(given) : JSON.stringify(given, null, 2)}`;
+  const value = typeof given === "string" ? parsed(given) : given;
+  if (value === null || typeof value !== "object") return `calls ${name} ${given}`;
+  return [`calls ${name}`, ...Object.entries(value).map(([key, one]) => `  ${key}: ${plain(one)}`)].join("\n");
 }
 
 /** @param {unknown} content @returns {string} */

@@ -52,6 +52,7 @@ export class Summaries {
       this.onRead(ids);
     } catch (error) {
       if (!this.closed.aborted && !(error instanceof ApiError)) throw error;
+      for (const id of ids) this.asked.delete(id);
     }
     this.timer = undefined;
     if (!this.closed.aborted) this.want([]);

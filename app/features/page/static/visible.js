@@ -124,13 +124,19 @@ export function textBlock(text, kind = "") {
   }
 }
 
-/** @param {string} text @returns {string} the same, indented, where it is JSON of an object or a list */
-export function pretty(text) {
+/** @param {string} text @returns {unknown} the object or list of which it is the JSON, else itself */
+export function parsed(text) {
   try {
     const value = JSON.parse(text);
-    return value !== null && typeof value === "object" ? JSON.stringify(value, null, 2) : text;
+    return value !== null && typeof value === "object" ? value : text;
   } catch (error) {
     if (error instanceof SyntaxError) return text;
     throw error;
   }
+}
+
+/** @param {string} text @returns {string} the same, indented, where it is JSON of an object or a list */
+export function pretty(text) {
+  const value = parsed(text);
+  return typeof value === "string" ? value : JSON.stringify(value, null, 2);
 }
