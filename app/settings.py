@@ -109,6 +109,7 @@ Feature = Literal[
     "groups",
     "live",
     "objects",
+    "otel",
     "page",
     "resume",
     "search",

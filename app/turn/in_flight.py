@@ -243,6 +243,10 @@ class InFlightTurn(msgspec.Struct, eq=False):
     reply: ValidatedReply | None = None
     given_ids: GivenIds | None = None
 
+    # Ended without a commit: the error's code and message; None also where an engine's own error is
+    # passed on. Not the error itself, whose traceback would keep the turn.
+    failure: tuple[str, str] | None = None
+
     # Claimed, where limits hold for it.
     limit: TurnLimit | None = None
 

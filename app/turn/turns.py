@@ -182,9 +182,11 @@ class Turns:
                     reply = self._reply(turn, turn.reply)
             except TurnCancelled:
                 error = await self._cancelled(turn)
+                turn.failure = error.code, str(error)
                 is_settled = True
                 raise error from None
             except AppError as error:
+                turn.failure = error.code, str(error)
                 if not is_generated:
                     await claims.fail(turn, error, str(error), turn.received)
                 is_settled = True

@@ -61,8 +61,8 @@ class Answering(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[Asked], Answer]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, answer: Callable[[Asked], Answer], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.answer = answer
         self.base_url = f"http://127.0.0.1:{self.server_port}"
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})

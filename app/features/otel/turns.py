@@ -1,0 +1,218 @@
+"""What is noted of a turn at its end, on the event loop: a few numbers and names, and content only if it is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from app.errors import AppError
+from app.features.otel.sending import SpanSender
+from app.turn.in_flight import InFlightTurn, TurnStage
+
+if TYPE_CHECKING:
+    from app.services import Services
+    from app.store.log import VoidedClaim
+
+REQUEST_PARAMETERS = {
+    "model": "gen_ai.request.model",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+    "seed": "gen_ai.request.seed",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+}
+"""Fields of a request and the attributes that hold them: numbers, and the model's name. Stop sequences are content."""
+
+Attributes = dict[str, str | bool | int | float | Sequence[str]]
+
+
+class NotedSpan(NamedTuple):
+    """A turn, or a session that was closed (`turn` 0). Times are in seconds since the epoch.
+
+    `parent` is the turn that it continues, as session and turn; of a session its parent session. `traceparent` is the
+    client's header. `stages` are the turn's, each with its beginning; the last ends with the turn. `content` are the
+    new messages and the sampled one, as JSON. `error` is the error's type, `reason` its message, `failed` the place of
+    the stage in which it came.
+    """
+
+    session_id: str
+    turn: int
+    began: float
+    ended: float
+    attributes: Attributes
+    parent: tuple[str, int] | None = None
+    traceparent: str | None = None
+    stages: Sequence[tuple[str, float]] = ()
+    error: str | None = None
+    reason: str | None = None
+    failed: int = -1
+    content: tuple[Sequence[bytes], bytes | None] | None = None
+
+    @property
+    def spans(self) -> int:
+        return 1 + len(self.stages)
+
+    @property
+    def content_bytes(self) -> int:
+        return 0 if self.content is None else sum(map(len, self.content[0])) + len(self.content[1] or b"")
+
+
+class TracedTurns:
+    """Notes turns and closed sessions for `sender`. A retry that is given a stored reply is no turn."""
+
+    def __init__(self, services: Services, sender: SpanSender, *, with_content: bool) -> None:
+        self._services = services
+        self._sender = sender
+        self._with_content = with_content
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def ended(self, turn: InFlightTurn) -> None:
+        """Note a turn that had its claim; what is kept of it holds nothing of its body or its reply but content."""
+        self._sender.put(self._noted(turn))
+
+    def session_closed(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
+        """Note a session, which has to be read for that."""
+        task = asyncio.create_task(self._note_session(session_id), name="turnlog-otel-session")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def stop(self) -> None:
+        if self._closing:
+            await asyncio.wait(self._closing)
+        await self._sender.stop()
+
+    def _noted(self, turn: InFlightTurn) -> NotedSpan:
+        opened, session, marks = turn.opened, turn.session, turn.stages.marks
+        now, elapsed = self._services.clock(), turn.stages.clock()
+        times = [(stage, now - (elapsed - at)) for stage, at in marks]
+        ended = now
+        if times[-1][0] is TurnStage.REPLY:  # it is on disk since then
+            ended = times.pop()[1]
+        failure = _failure(turn, times)
+        parent = (turn.session_id, opened.parent) if opened.parent else None
+        fork = session.fork
+        if fork is not None and 0 < opened.parent <= fork.turns:  # a copy, which has no span
+            parent = (fork.session, fork.turn) if opened.parent == fork.turns else None
+        content = None
+        if self._with_content:
+            message = None if turn.reply is None or failure else turn.reply.message
+            content = [bytes(raw) for raw in turn.stored], message
+        return NotedSpan(
+            session_id=turn.session_id,
+            turn=opened.turn,
+            began=times[0][1],
+            ended=ended,
+            attributes={**self._attributes(turn), **_of_session(session.config.group_id, session.config.attempt)},
+            parent=parent,
+            traceparent=next((value for name, value in turn.headers if name == "traceparent"), None),
+            stages=[(stage.name.lower(), at) for stage, at in times],
+            content=content,
+            **failure,
+        )
+
+    def _attributes(self, turn: InFlightTurn) -> Attributes:
+        opened, request, reply = turn.opened, turn.request, turn.reply
+        attributes: Attributes = {
+            "gen_ai.operation.name": "chat" if request.shape == "chat" else "text_completion",
+            "turnlog.turn": opened.turn,
+            "turnlog.protocol": opened.protocol,
+        }
+        if opened.parent:
+            attributes["turnlog.parent_turn"] = opened.parent
+        if opened.agent_id is not None:
+            attributes["gen_ai.agent.id"] = opened.agent_id
+        if opened.adapter is not None:
+            attributes["turnlog.adapter"] = opened.adapter
+        attributes.update(_parameters(request.params))
+        if request.stream:
+            attributes["gen_ai.request.stream"] = True
+        engine = turn.answer.engine if reply is None and turn.answer is not None else ""
+        dialect: str = self._services.engines.dialect
+        if reply is not None:
+            engine, dialect = reply.engine, reply.dialect
+            attributes["gen_ai.usage.input_tokens"] = reply.base + reply.suffix_tokens
+            attributes["gen_ai.usage.output_tokens"] = reply.output_tokens
+            attributes["turnlog.new_prompt_tokens"] = reply.suffix_tokens
+            if reply.cached_tokens is not None:
+                attributes["gen_ai.usage.cache_read.input_tokens"] = reply.cached_tokens
+            if reply.finish_reason is not None:
+                attributes["gen_ai.response.finish_reasons"] = (reply.finish_reason,)
+            if reply.weight_versions:
+                attributes["turnlog.weight_versions"] = tuple(
+                    dict.fromkeys(span.version for span in reply.weight_versions)
+                )
+        attributes["gen_ai.provider.name"] = dialect if dialect != "auto" else "_OTHER"
+        address = urlsplit(engine)
+        if address.hostname:
+            attributes["server.address"] = address.hostname
+            attributes["server.port"] = address.port or (443 if address.scheme == "https" else 80)
+        elif engine:
+            attributes["turnlog.upstream"] = engine
+        return attributes
+
+    async def _note_session(self, session_id: str) -> None:
+        try:
+            entry = await self._services.cache.get(session_id)
+        except AppError:
+            return  # What cannot be read has no span either.
+        if entry is None or entry.session.closed_at is None:
+            return
+        session = entry.session
+        config = session.config
+        attributes: Attributes = {"gen_ai.operation.name": "invoke_agent", "turnlog.turns": session.turns.count}
+        if session.reward is not None:
+            attributes["turnlog.reward"] = session.reward.reward
+        self._sender.put(
+            NotedSpan(
+                session_id,
+                0,
+                session.created_at,
+                session.closed_at or session.created_at,
+                {**attributes, **_of_session(config.group_id, config.attempt)},
+                None if config.parent is None else (config.parent, 0),
+            )
+        )
+
+
+def _failure(turn: InFlightTurn, stages: Sequence[tuple[TurnStage, float]]) -> dict[str, Any]:
+    """What ended the turn without a commit: `error`, `reason` and `failed` of `NotedSpan`; empty if it committed."""
+    last = len(stages) - 1
+    if turn.stages.marks[-1][0] is TurnStage.REPLY:
+        return {}
+    if turn.failure is not None:
+        error, reason = turn.failure
+        return {"error": error, "reason": reason, "failed": last}
+    if turn.reply is None and turn.answer is not None:  # an engine's own error, which is passed on
+        asked = [place for place, (stage, _) in enumerate(stages) if stage is TurnStage.ENGINE]
+        status = turn.answer.status
+        return {"error": str(status), "reason": f"the engine answered {status}", "failed": asked[-1]}
+    return {"error": "_OTHER", "failed": last}
+
+
+def _of_session(group_id: str | None, attempt: int | None) -> Attributes:
+    attributes: Attributes = {}
+    if group_id is not None:
+        attributes["turnlog.group_id"] = group_id
+    if attempt is not None:
+        attributes["turnlog.attempt"] = attempt
+    return attributes
+
+
+def _parameters(params: Mapping[str, Any]) -> Attributes:
+    """The request's parameters that are of the kind that their attribute has."""
+    attributes: Attributes = {}
+    for name, attribute in REQUEST_PARAMETERS.items():
+        if (raw := params.get(name)) is None:
+            continue
+        value = msgspec.json.decode(raw)
+        wanted = str if name == "model" else (int, float)
+        if isinstance(value, wanted) and not isinstance(value, bool):
+            attributes[attribute] = value
+    return attributes
