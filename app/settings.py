@@ -1,4 +1,4 @@
-"""Reads the settings, environment variables named `TURNLOG_*`, once into one frozen object."""
+"""Reads the settings, environment variables named `TURNLOG_*` or a file, once into one frozen object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from app import crash_points
+from app import config_file, crash_points
+from app.config_file import ConfigFile, read_config
 from app.domain import patterns
 from app.domain.events import History, OnAbort, OnDivergence, ReplayKind
 from app.domain.request import SETTABLE
@@ -422,7 +423,7 @@ def can_be_off(field: FieldInfo) -> bool:
 
 
 def load_settings(*names: str) -> Settings:
-    """Read all settings from the environment, or only those named, such as `lease_s`; the others have defaults.
+    """Read all settings, or only those named, such as `lease_s`; the others have defaults.
 
     Raises StartupError with a line for each mistake: the variable, its value and what is accepted.
     """
@@ -440,7 +441,7 @@ def load_settings(*names: str) -> Settings:
 
 def known_names() -> frozenset[str]:
     """All supported variables, without the one for tests (`crash_points.VARIABLE`)."""
-    return CLIENT_VARIABLES | {PREFIX + name.upper() for name in Settings.model_fields}
+    return CLIENT_VARIABLES | {config_file.VARIABLE} | {PREFIX + name.upper() for name in Settings.model_fields}
 
 
 def unknown_names() -> dict[str, str | None]:
@@ -460,10 +461,16 @@ def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
     if not names:
         mistakes += crash_points.mistakes()
     try:
-        settings = Settings(**others)
+        config = read_config(Settings.model_fields)
+    except StartupError as error:
+        return None, [*mistakes, *error.lines]
+    try:
+        settings = Settings(**{**config.values, **others})
     except ValidationError as error:
         problems = {str(problem["loc"][0]): problem for problem in reversed(error.errors())}
-        return None, mistakes + [_one_line(problems[name]) for name in Settings.model_fields if name in problems]
+        return None, mistakes + [
+            _one_line(problems[name], config) for name in Settings.model_fields if name in problems
+        ]
     return (None if mistakes else settings), mistakes
 
 
@@ -487,19 +494,21 @@ def _warn_of_weak(settings: Settings) -> None:
         log.warning("TURNLOG_SESSION_SECRET has no effect without TURNLOG_ADMIN_TOKEN")
 
 
-def _one_line(problem: Mapping[str, Any]) -> str:
+def _one_line(problem: Mapping[str, Any], config: ConfigFile) -> str:
     wanted = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ").split(", unable")[0]
     if problem["type"] == SEVERAL:
         return wanted
-    name = PREFIX + str(problem["loc"][0]).upper()
-    value = os.environ.get(name, problem["input"])
+    setting = str(problem["loc"][0])
+    name = PREFIX + setting.upper()
+    value = config.values.get(setting, os.environ.get(name, problem["input"]))
     if name.endswith(("API_KEY", "ADMIN_TOKEN", "SESSION_SECRET", "TEXT_UPSTREAMS", "WEBHOOKS", "WEBHOOK_SECRET")):
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))
-    if can_be_off(Settings.model_fields[str(problem["loc"][0])]):
+    if can_be_off(Settings.model_fields[setting]):
         wanted += ", or off"
-    return f"{name}={value!r}: accepted is {wanted}"
+    place = config.place(setting) if setting in config.values else name
+    return f"{place}={value!r}: accepted is {wanted}"
 
 
 def _without_password(url: str) -> str:

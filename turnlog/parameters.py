@@ -55,28 +55,37 @@ class Limits(TypedDict, total=False):
 class NewSession(TypedDict, total=False):
     """The fields of `POST /sessions`; docs/api.md describes them."""
 
-    session_id: str | None
-    group_id: str | None
-    attempt: int | None
-    metadata: Mapping[str, Any] | None
-    rollback_window: int | None
-    retain: Literal["window", "sampled", "all"] | None
-    history: Literal["linear", "tree"] | None
-    on_divergence: Literal["reject", "segment"] | None
-    on_drift: Literal["segment", "reject"] | None
-    matcher: Literal["tolerant", "strict", "role_content_only"] | None
-    adapter: str | None
-    on_abort: Literal["return", "continue", "fail"] | None
-    stream_mode: Literal["whole", "live"] | None
-    params: Mapping[str, Any] | None
-    model: str | None
-    params_mode: Literal["override", "refuse"] | None
-    evaluation: bool | None
-    limits: Limits | None
-    on_limit: Literal["error", "length"] | None
-    capture: Literal["tokens", "text"] | None
-    upstream: str | None
-    parent_session_id: str | None
+    session_id: Annotated[str | None, "Its id; default: random."]
+    group_id: Annotated[str | None, "The group that it is an attempt of."]
+    attempt: Annotated[int | None, "Which attempt of its group."]
+    metadata: Annotated[Mapping[str, Any] | None, "Repeated in each export row."]
+    rollback_window: Annotated[int | None, "Committed turns that a retry may discard."]
+    retain: Annotated[Literal["window", "sampled", "all"] | None, "Which replay payloads are kept."]
+    history: Annotated[Literal["linear", "tree"] | None, "A tree of turns, or one line of them."]
+    on_divergence: Annotated[
+        Literal["reject", "segment"] | None, "What a request does that does not continue the history."
+    ]
+    on_drift: Annotated[
+        Literal["segment", "reject"] | None, "What a turn does whose tokens do not continue the history's."
+    ]
+    matcher: Annotated[Literal["tolerant", "strict", "role_content_only"] | None, "Which messages are equal."]
+    adapter: Annotated[str | None, "The LoRA adapter of all turns."]
+    on_abort: Annotated[
+        Literal["return", "continue", "fail"] | None, "What becomes of a generation that an engine aborts."
+    ]
+    stream_mode: Annotated[Literal["whole", "live"] | None, "Streams: after the commit, or as they are generated."]
+    params: Annotated[Mapping[str, Any] | None, "Parameters of every request, in the place of the client's."]
+    model: Annotated[str | None, "The model of every request."]
+    params_mode: Annotated[Literal["override", "refuse"] | None, "Replace what the client sends, or refuse it."]
+    evaluation: Annotated[bool | None, "For the trainer; changes nothing."]
+    limits: Annotated[Limits | None, "Turns, tokens, context, seconds that it may use."]
+    on_limit: Annotated[
+        Literal["error", "length"] | None,
+        "What becomes of a generation that runs into a limit.",
+    ]
+    capture: Annotated[Literal["tokens", "text"] | None, "Tokens and logprobs, or text alone."]
+    upstream: Annotated[str | None, "Of a session of text: its upstream."]
+    parent_session_id: Annotated[str | None, "The session whose sub-agent this is."]
 
 
 class SessionFilters(TypedDict, total=False):

@@ -23,7 +23,10 @@ def test_it_makes_its_store_serves_and_ends(tmp_path: Path) -> None:
     owner = Owner()
     port = reserve_port(owner)
     token = "a-token-of-the-test-0123456789"
-    process = started("serve", "--port", port, folder=tmp_path, environment={"TURNLOG_ADMIN_TOKEN": token})
+    (tmp_path / "turnlog.toml").write_text(f'admin_token = "{token}"\n')
+    (tmp_path / "variables").write_text("# of this host\nexport TURNLOG_LOG_FORMAT='json'\nTURNLOG_ADMIN_TOKEN=\n")
+    files = ("--config", "turnlog.toml", "--env-file", "variables")
+    process = started("serve", "--port", port, *files, folder=tmp_path)
     try:
         until(lambda: is_healthy(port), PATIENCE_S)
         url = f"http://127.0.0.1:{port}"
@@ -52,4 +55,8 @@ def test_what_cannot_be_served_is_said_at_once(tmp_path: Path, clean_environment
     assert "canary" not in line
     clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}", WORKERS="many")
     assert complaint("serve").startswith("turnlog: TURNLOG_WORKERS='many'")
+    (tmp_path / "variables").write_text("TURNLOG_LOG_LEVEL=info\nTURNLOG_ADMIN_TOKEN canary\n")
+    assert complaint("serve", "--env-file", tmp_path / "variables", code=2).endswith("variables:2: not NAME=value")
+    assert "No such file" in complaint("migrate", "--env-file", tmp_path / "none", code=2)
+    (tmp_path / "variables").unlink()
     assert list(tmp_path.iterdir()) == []

@@ -18,9 +18,12 @@ ROOT = Path(app.__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 ELSEWHERE = frozenset(
-    {"TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_CRASH_POINT", "TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS"}
+    {
+        *("TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_CONFIG", "TURNLOG_CRASH_POINT", "TURNLOG_TEST_LANES"),
+        "TURNLOG_PAGE_SCREENSHOTS",
+    }
 )
-"""Variables that are not the server's settings: the client's and the command line's, and the tests'."""
+"""Variables that are not settings: the client's and the command line's, the file of settings, and the tests'."""
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -387,3 +388,52 @@ def test_networks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNLOG_ON_DISCONNECT", "abort_after:2.5")
     assert load_settings().abort_after_s == 2.5
+
+
+def test_a_file_holds_settings_and_a_variable_takes_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "turnlog.toml"
+    monkeypatch.setenv("TURNLOG_CONFIG", str(file))
+    file.write_text(
+        'upstreams = ["http://a:1/", "http://b:2/v1"]\nadmin_token = ["one-of-sixteen-chars", "two"]\n'
+        'rollback_window = 3\nmax_replay_bytes = "2GiB"\nreplay_incremental = true\nclosed_ttl_s = "off"\n'
+        'history = "tree"\n[limits]\nturns = 5\n'
+    )
+    monkeypatch.setenv("TURNLOG_HISTORY", "linear")
+    monkeypatch.setenv("TURNLOG_ROLLBACK_WINDOW", " ")  # counts as not set
+    settings = load_settings()
+    assert (settings.upstreams, settings.admin_token) == (
+        ("http://a:1", "http://b:2"),
+        ("one-of-sixteen-chars", "two"),
+    )
+    assert (settings.rollback_window, settings.max_replay_bytes, settings.history) == (3, 2 << 30, "linear")
+    assert settings.limits is not None
+    assert (settings.replay_incremental, settings.limits.turns) == (True, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("\nlease_s = 0\n", ":2: lease_s='0': accepted is"),
+        ("# x\n\ndatabse_url = 'x'\n", ":3: databse_url is not a setting: did you mean database_url?"),
+        ("TURNLOG_HISTORY = 'tree'\n", ":1: TURNLOG_HISTORY is not a setting: did you mean history?"),
+        ("[limits]\nodd = 1\n", ":1: limits="),
+        ("history = \n", ": Invalid value (at line 1, column 11)"),
+        ("lease_s = 1979-05-27\n", ": accepted is text, a number, true or false, a list or a table"),
+        ('admin_token = ["sec ret", ""]\n', ":1: admin_token='(not shown)': accepted is"),
+        ('database_url = "mysql://user:sec@host/db"\n', ":1: database_url='mysql://user:***@host/db': accepted is"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_by_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, told: str
+) -> None:
+    file = tmp_path / "turnlog.toml"
+    file.write_text(text)
+    monkeypatch.setenv("TURNLOG_CONFIG", str(file))
+    with pytest.raises(StartupError) as refused:
+        load_settings()
+    [line] = refused.value.lines
+    assert line.startswith(f"{file}{told}")
+    assert "sec" not in line.removeprefix(str(file))
+    monkeypatch.setenv("TURNLOG_CONFIG", str(tmp_path / "none"))
+    with pytest.raises(StartupError, match="No such file"):
+        load_settings()

@@ -7,21 +7,22 @@ from typing import Annotated
 import typer
 
 from turnlog.cli import (
-    annotate,
     archive,
     checkpoints,
     export,
     fleet,
-    forks,
     maintain,
     search,
     sessions,
     tail,
     tree,
+    watch,
+    write,
 )
+from turnlog.cli import read as reading
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
-from turnlog.cli.run import Commands, ServerCommand, server_options
+from turnlog.cli.run import Commands, ServerCommand, server_options, settings_options
 
 app = typer.Typer(
     name="turnlog",
@@ -34,6 +35,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+NUMBERS = {"ignore_unknown_options": True}
+"""A negative number is no option."""
+
 OBSERVE, MAKE, ORDER, KEEP, RUN = "Look", "Sessions", "The fleet", "The store", "Run"
 
 for _panel, _name, _function in (
@@ -42,13 +46,19 @@ for _panel, _name, _function in (
     (RUN, "doctor", doctor.doctor),
     (OBSERVE, "sessions", sessions.sessions),
     (OBSERVE, "show", sessions.show),
+    (OBSERVE, "read", reading.read),
+    (OBSERVE, "watch", watch.watch),
+    (OBSERVE, "open", sessions.open_page),
     (OBSERVE, "tree", tree.tree),
     (OBSERVE, "tail", tail.tail),
     (OBSERVE, "groups", sessions.groups),
     (OBSERVE, "search", search.search),
     (OBSERVE, "export", export.export),
-    (MAKE, "fork", forks.fork),
-    (MAKE, "annotate", annotate.annotate),
+    (MAKE, "create", write.create),
+    (MAKE, "fork", write.fork),
+    (MAKE, "reward", write.reward),
+    (MAKE, "annotate", write.annotate),
+    (MAKE, "close", write.close),
     (ORDER, "pause", fleet.pause),
     (ORDER, "resume", fleet.resume),
     (KEEP, "archive", archive.archive),
@@ -59,8 +69,13 @@ for _panel, _name, _function in (
     (KEEP, "replay", maintain.replay),
 ):
     _calls_server = _panel in (OBSERVE, MAKE, ORDER) or _name in ("archive", "import")
-    _made = app.command(_name, rich_help_panel=_panel, cls=None if _calls_server else ServerCommand)
-    _made(server_options(_function) if _calls_server else _function)
+    _made = app.command(
+        _name,
+        rich_help_panel=_panel,
+        cls=None if _calls_server else ServerCommand,
+        context_settings=NUMBERS if _name == "reward" else None,
+    )
+    _made(server_options(_function) if _calls_server else settings_options(_function))
 for _name, _program in (("simulator", serving.simulator), ("demo", serving.demo), ("bench", serving.bench)):
     app.command(
         _name, cls=ServerCommand, rich_help_panel=RUN, add_help_option=False, context_settings=serving.PASSED_ON

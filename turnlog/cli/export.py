@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import INTERRUPTED, Failure, UsageError, say, wants_json
 from turnlog.errors import Unreachable
@@ -23,10 +23,8 @@ KEPT = "; what has come is kept, the same command goes on from there"
 
 STANDARD_OUTPUT = Path("-")
 
-OF_PROGRAMS = ("url_s",)
-"""Parameters that only a program has a use for."""
 
-
+@takes(ExportParameters, "url_s")  # only a program has a use for a URL's duration
 def export(
     ctx: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="The file to make; none, or -: standard output.")] = None,
@@ -36,8 +34,7 @@ def export(
     **parameters: Any,
 ) -> None:
     """Export rows. After an interruption, run the same command again; FILE appears when it is complete."""
-    given = {name: value for name, value in parameters.items() if value is not None and value is not False}
-    wish = {"format": format, **{name: "true" if value is True else value for name, value in given.items()}}
+    wish = {"format": format, "shape": "turnlog", **given(parameters)}
     server, for_machine = remote(ctx), wants_json(ctx)
     if file is not None and file != STANDARD_OUTPUT:
         _to_file(server, wish, file, overwrite=overwrite, restart=restart, for_machine=for_machine)
@@ -45,30 +42,6 @@ def export(
         raise UsageError("--json, --overwrite and --restart are for an export to a file")
     else:
         _to_output(server, wish)
-
-
-def _option(name: str, hint: Any) -> inspect.Parameter:
-    """The option for one of the export's parameters. Whether a text is one that it takes, the server says."""
-    kind, told = get_args(hint)
-    kind = bool if bool in get_args(kind) else kind if kind in (bool, int, float) else str
-    flag = "--" + name.removesuffix("_id").replace("_", "-")
-    option = typer.Option(flag, help=told, min=1 if name == "limit" else None)
-    default: object = False if kind is bool else "turnlog" if name == "shape" else None
-    return inspect.Parameter(
-        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind | None, option]
-    )
-
-
-def _signature() -> inspect.Signature:
-    """`export`'s with an option for each parameter, from which Typer makes the command."""
-    own = inspect.signature(export, eval_str=True)
-    ctx, file, format, *others, _ = own.parameters.values()
-    hints = get_type_hints(ExportParameters, include_extras=True)
-    options = [_option(name, hint) for name, hint in hints.items() if name not in OF_PROGRAMS]
-    return own.replace(parameters=[ctx, file, format, *options, *others])
-
-
-export.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _to_file(

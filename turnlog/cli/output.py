@@ -26,7 +26,10 @@ GAP = 2
 SHORTEST = 16
 """The width to which a long column may be cut."""
 
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    code: f"\\u{code:04x}" for code in (0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
+"""Also what turns the direction of text, and separates lines."""
 
 
 Record = Mapping[str, Any]
@@ -61,8 +64,16 @@ def console(*, errors: bool = False) -> Console:
 
 
 def table(columns: Sequence[Column], records: Iterable[Record]) -> None:
-    """A table with one line per row. Columns that do not fit a narrow terminal are left out, and a line says so."""
+    """Print a table with one line per row. Columns that do not fit a narrow terminal are left out; a line says so."""
     out = console()
+    made, missing = fitted(columns, records, out)
+    out.print(made)
+    if missing:
+        print(f"no room for: {', '.join(missing)}", file=sys.stderr)
+
+
+def fitted(columns: Sequence[Column], records: Iterable[Record], out: Console) -> tuple[Table, list[str]]:
+    """A table for the console, and the titles of the columns that it has no room for."""
     cells = [[column.text(record) for column in columns] for record in records]
     natural = [
         max(cell_len(text) for text in (column.title, *(row[at] for row in cells))) for at, column in enumerate(columns)
@@ -75,10 +86,7 @@ def table(columns: Sequence[Column], records: Iterable[Record]) -> None:
     for row in cells:
         made.add_row(*(Text(row[at]) for at in widths))
     out.width = max(out.width, sum(widths.values()) + GAP * len(widths))
-    out.print(made)
-    missing = [column.title for at, column in enumerate(columns) if at not in widths]
-    if missing:
-        print(f"no room for: {', '.join(missing)}", file=sys.stderr)
+    return made, [column.title for at, column in enumerate(columns) if at not in widths]
 
 
 def fitting(columns: Sequence[Column], natural: Sequence[int], room: int) -> dict[int, int]:

@@ -17,18 +17,21 @@ PATIENCE_S = 15.0
 TIMEOUT_S = 60.0
 
 
-def remote(ctx: typer.Context, *, patience_s: float = PATIENCE_S) -> Transport:
-    """The client, closed with the command. Raises UsageError."""
-    made = connected(ctx.obj.url, ctx.obj.token, patience_s)
+def remote(ctx: typer.Context, *, patience_s: float = PATIENCE_S, has_answered: bool = False) -> Transport:
+    """The client, closed with the command. `has_answered`: it retries also what gets no answer at first.
+
+    Raises UsageError.
+    """
+    made = connected(ctx.obj.url, ctx.obj.token, patience_s, has_answered=has_answered)
     ctx.call_on_close(made.close)
     return made
 
 
-def connected(url: str, token: str | None, patience_s: float) -> Transport:
+def connected(url: str, token: str | None, patience_s: float, *, has_answered: bool = False) -> Transport:
     """Sends no request. Raises UsageError for an invalid URL, and for a token that no header can hold."""
     from turnlog.client._sync.transport import Transport
 
     try:
-        return Transport(url, token, patience_s, TIMEOUT_S, waits_for_start=False)
+        return Transport(url, token, patience_s, TIMEOUT_S, waits_for_start=has_answered)
     except ValueError as error:
         raise UsageError(f"--url, --token: {error}") from None

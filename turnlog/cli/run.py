@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -109,6 +110,61 @@ DatabaseUrl = Annotated[
     str | None,
     typer.Option("--database-url", help="The store; default: TURNLOG_DATABASE_URL, as the server reads it."),
 ]
+
+
+def _use_config(path: Path | None) -> Path | None:
+    """Every process of this command reads it (`app/config_file.py`)."""
+    if path is not None:
+        os.environ["TURNLOG_CONFIG"] = str(path.absolute())
+    return path
+
+
+def _use_env_file(path: Path | None) -> Path | None:
+    """Set its variables but those that are set. Raises Failure; no value is in its message."""
+    if path is None:
+        return None
+    try:
+        from dotenv.parser import parse_stream
+
+        with path.open(encoding="utf-8") as file:
+            bindings = list(parse_stream(file))
+    except ModuleNotFoundError:
+        raise Failure("--env-file needs the extra turnlog[server]") from None
+    except OSError as error:
+        raise UsageError(f"--env-file {path}: {error.strerror}") from None
+    for binding in bindings:
+        if binding.error or (binding.key is not None and binding.value is None):
+            raise UsageError(f"{path}:{binding.original.line}: not NAME=value")
+        if binding.key is not None:
+            os.environ.setdefault(binding.key, binding.value or "")
+    return path
+
+
+def settings_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that reads the server's settings: adds --config and --env-file to its options.
+
+    They are eager: what they set is also the default of the command's other options.
+    """
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(*, config: Path | None, env_file: Path | None, **given: Any) -> None:
+        command(**given)
+
+    def common(
+        config: Annotated[
+            Path | None,
+            typer.Option(is_eager=True, callback=_use_config, help="A TOML file of settings (docs/settings.md)."),
+        ] = None,
+        env_file: Annotated[
+            Path | None,
+            typer.Option(is_eager=True, callback=_use_env_file, help="A file of variables, as NAME=value."),
+        ] = None,
+    ) -> None: ...
+
+    added = inspect.signature(common, eval_str=True).parameters.values()
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
+    return run
 
 
 def current(token: str | None) -> str | None:

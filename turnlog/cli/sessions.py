@@ -1,94 +1,41 @@
-"""`turnlog sessions`, `show` and `groups`: what the server has."""
+"""`turnlog sessions`, `show`, `open` and `groups`: what the server has."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
+from turnlog.parameters import SessionFilters
 
 if TYPE_CHECKING:
+    from turnlog.cli.output import Column
     from turnlog.client._sync.transport import Transport
 
 PAGE = 1000
 """The largest page that the server gives."""
 
 
-class State(StrEnum):
-    OPEN = "open"
-    IDLE = "idle"
-    RUNNING = "running"
-    PAUSED = "paused"
-    CLOSED = "closed"
-    ERASED = "erased"
-    UNDONE = "undone"
-
-
-class Sort(StrEnum):
-    CREATED = "created_at"
-    UPDATED = "updated_at"
-    REWARD = "reward"
-    TURNS = "turns"
-    STALENESS = "staleness"
-    RUNNING_SINCE = "running_since"
-
-
-class Order(StrEnum):
-    DESC = "desc"
-    ASC = "asc"
-
-
+@takes(SessionFilters, "status")  # a state is also a status
 def sessions(
     ctx: typer.Context,
-    state: Annotated[State | None, typer.Option(help="Only those in this state.")] = None,
-    group: Annotated[str | None, typer.Option(help="Only those of this group.")] = None,
-    attempt: Annotated[int | None, typer.Option(min=0, help="Only those with this attempt number.")] = None,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Only those with this value in their metadata. May be repeated."),
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="Only those of the engine with this URL.")] = None,
-    prefix: Annotated[str | None, typer.Option(help="Only those whose id begins so.")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="Only those with at least this reward.")] = None,
-    max_reward: Annotated[float | None, typer.Option(help="Only those with at most this reward.")] = None,
-    unrewarded: Annotated[bool, typer.Option("--unrewarded", help="Only those without a reward.")] = False,
-    min_staleness: Annotated[int | None, typer.Option(help="At least so many weight versions behind.")] = None,
-    stuck_s: Annotated[float | None, typer.Option(help="A turn has been in flight for longer than this.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Only those with this tag.")] = None,
-    sort: Annotated[Sort, typer.Option(help="The column to sort by.")] = Sort.CREATED,
-    order: Annotated[Order, typer.Option(help="Which end comes first.")] = Order.DESC,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
     every: Annotated[bool, typer.Option("--all", help="All of them, page after page.")] = False,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
+    **filters: Any,
 ) -> None:
     """List sessions, newest first."""
-    wish = {
-        "state": state,
-        "group_id": group,
-        "attempt": attempt,
-        "metadata": metadata or None,
-        "engine": engine,
-        "prefix": prefix,
-        "min_reward": min_reward,
-        "max_reward": max_reward,
-        "unrewarded": "true" if unrewarded else None,
-        "min_staleness": min_staleness,
-        "stuck_s": stuck_s,
-        "tag": tag,
-        "sort": sort,
-        "order": order,
-    }
-    found = _pages(remote(ctx), wish, None if every else limit, cursor)
+    found = _pages(remote(ctx), given(filters), None if every else limit, cursor)
     if printed_as_json(ctx, found):
         return
     _print_sessions(found["sessions"])
     say_if_none(found["sessions"], "session")
     if found["next_cursor"] is not None:
-        of = "" if metadata else f" of {found['total']}"
+        of = "" if filters["metadata"] else f" of {found['total']}"
         say(f"{len(found['sessions'])}{of}; more with --all, or --cursor {found['next_cursor']}")
 
 
@@ -108,9 +55,15 @@ def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: s
 
 
 def _print_sessions(rows: list[dict[str, Any]]) -> None:
-    from turnlog.cli.output import Column, since, table, when
+    from turnlog.cli.output import table
 
-    columns = [
+    table(session_columns(), rows)
+
+
+def session_columns() -> list[Column]:
+    from turnlog.cli.output import Column, since, when
+
+    return [
         Column("session", "session_id", whole=True),
         Column("state"),
         Column("turns", right=True),
@@ -123,7 +76,6 @@ def _print_sessions(rows: list[dict[str, Any]]) -> None:
         Column("engine", long=True),
         Column("created", lambda row: when(row["created_at"])),
     ]
-    table(columns, rows)
 
 
 def show(
@@ -139,6 +91,18 @@ def show(
     from turnlog.cli.session_view import print_session
 
     print_session(state)
+
+
+def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="The session's id.")]) -> None:
+    """Open the page of a session in a browser, and print its address."""
+    from turnlog.client.address import address
+
+    url = f"{address(ctx.obj.url)}/ui#/session/{quote(session, safe='')}"
+    if not printed_as_json(ctx, {"url": url}):
+        import webbrowser
+
+        print(url, flush=True)
+        webbrowser.open(url)
 
 
 def groups(

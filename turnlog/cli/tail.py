@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, say, wants_json
 from turnlog.errors import TurnlogError
@@ -54,7 +55,7 @@ def tail(
     else:
         path, place = f"/sessions/{quote(session, safe='')}/events", EventsPlace(_number(after), follow)
     is_empty = True
-    for event in _followed(server, path, place) if follow else server.lines(path, place):
+    for event in followed(server, path, place) if follow else server.lines(path, place):
         if for_machine or session is not None or is_event(event):
             is_empty = False
             _print(event, for_machine)
@@ -71,7 +72,7 @@ def _number(after: str | None) -> int:
     raise UsageError(f"--after is the number of a session's event, not {after:.64}")
 
 
-def _followed(server: Transport, path: str, place: AllEventsPlace | EventsPlace) -> Iterator[dict[str, Any]]:
+def followed(server: Transport, path: str, place: AllEventsPlace | EventsPlace) -> Iterator[dict[str, Any]]:
     """Each event once and in order, across restarts of the server.
 
     Raises TurnlogError if waiting cannot help, or if the server cannot be reached at first.
@@ -94,6 +95,36 @@ def _followed(server: Transport, path: str, place: AllEventsPlace | EventsPlace)
                 say(f"{error}; going on {place} when it is back")
             is_told = True
         time.sleep(wait_s)
+
+
+def told(event: Mapping[str, Any]) -> str | None:
+    """What an event says to a person who watches a session; None of one that only the server minds."""
+    match event:
+        case {"type": "SessionCreated"}:
+            return "created"
+        case {"type": "TurnOpened", "turn": turn}:
+            return f"turn {turn} begins"
+        case {"type": "TurnCommitted", "turn": turn, "output_tokens": tokens}:
+            finish = event.get("finish_reason")
+            return f"turn {turn} committed, {amount(tokens, 'token')}" + (f", {finish}" if finish else "")
+        case {"type": "TurnRejected", "turn": turn, "reason": reason}:
+            more = ", ".join(str(event[name]) for name in ("status", "detail") if event.get(name) is not None)
+            return f"turn {turn} failed: {reason}" + (f" ({more})" if more else "")
+        case {"type": "TurnAbandoned", "turn": turn, "reason": reason}:
+            return f"turn {turn} abandoned: {reason}"
+        case {"type": "LimitReached", "limit": limit}:
+            return f"the limit of {limit} is reached"
+        case {"type": "RolledBack", "to_turn": turn, "discarded": discarded}:
+            return f"rolled back to turn {turn}: discarded {', '.join(map(str, discarded))}"
+        case {"type": "RewardAssigned", "reward": reward}:
+            return f"reward {reward:.4g}" + (f" of turn {event['turn']}" if event.get("turn") else "")
+        case {"type": "SessionClosed"}:
+            return f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
+        case {"type": "SessionRestored", "checkpoint": name, "to_seq": seq}:
+            return f"taken back to checkpoint {name}, event {seq}"
+        case {"type": "SessionErased"}:
+            return "its content is erased"
+    return None
 
 
 def _print(event: dict[str, Any], for_machine: bool) -> None:

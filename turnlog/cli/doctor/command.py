@@ -51,6 +51,8 @@ def _examined(url: str, token: str | None, *, generate: bool) -> Iterator[Findin
     found, chosen = settings.examine()
     yield from found
     yield from host.limits()
+    if token is None and chosen is not None and chosen.admin_token:
+        token = chosen.admin_token[0]  # of a file
     told = yield from server.examine(url, token, expected=url != DEFAULT_URL)
     if chosen is None:
         return

@@ -1,0 +1,272 @@
+"""`turnlog read`: a session as a person reads it: what was asked, said and called, as it happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from turnlog.cli.remote import remote
+from turnlog.cli.run import Failure, say, wants_json
+from turnlog.cli.tail import followed, told
+from turnlog.errors import NotFound
+
+if TYPE_CHECKING:
+    from turnlog.client._sync.transport import Transport
+
+MARGIN = 20
+"""Width of what stands left of the text."""
+
+FIRST, LAST, WIDE = 5, 2, 400
+"""Of a long text: its first and last lines, and the characters of a line."""
+
+SHORT = 40
+"""Characters of an argument that stands beside the first one."""
+
+_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+
+Object = Mapping[str, Any]
+
+
+def read(
+    ctx: typer.Context,
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    turn: Annotated[int | None, typer.Option(min=1, help="Only this turn, and what its request brought.")] = None,
+    tools: Annotated[
+        bool, typer.Option("--tools", help="Calls with all their arguments, and nothing shortened.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Print a session's conversation, with failures, rollbacks and rewards in their place."""
+    from turnlog.client.lines import EventsPlace
+
+    path, place = f"/sessions/{quote(session, safe='')}", EventsPlace(0, follow)
+    log = remote(ctx, patience_s=0) if follow else remote(ctx)
+    reading = _Reading(remote(ctx, patience_s=math.inf, has_answered=True) if follow else log, path, whole=tools)
+    is_there = False
+    events = followed(log, f"{path}/events", place) if follow else log.lines(f"{path}/events", place)
+    for event in events:
+        if turn is None or event.get("turn") == turn:
+            is_there = True
+            _machine(reading, event) if wants_json(ctx) else reading.print(event)
+    if not is_there:
+        raise Failure(f"session {session} has no turn {turn}")
+    if not wants_json(ctx):
+        reading.say_open()
+
+
+def _machine(reading: _Reading, event: Object) -> None:
+    """The event on a line; of a committed turn with its messages."""
+    from turnlog.cli.output import machine
+
+    if event["type"] == "TurnCommitted":
+        machine({**event, "messages": reading.messages(event["turn"])})
+    elif told(event) is not None:
+        machine(event)
+
+
+class _Reading:
+    """Prints events one after the other."""
+
+    def __init__(self, server: Transport, path: str, *, whole: bool) -> None:
+        self._server = server
+        self._path = f"/ui/api{path}"
+        self._whole = whole
+        self._opened: dict[int, float] = {}
+        self._last: int | None = None
+        self._messages: dict[int, list[Object]] | None = None
+
+    def messages(self, turn: int) -> list[Object]:
+        """A turn's own messages, the reply last. Raises Failure if the page is off."""
+        if self._messages is None:
+            self._messages = {}
+            self._keep(None)
+        if turn not in self._messages:
+            self._keep(turn)
+        return self._messages.pop(turn, [])
+
+    def _keep(self, turn: int | None) -> None:
+        """Read the conversation that ends with the turn, or with the newest one: in a line of turns that is all."""
+        found = self._read(turn)
+        known: dict[int, list[Object]] = {}
+        for one in found["messages"]:
+            known.setdefault(one["turn"], []).append(one)
+        if found["omitted"] and found["messages"] and found["messages"][0]["turn"] != turn:
+            del known[found["messages"][0]["turn"]]  # some of its messages may be left out
+        self._messages = {**(self._messages or {}), **known}
+
+    def print(self, event: Object) -> None:
+        match event:
+            case {"type": "SessionCreated"}:
+                self._print_head(event)
+            case {"type": "TurnOpened"}:
+                self._opened[event["turn"]] = event["at"]
+            case {"type": "TurnCommitted"}:
+                self._print_turn(event)
+            case _ if said := told(event):
+                is_failure = event["type"] in ("TurnRejected", "TurnAbandoned", "RolledBack", "LimitReached")
+                self._opened.pop(event.get("turn", 0), None)
+                _print_block([_clock(event)], [(said, "red" if is_failure else "yellow")])
+
+    def say_open(self) -> None:
+        from turnlog.cli.output import since
+
+        for turn, at in self._opened.items():
+            say(f"turn {turn} is in flight for {since(at)}")
+
+    def _print_head(self, event: Object) -> None:
+        from turnlog.cli.output import compact, line, when
+
+        known = {name: value for name, value in event["config"].items() if name in ("group_id", "attempt")}
+        line(" ".join(filter(None, (f"created {when(event['at'])}", compact(known, 100)))), "bold")
+
+    def _print_turn(self, event: Object) -> None:
+        turn, parent = event["turn"], event["parent"]
+        opened = self._opened.pop(turn, None)
+        if self._last not in (None, parent) or event.get("branch_cause") not in (None, "start"):
+            where = "a new conversation" if not parent else f"goes on after turn {parent}"
+            branch = f", branch {event['branch']} ({event['branch_cause']})" if event.get("branch_cause") else ""
+            _print_block([], [(f"{where}{branch}", "yellow")])
+        self._last = turn
+        *brought, reply = self.messages(turn) or [{"message": None, "error": "it is not there"}]
+        for one in brought:
+            self._print_brought(one)
+        took = "" if opened is None else f" · {_seconds(event['at'] - opened)}"
+        margin = [f"turn {turn}{took}", f"{_clock(event)} · {event['output_tokens']} tok"]
+        if event.get("agent_id"):
+            margin.append(event["agent_id"][: MARGIN - 2])
+        text = list(self._reply(reply))
+        finish = event.get("finish_reason")
+        if finish not in (None, "stop", "tool_calls", "end_turn", "tool_use"):
+            text.append((f"[{finish}]", "red"))
+        _print_block(margin, text, "bold cyan")
+
+    def _print_brought(self, one: Object) -> None:
+        if one["message"] is None:
+            _print_block(["?"], [(f"[{one['error']}]", "red")])
+            return
+        role = str(one["message"].get("role", "?"))
+        text = _text(one["message"].get("content"))
+        is_users = role == "user"
+        _print_block([role], [(_shortened(text, self._whole or is_users), None if is_users else "dim")])
+
+    def _reply(self, one: Object) -> Iterator[tuple[str, str | None]]:
+        """The pieces of a reply, and their styles: its reasoning, its text, its calls."""
+        if one["message"] is None:
+            yield f"[{one['error']}]", "red"
+            return
+        message = one["message"]
+        text = _text(message.get("content"))
+        thought = _text(message.get("reasoning_content") or message.get("reasoning"))
+        if not thought and (found := _THOUGHT.match(text)):
+            thought, text = found[1], text[found.end() :]
+        if thought.strip():
+            beside = _shortened(thought.strip(), self._whole).replace("\n", "\n│ ")
+            yield f"│ {beside}", "dim italic"  # in a pipe nothing is dim
+        if said := (text.strip() or _text(message.get("refusal"))):
+            yield said, None
+        calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+        for call in calls:
+            yield (_call if self._whole else _call_line)(call), "green"
+
+    def _read(self, turn: int | None) -> Object:
+        try:
+            return self._server.read("GET", f"{self._path}/conversation", parameters={"turn": turn})
+        except NotFound as error:
+            if error.code != "not_found":
+                raise
+            raise Failure("reading needs the server's page: TURNLOG_FEATURES is without it") from None
+
+
+def _print_block(margin: Sequence[str], pieces: Sequence[tuple[str, str | None]], style: str = "bold") -> None:
+    """Texts beside a margin, whose first line has the style; as wide as the terminal."""
+    from itertools import zip_longest
+
+    from rich.text import Text
+
+    from turnlog.cli.output import UNBOUNDED, console, plain
+
+    out = console()
+    room = max(out.width - MARGIN, 20)
+    lines: list[Text] = []
+    for piece, piece_style in pieces:
+        for raw in piece.expandtabs(4).splitlines():
+            text = Text(plain(raw), piece_style or "")
+            lines += [text] if out.width == UNBOUNDED else text.wrap(out, room)
+    for at, (left, text) in enumerate(zip_longest(margin, lines)):
+        beside = Text(plain(left or "").ljust(MARGIN if text else 0), style if at == 0 else "dim")
+        out.print(beside + text if text else beside, soft_wrap=True)
+
+
+def _shortened(text: str, whole: bool) -> str:
+    """The first and last lines of a long text."""
+    lines = text.strip("\n").split("\n")
+    if whole:
+        return "\n".join(lines)
+    lines = [line if len(line) <= WIDE else line[:WIDE] + " …" for line in lines]
+    left_out = len(lines) - FIRST - LAST
+    if left_out <= 1:
+        return "\n".join(lines)
+    return "\n".join([*lines[:FIRST], f"… {left_out} lines", *lines[-LAST:]])
+
+
+def _call(call: Object) -> str:
+    """A call with its arguments, the texts among them as they are."""
+    given = _arguments(call)
+    if given is None:
+        return f"{call.get('name')}: {call.get('arguments')}"
+    named = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items())
+    return "\n".join((f"{call.get('name')}:", *(f"  {line}" for each in named for line in each.split("\n"))))
+
+
+def _call_line(call: Object) -> str:
+    """A call in a line: `bash: pytest -q`, the first argument and short ones beside it."""
+    given = _arguments(call)
+    values = (
+        [str(call.get("arguments") or "")]
+        if given is None
+        else [value if isinstance(value, str) else json.dumps(value) for value in given.values()]
+    )
+    first, *others = values or [""]
+    line, *more = first.strip().split("\n", 1)
+    said = [line[:WIDE] + (" …" if more or len(line) > WIDE else ""), *(one for one in others if len(one) <= SHORT)]
+    return f"{call.get('name')}: {' '.join(', '.join(said).split())}"
+
+
+def _arguments(call: Object) -> Object | None:
+    """None if they are no JSON object."""
+    arguments = call.get("arguments")
+    try:
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return None
+    return given if isinstance(given, Mapping) else None
+
+
+def _text(content: object) -> str:
+    """The text of a message's content; `[image_url]` and so on stand for other parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return "" if content is None else json.dumps(content, ensure_ascii=False)
+    parts = (part if isinstance(part, Mapping) else {"text": str(part)} for part in content)
+    return "\n".join(part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type')}]" for part in parts)
+
+
+def _clock(event: Object) -> str:
+    from turnlog.cli.output import when
+
+    return (when(event["at"]) or "")[11:]
+
+
+def _seconds(seconds: float) -> str:
+    from turnlog.cli.output import duration
+
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
