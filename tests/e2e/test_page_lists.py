@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -13,6 +16,7 @@ from playwright.sync_api import Page, expect
 
 from e2e.page import TIMEOUT_MS, PageStand, Watched, barriers
 from e2e.page_data import ADAPTER, AT_ONCE, MISSING, SCORED, TASKS
+from ops.server import ROOT
 
 pytestmark = pytest.mark.long
 
@@ -197,6 +201,26 @@ def test_fleet_strip(watched: Watched, page_stand: PageStand) -> None:
     assert page.input_value("select[name=engine]") == page_stand.dead_engine
 
 
+def test_the_strip_folds_away_where_one_thing_is_looked_at(watched: Watched, page_stand: PageStand) -> None:
+    """The button still names the engine that died; each kind of view remembers what somebody chose."""
+    page = watched.open(f"#/session/{page_stand.filled.idle}")
+    strip, fold = page.locator("#fleet"), page.locator("button.fold")
+    expect(fold).to_contain_text(f"1 dead: {urlsplit(page_stand.dead_engine).netloc}")
+    expect(strip).to_be_hidden()
+    watched.go("#/groups")
+    expect(strip).to_be_visible()
+    fold.press("Enter")
+    expect(strip).to_be_hidden()
+    watched.go(f"#/session/{page_stand.filled.idle}")
+    fold.press("Enter")
+    expect(strip).to_be_visible()
+    page.reload()
+    expect(strip).to_be_visible()
+    watched.go("#/")
+    expect(strip).to_be_hidden()
+    assert fold.get_attribute("aria-expanded") == "false"
+
+
 def test_groups(watched: Watched, page_stand: PageStand) -> None:
     flat, missing = list(SCORED)[1:]
     page = settled(watched.open("#/groups"))
@@ -238,8 +262,14 @@ def test_exports(watched: Watched, page_stand: PageStand, api: Callable[..., Any
     rows = page_stand.stand.rows(group_id=group, min_reward=0.5)
     assert preview["rows"] == len(rows)
 
+    page.wait_for_selector("h2:has-text('First rows')")
+    assert page.locator(".fields thead th").all_inner_texts() == ["Field", "Row 1", "Row 2", "Row 3"]
+    line = page.locator(".fields tr:has(th code:text-is('tokens')) td").all_inner_texts()
+    assert line == [_inshort(row["tokens"]) for row in rows[:3]]
+    size = len(page_stand.stand.http.get("/export", params={"group_id": group, "min_reward": 0.5}).content)
+    assert f"{size / 1024:.0f} KiB"[:1] in page.inner_text(".facts .figure:has-text('estimate') .value")
     links = page.eval_on_selector_all("a[download]", "links => links.map(link => link.href)")
-    assert len(links) == len(set(links)) == 11 * 4 + 2
+    assert len(links) == len(set(links)) == 4 + 2
     for link in (links[0], links[-1]):
         query = {name: values[0] for name, values in parse_qs(urlsplit(link).query).items()}
         assert query["group_id"] == group
@@ -251,6 +281,39 @@ def test_exports(watched: Watched, page_stand: PageStand, api: Callable[..., Any
     page.wait_for_selector("main th:has-text('stale')")
     page.locator("main td a").first.click()
     page.wait_for_url("**/ui#/session/*")
+
+
+def _inshort(ids: list[int]) -> str:
+    """A list of numbers as the page shows it."""
+    return f"{len(ids)} × [{', '.join(map(str, [*ids[:4], '…', *ids[-4:]]))}]"
+
+
+KNOWN = ("pandas", "polars", "datasets", "slime", "miles", "verl", "skyrl", "tinker", "torch", "prime_rl")
+"""Packages that code of the page needs beside the client's, which need not be here."""
+
+
+def test_the_code_that_loads_an_export_runs(watched: Watched, page_stand: PageStand) -> None:
+    """For each shape; what needs a package that is not here is only compiled."""
+    page = watched.open("#/exports")
+    group, ran = next(iter(SCORED)), set()
+    shapes = page.eval_on_selector_all("select[name=shape] option", "all => all.map((one) => one.value)")
+    for shape in shapes:
+        watched.go(f"#/exports?group_id={quote(group, safe='')}&advantage=grpo&shape={shape}")
+        chips = page.locator(".chips button")
+        expect(chips.first).to_have_text(shape if shape not in ("", "turnlog") else "pandas")
+        for name in [shape, "pandas", "polars", "datasets", "Python"] if shape in ("", "trl") else [shape]:
+            if not name or name == "turnlog":
+                continue
+            chips.get_by_text(name, exact=True).click()
+            code = page.inner_text("pre.code")
+            compile(code, name, "exec")
+            if name != "atropos" and all(find_spec(one) for one in KNOWN if one == name or one in code):
+                done = subprocess.run(
+                    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+                )
+                assert done.returncode == 0, f"{code}\n{done.stderr}"
+                ran.add(name)
+    assert {"trl", "tree", "Python"} <= ran
 
 
 def test_texts_of_others_stay_texts(watched: Watched, page_stand: PageStand) -> None:

@@ -23,6 +23,7 @@ MAX_REASONS = 200
 OTHER = "other reasons"
 
 EXAMPLES = 20
+FIRST_ROWS = 3
 
 
 class Example(msgspec.Struct, frozen=True):
@@ -45,13 +46,15 @@ class Missing(msgspec.Struct):
 class Preview(msgspec.Struct, frozen=True):
     """Of `scanned` sessions: the rows that the export would have, of how many sessions, with how many tokens.
 
-    `complete`: these are all; otherwise `cursor` resumes after them.
+    `first_tokens` are the tokens of each of its first rows. `complete`: these are all; otherwise `cursor` resumes after
+    them.
     """
 
     rows: int
     sessions: int
     tokens: int
     sampled_tokens: int
+    first_tokens: Sequence[int]
     missing: Sequence[Missing]
     scanned: int
     complete: bool
@@ -61,6 +64,7 @@ class Preview(msgspec.Struct, frozen=True):
 class _Counts:
     def __init__(self) -> None:
         self.rows = self.tokens = self.sampled_tokens = 0
+        self.first_tokens: list[int] = []
         self.given: set[str] = set()
         self.scanned: set[str] = set()
         self.cursor: str | None = None
@@ -78,6 +82,8 @@ class _Counts:
             self._leave_out(fields)
             return
         self.rows += 1
+        if self.rows <= FIRST_ROWS:
+            self.first_tokens.append(fields["tokens"])
         self.tokens += fields["tokens"]
         self.sampled_tokens += fields["sampled_tokens"]
         self.given.update(fields["sessions"])
@@ -119,6 +125,7 @@ class Previews:
             sessions=len(counts.given),
             tokens=counts.tokens,
             sampled_tokens=counts.sampled_tokens,
+            first_tokens=counts.first_tokens,
             missing=counts.missing,
             scanned=len(counts.scanned),
             complete=complete,

@@ -540,6 +540,7 @@ export interface ExportPreview {
   sessions: number;
   tokens: number;
   sampled_tokens: number;
+  first_tokens: number[];
   missing: Missing[];
   scanned: number;
   complete: boolean;

@@ -36,14 +36,7 @@ const VIEWS = {
   checkpoints: { View: CheckpointsView, title: "Checkpoints" },
   checkpoint: { View: CheckpointView, title: "Checkpoint" },
 };
-const NAVIGATION = [
-  { name: "sessions", href: "#/", title: "Sessions" },
-  { name: "groups", href: "#/groups", title: "Groups" },
-  { name: "versions", href: "#/versions", title: "Versions" },
-  { name: "search", href: "#/search", title: "Search" },
-  { name: "exports", href: "#/exports", title: "Exports" },
-  { name: "checkpoints", href: "#/checkpoints", title: "Checkpoints" },
-];
+const NAVIGATION = /** @type {const} */ (["sessions", "groups", "versions", "search", "exports", "checkpoints"]);
 /** @type {Record<string, string>} */
 const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints" };
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
@@ -86,7 +79,6 @@ class App {
     setNeedsToken(me.auth === "token");
     part("release").textContent = me.release;
     part("sign-out").hidden = me.auth !== "token";
-    part("fleet").hidden = false;
     await this.#follow();
     this.#enter();
   }
@@ -162,11 +154,12 @@ class App {
     markNavigation(route && (LIST_ABOVE[route.name] ?? route.name));
     if (!route) {
       document.title = "Turnlog";
-      const links = NAVIGATION.map(({ href, title }) => [h("a", { href }, title), " "]);
+      const links = navigation().map((link) => [link, " "]);
       replace(this.main, message("empty", `There is no view at ${visibleText(this.place)}`, h("p", null, links)));
       return;
     }
     const { View, title } = VIEWS[route.name];
+    this.strip.enter(route.name);
     document.title = `${route.id || title} · Turnlog`;
     announce(route.id ? `${title} ${route.id}` : title);
     this.view = new View(this.main, { ...route, overview: () => this.overview });
@@ -185,7 +178,7 @@ class App {
     this.live = null;
     this.#leave();
     this.place = "sign-in";
-    part("fleet").hidden = true;
+    part("fleet").hidden = this.strip.toggle.hidden = true;
     part("banner").hidden = true;
     part("sign-out").hidden = true;
     replace(part("connection"));
@@ -198,13 +191,11 @@ class App {
   }
 
   #arrangeFrame() {
-    replace(
-      part("nav"),
-      NAVIGATION.map(({ name, href, title }) => h("a", { href, dataset: { name } }, title)),
-    );
+    replace(part("nav"), navigation());
     replace(
       part("tools"),
       h("span", { id: "release", class: "muted release" }),
+      this.strip.toggle,
       button("?", showKeys, { title: "Keys (?)", "aria-label": "Keys" }),
       button("Sign out", () => this.#signOut(), { id: "sign-out", hidden: true }),
     );
@@ -222,6 +213,11 @@ class App {
     }
     this.#signIn();
   }
+}
+
+/** @returns {HTMLElement[]} a link to each list */
+function navigation() {
+  return NAVIGATION.map((name) => h("a", { href: `#/${name}`, dataset: { name } }, VIEWS[name].title));
 }
 
 /** @param {string|null} name of the view that is shown, or of the list above it */

@@ -64,7 +64,7 @@ function show(text) {
  */
 
 /** @param {Command} command @returns {string} for a POSIX shell; a body is a here-document */
-function curl({ path, parameters, body, method, engine }) {
+export function curl({ path, parameters, body, method, engine }) {
   const parts = [method ? `curl -sS -X ${method}` : "curl -sS"];
   if (!engine && needsAuthorization()) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
   parts.push(quoted(engine ? engine + path : url(path, parameters)));

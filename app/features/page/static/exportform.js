@@ -1,6 +1,6 @@
 /** The form above the exports: filters and options of GET /export, by their own names. */
 
-import { h } from "./dom.js";
+import { folded, h } from "./dom.js";
 import { checkbox, choice, controlsOf, field, focusField, foldedForm } from "./form.js";
 import { numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 
@@ -64,25 +64,27 @@ function fields() {
     field("Session is", choice("session_status", ["open", "closed", "erased"])),
     field("Reward from", numberField("min_reward", { step: "any" })),
     field("to", numberField("max_reward", { step: "any" })),
-    field("Staleness, at most", numberField("max_staleness", atLeast0)),
-    field("of weights", numberField("weight_version", atLeast0)),
-    field("staler ones", choice("stale", ["mask", "keep"], "drop")),
-    field("Committed from", time("since")),
-    field("until", time("until")),
-    field("Branches", choice("branches", ["kept", "main", "longest", "all"], "the server's")),
-    field("Each turn in the loss", choice("loss", ["every"], "once")),
     field("Shape", choice("shape", SHAPES)),
     field("Advantage", choice("advantage", ["grpo"], "none")),
-    field("Rewards", choice("rewards", ["turn"], "total")),
-    field("Columns", textField("columns")),
-    field("Most likely tokens", numberField("top_k", { step: "1", min: "1", max: "20" })),
     field("Tokens, at most", numberField("max_seq_len", atLeast0)),
-    field("cut", choice("truncate", ["token"], "turn")),
-    field("Images", choice("images", ["inline", "none"], "hash")),
     field("Rows, at most", numberField("limit", atLeast0)),
-    field("Payload rows", choice("routing", ["sampled"], "newest")),
-    checkbox("replay", "replay payloads"),
-    checkbox("explain", "rows that say what is left out"),
+    folded("More", [
+      field("Staleness, at most", numberField("max_staleness", atLeast0)),
+      field("of weights", numberField("weight_version", atLeast0)),
+      field("staler ones", choice("stale", ["mask", "keep"], "drop")),
+      field("Committed from", time("since")),
+      field("until", time("until")),
+      field("Branches", choice("branches", ["kept", "main", "longest", "all"], "the server's")),
+      field("Each turn in the loss", choice("loss", ["every"], "once")),
+      field("Rewards", choice("rewards", ["turn"], "total")),
+      field("Columns", textField("columns")),
+      field("Most likely tokens", numberField("top_k", { step: "1", min: "1", max: "20" })),
+      field("cut", choice("truncate", ["token"], "turn")),
+      field("Images", choice("images", ["inline", "none"], "hash")),
+      field("Payload rows", choice("routing", ["sampled"], "newest")),
+      checkbox("replay", "replay payloads"),
+      checkbox("explain", "rows that say what is left out"),
+    ]),
     h("button", null, "Count"),
   );
 }

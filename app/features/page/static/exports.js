@@ -1,55 +1,60 @@
-/** An export before it is made: how many rows, what is left out of it and why, and a link for each shape and format. */
+/** An export before it is made: its first rows, how many there are, what is left out and why, and how to load it. */
 
-import { get, url } from "./api.js";
-import { copyCurl } from "./copy.js";
-import { announce, bar, button, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
-import { ExportForm, previewOf, SHAPES } from "./exportform.js";
-import { compact, count } from "./format.js";
+import { get, stream, url } from "./api.js";
+import { copyButton, curl } from "./copy.js";
+import { announce, bar, button, failure, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
+import { ExportForm, previewOf } from "./exportform.js";
+import { bytes, compact, count } from "./format.js";
 import { sessionHref, setQuery } from "./route.js";
-import { View } from "./view.js";
+import { snippets } from "./snippets.js";
+import { LatestRequest, View } from "./view.js";
 import { visible } from "./visible.js";
 
-/** @import {Example, ExportPreview, Missing} from "../ui_types.d.ts" */
+/** @import {Child, Example, ExportPreview, Missing} from "../ui_types.d.ts" */
 /** @import {Values} from "./form.js" */
 /** @import {Place} from "./view.js" */
+/** @typedef {Record<string, unknown>} Row */
 
 /** So many sessions are looked at without asking; then the user says whether to go on. */
 const AT_ONCE = 10_000;
 const MOST_EXAMPLES = 20;
+const FIRST_ROWS = 3;
+/** Characters that are read of the first rows; one that is longer is not shown. */
+const MOST_READ = 8 << 20;
+const MOST_SHOWN = 80;
+const ENDS = 4;
 
-const CONTAINERS = ["ndjson", "parquet", "safetensors", "msgpack"];
+const FORMATS = ["ndjson", "parquet", "safetensors", "msgpack"];
 const DOCUMENTS = ["messages", "atif"];
-const NOTE =
-  "Each link has the filters and options above; what a shape cannot hold is counted once it is chosen there.";
 
 export class ExportsView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { query }) {
     super(root);
     this.totals = new PreviewTotals();
+    this.reading = new LatestRequest(this.closed);
     /** @type {Values} */
     this.query = {};
+    /** Which code is shown. */
+    this.loader = "";
     this.form = new ExportForm(this.closed, (values) => this.#open(values));
     this.progress = h("span", { role: "status" });
     this.stop = button("Stop", () => this.#stop(), { hidden: true });
     this.further = button("Look further", () => this.refresh(), { hidden: true });
     this.facts = h("div", { class: "facts" });
     this.missing = h("div", { class: "panel" });
-    this.downloads = h("div", { class: "panel" });
+    this.load = h("div", { class: "panel" });
+    this.first = h("div", { class: "panel" });
+    const again = button("Count again", () => this.#open(this.query), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Exports"),
       this.form.box,
-      bar(
-        [this.progress, this.stop, this.further],
-        [
-          button("Count again", () => this.#open(this.query), { class: "quiet" }),
-          copyCurl(() => ({ path: "/ui/api/exports", parameters: previewOf(this.query) })),
-        ],
-      ),
+      bar([this.progress, this.stop, this.further], again),
       this.problem,
       this.facts,
-      h("div", { class: "panels" }, this.missing, this.downloads),
+      h("div", { class: "panels" }, this.load, this.missing),
+      this.first,
     );
     this.onQuery(query);
   }
@@ -71,8 +76,9 @@ export class ExportsView extends View {
     this.query = query;
     setQuery(query);
     this.form.set(query);
-    replace(this.downloads, downloads(query));
+    this.#showLoad();
     this.totals = new PreviewTotals();
+    this.#readFirst();
     this.refresh();
   }
 
@@ -122,26 +128,112 @@ export class ExportsView extends View {
       reasons.length ? reasonTable(reasons) : !isRunning && nothingMissing(totals),
     );
   }
+
+  /** The export itself, as far as its first rows. */
+  #readFirst() {
+    const { totals } = this;
+    const limit = Math.min(FIRST_ROWS, Number(this.query.limit ?? FIRST_ROWS));
+    this.reading.run(
+      async (signal) => firstLines(await stream("/export", { ...this.query, limit }, signal)),
+      (lines) => {
+        totals.sample = lines.filter((line) => !line.startsWith('{"excluded"'));
+        const rows = lines.map((line) => /** @type {Row} */ (JSON.parse(line)));
+        const none = h("p", { class: "muted" }, "There is no row, or the first is too long to be shown.");
+        replace(this.first, h("h2", null, "First rows"), rows.length ? rowTable(rows) : none);
+        this.#show();
+      },
+      (error) => replace(this.first, failure(error, () => this.#readFirst())),
+    );
+  }
+
+  #showLoad() {
+    const shell = `${curl({ path: "/export", parameters: this.query })} -o rows.ndjson\n`;
+    /** @type {Record<string, string>} */
+    const made = { ...snippets(this.query, url("/").slice(0, -1)), curl: shell };
+    const names = Object.keys(made);
+    const chosen = names.find((name) => name === this.loader) ?? names[0] ?? "";
+    const choose = (/** @type {string} */ name) => {
+      this.loader = name;
+      this.#showLoad();
+      /** @type {HTMLElement|null} */ (this.load.querySelector("[aria-pressed=true]"))?.focus();
+    };
+    const chip = (/** @type {string} */ name) =>
+      button(name, () => choose(name), { "aria-pressed": String(name === chosen) });
+    const link = (/** @type {string} */ format) => {
+      const href = url("/export", { ...this.query, format, shape: DOCUMENTS.includes(format) ? null : this.query.shape });
+      return [h("a", { href, download: true }, format), " "];
+    };
+    const text = made[chosen] ?? "";
+    replace(
+      this.load,
+      bar(h("h2", null, "Load"), copyButton(() => text, "Copy")),
+      h("div", { class: "chips", role: "group", "aria-label": "Load with" }, names.map(chip)),
+      h("pre", { class: "code", tabindex: "0", role: "region", "aria-label": `Code for ${chosen}` }, text),
+      h("p", null, "Download as ", FORMATS.map(link), "or, for reading, with rows of their own, as ", DOCUMENTS.map(link)),
+    );
+  }
+}
+
+/** @param {ReadableStream<Uint8Array>} body @returns {Promise<string[]>} the lines that are not too long */
+async function firstLines(body) {
+  const decoder = new TextDecoder();
+  const reader = body.getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    text += decoder.decode(value, { stream: !done });
+    if (done || text.length > MOST_READ) break;
+  }
+  await reader.cancel();
+  return text.split("\n").slice(0, -1);
+}
+
+/** @param {Row[]} rows @returns {HTMLElement} a line a field: so a row of many fields is read from above */
+function rowTable(rows) {
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
+  const head = ["Field", ...rows.map((_, at) => `Row ${at + 1}`)].map((title) => h("th", { scope: "col" }, h("span", null, title)));
+  const lines = names.map((name) => {
+    const cells = rows.map((row) => h("td", null, name in row && inShort(row[name])));
+    return h("tr", null, h("th", { scope: "row" }, h("code", null, visible(name))), cells);
+  });
+  const table = h("table", { class: "wraps fields" }, h("thead", null, h("tr", null, head)), h("tbody", null, lines));
+  return scrollRegion("First rows", table);
+}
+
+/** @param {unknown} value @returns {Child} its beginning; of a list its length and both ends */
+function inShort(value) {
+  const text = (/** @type {unknown} */ some, most = MOST_SHOWN) => {
+    const isFraction = typeof some === "number" && !Number.isInteger(some);
+    const whole = typeof some === "string" ? some : isFraction ? some.toPrecision(4) : JSON.stringify(some);
+    return visible(whole.length > most ? `${whole.slice(0, most)} …` : whole);
+  };
+  if (!Array.isArray(value)) return h("code", null, text(value));
+  const ends = value.length > 2 * ENDS ? [...value.slice(0, ENDS), "…", ...value.slice(-ENDS)] : value;
+  const shown = ends.map((one, at) => [at > 0 && ", ", text(one, MOST_SHOWN / 4)]);
+  return [h("span", { class: "muted" }, `${count(value.length)} × `), h("code", null, "[", shown, "]")];
 }
 
 /** The sums of several pages of the preview. */
 class PreviewTotals {
-  constructor() {
-    this.rows = 0;
-    this.sessions = 0;
-    this.tokens = 0;
-    this.sampled = 0;
-    this.scanned = 0;
-    this.isBegun = false;
-    this.isComplete = false;
-    /** @type {string|null} */
-    this.cursor = null;
-    /** @type {Map<string, Missing>} */
-    this.missing = new Map();
-  }
+  rows = 0;
+  sessions = 0;
+  tokens = 0;
+  sampled = 0;
+  scanned = 0;
+  isBegun = false;
+  isComplete = false;
+  /** @type {string|null} */
+  cursor = null;
+  /** @type {number[]} tokens of each of the first rows */
+  first = [];
+  /** @type {string[]} these rows */
+  sample = [];
+  /** @type {Map<string, Missing>} */
+  missing = new Map();
 
   /** @param {ExportPreview} page */
   add(page) {
+    this.first = this.isBegun ? this.first : page.first_tokens;
     this.isBegun = true;
     this.rows += page.rows;
     this.sessions += page.sessions;
@@ -150,13 +242,10 @@ class PreviewTotals {
     this.scanned += page.scanned;
     this.isComplete = page.complete;
     this.cursor = page.cursor;
-    for (const { reason, count, examples } of page.missing) {
-      const known = this.missing.get(reason);
-      this.missing.set(reason, {
-        reason,
-        count: (known?.count ?? 0) + count,
-        examples: [...(known?.examples ?? []), ...examples].slice(0, MOST_EXAMPLES),
-      });
+    for (const { reason, count: more, examples: some } of page.missing) {
+      const known = this.missing.get(reason) ?? { reason, count: 0, examples: [] };
+      const all = [...known.examples, ...some].slice(0, MOST_EXAMPLES);
+      this.missing.set(reason, { reason, count: known.count + more, examples: all });
     }
   }
 
@@ -165,17 +254,25 @@ class PreviewTotals {
     return [...this.missing.values()].sort((a, b) => b.count - a.count);
   }
 
+  /** Bytes as ndjson, by those of the first rows. @returns {string} */
+  size() {
+    const known = this.first.slice(0, this.sample.length).reduce((sum, tokens) => sum + tokens, 0);
+    const share = this.sample.reduce((sum, line) => sum + line.length, 0) / known;
+    return known ? `about ${bytes(share * this.tokens)}` : "–";
+  }
+
   figures() {
     const share = this.tokens ? ` (${Math.round((100 * this.sampled) / this.tokens)} %)` : "";
     /** @type {Record<string, string>} */
-    const found = {
+    const shown = {
       Rows: count(this.rows),
       Sessions: count(this.sessions),
       Tokens: compact(this.tokens),
       Sampled: compact(this.sampled) + share,
+      "Size as ndjson, an estimate by the first rows": this.size(),
       "Left out": count(this.reasons().reduce((sum, one) => sum + one.count, 0)),
     };
-    return Object.entries(found).map(([label, value]) => figure(label, h("span", { class: "value" }, value)));
+    return Object.entries(shown).map(([label, value]) => figure(label, h("span", { class: "value" }, value)));
   }
 }
 
@@ -191,52 +288,19 @@ function reasonTable(reasons) {
   const head = ["Reason", "Rows", "For example"].map((title) =>
     h("th", { scope: "col", class: title === "Rows" ? "number" : null }, h("span", null, title)),
   );
-  const lines = reasons.map((one) =>
-    h(
-      "tr",
-      null,
-      h("th", { scope: "row" }, visible(one.reason)),
-      h("td", { class: "number" }, count(one.count)),
-      h("td", null, examples(one)),
-    ),
-  );
+  const lines = reasons.map(({ reason, count: all, examples }) => {
+    const list = (/** @type {Example[]} */ some) => h("ul", { class: "plain" }, some.map((one) => example(one, reason)));
+    const [first, ...rest] = examples;
+    const shown = [first && list([first]), rest.length > 0 && folded(`${rest.length} more`, list(rest))];
+    return h("tr", null, h("th", { scope: "row" }, visible(reason)), h("td", { class: "number" }, count(all)), h("td", null, shown));
+  });
   const table = h("table", { class: "wraps" }, h("thead", null, h("tr", null, head)), h("tbody", null, lines));
   return scrollRegion("What is left out", table);
 }
 
-/** @param {Missing} missing @returns {HTMLElement} the first, and the others folded */
-function examples({ reason, examples: found }) {
-  const list = (/** @type {Example[]} */ some) => h("ul", { class: "plain" }, some.map((one) => example(one, reason)));
-  const [first, ...rest] = found;
-  return h("div", null, first && list([first]), rest.length > 0 && folded(`${rest.length} more`, list(rest)));
-}
-
 /** @param {Example} example @param {string} reason @returns {HTMLElement} */
 function example({ session_id, segment, turn, detail }, reason) {
-  return h(
-    "li",
-    null,
-    h("a", { href: sessionHref(session_id) }, session_id),
-    segment != null && `, segment ${segment}`,
-    turn != null && `, turn ${turn}`,
-    detail && detail !== reason && [", ", visible(detail)],
-  );
-}
-
-/** @param {Values} query @returns {HTMLElement[]} */
-function downloads(query) {
-  const link = (/** @type {string} */ format, /** @type {string|null} */ shape) => {
-    const label = `Download ${shape ? `${shape} as ${format}` : format}`;
-    const href = url("/export", { ...query, format, shape });
-    return h("a", { href, download: true, "aria-label": label }, format);
-  };
-  const shapes = SHAPES.map((shape) =>
-    h("tr", null, h("th", { scope: "row" }, shape), CONTAINERS.map((format) => h("td", null, link(format, shape)))),
-  );
-  return [
-    bar(h("h2", null, "Download"), copyCurl(() => ({ path: "/export", parameters: query }))),
-    h("div", { class: "table-scroll" }, h("table", null, h("tbody", null, shapes))),
-    h("p", null, "For reading, with rows of their own: ", DOCUMENTS.map((format) => [link(format, null), " "])),
-    h("p", { class: "muted" }, NOTE),
-  ];
+  const link = h("a", { href: sessionHref(session_id) }, session_id);
+  const where = [segment != null && `, segment ${segment}`, turn != null && `, turn ${turn}`];
+  return h("li", null, link, where, detail && detail !== reason && [", ", visible(detail)]);
 }

@@ -1,9 +1,10 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
-import { badge, figure, h, replace, setBadge, setText, STATES } from "./dom.js";
+import { badge, button, figure, h, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
 import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
+import { recall, remember } from "./view.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Engine, Overview, Percentiles} from "../ui_types.d.ts" */
@@ -13,6 +14,8 @@ import { visibleText } from "./visible.js";
 /** @type {Record<string, string>} */
 const HEALTH = { healthy: "good", busy: "warn", paused: "warn", dead: "bad", unknown: "muted" };
 const MOST_NAMED = 3;
+/** Where one thing is looked at: the strip is folded there, until somebody wants it. */
+const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint"];
 
 /**
  * The counts of sessions, and the list that each leads to.
@@ -26,67 +29,87 @@ const COUNTS = [
   { key: "closed", label: "Closed", query: { state: "closed" }, hint: STATES.closed?.hint },
 ];
 
-/** @param {HTMLElement} root @returns {{show: (overview: Overview) => void}} */
+/**
+ * The strip, and the button that folds it: that names an engine which is not well, also while the strip is folded.
+ * @param {HTMLElement} root
+ */
 export function fleetStrip(root) {
-  const parts = [sessionCounts(), speed(), engines(), weights(), errors(), database()];
+  const parts = [group(...COUNTS.map(counted)), speed(), engines(), weights(), errors(), database()];
   replace(root, parts.map((part) => part.element));
   // On a phone the strip scrolls sideways, also by keys.
   const narrow = window.matchMedia("(max-width: 700px)");
   const reach = () => root.setAttribute("tabindex", narrow.matches ? "0" : "-1");
   narrow.addEventListener("change", reach);
   reach();
-  return { show: (overview) => parts.forEach((part) => part.show(overview)) };
+  const state = badge("Fleet", "good");
+  const toggle = button(state, () => fold(!root.hidden), { "aria-controls": root.id, class: "fold" });
+  let place = "lists";
+  const fold = (/** @type {boolean} */ isFolded) => {
+    remember(`fleet in ${place}`, isFolded ? "folded" : "shown");
+    enter();
+  };
+  const enter = () => {
+    root.hidden = (recall(`fleet in ${place}`) ?? (place === "lists" ? "shown" : "folded")) === "folded";
+    toggle.hidden = false;
+    toggle.setAttribute("aria-expanded", String(!root.hidden));
+  };
+  return {
+    toggle,
+    /** @param {string} name of a view */
+    enter: (name) => {
+      place = CLOSE_UPS.includes(name) ? "close-ups" : "lists";
+      enter();
+    },
+    /** @param {Overview} overview */
+    show: (overview) => {
+      parts.forEach((part) => part.show(overview));
+      const unwell = engineParts(overview.engines).find(({ tone }) => tone === "bad" || tone === "warn");
+      setBadge(state, unwell && root.hidden ? `Fleet: ${unwell.text}` : "Fleet", unwell?.tone ?? "good");
+    },
+  };
 }
 
 /**
  * A figure whose value is set again and again.
  * @param {string} label
- * @param {{href?: string, hint?: string}} [more]
+ * @param {(overview: Overview) => string} text
+ * @param {{href?: string, hint?: (overview: Overview) => string, isAlert?: (overview: Overview) => boolean}} [more]
+ * @returns {Part}
  */
-function liveFigure(label, { href, hint } = {}) {
+function live(label, text, { href, hint, isAlert } = {}) {
   const value = h("span", { class: "value" }, "–");
   const inside = [h("span", { class: "label" }, label), value];
-  const element = h(href ? "a" : "div", { class: "figure", title: hint, href }, inside);
-  return { element, set: (/** @type {string} */ text) => setText(value, text) };
-}
-
-/** @param {...HTMLElement} elements */
-function group(...elements) {
-  return h("div", { class: "group" }, elements);
-}
-
-/** @returns {Part} */
-function sessionCounts() {
-  const figures = COUNTS.map(({ key, label, query, hint }) => {
-    return { key, ...liveFigure(label, { href: sessionsHref(query), hint }) };
-  });
-  return {
-    element: group(...figures.map((one) => one.element)),
-    show: ({ sessions }) => {
-      for (const { key, set, element } of figures) {
-        set(compact(sessions[key]));
-        if (key === "paused") element.classList.toggle("alert", sessions.paused > 0);
-      }
-    },
+  const element = h(href ? "a" : "div", { class: "figure", href }, inside);
+  const show = (/** @type {Overview} */ overview) => {
+    setText(value, text(overview));
+    if (hint) element.title = hint(overview);
+    element.classList.toggle("alert", Boolean(isAlert?.(overview)));
   };
+  return { element, show };
+}
+
+/** @param {...Part} parts @returns {Part} */
+function group(...parts) {
+  const element = h("div", { class: "group" }, parts.map((part) => part.element));
+  return { element, show: (overview) => parts.forEach((part) => part.show(overview)) };
+}
+
+/** @param {COUNTS[number]} of @returns {Part} */
+function counted({ key, label, query, hint }) {
+  const isAlert = (/** @type {Overview} */ { sessions }) => key === "paused" && sessions.paused > 0;
+  return live(label, ({ sessions }) => compact(sessions[key]), { href: sessionsHref(query), hint: () => hint ?? "", isAlert });
 }
 
 /** @returns {Part} */
 function speed() {
-  const turns = liveFigure("Turns/s");
-  const overhead = liveFigure("Overhead p50 / p99", { hint: "Turnlog's own share of a turn, over the last minute" });
-  const engine = liveFigure("Engine p50 / p99", { hint: "The engine's share of a turn, over the last minute" });
-  const element = h("div", { class: "group" }, turns.element, overhead.element, engine.element);
   const pair = (/** @type {Percentiles} */ { p50, p99 }) => `${milliseconds(p50)} / ${milliseconds(p99)}`;
-  return {
-    element,
-    show: (overview) => {
-      turns.set(rate(overview.turns_per_s));
-      overhead.set(pair(overview.overhead_ms));
-      engine.set(pair(overview.engine_ms));
-      element.title = `Of ${overview.scope}`;
-    },
-  };
+  const hint = (/** @type {string} */ whose) => (/** @type {Overview} */ { scope }) =>
+    `${whose} share of a turn, over the last minute; of ${scope}`;
+  return group(
+    live("Turns/s", (overview) => rate(overview.turns_per_s), { hint: ({ scope }) => `Of ${scope}` }),
+    live("Overhead p50 / p99", (overview) => pair(overview.overhead_ms), { hint: hint("Turnlog's own") }),
+    live("Engine p50 / p99", (overview) => pair(overview.engine_ms), { hint: hint("The engine's") }),
+  );
 }
 
 /** @param {number} perSecond @returns {string} a rate that is hardly any is not 0, and has no exponent */
@@ -171,29 +194,26 @@ function engineColumns() {
 
 /** @returns {Part} */
 function weights() {
-  const version = liveFigure("Weights", { hint: "The newest version that is a number" });
+  const hint = () => "The newest version that is a number";
+  const version = live("Weights", ({ weight_version }) => String(weight_version ?? "–"), { hint });
   const gate = badge("open", "good");
   const paused = h("span", { class: "pausednames" });
-  return {
-    element: group(version.element, figure("Gate", [gate, paused])),
-    show: ({ weight_version, gate: state, adapters }) => {
-      version.set(String(weight_version ?? "–"));
-      const left = state.lease_left_s == null ? "" : `, ${duration(Math.round(state.lease_left_s))} left`;
-      if (state.paused) setBadge(gate, `paused (${state.mode}${left})`, "warn");
-      else setBadge(gate, "open", "good");
-      const names = adapters.filter((one) => one.paused).map((one) => one.name);
-      const more = names.length > MOST_NAMED ? ` and ${names.length - MOST_NAMED} more` : "";
-      const list = names.slice(0, MOST_NAMED).map(visibleText).join(", ");
-      setText(paused, names.length ? `paused: ${list}${more}` : "");
-      paused.title = names.length ? `Paused adapters: ${names.map(visibleText).join(", ")}` : "";
-    },
+  const show = (/** @type {Overview} */ { gate: state, adapters }) => {
+    const left = state.lease_left_s == null ? "" : `, ${duration(Math.round(state.lease_left_s))} left`;
+    if (state.paused) setBadge(gate, `paused (${state.mode}${left})`, "warn");
+    else setBadge(gate, "open", "good");
+    const names = adapters.filter((one) => one.paused).map((one) => visibleText(one.name));
+    const more = names.length > MOST_NAMED ? ` and ${names.length - MOST_NAMED} more` : "";
+    setText(paused, names.length ? `paused: ${names.slice(0, MOST_NAMED).join(", ")}${more}` : "");
+    paused.title = names.length ? `Paused adapters: ${names.join(", ")}` : "";
   };
+  return group(version, { element: figure("Gate", [gate, paused]), show });
 }
 
 /** @returns {Part} */
 function errors() {
   const recent = h("ul", { class: "errors" });
-  const element = group(figure("Errors, last minute", recent));
+  const element = h("div", { class: "group" }, figure("Errors, last minute", recent));
   let shown = "";
   return {
     element,
@@ -212,15 +232,8 @@ function errors() {
 
 /** @returns {Part} */
 function database() {
-  const size = liveFigure("Database");
-  const wal = liveFigure("WAL");
-  return {
-    element: group(size.element, wal.element),
-    show: ({ database: { bytes: all, wal_bytes: walBytes, kind } }) => {
-      size.set(bytes(all));
-      size.element.title = kind;
-      wal.element.hidden = walBytes === null;
-      wal.set(bytes(walBytes));
-    },
-  };
+  return group(
+    live("Database", ({ database: { bytes: all } }) => bytes(all), { hint: ({ database: { kind } }) => kind }),
+    live("WAL", ({ database: { wal_bytes: wal } }) => bytes(wal)),
+  );
 }

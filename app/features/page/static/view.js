@@ -17,6 +17,26 @@ import { visibleText } from "./visible.js";
 const REFRESH_MS = 500;
 const REFRESH_SHARE = 4;
 
+/** @param {string} name @returns {string|null} what this browser remembers under the name; without a storage nothing */
+export function recall(name) {
+  return stored(() => localStorage.getItem(`turnlog ${name}`));
+}
+
+/** @param {string} name @param {string} value kept in this browser */
+export function remember(name, value) {
+  stored(() => localStorage.setItem(`turnlog ${name}`, value));
+}
+
+/** @template T @param {() => T} use @returns {T|null} null: the browser has no storage for pages, or it is full */
+function stored(use) {
+  try {
+    return use();
+  } catch (error) {
+    if (!(error instanceof DOMException)) throw error;
+    return null;
+  }
+}
+
 /** One request at a time: a newer one aborts the one before, and so does the end of `closed`. */
 export class LatestRequest {
   /** @param {AbortSignal} closed */
