@@ -213,13 +213,15 @@ class TreeTurn(TypedDict):
 
 class TreeBranch(TypedDict):
     """A branch: it leaves `parent_branch` after turn `fork_turn`, both null where it begins a conversation. `leaf` is
-    its newest turn, `turns` counts its own, `tokens` those of the whole sequence. Without a row `reason` says why."""
+    its newest turn, `turns` counts its own, `tokens` those of the whole sequence. Without a row `reason` says why.
+    `title` is how its first message begins; null where that is not read."""
 
     branch: int
     cause: BranchCause | None
     parent_branch: int | None
     fork_turn: int | None
     agent_id: str | None
+    title: str | None
     leaf: int
     turns: int
     tokens: int

@@ -34,7 +34,7 @@ async def get_tree(
     loss: Annotated[Loss, Query(description="Whether each turn is in the loss of one row, or of every one.")] = "once",
 ) -> Response:
     """Turns and branches, and what an export with the same `branches` and `loss` makes of them; also of a closed or
-    erased session. Nothing is read but the log."""
+    erased session. Nothing is read but the log, and how each branch's first message begins."""
     app = services(request)
     tree = await whole_tree(app.database, session_id, branches or app.picker or "kept", loss)
     return Response(msgspec.json.encode(tree), media_type=JSON)

@@ -5,29 +5,103 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
 from app.domain.events import Event, TurnCommitted, UnknownEvent
 from app.domain.rules import superseded
 from app.domain.session import OpenTurn, Session, Turn
 from app.errors import SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
+from app.store import reads
 from app.store.engine import Database
 from turnlog.replies import Tree, TreeBranch, TreeTurn
+from workers import codec
+from workers.codec import CorruptContent
 
 ERASED = "erased"
 COPIED = "copied from another session, which has it in its loss"
 
+MAX_TITLES = 200
+"""Branches whose first messages are read, the oldest ones."""
+
+TITLE = 120
+"""Characters of a title."""
+
+TITLES_PER_READ = 50
+
 
 async def whole_tree(database: Database, session_id: str, branches: Branches | Picker, loss: Loss) -> Tree:
-    """The tree of the whole log. Raises SessionNotFound, SessionUnreadable, StoreUnavailable."""
+    """The tree of the whole log, with its branches' titles.
+
+    Raises SessionNotFound, SessionUnreadable, StoreUnavailable.
+    """
     try:
         state = await session_at(database, session_id, whole=True)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error
-    return await asyncio.to_thread(tree_of, state, branches, loss)
+    tree = await asyncio.to_thread(tree_of, state, branches, loss)
+    if state.session.status != "erased":
+        await _add_titles(database, session_id, tree)
+    return tree
+
+
+async def _add_titles(database: Database, session_id: str, tree: Tree) -> None:
+    first: dict[int, int] = {}
+    for turn in tree["turns"]:
+        if turn["branch"] is not None:
+            first.setdefault(turn["branch"], turn["turn"])
+    named = [branch for branch in tree["branches"] if branch["branch"] in first][:MAX_TITLES]
+    for at in range(0, len(named), TITLES_PER_READ):
+        part = named[at : at + TITLES_PER_READ]
+        numbers = [first[branch["branch"]] for branch in part]
+        frames = await database.read(
+            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False),  # noqa: B023
+            session_id=session_id,
+        )
+        titles = await asyncio.to_thread(lambda: [_title_of(frames.get(one)) for one in numbers])  # noqa: B023
+        for branch, title in zip(part, titles, strict=True):
+            branch["title"] = title
+
+
+def _title_of(frame: tuple[bytes | None, bytes | None] | None) -> str | None:
+    """None also where the content is damaged: the tree is of the log."""
+    try:
+        said = codec.unpack_messages(None if frame is None else frame[1])
+        return title_of([msgspec.json.decode(raw) for raw in (*said.messages, said.message)])
+    except (CorruptContent, msgspec.MsgspecError):
+        return None
+
+
+def title_of(messages: Sequence[object]) -> str | None:
+    """The first line of the first user's message with text, else of another one, at most TITLE
+    characters.
+
+    What begins with a tag, as a harness's own remarks do, is taken where there is nothing else.
+    """
+    texts: list[tuple[str, str]] = []
+    for message in messages:
+        # A completion's prompt is a text.
+        said = message if isinstance(message, dict) else {"role": "user", "content": message}
+        content = said.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str) and (stripped := text.strip()):
+                texts.append((str(said.get("role")), stripped))
+    if not texts:
+        return None
+    _, first = min(texts, key=_rank)
+    line = first.split("\n", 1)[0].rstrip()
+    return line if len(line) <= TITLE else line[: TITLE - 1] + "…"
+
+
+def _rank(said: tuple[str, str]) -> tuple[bool, bool, bool]:
+    role, text = said
+    return role != "user", role in ("system", "developer"), text.startswith("<")
 
 
 def tree_of(state: SessionAt, branches: Branches | Picker = "kept", loss: Loss = "once") -> Tree:
+    """Without titles, which are not in the log."""
     session = state.session
     is_erased = session.status == "erased"
     rows = [] if is_erased else branch_rows(session, branches, loss)
@@ -126,6 +200,7 @@ def _branches(session: Session, rows: Sequence[BranchRow], reasons: Mapping[int,
                 parent_branch=place.parent_branch,
                 fork_turn=place.fork_turn,
                 agent_id=turns[0].agent_id,
+                title=None,
                 leaf=leaf.number,
                 turns=len(turns),
                 tokens=leaf.token_count,

@@ -395,6 +395,11 @@ class Turns:
         held = {name: [turn for turn in flights if turn.is_held] for name, flights in self._in_flight.items()}
         return {name: any(turn.has_claim for turn in flights) for name, flights in held.items() if flights}
 
+    def flight(self, session_id: str, number: int) -> InFlightTurn | None:
+        """The turn with this number, if it is in flight here and has its claim."""
+        flights = self._in_flight.get(session_id, ())
+        return next((turn for turn in flights if turn.has_claim and turn.opened.turn == number), None)
+
     def close(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
         """The session was closed, which ended these claims: cancel their work, here or elsewhere."""
         flights = self._in_flight.get(session_id, ())

@@ -109,14 +109,12 @@ def story(stand: Stand) -> Talk:
 
 
 def _session(page: Page, address: str) -> None:
-    """With the times of one turn explained."""
     page.goto(address)
-    page.wait_for_selector(".events li:nth-child(20)")
-    page.hover(".timeline tbody tr:nth-child(8) .stages")
+    page.wait_for_selector(".said")
 
 
 def _tokens(page: Page, address: str) -> None:
-    page.goto(f"{address}/tokens?branch=0")
+    page.goto(f"{address}?tab=tokens&branch=0")
     page.locator(".tokens .tok:not(.prompt)").nth(30).focus()
     page.mouse.move(0, 0)
     page.wait_for_selector(".tokendetail strong")

@@ -72,10 +72,11 @@ def test_checkpoints_are_made_read_and_restored(kept: Stand, watch: Watch) -> No
     watched.go("#/checkpoint/step-40")
     page.locator(f"{ROWS}[data-key='kept-0'] a").first.click()
     page.wait_for_url(f"**/ui#/session/kept-0?seq={seq}")
+    page.locator(".sessiondetails > summary").click()
     facts = page.locator(".sessionfacts div", has_text="In checkpoints")
     expect(facts).to_contain_text(f"step-40 at event {seq}")
     facts.get_by_role("link", name=f"event {seq + 2}").click()
-    page.locator(".said", has_text="after").wait_for()
+    page.locator(".act", has_text="after").wait_for()
 
 
 def test_a_long_checkpoint_is_paged(kept: Stand, watch: Watch) -> None:

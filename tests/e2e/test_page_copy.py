@@ -29,6 +29,7 @@ def test_the_copied_request_goes_to_the_engine_and_leaves_the_session_alone(
     watched.open(f"#/session/{talk.id}")
     page.locator(".said").last.wait_for()
     before = talk.events()
+    page.locator(".promptfold > summary").click()
     page.get_by_role("button", name="Copy request to the engine as curl").click()
     page.get_by_text("Copied").first.wait_for()
     command = page.evaluate("navigator.clipboard.readText()")

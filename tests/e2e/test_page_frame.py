@@ -99,6 +99,7 @@ def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None
     assert guarded.http.delete(talk.path).status_code == 204
     signed_in(watched, f"#/session/{talk.id}")
     page = watched.page
+    page.locator(".sessiondetails > summary").click()
     page.get_by_role("button", name="Edit note").focus()
     page.keyboard.press("Enter")
     page.keyboard.type("It loops <b>here</b>.")
@@ -132,6 +133,7 @@ def test_what_is_not_edited_of_a_note_stays_as_it_is(watched: Watched, guarded: 
     talk.noted(note="one\r\ntwo\n", tags=tags)
     signed_in(watched, f"#/session/{talk.id}")
     page = watched.page
+    page.locator(".sessiondetails > summary").click()
     page.get_by_role("button", name="Edit note").click()
     field = page.locator("input[name=tags]")
     field.fill(f'{field.input_value()}, "new, too", newer')

@@ -29,7 +29,7 @@ VIEWS = {
     "#/checkpoint/step-40": "main tbody tr[data-key]",
     "#/session/deep-research-5": ".said",
     "#/rollouts?sessions=deep-research-5@0,deep-research-5@2": ".sidebyside .text",
-    "#/session/deep-research-5/tokens": ".tokens .tok",
+    "#/session/deep-research-5?tab=tokens": ".tokens .tok",
 }
 """Addresses, and what is there once the view is."""
 
@@ -84,7 +84,7 @@ def test_no_view_scrolls_into_an_empty_page(watch: Watch, page_stand: PageStand,
     talk = page_stand.stand.talk(session_id=f"long-{width}")
     for number in range(80):
         talk.say(str(number), sim={"latency_s": 0, "completion_tokens": 2})
-    views = {**VIEWS, f"#/session/{talk.id}": ".said", f"#/session/{talk.id}/tokens": ".tokens .tok"}
+    views = {**VIEWS, f"#/session/{talk.id}": ".said", f"#/session/{talk.id}?tab=tokens": ".tokens .tok"}
     watched = watch(page_stand.stand.server.base_url, width=width, height=height)
     page = watched.open()
     tall = []
@@ -150,6 +150,7 @@ def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) ->
 
 def test_what_is_copied_and_where_one_is_are_lines_that_scroll_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
     page = watch(page_stand.stand.server.base_url, width=390).open("#/session/deep-research-5")
+    page.locator(".sessiondetails > summary").click()
     last = page.get_by_role("button", name="Copy note as curl")
     last.wait_for()
     assert len(set(tops(page, "[aria-label=Session] .switches button"))) == 1
@@ -163,7 +164,6 @@ def test_what_is_copied_and_where_one_is_are_lines_that_scroll_on_a_phone(watch:
     ("place", "title"),
     [
         ("#/session/nobody", "There is no session “nobody”."),
-        ("#/session/nobody/tokens", "There is no session “nobody”."),
         ("#/group/nobody", "There is no group “nobody”."),
         ("#/checkpoint/nobody", "There is no checkpoint “nobody”."),
         ("#/nowhere/at/all", "There is no view at #/nowhere/at/all"),
@@ -188,11 +188,7 @@ def test_a_session_is_shown_as_soon_as_it_exists(watch: Watch, page_stand: PageS
     expect(page.locator("main h1")).to_have_text("expected-soon")
 
 
-def branches(page: Page) -> list[str]:
-    return page.locator("nav[aria-label=Branches] a").all_inner_texts()
-
-
-def test_a_branch_without_a_row_has_a_link_too(watch: Watch, page_stand: PageStand) -> None:
+def test_a_branch_without_a_row_can_be_chosen_too(watch: Watch, page_stand: PageStand) -> None:
     watched = watch(page_stand.stand.server.base_url)
     talk = page_stand.stand.talk(session_id="two-segments", on_divergence="segment", rollback_window=1)
     talk.say("one", max_tokens=4)
@@ -200,12 +196,12 @@ def test_a_branch_without_a_row_has_a_link_too(watch: Watch, page_stand: PageSta
     talk.say("begin anew", max_tokens=4)
     talk.messages = []
     talk.say("and again", max_tokens=4)
-    page = watched.open(f"#/session/{talk.id}/tokens")
+    page = watched.open(f"#/session/{talk.id}?tab=tokens")
     page.wait_for_selector(".tokens .tok")
-    every = branches(page)
-    assert [one.split(",")[0].split(":")[0] for one in every] == [f"branch {n}" for n in range(len(every))]
-    page.locator("nav[aria-label=Branches] a").first.click()
-    page.wait_for_selector(".tokens .turnmark:has-text('turn 1')")
+    every = page.get_by_label("branch", exact=True).locator("option").all_inner_texts()
+    assert [one.split(":")[0] for one in every] == ["0", "1", "2"]
+    page.get_by_label("branch", exact=True).select_option("1")
+    page.wait_for_selector(".tokens .turnmark:has-text('turn 2')")
 
 
 def test_a_view_that_is_left_leaves_nothing_behind(watch: Watch, page_stand: PageStand) -> None:

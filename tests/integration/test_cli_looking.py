@@ -204,11 +204,14 @@ def test_a_tree_is_drawn(cli: Stand) -> None:
     title, columns, *lines = run("tree", talk.id).stdout.splitlines()
     assert title == f"session {talk.id}: 6 turns, 4 branches, main branch 3"
     assert columns.split() == [
-        *("turn", "branch", "cause", "loss", "tokens", "output", "finish", "weights", "agent", "note")
+        *("turn", "branch", "cause", "loss", "tokens", "output", "finish", "weights", "agent", "title", "note")
     ]
     found = {turn["turn"]: turn for turn in answer("tree", talk.id)["turns"]}
     assert [line[: len("│ ├─3 ")].rstrip() for line in lines] == ["├─1", "│ ├─3", "│ │ 4", "│ ├─5", "│ 2", "└─6"]
     assert lines[-1].rstrip().endswith("carries turn 2")
+    titles = [branch["title"] for branch in answer("tree", talk.id)["branches"]]
+    assert titles == ["One", "Instead", "Third", "So far"]
+    assert all(one in "".join(lines) for one in titles)
     assert lines[0].split()[1:5] == ["0", "start", "0", str(found[1]["tokens"])]
     assert "not in branches=main" in run("tree", talk.id, "--branches", "main").stdout
     assert "session_not_found" in complaint("tree", "never-seen")

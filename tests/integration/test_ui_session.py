@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -104,17 +105,52 @@ def test_the_conversation_is_what_was_said_on_the_way_to_any_turn(shared: Stand,
     )
 
 
+def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
+    """Of discarded turns too; a long message is cut until all of it is asked for."""
+    found = get(shared, f"{walked.id}/actions")
+    assert [one["turn"] for one in found] == [1, 2, 4]
+    assert [one["results"] for one in found] == [
+        [{"role": "user", "text": text, "failed": False}] for text in ("One", "Two", "Other")
+    ]
+    assert found[1]["actions"][0]["tool"] == "get_weather"
+    assert [one["turn"] for one in get(shared, f"{walked.id}/actions", start=2, limit=2)] == [2]
+    own = get(shared, f"{walked.id}/turns/4")
+    assert [one["message"] for one in own["messages"]] == walked.messages[-2:]
+    assert [one["sampled"] for one in own["messages"]] == [False, True]
+    assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}/turns/3")) == (404, "not_found")
+    assert get(shared, f"{walked.id}/find", text="otHER") == {"turns": [4]}
+    assert get(shared, f"{walked.id}/find") == {"turns": []}
+
+    talk = shared.talk()
+    talk.say("Go", sim={"calls": [{"name": "bash", "arguments": {"command": "x"}}]})
+    failed = {
+        "role": "tool",
+        "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"],
+        "content": "x: command not found",
+    }
+    talk.add(failed, user("ü" * 100_000), sim={"tool_calls": False})
+    assert get(shared, f"{talk.id}/find") == {"turns": [2]}
+    assert get(shared, f"{talk.id}/find", after=2) == {"turns": []}
+    [_, cut, _] = get(shared, f"{talk.id}/turns/2")["messages"]
+    [_, whole, _] = get(shared, f"{talk.id}/turns/2", whole=True)["messages"]
+    assert (cut["cut"], cut["message"]["content"], cut["bytes"]) == (True, "ü" * 4000, whole["bytes"])
+    assert (whole["cut"], whole["message"]["content"]) == (False, "ü" * 100_000)
+    for path in ("actions", "find", "turns/1"):
+        assert error_of(shared.http.get(f"/ui/api/sessions/nobody/{path}")) == (404, "session_not_found")
+
+
 def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     [row] = walked.rows()
     found = get(shared, f"{walked.id}/tokens")
     assert found["total"] == len(row["tokens"])
-    for place, name in enumerate(("tokens", "sampled_mask", "loss_mask")):
+    assert [token[0] for token in found["tokens"]] == list(range(found["total"]))
+    for place, name in enumerate(("tokens", "sampled_mask", "loss_mask"), 1):
         assert [token[place] for token in found["tokens"]] == row[name]
-    assert [token[3] or 0.0 for token in found["tokens"]] == row["logprobs"]
-    versions = [-1 if token[4] < 0 else int(found["versions"][token[4]]) for token in found["tokens"]]
+    assert [token[4] or 0.0 for token in found["tokens"]] == row["logprobs"]
+    versions = [-1 if token[6] < 0 else int(found["versions"][token[6]]) for token in found["tokens"]]
     assert versions == row["weight_versions"]
     assert found["versions"] == ["7", "8"]
-    by_place = {at: token[5] for at, token in enumerate(found["tokens"])}
+    by_place = {token[0]: token[7] for token in found["tokens"]}
     for turn in found["turns"]:
         assert {by_place[at] for at in range(turn["start"], turn["end"])} == {turn["turn"]}
     assert [turn["turn"] for turn in found["turns"]] == [1, 4]
@@ -126,6 +162,8 @@ def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     page = get(shared, f"{walked.id}/tokens", start=5, limit=20)
     assert page["tokens"] == found["tokens"][5:25]
     assert page["texts"] == found["texts"][5:25]
+    sampled = get(shared, f"{walked.id}/tokens", start=5, limit=10**4, sampled=True)["tokens"]
+    assert sampled == [token for token in found["tokens"] if token[0] >= 5 and token[2]]
     assert get(shared, f"{walked.id}/tokens", start=10**9)["tokens"] == []
 
 
@@ -149,6 +187,41 @@ def test_columns_are_those_of_the_export(stand: Stand) -> None:
     assert get(stand, f"{talk.id}/tokens", seq=before)["columns"].keys() == {"teacher"}
     talk.column(1, "teacher", [1, 2, 3])
     assert get(stand, f"{talk.id}/tokens", seq=before)["columns"] == {}, "replaced since"
+
+
+def test_the_outline_of_a_row(stand: Stand) -> None:
+    """Scales and the least likely tokens are those of the whole row, however little of it is asked for."""
+    talk = stand.talk()
+    talk.say("One", max_tokens=40, top_logprobs=4)
+    talk.say("Two", max_tokens=30)
+    talk.column(2, "advantage", [number / 8 for number in range(30)])
+    [row] = talk.rows(top_k=4, columns="advantage")
+    page = get(stand, f"{talk.id}/tokens", start=0, limit=3, sampled=True, outline=True)
+    assert [len(page[name]) for name in ("tokens", "texts")] == [3, 3]
+    found = page["outline"]
+    assert (found["sampled"], found["in_loss"]) == (70, 70)
+    scales = {scale["name"]: scale for scale in found["scales"]}
+    assert {name: sum(scale["counts"]) for name, scale in scales.items()} == {
+        "logprob": 70,
+        "entropy": 40,
+        "advantage": 30,
+    }
+    sampled = [at for at, there in enumerate(row["sampled_mask"]) if there]
+    assert scales["logprob"]["counts"][-1] == sum(row["logprobs"][at] >= math.log(0.9) for at in sampled)
+    assert scales["advantage"]["counts"] == [5, 4, 4, 4, 4, 4, 5]
+    assert [one["at"] for one in found["least"]] == sorted(sampled, key=lambda at: row["logprobs"][at])[:30]
+    whole = get(stand, f"{talk.id}/tokens")
+    for one in found["least"]:
+        texts = [text or "" for text in whole["texts"]]
+        around = (one["before"], one["text"], one["after"])
+        at = one["at"]
+        assert around == ("".join(texts[max(0, at - 12) : at]), texts[at], "".join(texts[at + 1 : at + 7]))
+        assert (one["turn"], one["id"]) == (whole["tokens"][at][7], row["tokens"][at])
+    for at, told in ((token[0], token[5]) for token in whole["tokens"]):
+        logprobs = [one for one in row["top_logprobs"][at] if one > -9999]
+        rest = max(1 - sum(map(math.exp, logprobs)), 1e-12)
+        expected = -sum(math.exp(one) * one for one in logprobs) - rest * math.log(rest)
+        assert told == (pytest.approx(expected, abs=1e-4) if logprobs else None)
 
 
 def test_the_engine_tells_the_texts_of_what_it_sampled(shared: Stand, walked: Talk, vllm_stand: Stand) -> None:
@@ -181,7 +254,7 @@ def test_a_new_branch_says_why_it_began(stand: Stand) -> None:
     assert [(one["branch"], one["cause"]) for one in found["branches"]] == [(0, "start"), (1, "root")]
     assert found["branch"] == 1
     first = get(stand, f"{talk.id}/tokens", branch=0)
-    assert {token[5] for token in first["tokens"]} == {1}
+    assert {token[7] for token in first["tokens"]} == {1}
 
 
 def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
@@ -195,7 +268,10 @@ def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
         talk.say("Else")
     talk.say("On")
     found = get(stand, talk.id)
-    assert found["tree"] == talk.tree()
+    told = talk.tree()
+    assert [branch.pop("title") for branch in told["branches"]] == ["One", "Else", "Else"]
+    assert [branch.pop("title") for branch in found["tree"]["branches"]] == [None] * 3
+    assert found["tree"] == told
     assert [branch["reason"] for branch in found["tree"]["branches"]] == [None, "superseded", None]
     assert get(stand, talk.id, seq=found["turns"][0]["seq"])["tree"] is None
     assert [one["message"] for one in get(stand, f"{talk.id}/conversation", branch=0)["messages"]] == dropped
@@ -205,9 +281,9 @@ def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
         assert [(one["branch"], one["exported"]) for one in page["branches"]] == [(0, True), (1, False), (2, True)]
     for row in talk.rows():
         page = tokens[row["branch"]]["tokens"]
-        assert [[token[place] for token in page] for place in (0, 2)] == [row["tokens"], row["loss_mask"]]
-    assert any(token[1] for token in tokens[1]["tokens"])
-    assert not any(token[2] for token in tokens[1]["tokens"])
+        assert [[token[place] for token in page] for place in (1, 3)] == [row["tokens"], row["loss_mask"]]
+    assert any(token[2] for token in tokens[1]["tokens"])
+    assert not any(token[3] for token in tokens[1]["tokens"])
     for view in ("conversation", "tokens"):
         missing = stand.http.get(f"/ui/api/sessions/{talk.id}/{view}", params={"branch": 7})
         assert error_of(missing) == (404, "not_found")

@@ -60,9 +60,13 @@ def _print(found: Mapping[str, Any]) -> None:
         Column("finish", "finish_reason"),
         Column("weights", "weight_versions", long=True),
         Column("agent", "agent_id", long=True),
+        Column("title", long=True),
         Column("note", _note, long=True),
     ]
-    table(columns, [{**turn, "drawn": lines + str(turn["turn"])} for lines, turn in drawn(turns)])
+    titles = {branch["branch"]: branch["title"] for branch in branches}
+    rows = [{**turn, "drawn": lines + str(turn["turn"])} for lines, turn in drawn(turns)]
+    # A branch's first turn has its title.
+    table(columns, [{**row, "title": titles.get(row["branch"]) if row["cause"] else None} for row in rows])
 
 
 def _note(turn: Turn) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from app.features.page.rollout_view import Rollouts
     from app.features.page.summaries import Summaries
     from app.features.page.token_view import TokenViews
+    from app.features.page.turn_view import TurnViews
     from app.features.page.watch import Watch
     from app.services import Services
 
@@ -29,6 +30,7 @@ class Page(NamedTuple):
     overviews: Overviews
     watch: Watch
     conversations: Conversations
+    turns: TurnViews
     tokens: TokenViews
     rollouts: Rollouts
     previews: Previews
@@ -49,6 +51,7 @@ def add_to(services: Services) -> Page:
     from app.features.page.rollout_view import Rollouts
     from app.features.page.summaries import Summaries
     from app.features.page.token_view import TokenViews
+    from app.features.page.turn_view import TurnViews
     from app.features.page.watch import Watch
 
     database, sessions = services.database, services.session_list
@@ -68,6 +71,7 @@ def add_to(services: Services) -> Page:
         ),
         watch=watch,
         conversations=Conversations(database),
+        turns=TurnViews(database, services.turns.flight, services.engines.engine_of),
         tokens=TokenViews(database, services.prompts),
         rollouts=Rollouts(database),
         previews=Previews(database, services.release),

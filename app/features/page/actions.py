@@ -86,7 +86,8 @@ def _actions(message: object) -> list[Action]:
         return [Action(_line(str(_field(call, "name") or "?")), _asked(_field(call, "arguments"))) for call in calls]
     said = _text(_field(message, "content")) or _text(_field(message, "refusal"))
     thought = _text(_field(message, "reasoning_content")) or _text(_field(message, "reasoning"))
-    return [Action(None, _line(_THOUGHT.sub("", said, count=1)) or _line(said) or _line(thought))]
+    line = _line(_THOUGHT.sub("", said, count=1)) or _line(said) or _line(thought)
+    return [Action(None, line.lstrip("# ") or line)]
 
 
 def _asked(arguments: object) -> str:

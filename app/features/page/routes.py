@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
 
 from app.api.engines import engine_fields
@@ -19,6 +19,8 @@ from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
 from app.features.page.rollout_view import MAX_STEPS
 from app.features.page.summaries import MAX_SESSIONS
+from app.features.page.token_view import Asked
+from app.features.page.turn_view import MAX_TURNS
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view
 
@@ -120,6 +122,48 @@ async def session(request: Request, session_id: SessionId, seq: Seq = None) -> R
     return page_reply({**msgspec.structs.asdict(view), "checkpoints": pins, **budgets})
 
 
+MAX_TURN = 2**30
+
+
+@router.get("/sessions/{session_id}/actions")
+@for_the_page
+async def actions(
+    request: Request,
+    session_id: SessionId,
+    start: Annotated[int, Query(ge=1, le=MAX_TURN, description="A turn's number, from 1.")] = 1,
+    limit: Annotated[int, Query(ge=1, le=MAX_TURNS, description=LIMIT)] = MAX_TURNS,
+) -> Response:
+    """What each of these turns did and what its request brought, in lines."""
+    return page_reply(await page_of(request).turns.actions(session_id, start, limit))
+
+
+@router.get("/sessions/{session_id}/turns/{turn}")
+@for_the_page
+async def turn_messages(
+    request: Request,
+    session_id: SessionId,
+    turn: Annotated[int, Path(ge=1, le=MAX_TURN, description="A turn's number, from 1.")],
+    whole: Annotated[bool, Query(description="Also what is long.")] = False,
+) -> Response:
+    """A turn's own messages; of one in flight here, its request's."""
+    return page_reply(await page_of(request).turns.messages(session_id, turn, whole=whole))
+
+
+@router.get("/sessions/{session_id}/find")
+@for_the_page
+async def find(
+    request: Request,
+    session_id: SessionId,
+    text: Annotated[
+        str | None,
+        Query(min_length=1, max_length=200, pattern=NO_NUL, description="In any case. Default: results like errors."),
+    ] = None,
+    after: Annotated[int, Query(ge=0, le=MAX_TURN, description="Only later turns.")] = 0,
+) -> Response:
+    """The turns whose own messages have a text, or whose request brought a result that looks like an error."""
+    return page_reply(await page_of(request).turns.find(session_id, text, after))
+
+
 @router.get("/sessions/{session_id}/conversation")
 @for_the_page
 async def conversation(
@@ -142,9 +186,12 @@ async def tokens(
     branch: BranchNumber = None,
     start: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Index of the first token.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
+    sampled: Annotated[bool, Query(description="Only sampled tokens.")] = False,
+    outline: Annotated[bool, Query(description="Also the whole row's scales and least likely tokens.")] = False,
 ) -> Response:
     """A branch's tokens, as in an export."""
-    return page_reply(await page_of(request).tokens.at(session_id, seq, branch, start, limit))
+    asked = Asked(start, limit, sampled, outline)
+    return page_reply(await page_of(request).tokens.at(session_id, seq, branch, asked))
 
 
 @router.get("/sessions/{session_id}/rollout")

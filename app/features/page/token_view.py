@@ -1,17 +1,21 @@
-"""Reads a branch's tokens for the page, as a trainer gets them, with the text that the engine gave for each."""
+"""Reads a branch's tokens for the page, as a trainer gets them: with their texts, their entropy, how they spread over
+the colours, and the least likely ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
 from app.domain.branches import BranchRow, branch_rows, place_of, row_of
-from app.domain.columns import Column, align, unpack
+from app.domain.columns import AlignedColumn, Column, align, unpack
 from app.domain.events import TurnCommitted
 from app.domain.samples import Array, Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
 from app.domain.session import Session
@@ -22,15 +26,16 @@ from app.store.engine import Database
 from app.store.reads import Frames
 from app.store.schema import annotation_columns
 from workers import codec
-from workers.codec import CorruptContent, Exchange
+from workers.codec import CorruptContent, Exchange, TopLogprobs
 from workers.join_text import token_texts
 from workers.parse_json import Fields, Rejected, is_null, object_at
+from workers.top_logprobs import unpacked
 
 if TYPE_CHECKING:
     from app.tito.prompts import Prompts
 
-TEXT_TURNS = 64
-"""Maximum number of turns whose stored replies are read for the texts of one page of tokens."""
+TEXT_TURNS = 128
+"""Maximum number of turns whose stored replies are read for the texts of one reply."""
 
 MAX_BRANCHES = 40
 """Branches without a row are listed up to this number of branches; each costs a walk through its turns."""
@@ -38,16 +43,31 @@ MAX_BRANCHES = 40
 MAX_COLUMNS = 16
 """Columns that one page of tokens has; further names are left out."""
 
+LEAST = 30
+"""How many of the least likely tokens are listed."""
+
+BEFORE, AFTER = 12, 6
+"""Tokens around each of them."""
+
+LOGPROB_EDGES = [math.log(share) for share in (0.001, 0.01, 0.05, 0.2, 0.5, 0.9)]
+ENTROPY_EDGES = [0.01, 0.1, 0.3, 0.7, 1.2, 2.0]
+CLASSES = 7
+
 _CHOICES = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class TokenRow(NamedTuple):
-    """A token. `version` is an index into the view's `versions`; -1 if the token was not sampled."""
+    """A token at position `at` of the row. `version` is an index into the view's `versions`, -1 where not sampled.
 
+    `entropy` in nats is that of the stored most likely tokens, all others taken as one; null where none are stored.
+    """
+
+    at: int
     id: int
     sampled: int
     loss_mask: int
     logprob: float | None
+    entropy: float | None
     version: int
     turn: int
 
@@ -75,6 +95,8 @@ class TurnRange(msgspec.Struct, frozen=True):
     start: int
     output_start: int
     end: int
+    in_loss: bool
+    finish_reason: str | None
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -84,25 +106,78 @@ class Boundary(msgspec.Struct, frozen=True):
     version: str
 
 
+class Scale(msgspec.Struct, frozen=True):
+    """How the row's tokens spread: counts[i] of them are from edges[i - 1] on and below edges[i].
+
+    A column has CLASSES classes of one width, or one where all its numbers are equal.
+    """
+
+    kind: Literal["logprob", "entropy", "column"]
+    name: str
+    edges: Sequence[float]
+    counts: Sequence[int]
+    mean: float
+
+
+class Unlikely(msgspec.Struct, frozen=True):
+    """A sampled token, and the text around it, as far as it is known."""
+
+    at: int
+    turn: int
+    logprob: float
+    id: int
+    text: str | None
+    before: str
+    after: str
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """What there is to say of the whole row: its scales, and its LEAST least likely sampled tokens."""
+
+    sampled: int
+    in_loss: int
+    scales: Sequence[Scale]
+    least: Sequence[Unlikely]
+
+
 class TokenView(msgspec.Struct, frozen=True):
-    """Tokens [start, start + len(tokens)) of the `total` of branch `branch`, which is null if there is none.
+    """Tokens from `start` on of the `total` of branch `branch`, which is null if there is none.
 
     `branches` are those that are rows of an export, this one, and others up to MAX_BRANCHES. `texts` has one text per
-    token; it is null if neither a tokenizer nor the engine gives any. `columns` have one number per token, or null, by
-    their names; one that was written again since is not in a view of the past. `error` says why they cannot be read.
+    token; it is null if neither a tokenizer (`tokenizer`: there is one) nor the engine gives any. `columns` have one
+    number per token, or null, by their names; one that was written again since is not in a view of the past. `error`
+    says why they cannot be read.
     """
 
     branch: int | None
     branches: Sequence[BranchTokens]
-    total: int
-    start: int
-    tokens: Sequence[TokenRow]
-    texts: Sequence[str | None] | None
-    versions: Sequence[str]
-    turns: Sequence[TurnRange]
-    boundaries: Sequence[Boundary]
+    total: int = 0
+    start: int = 0
+    tokens: Sequence[TokenRow] = ()
+    texts: Sequence[str | None] | None = None
+    tokenizer: bool = False
+    versions: Sequence[str] = ()
+    turns: Sequence[TurnRange] = ()
+    boundaries: Sequence[Boundary] = ()
     columns: Mapping[str, Sequence[float | None]] = {}
+    outline: Outline | None = None
     error: str | None = None
+
+
+class Asked(NamedTuple):
+    """`limit` tokens from position `start` on, of the sampled ones alone where `sampled`, with the row's outline."""
+
+    start: int
+    limit: int
+    sampled: bool = False
+    outline: bool = False
+
+
+class _Row(NamedTuple):
+    """A row, and for each of its tokens the entropy, NaN where it is not known."""
+
+    sample: Sample
+    entropies: Array
 
 
 class TokenViews:
@@ -112,32 +187,39 @@ class TokenViews:
         self._database = database
         self._prompts = prompts
 
-    async def at(self, session_id: str, seq: int | None, branch: int | None, start: int, limit: int) -> TokenView:
+    async def at(self, session_id: str, seq: int | None, branch: int | None, asked: Asked) -> TokenView:
         """Tokens of a branch (None: that of the newest turn) after event `seq`.
 
         Raises as `session_at`, and NotFound for an unknown branch.
         """
-        found = await session_at(self._database, session_id, seq)
-        session = found.session
+        state = await session_at(self._database, session_id, seq)
+        session = state.session
         if session.leaf is None:
-            return TokenView(None, [], 0, 0, [], None, [], [], [])
+            return TokenView(None, [])
         branch = session.leaf.branch if branch is None else branch
         if session.is_text:
-            return TokenView(branch, [], 0, start, [], None, [], [], [], error=TEXT_ONLY)
+            return TokenView(branch, [], error=TEXT_ONLY)
         try:
             row, branches = await asyncio.to_thread(_row_and_branches, session, branch)
         except KeyError:
             raise unknown_branch(session, branch) from None
-        turns = [found.turn(number)[1] for number in row.turns]
+        turns = [state.turn(number)[1] for number in row.turns]
         frames = await self._frames(session_id, row.turns, exchange=False)
         try:
             made = await asyncio.to_thread(_sample, session, row, turns, frames)
-            columns = await self._columns(session, made, start, limit)
+            shown = _shown(made.sample, asked)
+            columns = await self._columns(session, made.sample, shown, whole=asked.outline)
         except (CorruptContent, Inconsistent) as error:
-            return TokenView(branch, branches, 0, start, [], None, [], [], [], error=str(error))
+            return TokenView(branch, branches, error=str(error))
         counts = {turn.turn: turn.output_tokens for turn in turns}
-        texts = await self._texts(session_id, made, counts, start, limit)
-        return await asyncio.to_thread(_view, made, branch, branches, start, limit, texts, columns)
+        least = _least(made.sample) if asked.outline else shown[:0]
+        texts = await self._texts(session_id, made.sample, counts, _around(least, len(made.sample.tokens), shown))
+        view = await asyncio.to_thread(_view, made, row, shown, texts, columns)
+        outline = await asyncio.to_thread(_outline, made, least, texts, columns) if asked.outline else None
+        has_tokenizer = self._prompts is not None
+        return replace(
+            view, branch=branch, branches=branches, start=asked.start, tokenizer=has_tokenizer, outline=outline
+        )
 
     async def _frames(self, session_id: str, numbers: Sequence[int], *, exchange: bool) -> Frames:
         return await self._database.read(
@@ -147,12 +229,11 @@ class TokenViews:
             session_id=session_id,
         )
 
-    async def _columns(self, session: Session, made: Sample, start: int, limit: int) -> dict[str, list[float | None]]:
-        """One number per token of the page, by the names of its turns' columns. Raises CorruptContent."""
-        shown = {span.turn for span in made.turns if span.start < start + limit and span.end > start}
+    async def _columns(self, session: Session, made: Sample, shown: Array, *, whole: bool) -> dict[str, AlignedColumn]:
+        """The columns of the shown tokens' turns, or of all, by name. Raises CorruptContent."""
         written = {
             said.seq: (turn, name, said.column)
-            for turn in sorted(shown & session.annotations.keys())
+            for turn in sorted({span.turn for span in _spans_of(made, shown, whole)} & session.annotations.keys())
             for name, said in session.annotations[turn].items()
             if said.column is not None
         }
@@ -165,32 +246,26 @@ class TokenViews:
             session_id=session.session_id,
         )
 
-        def aligned() -> dict[str, list[float | None]]:
+        def aligned() -> dict[str, AlignedColumn]:
             by_name: dict[str, dict[int, Column]] = {name: {} for name in names}
             for seq, frame in data.items():
                 turn, name, ref = written[seq]
                 by_name[name][turn] = unpack(frame, ref)
-            return {
-                name: _numbers(row.values[start : start + limit], row.mask[start : start + limit])
-                for name, columns in by_name.items()
-                if (row := align(made.turns, columns)) is not None
-            }
+            rows = {name: align(made.turns, columns) for name, columns in by_name.items()}
+            return {name: row for name, row in rows.items() if row is not None}
 
         return await asyncio.to_thread(aligned)
 
-    async def _texts(
-        self, session_id: str, made: Sample, counts: Mapping[int, int], start: int, limit: int
-    ) -> list[str | None] | None:
-        """One text per token of the page; None if all are unknown. `counts`: output tokens by turn."""
-        ids: list[int] = made.tokens[start : start + limit].tolist()
+    async def _texts(self, session_id: str, made: Sample, counts: Mapping[int, int], wanted: Array) -> dict[int, str]:
+        """The texts of these positions, in order, as far as they are known. `counts`: output tokens by turn."""
         prompts = self._prompts
         if prompts is not None:
-            known = await asyncio.to_thread(lambda: {one: prompts.decode([one]) for one in set(ids)})
-            return [known[one] for one in ids]
-        end = start + len(ids)
-        spans = [span for span in made.turns if span.output_start < end and span.end > start][:TEXT_TURNS]
+            ids = dict(zip(wanted.tolist(), made.tokens[wanted].tolist(), strict=True))
+            known = await asyncio.to_thread(lambda: {one: prompts.decode([one]) for one in set(ids.values())})
+            return {at: known[one] for at, one in ids.items()}
+        spans = [span for span in _spans_of(made, wanted) if wanted[-1] >= span.output_start][:TEXT_TURNS]
         frames = await self._frames(session_id, [span.turn for span in spans], exchange=True)
-        return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, start, end)
+        return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, set(wanted.tolist()))
 
 
 def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[BranchTokens]]:
@@ -213,50 +288,139 @@ def _branch(session: Session, row: BranchRow, exported: bool) -> BranchTokens:
     return BranchTokens(leaf.branch, place_of(session, leaf).cause, leaf.token_count, prompt_tokens, exported)
 
 
-def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> Sample:
+def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> _Row:
     """The same sample that an export makes. Raises CorruptContent, Inconsistent."""
     tokens = reads.unpack_tokens(frames, row.turns)
     content = [
         TurnTokens(turn, tokens[turn.turn].suffix_ids, tokens[turn.turn].output_ids, tokens[turn.turn].logprobs)
         for turn in turns
     ]
-    return sample(Segment(row, place_of(session, row.leaf), content, cut=False))
+    made = sample(Segment(row, place_of(session, row.leaf), content, cut=False))
+    return _Row(made, _entropies(made, {number: stored.top for number, stored in tokens.items()}))
+
+
+def _entropies(made: Sample, tops: Mapping[int, TopLogprobs | None]) -> Array:
+    entropies = np.full(len(made.tokens), np.nan)
+    for span in made.turns:
+        top = tops.get(span.turn)
+        if top is None or top.output is None:
+            continue
+        # A turn may be cut, and its last token trimmed by the next one.
+        logprobs = unpacked(top.output)[1][: span.end - span.output_start].astype(np.float64)
+        shares = np.exp(logprobs)
+        rest = np.clip(1 - shares.sum(axis=1), 1e-12, None)
+        entropy = -(shares * logprobs).sum(axis=1) - rest * np.log(rest)
+        entropies[span.output_start : span.output_start + len(entropy)] = entropy
+    return entropies
+
+
+def _shown(made: Sample, asked: Asked) -> Array:
+    """The positions that are asked for, in order."""
+    if asked.sampled:
+        return np.flatnonzero(made.sampled_mask[asked.start :])[: asked.limit] + asked.start
+    return np.arange(asked.start, max(asked.start, min(asked.start + asked.limit, len(made.tokens))))
+
+
+def _spans_of(made: Sample, positions: Array, whole: bool = False) -> list[TurnSpan]:
+    """The turns that have any of these positions, which are in order; or all turns."""
+    if whole:
+        return list(made.turns)
+    ends = np.searchsorted(positions, [span.end for span in made.turns]).tolist()
+    begins = np.searchsorted(positions, [span.start for span in made.turns]).tolist()
+    return [span for span, begin, end in zip(made.turns, begins, ends, strict=True) if end > begin]
+
+
+def _least(made: Sample) -> Array:
+    """The positions of the least likely sampled tokens, the least likely first."""
+    sampled = np.flatnonzero(made.sampled_mask)
+    return sampled[np.argsort(made.logprobs[sampled], kind="stable")[:LEAST]]
+
+
+def _around(places: Array, total: int, others: Array) -> Array:
+    """These positions with those around them, and the others, in order."""
+    windows = [np.arange(max(0, at - BEFORE), min(total, at + AFTER + 1)) for at in places.tolist()]
+    return np.unique(np.concatenate([*windows, others])).astype(np.int64)
 
 
 def _view(
-    made: Sample,
-    branch: int,
-    branches: Sequence[BranchTokens],
-    start: int,
-    limit: int,
-    texts: list[str | None] | None,
-    columns: Mapping[str, Sequence[float | None]],
+    made: _Row, row: BranchRow, shown: Array, texts: Mapping[int, str], columns: Mapping[str, AlignedColumn]
 ) -> TokenView:
-    part = slice(start, start + limit)
-    versions = list(dict.fromkeys(span.version for span in made.version_spans))
-    by_token = np.full(len(made.tokens), -1, np.int32)
-    turns = np.zeros(len(made.tokens), np.int32)
-    for span in made.version_spans:
+    whole = made.sample
+    versions = list(dict.fromkeys(span.version for span in whole.version_spans))
+    by_token = np.full(len(whole.tokens), -1, np.int32)
+    turns = np.zeros(len(whole.tokens), np.int32)
+    for span in whole.version_spans:
         by_token[span.start : span.end] = versions.index(span.version)
-    for turn in made.turns:
+    for turn in whole.turns:
         turns[turn.start : turn.end] = turn.turn
-    tokens = (made.tokens, made.sampled_mask, made.loss_mask, made.logprobs, by_token, turns)
-    rows = zip(*(fact[part].tolist() for fact in tokens), strict=True)
+    places = shown.tolist()
+    arrays = (whole.tokens, whole.sampled_mask, whole.loss_mask, whole.logprobs, made.entropies, by_token, turns)
+    rows = zip(places, *(array[shown].tolist() for array in arrays), strict=True)
     return TokenView(
-        branch=branch,
-        branches=branches,
-        total=len(made.tokens),
-        start=start,
+        branch=None,
+        branches=(),
+        total=len(whole.tokens),
         tokens=[
-            TokenRow(token, sampled, masked, logprob if sampled else None, version, turn)
-            for token, sampled, masked, logprob, version, turn in rows
+            TokenRow(
+                *(at, token, sampled, masked),
+                logprob if sampled else None,
+                None if math.isnan(entropy) else round(entropy, 5),
+                *(version, turn),
+            )
+            for at, token, sampled, masked, logprob, entropy, version, turn in rows
         ],
-        texts=texts,
+        texts=[texts.get(at) for at in places] if texts.keys() & set(places) else None,
         versions=versions,
-        turns=[TurnRange(span.turn, span.start, span.output_start, span.end) for span in made.turns],
-        boundaries=_boundaries(made),
-        columns=columns,
+        turns=[
+            TurnRange(span.turn, span.start, span.output_start, span.end, span.turn in row.in_loss, span.finish_reason)
+            for span in whole.turns
+        ],
+        boundaries=_boundaries(whole),
+        columns={name: _numbers(column.values[shown], column.mask[shown]) for name, column in columns.items()},
     )
+
+
+def _outline(made: _Row, least: Array, texts: Mapping[int, str], columns: Mapping[str, AlignedColumn]) -> Outline:
+    whole = made.sample
+    is_sampled = whole.sampled_mask == 1
+    scales = [_scale("logprob", "logprob", whole.logprobs[is_sampled], LOGPROB_EDGES)]
+    scales.append(_scale("entropy", "entropy", made.entropies[~np.isnan(made.entropies)], ENTROPY_EDGES))
+    scales += [_scale("column", name, column.values[column.mask == 1]) for name, column in columns.items()]
+
+    def text(start: int, end: int) -> str:
+        return "".join(texts.get(at, "") for at in range(start, end))
+
+    turn_of = np.searchsorted([span.end for span in whole.turns], least, side="right").tolist()
+    return Outline(
+        sampled=int(whole.sampled_mask.sum()),
+        in_loss=int(whole.loss_mask.sum()),
+        scales=[scale for scale in scales if scale is not None],
+        least=[
+            Unlikely(
+                at=at,
+                turn=whole.turns[place].turn,
+                logprob=float(whole.logprobs[at]),
+                id=int(whole.tokens[at]),
+                text=texts.get(at),
+                before=text(max(0, at - BEFORE), at),
+                after=text(at + 1, at + AFTER + 1),
+            )
+            for at, place in zip(least.tolist(), turn_of, strict=True)
+        ],
+    )
+
+
+def _scale(
+    kind: Literal["logprob", "entropy", "column"], name: str, values: Array, edges: Sequence[float] = ()
+) -> Scale | None:
+    """None where there is no number."""
+    if not len(values):
+        return None
+    low, high = float(values.min()), float(values.max())
+    if not edges and low < high:
+        edges = np.linspace(low, high, CLASSES + 1)[1:-1].tolist()
+    counts = np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1)
+    return Scale(kind, name, edges, counts.tolist(), float(values.mean()))
 
 
 def _load_columns(connection: Connection, session_id: str, seqs: Sequence[int]) -> dict[int, bytes]:
@@ -275,24 +439,25 @@ def _numbers(values: Array, mask: Array) -> list[float | None]:
 
 
 def _boundaries(made: Sample) -> list[Boundary]:
-    found: list[Boundary] = []
+    boundaries: list[Boundary] = []
     for span in made.version_spans:
-        if span.end > span.start and (not found or found[-1].version != span.version):
-            found.append(Boundary(span.start, span.version))
-    return found
+        if span.end > span.start and (not boundaries or boundaries[-1].version != span.version):
+            boundaries.append(Boundary(span.start, span.version))
+    return boundaries
 
 
 def _texts_of_spans(
-    spans: Sequence[TurnSpan], counts: Mapping[int, int], frames: Frames, start: int, end: int
-) -> list[str | None] | None:
-    """Texts of the tokens [start, end) from the engine's stored replies; None if there are none."""
-    texts: list[str | None] = [None] * (end - start)
-    for span in spans:
-        parts = _texts_of(frames.get(span.turn, (None, None))[1], counts[span.turn])
-        for index, text in enumerate(parts, span.output_start):
-            if start <= index < min(end, span.end):
-                texts[index - start] = text.decode(errors="replace")
-    return texts if any(text is not None for text in texts) else None
+    spans: Sequence[TurnSpan], counts: Mapping[int, int], frames: Frames, wanted: set[int]
+) -> dict[int, str]:
+    """The texts of sampled tokens from the engine's stored replies."""
+    return {
+        at: text.decode(errors="replace")
+        for span in spans
+        for at, text in enumerate(
+            _texts_of(frames.get(span.turn, (None, None))[1], counts[span.turn]), span.output_start
+        )
+        if at in wanted and at < span.end
+    }
 
 
 def _texts_of(frame: bytes | None, count: int) -> Sequence[bytes]:

@@ -275,6 +275,8 @@ export interface TreeBranch {
   parent_branch: number | null;
   fork_turn: number | null;
   agent_id: string | null;
+  /** only in GET /sessions/{id}/tree */
+  title: string | null;
   leaf: number;
   turns: number;
   tokens: number;
@@ -366,13 +368,31 @@ export interface ChatMessage {
   tool_call_id?: unknown;
 }
 
-/** A message in its place in the history; without one, `error` says why. */
+/** A message in its place in the history; without one, `error` says why. `cut`: it has the first part of each text. */
 export interface Entry {
   index: number;
   turn: number;
   sampled: boolean;
   message: unknown;
   error?: string;
+  cut?: boolean;
+  bytes?: number;
+}
+
+/** GET /ui/api/sessions/{id}/actions: what turns did in lines, and what their requests brought */
+export interface TurnActions {
+  turn: number;
+  actions: { tool: string | null; text: string }[];
+  results: { role: string; text: string; failed: boolean }[];
+  error: string | null;
+}
+
+/** GET /ui/api/sessions/{id}/turns/{turn}; `state`: the stage of a turn in flight */
+export interface TurnMessages {
+  turn: number;
+  messages: { sampled: boolean; bytes: number; cut: boolean; message: unknown; error: string | null }[];
+  state: string | null;
+  engine: string | null;
 }
 
 /** GET /ui/api/sessions/{id}/conversation: up to `turn`, without the `omitted` oldest messages */
@@ -386,7 +406,53 @@ export interface Transcript {
 }
 
 /** `version` is an index into the page's `versions`, -1 where the token was not sampled. */
-export type Token = [id: number, sampled: number, lossMask: number, logprob: number | null, version: number, turn: number];
+export type Token = [
+  at: number,
+  id: number,
+  sampled: number,
+  lossMask: number,
+  logprob: number | null,
+  entropy: number | null,
+  version: number,
+  turn: number,
+];
+
+/** A turn's own tokens are [start, end), those that it sampled [output_start, end). */
+export interface TurnRange {
+  turn: number;
+  start: number;
+  output_start: number;
+  end: number;
+  in_loss: boolean;
+  finish_reason: string | null;
+}
+
+/** Of the row's tokens, `counts[i]` are below `edges[i]` and not below the edge before. */
+export interface Scale {
+  kind: "logprob" | "entropy" | "column";
+  name: string;
+  edges: number[];
+  counts: number[];
+  mean: number;
+}
+
+/** One of the least likely sampled tokens, and the text around it. */
+export interface Unlikely {
+  at: number;
+  turn: number;
+  logprob: number;
+  id: number;
+  text: string | null;
+  before: string;
+  after: string;
+}
+
+export interface Outline {
+  sampled: number;
+  in_loss: number;
+  scales: Scale[];
+  least: Unlikely[];
+}
 
 export interface BranchTokens {
   branch: number;
@@ -410,11 +476,14 @@ export interface TokenPage {
   start: number;
   tokens: Token[];
   texts: (string | null)[] | null;
+  /** is there one? */
+  tokenizer: boolean;
   versions: string[];
-  turns: { turn: number; start: number; output_start: number; end: number }[];
+  turns: TurnRange[];
   boundaries: Boundary[];
   /** annotations of one number per token, by name */
   columns: Record<string, (number | null)[]>;
+  outline: Outline | null;
   error: string | null;
 }
 

@@ -16,7 +16,6 @@ import { SearchView } from "./search.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
-import { TokensView } from "./tokens.js";
 import { VersionsView } from "./versions.js";
 import { visibleText } from "./visible.js";
 
@@ -26,7 +25,6 @@ import { visibleText } from "./visible.js";
 const VIEWS = {
   sessions: { View: SessionsView, title: "Sessions" },
   session: { View: SessionView, title: "Session" },
-  tokens: { View: TokensView, title: "Tokens" },
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
   rollouts: { View: RolloutsView, title: "Rollouts" },

@@ -1,14 +1,15 @@
-/** A session's log: each event with all of its fields; new ones are added while one looks. */
+/** A session's log: each event with all of its fields, as it grows; and the way back to any moment of it. */
 
 import { ApiError, stream } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { button, folded, h, message, panel, replace, setText } from "./dom.js";
+import { button, folded, h, message, replace, setText } from "./dom.js";
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
+import { Travel } from "./travel.js";
 import { LatestRequest } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
-/** @import {LogEvent} from "../ui_types.d.ts" */
+/** @import {LogEvent, Session} from "../ui_types.d.ts" */
 
 /** Events in the document at a time, and how many a press of "earlier" adds. */
 const SHOWN = 300;
@@ -67,18 +68,15 @@ async function* lines(body) {
   }
 }
 
-/** The log of one session, live. */
-export class EventLog {
-  /**
-   * @param {AbortSignal} closed
-   * @param {string} sessionId
-   * @param {() => void} onGrown events have come
-   */
-  constructor(closed, sessionId, onGrown) {
+export class EventsTab {
+  /** @param {AbortSignal} closed @param {string} sessionId @param {(turn: number|null, branch: number|null, seq: number|null) => void} pick */
+  constructor(closed, sessionId, pick) {
     this.closed = closed;
     this.sessionId = sessionId;
     this.path = `/sessions/${encodeURIComponent(sessionId)}/events`;
-    this.onGrown = onGrown;
+    /** @type {number|null} */
+    this.turn = null;
+    this.travel = new Travel(closed, (seq) => pick(this.turn, null, seq));
     this.shown = SHOWN;
     /** @type {LogEvent[]} */
     this.events = [];
@@ -96,14 +94,8 @@ export class EventLog {
     this.state = h("span", { class: "note", role: "status" });
     this.pause = button("pause", () => this.#toggle(), { "aria-pressed": "false" });
     this.notes = h("div");
-    this.element = panel(
-      "events-title",
-      "Event log",
-      [this.state, h("span", { class: "switches" }, this.pause, copyCurl(() => ({ path: this.path })))],
-      this.notes,
-      this.earlier,
-      this.list,
-    );
+    const tools = h("div", { class: "panelhead" }, this.pause, this.state, h("span", { class: "spacer" }), copyCurl(() => ({ path: this.path })));
+    this.element = h("div", { class: "eventsview" }, this.travel.element, tools, this.notes, this.earlier, this.list);
     const onVisibility = () => (document.hidden ? this.#stop() : this.#resume());
     document.addEventListener("visibilitychange", onVisibility, { signal: closed });
     closed.addEventListener("abort", () => {
@@ -112,19 +104,19 @@ export class EventLog {
     });
   }
 
-  /** @param {number} last the newest event that is known: the log is followed from somewhat before it */
-  start(last) {
+  /** @param {Session} session @param {{turn: number|null, seq: number|null}} at */
+  update(session, { turn, seq }) {
+    this.turn = turn;
+    const moment = seq === null ? null : (this.events.find((event) => event.seq === session.seq)?.at ?? null);
+    this.travel.update(session.seq, session.last_seq, seq === null, moment);
+    if (this.at !== seq) {
+      this.at = seq;
+      for (const element of this.#lines) this.#markOne(element);
+      this.#scrollTo(this.#lines.find((element) => element.classList.contains("here")));
+    }
     if (this.following.isRunning || this.events.length) return;
-    this.begin = Math.max(0, last - SHOWN);
+    this.begin = Math.max(0, session.last_seq - SHOWN); // The log is followed from somewhat before its end.
     if (!document.hidden) this.#resume();
-  }
-
-  /** @param {number|null} at the event whose state the view shows; later ones are dimmed */
-  mark(at) {
-    if (this.at === at) return;
-    this.at = at;
-    for (const element of this.#lines) this.#markOne(element);
-    this.#scrollTo(this.#lines.find((element) => element.classList.contains("here")));
   }
 
   /** @returns {HTMLElement[]} */
@@ -203,7 +195,6 @@ export class EventLog {
       this.begin = dropped.at(-1)?.seq ?? this.begin;
     }
     this.#render();
-    this.onGrown();
   }
 
   async #earlier() {
@@ -267,7 +258,7 @@ export class EventLog {
     details.addEventListener("toggle", () => {
       if (!fields.hasChildNodes()) fields.append(textBlock(JSON.stringify(event, null, 2), "code"));
     });
-    const href = sessionHref(this.sessionId, { seq: event.seq });
+    const href = sessionHref(this.sessionId, { seq: event.seq, tab: "events" });
     const element = h(
       "li",
       { dataset: { seq: event.seq } },

@@ -1,8 +1,8 @@
-/** The page's addresses: `#/session/<id>/tokens?seq=5`. Filters are in the query, so that a view can be shared. */
+/** The page's addresses: `#/session/<id>?tab=tokens&seq=5`. Filters are in the query, so that a view can be shared. */
 
 /**
  * @typedef {object} Route
- * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"rollouts"|"versions"|"search"|"exports"|"checkpoints"|"checkpoint"} name
+ * @property {"sessions"|"session"|"group"|"groups"|"rollouts"|"versions"|"search"|"exports"|"checkpoints"|"checkpoint"} name
  * @property {string} id the session's, the group's or the checkpoint's, "" for a list
  * @property {URLSearchParams} query
  *
@@ -30,8 +30,7 @@ export function parse(hash) {
   if (below === undefined) {
     return name === "group" || name === "session" || name === "checkpoint" ? { name, id, query } : null;
   }
-  if (name === "group" && below === "rollouts") return { name: "rollouts", id, query };
-  return name === "session" && below === "tokens" ? { name: "tokens", id, query } : null;
+  return name === "group" && below === "rollouts" ? { name: "rollouts", id, query } : null;
 }
 
 /**
@@ -78,11 +77,6 @@ export function sessionHref(id, parameters) {
   return `#/session/${encodeURIComponent(id)}${queryOf(parameters)}`;
 }
 
-/** @param {string} id @param {Parameters} [parameters] @returns {string} */
-export function tokensHref(id, parameters) {
-  return `#/session/${encodeURIComponent(id)}/tokens${queryOf(parameters)}`;
-}
-
 /** @param {string} id @returns {string} */
 export function groupHref(id) {
   return `#/group/${encodeURIComponent(id)}`;
@@ -110,4 +104,14 @@ export function sideBySideHref(keys) {
 export function setQuery(parameters) {
   const [path] = location.hash.split("?");
   history.replaceState(null, "", `${path || "#/"}${queryOf(parameters)}`);
+}
+
+/** Change these parameters of the address, and leave the others. @param {Record<string, string|number|null|undefined>} parameters */
+export function changeQuery(parameters) {
+  const query = new URLSearchParams(location.hash.split("?")[1]);
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value == null) query.delete(name);
+    else query.set(name, String(value));
+  }
+  setQuery(query);
 }

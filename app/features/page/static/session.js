@@ -1,16 +1,17 @@
-/** One session: what it is, its turns, its conversation and its log, now or after any of its events. */
+/** One session: what its agent did, turn by turn, and what there is to know of each; now or after any of its events. */
 
+import { ActionList, rowsOf, timesOf } from "./actionlist.js";
 import { get } from "./api.js";
-import { Conversation } from "./conversation.js";
 import { copyCurl } from "./copy.js";
 import { badge, button, folded, h, message, replace } from "./dom.js";
-import { EventLog } from "./events.js";
-import { clock, count, decimal, duration, since } from "./format.js";
+import { EventsTab } from "./events.js";
+import { clock, compact, count, decimal, duration, since } from "./format.js";
 import { NoteForm } from "./noteform.js";
-import { checkpointHref, groupHref, sessionHref, sessionsHref, setQuery, tokensHref, wholeNumber } from "./route.js";
-import { Timeline } from "./timeline.js";
-import { Travel } from "./travel.js";
-import { BranchTree } from "./tree.js";
+import { changeQuery, checkpointHref, groupHref, sessionHref, sessionsHref, wholeNumber } from "./route.js";
+import { StagesTab } from "./stages.js";
+import { TokensTab } from "./tokens.js";
+import { TreeTab } from "./tree.js";
+import { TurnTab } from "./turn.js";
 import { noSession, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
@@ -19,6 +20,12 @@ import { named, textBlock } from "./visible.js";
 
 /** Checkpoints that are named; a run may make hundreds. */
 const MOST_CHECKPOINTS = 5;
+
+/** @typedef {"turn"|"tokens"|"stages"|"events"|"tree"} TabName */
+/** @typedef {(turn: number|null, branch: number|null, seq?: number|null) => void} Pick show another turn, or a branch's newest */
+/** @typedef {{element: HTMLElement, update: (session: Session, at: {turn: number|null, branch: number|null, seq: number|null}) => void}} Tab */
+/** @type {Record<TabName, new (closed: AbortSignal, id: string, pick: Pick) => Tab>} */
+const TABS = { turn: TurnTab, tokens: TokensTab, stages: StagesTab, events: EventsTab, tree: TreeTab };
 
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
 function fact(name, ...value) {
@@ -43,9 +50,15 @@ function budgetFact({ session_id, limits, used, left }, id) {
   return fact("Limits", parts.filter(Boolean).join("; "), h("span", { class: "note" }, ` per ${limits.per ?? "rollout"}`, whose));
 }
 
-/** @param {Session} session @param {number|null} branch @returns {boolean} false after an event before it began */
-function hasBranch({ tree }, branch) {
-  return tree !== null && tree.branches.some((one) => one.branch === branch);
+/** @param {URLSearchParams} query */
+function placeOf(query) {
+  const name = query.get("tab") ?? "";
+  return {
+    turn: wholeNumber(query.get("turn"), 1),
+    branch: wholeNumber(query.get("branch"), 0),
+    seq: wholeNumber(query.get("seq"), 1),
+    tab: name in TABS ? /** @type {TabName} */ (name) : /** @type {const} */ ("turn"),
+  };
 }
 
 export class SessionView extends View {
@@ -56,59 +69,39 @@ export class SessionView extends View {
     this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
     /** @type {Session|null} as it is shown */
     this.session = null;
-    this.seq = wholeNumber(query.get("seq"), 1);
-    this.turn = wholeNumber(query.get("turn"), 1);
-    this.branch = wholeNumber(query.get("branch"), 0);
     /** The last event that was read, and the last that the live stream named. */
     this.lastRead = 0;
     this.lastNamed = 0;
+    /** Without a turn in the address: has one been in flight? Then the newest is shown. */
+    this.isFollowing = false;
+    this.at = placeOf(query);
     /** @type {Map<Element, string>} */
     this.keys = new Map();
-    this.title = h("div", { class: "panelhead" }, h("h1", null, named(id)));
-    this.tokensLink = h("a", { href: tokensHref(id) }, "Tokens");
-    this.facts = h("dl", { class: "sessionfacts" });
+    /** @type {Partial<Record<TabName, Tab>>} made when they are first shown */
+    this.made = {};
+    this.head = h("div", { class: "sessionhead" });
     this.noteForm = new NoteForm(
       this.closed,
       id,
       () => this.refresh(),
-      () => this.title.querySelector("button")?.focus(),
+      () => this.more.querySelector("button")?.focus(),
     );
-    this.folds = h("div", { class: "folds" });
-    this.travel = new Travel(this.closed, (seq) => this.#move(seq));
-    this.timeline = new Timeline((turn) => this.#pick(turn));
-    this.conversation = new Conversation(this.closed, id, (turn) => this.#pick(turn));
-    this.tree = new BranchTree(
-      id,
-      (branch) => this.#pick(null, branch),
-      (turn) => this.#pick(turn),
-    );
-    this.log = new EventLog(this.closed, id, () => this.changed());
-    this.columns = h(
-      "div",
-      { class: "columns" },
-      this.tree.element,
-      this.conversation.element,
-      this.log.element,
-    );
+    this.more = h("div", { class: "folds" });
+    this.brief = h("span", { class: "note" });
+    this.details = folded(["Details ", this.brief], [this.more, this.noteForm.element], "sessiondetails");
+    this.list = new ActionList(this.closed, id, (turn, branch) => this.#pick(turn, branch));
+    this.tabs = h("nav", { class: "tabs", "aria-label": "What is shown of the turn" });
+    this.content = h("div", { class: "tabcontent", tabindex: "0", role: "region", "aria-label": "The turn" });
     replace(
       root,
       h(
         "div",
         { class: "session-view" },
-        h(
-          "section",
-          { class: "panel", "aria-label": "Session" },
-          this.title,
-          this.problem,
-          this.facts,
-          this.noteForm.element,
-          this.folds,
-        ),
-        this.travel.element,
-        this.timeline.element,
-        this.columns,
+        h("section", { class: "panel sessionpanel", "aria-label": "Session" }, this.head, this.problem, this.details),
+        h("div", { class: "panes" }, this.list.element, h("section", { class: "pane", "aria-label": "Turn" }, this.tabs, this.content)),
       ),
     );
+    this.list.search.addEventListener("input", () => this.#turnTab.mark(this.list.search.value.trim()));
     this.refresh();
   }
 
@@ -130,64 +123,77 @@ export class SessionView extends View {
   }
 
   get isBehind() {
-    return Math.max(this.lastNamed, this.log.last) > this.lastRead;
+    return this.lastNamed > this.lastRead;
   }
 
-  /** @param {URLSearchParams} query of a link to another moment of this session */
+  onFilterKey() {
+    this.list.search.focus();
+  }
+
+  /** @param {URLSearchParams} query of a link to another turn, tab or moment of this session */
   onQuery(query) {
-    this.seq = wholeNumber(query.get("seq"), 1);
-    this.turn = wholeNumber(query.get("turn"), 1);
-    this.branch = wholeNumber(query.get("branch"), 0);
-    this.refresh();
+    const { seq } = this.at;
+    this.at = placeOf(query);
+    if (this.session && seq === this.at.seq) this.#mark(this.session);
+    else this.refresh();
   }
 
-  /** @param {number|null} seq */
-  #move(seq) {
-    this.seq = seq;
-    this.#remember();
-    this.refresh();
+  /** @param {number|null} turn @param {number|null} branch whose newest turn is meant where `turn` is null @param {number|null} [seq] */
+  #pick(turn, branch, seq = this.at.seq) {
+    const isHere = seq === this.at.seq;
+    this.at = { ...this.at, turn, branch, seq };
+    changeQuery({ turn, branch, seq });
+    if (this.session && isHere) this.#mark(this.session);
+    else this.refresh();
   }
 
-  /** @param {number|null} turn @param {number|null} [branch] whose newest turn is meant where `turn` is null */
-  #pick(turn, branch = null) {
-    this.turn = turn;
-    this.branch = branch;
-    this.#remember();
-    if (!this.session) return;
-    this.#mark(this.session);
-    this.#readConversation(this.session);
+  /** @param {Session} session @returns {number|null} the turn to show: that of the address, else the first, or in flight the newest */
+  #chosen({ turns, failed, open_turns, tree }) {
+    const all = [...turns, ...failed, ...open_turns].map((one) => one.turn);
+    if (this.at.turn !== null && all.includes(this.at.turn)) return this.at.turn;
+    const leaf = tree?.branches.find((one) => one.branch === this.at.branch)?.leaf;
+    if (leaf !== undefined) return leaf;
+    this.isFollowing ||= open_turns.length > 0;
+    return this.isFollowing ? Math.max(...all) : (turns[0]?.turn ?? failed[0]?.turn ?? null);
   }
 
-  #remember() {
-    setQuery({ seq: this.seq, turn: this.turn, branch: this.branch });
+  get #turnTab() {
+    return /** @type {TurnTab} */ (this.#tab("turn"));
+  }
+
+  /** @param {TabName} name @returns {Tab} */
+  #tab(name) {
+    return (this.made[name] ??= new TABS[name](this.closed, this.id, (turn, branch, seq) => this.#pick(turn, branch, seq)));
   }
 
   /** @param {Session} session */
   #mark(session) {
-    this.timeline.update(session, this.turn);
-    this.tree.update(session.tree, { branch: this.branch, turn: this.turn });
-    this.columns.classList.toggle("withtree", session.tree !== null);
-    this.tokensLink.setAttribute("href", tokensHref(this.id, { seq: this.seq, branch: this.branch }));
+    const turn = this.#chosen(session);
+    const { seq, tab: name } = this.at;
+    const branch = session.tree?.branches.some((one) => one.branch === this.at.branch) ? this.at.branch : null;
+    this.list.update(session, { turn, branch });
+    const names = /** @type {TabName[]} */ (Object.keys(TABS)).filter((one) => one !== "tree" || session.tree);
+    const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn: this.at.turn, branch, seq, tab: one === "turn" ? null : one });
+    this.#renew(this.tabs, [names, this.at, branch], () =>
+      names.map((one) => h("a", { href: href(one), "aria-current": one === name ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
+    );
+    const tab = this.#tab(name);
+    if (this.content.firstChild !== tab.element) {
+      replace(this.content, tab.element);
+      this.content.scrollTop = 0;
+    }
+    tab.update(session, { turn, branch, seq });
   }
 
   refresh() {
-    this.conversation.requests.abort();
     return this.read(
-      async (signal) => /** @type {Session} */ (await get(this.path, { seq: this.seq }, signal)),
+      async (signal) => /** @type {Session} */ (await get(this.path, { seq: this.at.seq }, signal)),
       (session) => {
         this.session = session;
         this.lastRead = Math.max(this.lastRead, session.last_seq);
         this.#show(session);
-        return this.#readConversation(session);
       },
     );
-  }
-
-  /** @param {Session} session */
-  async #readConversation(session) {
-    const turn = session.turns.some((one) => one.turn === this.turn) ? this.turn : null;
-    const branch = hasBranch(session, this.branch) ? this.branch : null;
-    await this.conversation.update(session, turn, branch);
   }
 
   /** @param {Session} session */
@@ -196,15 +202,11 @@ export class SessionView extends View {
       this.problem,
       session.problems.map((one) => message("error", `${one.part} cannot be shown`, h("p", null, one.message))),
     );
-    const at = this.seq === null ? null : this.#momentOf(session);
-    this.travel.update(session.seq, session.last_seq, this.seq === null, at);
     this.#mark(session);
-    this.log.mark(this.seq);
-    this.log.start(session.last_seq);
-    replace(this.facts, facts(session));
-    const { config, metadata, turn_rewards: rewards, erased, state, status, note, tags } = session;
-    this.#renew(this.title, [erased, state, status, this.seq, note, tags], () => this.#title(session));
-    this.#renew(this.folds, [config, metadata, rewards], () => folds(session));
+    this.#renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward], () => this.#head(session));
+    replace(this.brief, session.tags.length > 0 && ["· ", named(session.tags.join(", ")), " "], session.note && ["· ", named(session.note)]);
+    const { config, metadata, turn_rewards: rewards, note, tags, budgets, limit, checkpoints, seq } = session;
+    this.#renew(this.more, [config, metadata, rewards, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
   }
 
   /**
@@ -222,81 +224,92 @@ export class SessionView extends View {
     if (focused >= 0) /** @type {HTMLElement|undefined} */ ([...box.querySelectorAll("a, button")][focused])?.focus();
   }
 
-  /** @param {Session} session @returns {number|null} when its event was, if the log has it */
-  #momentOf(session) {
-    return this.log.events.find((event) => event.seq === session.seq)?.at ?? null;
+  /** @param {Session} session @returns {Child} */
+  #head(session) {
+    const { session_id, state, seq, last_seq, reward, config, turns, tree, affinity, open_turns, limit } = session;
+    const live = turns.filter((turn) => turn.live);
+    const rows = rowsOf(session, null).filter((row) => !row.turn || row.turn.live);
+    const { generating, environment } = timesOf(rows);
+    const begin = rows.find((row) => row.begin !== null)?.begin ?? null;
+    const end = rows.reduce((last, row) => Math.max(last, row.end ?? 0), 0);
+    const sampled = live.reduce((sum, turn) => sum + turn.output_tokens, 0);
+    const suffix = live.reduce((sum, turn) => sum + turn.suffix_tokens, 0);
+    const engine = affinity?.engine ?? live.at(-1)?.engine;
+    const branches = tree ? `, ${count(tree.branches.length)} branches` : "";
+    return [
+      h("h1", null, named(session_id)),
+      badge(state),
+      this.at.seq !== null && [badge(`as of event ${seq} of ${last_seq}`, "warn"), h("a", { href: sessionHref(this.id, { tab: this.at.tab }) }, "live")],
+      reward && h("span", null, "reward ", h("strong", null, decimal(reward.reward))),
+      config.group_id != null &&
+        h("span", null, h("a", { href: groupHref(config.group_id) }, named(config.group_id)), config.attempt != null && ` attempt ${config.attempt}`),
+      h("span", null, `${count(live.length)} turns${branches}`),
+      begin !== null &&
+        h(
+          "span",
+          { title: "from the first turn to the last; generating, and the time between a turn and the next: the environment's" },
+          open_turns.length ? since(begin, "for") : duration(end - begin),
+          h("span", { class: "note" }, " = ", h("i", { class: "key gen" }), ` ${duration(generating)} generating + `, h("i", { class: "key env" }), ` ${duration(environment)} environment`),
+        ),
+      h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),
+      engine && h("span", { class: "note" }, named(engine.replace(/^https?:\/\//, ""))),
+      limit != null && badge(`limit: ${limit}`, "warn"),
+    ];
   }
 
   /** @param {Session} session @returns {Child} */
-  #title(session) {
-    const { seq } = this;
+  #details(session) {
+    const { session_id, note, tags, config, fork, turns, affinity, reward, checkpoints, created_at, closed_at, budgets, limit, metadata } = session;
+    const newest = turns.findLast((turn) => turn.live);
+    const discarded = turns.filter((turn) => !turn.live).length;
+    const adapter = config.adapter ?? newest?.adapter;
+    const rewards = Object.entries(session.turn_rewards);
+    const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
+    const settings = Object.entries(config).filter(([, value]) => value !== null);
     return [
-      h("h1", null, named(session.session_id)),
-      badge(session.state),
-      seq !== null && badge(`as of event ${session.seq}`, "warn"),
-      this.tokensLink,
+      h(
+        "dl",
+        { class: "sessionfacts" },
+        fact("Note", note ? textBlock(note) : "none"),
+        tags.length > 0 && fact("Tags", tags.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))])),
+        fact("Reward", reward ? rewardParts(reward) : "none"),
+        fork != null &&
+          fact(
+            "Forked from",
+            h("a", { href: sessionHref(fork.session, { turn: fork.turn }) }, named(fork.session)),
+            ` after turn ${fork.turn}`,
+            !fork.loss && h("span", { class: "note" }, " its turns are context"),
+          ),
+        discarded > 0 && fact("Rolled back", `${count(discarded)} of ${count(turns.length)} turns`),
+        affinity?.control && fact("Engine chosen by", named(affinity.control)),
+        adapter != null && fact("Adapter", named(adapter)),
+        fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
+        budgets.map((budget) => budgetFact(budget, session_id)),
+        limit != null && fact("Limit reached", badge(limit, "warn")),
+        checkpoints.length > 0 && fact("In checkpoints", inCheckpoints(session_id, checkpoints)),
+        fact("Created", since(created_at), h("span", { class: "note" }, ` ${clock(created_at)}`)),
+        closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
+      ),
+      rewards.length > 0 &&
+        folded(
+          `Rewards of ${count(rewards.length)} turns`,
+          h("p", null, rewards.map(([turn, one]) => [`turn ${turn}: `, rewardParts(one), "; "])),
+        ),
+      folded(
+        "Configuration",
+        h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value))))),
+      ),
+      metadata != null && folded("Metadata", textBlock(JSON.stringify(metadata, null, 2), "code")),
       h(
         "span",
         { class: "switches" },
-        seq === null && !session.erased && button("Edit note", () => this.noteForm.open(session), { class: "quiet" }),
-        copyCurl(() => ({ path: this.path, parameters: { seq } })),
+        this.at.seq === null && !session.erased && button("Edit note", () => this.noteForm.open(session), { class: "quiet" }),
+        copyCurl(() => ({ path: this.path, parameters: { seq: this.at.seq } })),
         copyCurl(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
-        copyCurl(
-          () => ({
-            path: `/sessions/${encodeURIComponent(this.id)}/annotations/note`,
-            method: "PUT",
-            body: { value: session.note ?? "" },
-          }),
-          "note",
-        ),
+        copyCurl(() => ({ path: `/sessions/${encodeURIComponent(this.id)}/annotations/note`, method: "PUT", body: { value: note ?? "" } }), "note"),
       ),
     ];
   }
-}
-
-/** @param {Session} session @returns {Child} */
-function facts({ session_id, note, tags, config, fork, turns, tree, affinity, reward, checkpoints, created_at, closed_at, budgets, limit }) {
-  const live = turns.filter((turn) => turn.live);
-  const newest = live.at(-1);
-  const engine = affinity?.engine ?? newest?.engine;
-  const adapter = config.adapter ?? newest?.adapter;
-  const discarded = turns.length - live.length;
-  const sampled = live.reduce((sum, turn) => sum + turn.output_tokens, 0);
-  const suffix = live.reduce((sum, turn) => sum + turn.suffix_tokens, 0);
-  return [
-    fact(
-      "Turns",
-      count(live.length),
-      discarded > 0 && ` live of ${count(turns.length)}`,
-      tree && `, ${count(tree.branches.length)} branches`,
-      discarded > 0 && [" ", badge(`${count(discarded)} rolled back`, "warn")],
-    ),
-    fork != null &&
-      fact(
-        "Forked from",
-        h("a", { href: sessionHref(fork.session, { turn: fork.turn }) }, named(fork.session)),
-        ` after turn ${fork.turn}`,
-        !fork.loss && h("span", { class: "note" }, " its turns are context"),
-      ),
-    fact("Reward", reward ? rewardParts(reward) : "none"),
-    config.group_id != null &&
-      fact(
-        "Group",
-        h("a", { href: groupHref(config.group_id) }, named(config.group_id)),
-        config.attempt != null && ` attempt ${config.attempt}`,
-      ),
-    fact("Engine", engine ? named(engine) : "none", affinity?.control && [" by ", named(affinity.control)]),
-    adapter != null && fact("Adapter", named(adapter)),
-    fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
-    fact("Tokens", count(sampled + suffix), h("span", { class: "note" }, ` of live turns, each once; ${count(sampled)} sampled`)),
-    budgets.map((budget) => budgetFact(budget, session_id)),
-    limit != null && fact("Limit reached", badge(limit, "warn")),
-    note && fact("Note", textBlock(note)),
-    tags.length > 0 && fact("Tags", tags.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))])),
-    checkpoints.length > 0 && fact("In checkpoints", inCheckpoints(session_id, checkpoints)),
-    fact("Created", since(created_at)),
-    closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
-  ];
 }
 
 /** @param {string} id @param {Session["checkpoints"]} all the oldest first @returns {Child} the newest of them */
@@ -312,23 +325,4 @@ function inCheckpoints(id, all) {
     ]);
   const rest = all.length - links.length;
   return [links, rest > 0 && ` and ${count(rest)} older ones`];
-}
-
-/** @param {Session} session @returns {Child} */
-function folds({ config, metadata, turn_rewards }) {
-  const settings = Object.entries(config).filter(([, value]) => value !== null);
-  const rewards = Object.entries(turn_rewards);
-  const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
-  return [
-    rewards.length > 0 &&
-      folded(
-        `Rewards of ${count(rewards.length)} turns`,
-        h("p", null, rewards.map(([turn, reward]) => [`turn ${turn}: `, rewardParts(reward), "; "])),
-      ),
-    folded(
-      "Configuration",
-      h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value))))),
-    ),
-    metadata != null && folded("Metadata", textBlock(JSON.stringify(metadata, null, 2), "code")),
-  ];
 }

@@ -1,274 +1,443 @@
-/** A branch's tokens, as a trainer gets them: loss mask, logprobs, weight versions, and where each comes from. */
+/** A branch's tokens, as a trainer gets them: what was sampled, the prompts folded, the least likely named. */
 
 import { get } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { badge, button, chip, h, message, replace } from "./dom.js";
-import { count } from "./format.js";
-import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
-import { sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
+import { button, failure, h, message, replace, svg } from "./dom.js";
+import { count, ranges } from "./format.js";
+import { isWriting } from "./keys.js";
+import { figure, legend, shadeOf, share } from "./logprobs.js";
+import { changeQuery, wholeNumber } from "./route.js";
 import { CAUSES } from "./tree.js";
-import { noSession, View } from "./view.js";
+import { LatestRequest } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
-/** @import {Boundary, BranchTokens, SessionRow, Token, TokenPage} from "../ui_types.d.ts" */
-/** @import {Place} from "./view.js" */
+/** @import {Child, Scale, Session, Token, TokenPage, Tree, TurnRange, Unlikely} from "../ui_types.d.ts" */
+/** @typedef {{token: Token, text: string|null, columns: Record<string, number|null>}} Known */
 
-/** Tokens of a page, each an element. */
-const PAGE = 2000;
-/** Tokens that a key goes on; `#goTo` ends at the last one. @type {Record<string, number>} */
-const STEPS = { ArrowRight: 1, ArrowLeft: -1, PageDown: PAGE, PageUp: -PAGE, End: Number.MAX_SAFE_INTEGER / 2 };
-/** Boundaries between weight versions that get a button, and branches that get a link. */
-const JUMPS = 40;
+/** Sampled tokens in the document at a time, and tokens of a prompt that is opened. */
+const [PAGE, PROMPT] = [2000, 2000];
+/** Tokens that a key goes on. @type {Record<string, number>} */
+const STEPS = { ArrowRight: 1, ArrowLeft: -1 };
+/** The length of the bar of the whole row. */
+const BAR = 1000;
+/** How a turn ends that nobody asks about. */
+const USUAL = new Set(["stop", "tool_calls", null]);
 
-/** @param {string} text of one token @returns {string} with line breaks and tabs made visible, and the break kept */
+/** @param {TurnRange[]} turns @param {number} at @returns {number} sampled tokens before a position */
+function sampledBefore(turns, at) {
+  return turns.reduce((sum, one) => sum + Math.max(0, Math.min(one.end, at) - one.output_start), 0);
+}
+
+/** @param {TurnRange[]} turns @param {number} place @returns {number} the position behind `place` sampled tokens */
+function positionOf(turns, place) {
+  let left = place;
+  for (const { start, output_start, end } of turns) {
+    if (left < end - output_start) return left ? output_start + left : start;
+    left -= end - output_start;
+  }
+  return turns.at(-1)?.end ?? 0;
+}
+
+/** @param {string} text of a token @returns {string} breaks, tabs and spaces alone are visible; a break is kept */
 function spelled(text) {
+  if (/^ +$/.test(text)) return text.replaceAll(" ", "␣");
   return visibleText(text).replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
 }
 
-/** @param {Event} event @returns {HTMLElement|null} the token that it happened at */
-function cellOf(event) {
-  return event.target instanceof HTMLElement ? event.target.closest(".tok") : null;
+/** @param {Scale} scale @returns {string} */
+function keyOf({ kind, name }) {
+  return kind === "column" ? `column ${name}` : kind;
 }
 
-/** @param {HTMLElement} cell @returns {number} the token's position */
-function positionOf(cell) {
-  return Number(cell.dataset.at);
+/**
+ * @param {Tree|null} tree
+ * @param {number|null} turn
+ * @returns {number|null} a branch that has the turn; null: that of the newest turn
+ */
+function branchWith(tree, turn) {
+  const turns = new Map(tree?.turns.map((one) => [one.turn, one]));
+  let last = tree?.branches.find((one) => one.branch === tree.main_branch)?.leaf ?? 0;
+  while (last && last !== turn) last = turns.get(last)?.parent ?? 0;
+  return last ? null : (turns.get(turn ?? 0)?.branch ?? null);
 }
 
-export class TokensView extends View {
-  /** @param {HTMLElement} root @param {Place} place */
-  constructor(root, { id, query }) {
-    super(root);
-    this.id = id;
-    this.path = `/ui/api/sessions/${encodeURIComponent(id)}/tokens`;
-    /** @type {TokenPage|null} */
-    this.page = null;
-    this.title = h("div", { class: "panelhead" });
-    this.branches = h("div", { class: "segments" });
-    this.pager = h("div", { class: "panelhead" });
-    this.statistics = h("div", { class: "counts" });
-    this.detail = h(
-      "p",
-      { class: "tokendetail", id: "token-detail" },
-      "Point at a token, or move with the arrow keys.",
-    );
+/** Give an element other children, and one of them the focus that its predecessor had. @param {Element} box @param {...Child} children */
+function renew(box, ...children) {
+  const fields = () => [...box.querySelectorAll("select, button, input")];
+  const place = fields().findIndex((one) => one === document.activeElement);
+  replace(box, children);
+  if (place >= 0) /** @type {HTMLElement|undefined} */ (fields()[place])?.focus({ preventScroll: true });
+}
+
+export class TokensTab {
+  /**
+   * @param {AbortSignal} closed
+   * @param {string} sessionId
+   * @param {(turn: number|null, branch: number|null) => void} pick
+   */
+  constructor(closed, sessionId, pick) {
+    this.path = `/ui/api/sessions/${encodeURIComponent(sessionId)}/tokens`;
+    this.pick = pick;
+    this.requests = new LatestRequest(closed);
+    this.prompts = new LatestRequest(closed);
+    /** @type {TokenPage|null} the row's turns and outline, and sampled tokens from `start` on */
+    this.row = null;
+    /** @type {Session|null} */
+    this.session = null;
+    /** What is asked for: a branch (null: the newest turn's) after an event. @type {Record<string, number|null>} */
+    this.place = { seq: null, branch: null };
+    /** @type {number|null} */
+    this.turn = null;
+    this.version = 0;
+    this.start = 0;
+    /** The token that has, or had last, the focus; also in the address. */
+    this.at = wholeNumber(new URLSearchParams(location.hash.split("?")[1]).get("at"), 0);
+    /** Of what the cells are. */
+    this.drawn = "";
+    this.scaleKey = "logprob";
+    /** The tokens in the document, by position. @type {Map<number, Known>} */
+    this.known = new Map();
+    /** Opened prompts, by where they begin. @type {Map<number, TokenPage>} */
+    this.opened = new Map();
+    this.problem = h("div");
+    this.head = h("div", { class: "tokenhead" });
+    this.bar = h("div", { class: "minimap" });
+    this.legend = h("ul", { class: "legend", "aria-label": "Legend" });
+    this.pager = h("div", { class: "tokenhead" });
     this.cells = h("div", { class: "tokens", role: "group", "aria-label": "Tokens" });
-    this.#listen();
-    replace(
-      root,
-      h(
-        "div",
-        { class: "session-view tokens-view" },
-        h("section", { class: "panel" }, this.title, this.branches, this.statistics),
-        h("section", { class: "panel" }, this.pager, this.problem, this.cells, this.detail),
-      ),
+    this.detail = h("p", { class: "tokendetail", id: "token-detail" }, "Point at a token, or press u.");
+    this.least = h("ol", { class: "least" });
+    this.body = h(
+      "div",
+      { class: "tokenbody" },
+      h("div", null, this.pager, this.cells, this.detail),
+      h("section", null, h("h2", null, "Least likely ", h("kbd", null, "u"), " ", h("kbd", null, "U")), this.least),
     );
-    this.onQuery(query);
+    this.element = h("div", { class: "tokens-tab" }, this.head, this.bar, this.legend, this.problem, this.body);
+    this.#listen(closed);
   }
 
-  /** @param {string} code */
-  absent(code) {
-    return code === "session_not_found" ? noSession(this.id) : null;
+  /** @param {Session} session @param {{turn: number|null, branch: number|null, seq: number|null}} place */
+  update(session, { turn, branch, seq }) {
+    const wanted = branch ?? (this.#spanOf(turn) ? this.place.branch : branchWith(session.tree, turn));
+    const isElsewhere = wanted !== this.place.branch || seq !== this.place.seq;
+    const goal = turn === this.turn ? null : turn;
+    Object.assign(this, { session, turn, place: { seq, branch: wanted } });
+    if (!isElsewhere && this.version === session.seq) return this.#showTurn(goal);
+    if (isElsewhere && this.version) {
+      Object.assign(this, { at: null, start: 0, drawn: "" });
+      this.opened.clear();
+    }
+    this.version = session.seq;
+    return this.#read(() => (this.at === null ? this.#showTurn(goal) : this.#goTo(this.at)));
   }
 
-  /** @param {SessionRow[]} rows */
-  onSessions(rows) {
-    if (this.seq === null && rows.some((row) => row.session_id === this.id)) this.changed();
+  /** @param {LatestRequest} requests @param {object} wish @param {(page: TokenPage) => void} show */
+  #get(requests, wish, show) {
+    const again = () => this.#get(requests, wish, show);
+    return requests.run(
+      async (signal) => /** @type {TokenPage} */ (await get(this.path, { ...this.place, ...wish }, signal)),
+      show,
+      (error) => replace(this.problem, failure(error, again)),
+    );
   }
 
-  /** @param {URLSearchParams} query */
-  onQuery(query) {
-    this.seq = wholeNumber(query.get("seq"), 1);
-    this.branch = wholeNumber(query.get("branch"), 0);
-    this.at = wholeNumber(query.get("at"), 0);
-    this.start = wholeNumber(query.get("start"), 0) ?? (this.at === null ? 0 : this.at - (this.at % PAGE));
-    this.refresh();
+  /** @param {() => void} [then] */
+  #read(then) {
+    const wish = { start: this.start, limit: PAGE, sampled: true, outline: true };
+    return this.#get(this.requests, wish, (row) => {
+      this.#show(row);
+      then?.();
+    });
   }
 
-  /** Go to a position, and to the page that has it. @param {number} at */
+  /** @param {number|null} turn @returns {TurnRange|undefined} */
+  #spanOf(turn) {
+    return this.row?.turns.find((one) => one.turn === turn);
+  }
+
+  /** Scroll to a turn, and leave the focus where it is. @param {number|null} turn */
+  #showTurn(turn) {
+    const span = this.#spanOf(turn);
+    const scroll = () => this.cells.querySelector(`[data-turn="${turn}"]`)?.scrollIntoView({ block: "start" });
+    if (span) this.#turnTo(span.output_start, () => span !== this.row?.turns[0] && scroll());
+  }
+
+  /** Go to a sampled token. @param {number} at */
   #goTo(at) {
-    this.at = Math.max(0, Math.min(Math.trunc(at) || 0, Math.max(0, (this.page?.total ?? 1) - 1)));
-    const start = this.at - (this.at % PAGE);
-    const isHere = start === this.start;
+    this.at = at;
+    this.#turnTo(at, () => this.#focusAt());
+  }
+
+  /** Read the tokens around a sampled one, if they are not shown. @param {number} at @param {() => void} then */
+  #turnTo(at, then) {
+    const turns = this.row?.turns ?? [];
+    const start = positionOf(turns, Math.floor(sampledBefore(turns, at) / PAGE) * PAGE);
+    if (start === this.start) return then();
     this.start = start;
-    this.#remember();
-    if (isHere) this.#focusAt();
-    else this.refresh();
+    return this.#read(then);
   }
 
-  #remember() {
-    setQuery({ seq: this.seq, branch: this.branch, start: this.start || null, at: this.at });
-  }
-
-  get #parameters() {
-    return { seq: this.seq, branch: this.branch, start: this.start, limit: PAGE };
-  }
-
-  refresh() {
-    return this.read(
-      async (signal) => /** @type {TokenPage} */ (await get(this.path, this.#parameters, signal)),
-      (page) => this.#show(page),
-    );
-  }
-
-  /** @param {unknown} error */
-  onFailure(error) {
-    super.onFailure(error);
-    this.#renderTitle();
-  }
-
-  /** @param {TokenPage} page */
-  #show(page) {
-    const { page: before } = this;
-    this.page = page;
+  /** @param {TokenPage} row */
+  #show(row) {
+    this.row = row;
     replace(
       this.problem,
-      page.error !== null && message("error", "These tokens cannot be shown", h("p", null, page.error)),
-      page.error === null && page.total === 0 && message("empty", "No token is stored yet."),
+      row.error !== null && message("error", "These tokens cannot be shown", h("p", null, row.error)),
+      row.error === null && row.total === 0 && message("empty", "No token is stored yet."),
     );
-    this.#renderTitle();
-    this.#renderPager(page);
-    const isSame =
-      before !== null &&
-      before.branch === page.branch &&
-      before.start === page.start &&
-      before.tokens.length === page.tokens.length;
-    if (isSame) return;
-    this.#renderCells(page);
-    const statistics = new TokenStatistics();
-    statistics.add(page.tokens);
-    showStatistics(this.statistics, statistics, `these ${count(page.tokens.length)} tokens`);
-  }
-
-  #renderTitle() {
-    const { branches = [], branch } = this.page ?? {};
-    const { seq } = this;
-    replace(
-      this.title,
-      h("h1", null, "Tokens of ", h("a", { href: sessionHref(this.id, { seq, branch: this.branch }) }, named(this.id))),
-      seq !== null && badge(`as of event ${seq}`, "warn"),
-      h(
-        "span",
-        { class: "switches" },
-        copyCurl(() => ({ path: this.path, parameters: this.#parameters })),
-      ),
-    );
-    const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
-    replace(
-      this.branches,
-      branches.length > 1 &&
-        h(
-          "nav",
-          { class: "chips", "aria-label": "Branches" },
-          branches.slice(0, JUMPS).map((one) => this.#branchLink(one, one.branch === branch)),
-          branches.length >= JUMPS && h("label", null, "branch ", this.#branchField()),
-        ),
-      reason && h("p", { class: "note" }, `Branch ${branch} began because ${reason}.`),
-    );
-  }
-
-  /** @param {BranchTokens} branch @param {boolean} isCurrent */
-  #branchLink({ branch, cause, tokens, exported }, isCurrent) {
-    const href = tokensHref(this.id, { seq: this.seq, branch });
-    const row = exported ? "" : ", no row";
-    return chip(href, `branch ${branch}${cause ? `, ${cause}` : ""}: ${count(tokens)} tokens${row}`, isCurrent);
-  }
-
-  /** Where there are more branches than links. */
-  #branchField() {
-    const field = h("input", { type: "number", min: "0", class: "short", "aria-label": "branch" });
-    field.addEventListener("change", () => (location.hash = tokensHref(this.id, { seq: this.seq, branch: field.value })));
-    return field;
+    this.body.hidden = this.bar.hidden = this.legend.hidden = row.total === 0;
+    this.#showHead(row);
+    this.#showBar(row);
+    renew(this.least, row.outline?.least.map((one) => this.#unlikely(one)));
+    const drawn = JSON.stringify([row.branch, row.start, row.tokens.length, Object.keys(row.columns)]);
+    if (this.drawn === drawn) return;
+    this.drawn = drawn;
+    this.known.clear();
+    for (const page of [row, ...this.opened.values()]) this.#keep(page);
+    this.#showCells();
   }
 
   /** @param {TokenPage} page */
-  #renderPager({ total, start, tokens, boundaries, turns }) {
-    const pageButton = (/** @type {number} */ to, /** @type {string} */ label) =>
-      button(label, () => this.#goTo(to), { disabled: to < 0 || to >= total });
-    const position = h("input", {
-      type: "number",
-      min: "0",
-      max: String(Math.max(0, total - 1)),
-      class: "short",
-      "aria-label": "position",
-    });
-    position.addEventListener("change", () => this.#goTo(Number(position.value)));
-    const turn = h("input", { type: "number", min: "1", class: "short", "aria-label": "turn" });
-    turn.addEventListener("change", () => {
-      const wanted = turns.find((one) => one.turn >= Number(turn.value));
-      if (wanted) this.#goTo(wanted.start);
-    });
-    replace(
-      this.pager,
-      total > PAGE && [pageButton(start - PAGE, "previous"), pageButton(start + PAGE, "next")],
-      h(
-        "span",
-        { class: "note" },
-        total ? `${count(start)} to ${count(start + tokens.length - 1)} of ${count(total)}` : "",
-      ),
-      h("label", null, "position ", position),
-      turns.length > 1 && h("label", null, "turn ", turn),
-      boundaries.length > 0 &&
-        h(
-          "span",
-          { class: "chips", role: "group", "aria-label": "Weight versions" },
-          boundaries.slice(0, JUMPS).map((one) => this.#jumpButton(one)),
-        ),
-      boundaries.length > JUMPS && h("span", { class: "note" }, `and ${count(boundaries.length - JUMPS)} more`),
-    );
-  }
-
-  /** @param {Boundary} boundary */
-  #jumpButton({ at, version }) {
-    return button(["weights ", named(version), ` from ${count(at)}`], () => this.#goTo(at), { class: "jump" });
-  }
-
-  /** @param {TokenPage} page */
-  #renderCells({ tokens, start, versions, texts }) {
-    const hadFocus = this.cells.contains(document.activeElement);
-    let [lastTurn, lastVersion] = [-1, -1];
-    /** @type {HTMLElement[]} */
-    const parts = [];
+  #keep({ tokens, texts, columns }) {
     tokens.forEach((token, index) => {
-      const [, sampled, , , version, turn] = token;
-      if (turn !== lastTurn) parts.push(h("span", { class: "mark turnmark" }, `turn ${turn}`));
-      lastTurn = turn;
-      if (sampled && version >= 0 && version !== lastVersion) {
-        parts.push(h("span", { class: "mark weightmark" }, "weights ", named(versions[version] ?? "?")));
-        lastVersion = version;
-      }
-      parts.push(tokenCell(token, start + index, texts?.[index]));
+      const own = Object.entries(columns).map(([name, values]) => [name, values[index] ?? null]);
+      const known = { token, text: texts?.[index] ?? null, columns: Object.fromEntries(own) };
+      this.known.set(token[0], known);
     });
-    replace(this.cells, parts);
-    this.cells.querySelector(".tok")?.setAttribute("tabindex", "0");
-    if (this.at !== null || hadFocus) this.#focusAt();
   }
 
-  #listen() {
-    /** @param {string} name @param {(cell: HTMLElement) => void} action */
+  /** @param {TokenPage} row */
+  #showHead({ branches, branch, outline, tokenizer, texts, total, turns, start, tokens }) {
+    /** @param {string} name @param {(value: string) => void} choose @param {HTMLElement[]} options */
+    const field = (name, choose, options) => {
+      const select = h("select", { "aria-label": name }, options);
+      select.addEventListener("change", () => choose(select.value));
+      return h("label", null, name, " ", select);
+    };
+    const names = branches.map((one) => {
+      const name = `${one.branch}: ${one.cause}, ${count(one.tokens)} tokens${one.exported ? "" : ", no row"}`;
+      return h("option", { value: one.branch, selected: one.branch === branch }, name);
+    });
+    const scales = (outline?.scales ?? []).map((one) => {
+      const name = { logprob: "probability", entropy: "entropy in nats", column: one.name }[one.kind];
+      return h("option", { value: keyOf(one), selected: keyOf(one) === this.scaleKey }, name);
+    });
+    const recolour = (/** @type {string} */ key) => {
+      this.scaleKey = key;
+      this.#showLegend();
+      this.#showCells();
+    };
+    const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
+    const { sampled = 0, in_loss: inLoss = 0 } = outline ?? {};
+    const setting = h("code", null, "TURNLOG_TOKENIZER");
+    renew(
+      this.head,
+      names.length > 1 && field("branch", (value) => this.pick(null, Number(value)), names),
+      scales.length > 0 && field("colour", recolour, scales),
+      h("span", { class: "note" }, `${count(total)} tokens, ${count(sampled)} sampled, ${count(inLoss)} in the loss`),
+      copyCurl(() => ({ path: this.path, parameters: this.place })),
+      h(
+        "p",
+        { class: "note" },
+        reason && `Branch ${branch} began because ${reason}. `,
+        !tokenizer && [`${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."],
+      ),
+    );
+    this.#showLegend();
+    const before = sampledBefore(turns, start);
+    const turnTo = (/** @type {string} */ sign, /** @type {string} */ name, /** @type {number} */ place) => {
+      const go = () => this.#goTo(this.#sampledFrom(positionOf(turns, place)));
+      return button(sign, go, { "aria-label": name, disabled: place < 0 || place >= sampled });
+    };
+    const shown = `${count(before + 1)} to ${count(before + tokens.length)} of ${count(sampled)} sampled`;
+    renew(
+      this.pager,
+      sampled > PAGE && turnTo("‹", "earlier tokens", before - PAGE),
+      sampled > PAGE && h("span", { class: "note" }, shown),
+      sampled > PAGE && turnTo("›", "later tokens", before + PAGE),
+    );
+  }
+
+  /** @returns {Scale|undefined} that of the colours */
+  get #scale() {
+    const scales = this.row?.outline?.scales ?? [];
+    return scales.find((one) => keyOf(one) === this.scaleKey) ?? scales[0];
+  }
+
+  #showLegend() {
+    const scale = this.#scale;
+    const item = (/** @type {string} */ kind, /** @type {string} */ text) =>
+      h("li", null, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text);
+    const mean = scale && `mean ${figure(scale.mean)}`;
+    replace(
+      this.legend,
+      scale && legend(scale),
+      mean && h("li", null, scale.kind === "logprob" ? `${mean} (perplexity ${figure(Math.exp(-scale.mean))})` : mean),
+      item("lp0 masked", "not in the loss"),
+      item("unlikelymark", "least likely"),
+      this.#rollbacks.length > 0 && item("undonemark", "turns were rolled back"),
+    );
+  }
+
+  /** Where turns were rolled back that this row does not have. @returns {{next: TurnRange, discarded: number[]}[]} */
+  get #rollbacks() {
+    const turns = this.row?.turns ?? [];
+    return (this.session?.rollbacks ?? []).flatMap(({ to_turn, discarded }) => {
+      const next = turns[turns.findIndex((one) => one.turn === to_turn) + 1];
+      const isHere = to_turn === 0 || this.#spanOf(to_turn);
+      return next && isHere && !discarded.includes(next.turn) ? [{ next, discarded }] : [];
+    });
+  }
+
+  /** @param {number} at @returns {number} the first sampled token from there on */
+  #sampledFrom(at) {
+    const span = this.row?.turns.find((one) => one.end > at && one.end > one.output_start);
+    return span ? Math.max(at, span.output_start) : at;
+  }
+
+  /** The whole row; a click or a key goes to what was sampled there. @param {TokenPage} row */
+  #showBar({ total, turns, outline, tokens, start }) {
+    const x = (/** @type {number} */ at) => Number(((at / total) * BAR).toFixed(2));
+    const box = (/** @type {number} */ from, /** @type {number} */ to) =>
+      `M${x(from)} 0H${Math.max(x(to), x(from) + 0.5)}V10H${x(from)}Z`;
+    const sampled = (/** @type {boolean} */ inLoss) =>
+      turns.map((one) => (one.in_loss === inLoss ? box(one.output_start, one.end) : "")).join("");
+    const ticks = (/** @type {number[]} */ places) => places.map((at) => `M${x(at)} 0V10`).join("");
+    const range = h("input", { type: "range", min: 0, max: total - 1, "aria-label": "place in the row" });
+    range.value = String(this.at ?? start);
+    range.addEventListener("change", () => this.#goTo(this.#sampledFrom(Number(range.value))));
+    const parts = {
+      inloss: sampled(true),
+      outofloss: sampled(false),
+      undonemark: ticks(this.#rollbacks.map((one) => one.next.start)),
+      unlikelymark: ticks(outline?.least.map((one) => one.at) ?? []),
+      onpage: box(start, (tokens.at(-1)?.[0] ?? total) + 1),
+    };
+    const paths = Object.entries(parts).map(([name, d]) => svg("path", { class: name, d }));
+    const picture = { viewBox: `0 0 ${BAR} 10`, preserveAspectRatio: "none", "aria-hidden": "true" };
+    if (total) renew(this.bar, svg("svg", picture, paths), range);
+  }
+
+  /** @param {Unlikely} token */
+  #unlikely({ at, turn, logprob, id, text, before, after }) {
+    const [scale] = this.row?.outline?.scales ?? [];
+    const itself = h("mark", { class: scale && `lp${shadeOf(scale, logprob)}` }, text === null ? id : spelled(text));
+    const said = h("code", null, spelled(before.slice(-14)), itself, spelled(after.slice(0, 24)));
+    const head = h("span", { class: "note" }, `${share(logprob)} · turn ${turn}`);
+    const isHere = at === this.at ? "true" : null;
+    return h("li", null, button([head, said], () => this.#goTo(at), { dataset: { at }, "aria-current": isHere }));
+  }
+
+  #showCells() {
+    const { row } = this;
+    if (!row) return;
+    const from = row.start;
+    const to = row.tokens.length < PAGE ? row.total : (row.tokens.at(-1)?.[0] ?? 0) + 1;
+    let version = -1;
+    const cells = (/** @type {number} */ start, /** @type {number} */ end) => {
+      const parts = [];
+      for (let at = start; at < end; at += 1) {
+        const known = this.known.get(at);
+        if (!known) continue;
+        const own = known.token[6];
+        if (own >= 0 && own !== version) {
+          parts.push(h("span", { class: "mark" }, "weights ", named(row.versions[own] ?? "?")));
+          version = own;
+        }
+        parts.push(this.#cell(known));
+      }
+      return parts;
+    };
+    const undone = new Map(this.#rollbacks.map(({ next, discarded }) => [next, discarded]));
+    const shown = row.turns.filter((one) => one.end > from && one.start < to);
+    const hadFocus = this.cells.contains(document.activeElement);
+    replace(
+      this.cells,
+      shown.map((one) => {
+        const prompt = this.opened.get(one.start)?.tokens.length ?? 0;
+        const notes = [
+          undone.has(one) && `turns ${ranges(undone.get(one) ?? [])} were rolled back here`,
+          !one.in_loss && "not in the loss",
+          !USUAL.has(one.finish_reason) && `ends by ${one.finish_reason}`,
+        ];
+        return h(
+          "section",
+          { class: "turnrun", "aria-label": `turn ${one.turn}`, dataset: { turn: one.turn } },
+          button(`turn ${one.turn}`, () => this.pick(one.turn, row.branch), { class: "mark turnmark" }),
+          one.output_start > one.start && this.#fold(one, prompt),
+          h("span", { class: "note" }, notes.filter(Boolean).join(" · ")),
+          prompt > 0 && h("div", { class: "promptrun" }, cells(one.start, one.start + prompt)),
+          h("div", null, cells(Math.max(one.output_start, from), Math.min(one.end, to))),
+        );
+      }),
+    );
+    this.cells.querySelector(".tok")?.setAttribute("tabindex", "0");
+    if (hadFocus) this.#focusAt();
+  }
+
+  /** @param {TurnRange} span @param {number} shown tokens of its prompt */
+  #fold({ start, output_start }, shown) {
+    const length = output_start - start;
+    const first = shown && shown < length ? `, the first ${count(shown)}` : "";
+    const open = (/** @type {TokenPage} */ page) => {
+      this.#keep(page);
+      this.opened.set(start, page);
+      this.#showCells();
+    };
+    const toggle = () => {
+      if (!shown) return this.#get(this.prompts, { start, limit: Math.min(PROMPT, length) }, open);
+      this.opened.delete(start);
+      return this.#showCells();
+    };
+    const name = `${shown ? "▾" : "▸"} prompt, ${count(length)} tokens${first}`;
+    return button(name, toggle, { class: "fold", "aria-expanded": String(shown > 0) });
+  }
+
+  /** @param {Known} known */
+  #cell({ token: [at, id, sampled, lossMask, logprob, entropy], text, columns }) {
+    const scale = this.#scale;
+    const value = scale && { logprob, entropy, column: columns[scale.name] ?? null }[scale.kind];
+    const shade = scale && value != null ? `lp${shadeOf(scale, value)}` : "";
+    const kind = `tok ${shade} ${sampled ? (lossMask ? "" : "masked") : "prompt"} ${text ? "" : "id"}`;
+    return h("span", { class: kind, role: "button", tabindex: "-1", dataset: { at } }, text ? spelled(text) : id);
+  }
+
+  /** @param {AbortSignal} closed */
+  #listen(closed) {
+    /** @param {string} name @param {(cell: HTMLElement, event: Event) => void} action */
     const on = (name, action) =>
       this.cells.addEventListener(name, (event) => {
-        const cell = cellOf(event);
-        if (cell) action(cell);
+        const cell = event.target instanceof HTMLElement ? event.target.closest(".tok") : null;
+        if (cell instanceof HTMLElement) action(cell, event);
       });
     on("mouseover", (cell) => this.#explain(cell));
     on("focusin", (cell) => this.#focused(cell));
     on("click", (cell) => cell.focus());
-    this.cells.addEventListener("keydown", (event) => {
-      const cell = cellOf(event);
-      if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
-      const to = event.key === "Home" ? 0 : positionOf(cell) + (STEPS[event.key] ?? NaN);
-      if (Number.isNaN(to)) return;
+    on("keydown", (cell, event) => {
+      const all = [...this.cells.querySelectorAll(".tok")];
+      const next = all[all.indexOf(cell) + (STEPS[/** @type {KeyboardEvent} */ (event).key] ?? NaN)];
+      if (!(next instanceof HTMLElement)) return;
       event.preventDefault();
-      this.#goTo(to);
+      next.focus();
     });
+    const onKey = (/** @type {KeyboardEvent} */ event) => {
+      const isPlain = !event.ctrlKey && !event.metaKey && !event.altKey && !isWriting(event.target);
+      if (!isPlain || event.key.toLowerCase() !== "u" || !this.element.checkVisibility()) return;
+      const places = (this.row?.outline?.least ?? []).map((one) => one.at).sort((a, b) => a - b);
+      const here = this.at ?? -1;
+      const next = event.key === "u" ? places.find((at) => at > here) : places.findLast((at) => at < here);
+      const found = next ?? places.at(event.key === "u" ? 0 : -1);
+      if (found !== undefined) this.#goTo(found);
+    };
+    document.addEventListener("keydown", onKey, { signal: closed });
   }
 
   #focusAt() {
     const cell = this.cells.querySelector(`.tok[data-at="${this.at}"]`);
     if (!(cell instanceof HTMLElement)) return;
-    cell.focus();
-    cell.scrollIntoView({ block: "nearest" });
+    cell.focus({ preventScroll: true });
+    cell.scrollIntoView({ block: "center" });
   }
 
   /** @param {HTMLElement} cell */
@@ -279,51 +448,27 @@ export class TokensView extends View {
     this.#explain(cell);
     cell.setAttribute("tabindex", "0");
     cell.setAttribute("aria-describedby", "token-detail");
-    this.at = positionOf(cell);
-    this.#remember();
+    this.at = Number(cell.dataset.at);
+    changeQuery({ at: this.at });
+    this.least.querySelector("[aria-current]")?.removeAttribute("aria-current");
+    this.least.querySelector(`[data-at="${this.at}"]`)?.setAttribute("aria-current", "true");
   }
 
   /** @param {HTMLElement} cell */
   #explain(cell) {
-    if (!this.page) return;
-    const { tokens, texts, versions, start, columns } = this.page;
-    const at = positionOf(cell);
-    const token = tokens[at - start];
-    if (!token) return;
-    const [id, sampled, lossMask, logprob, version, turn] = token;
-    const text = texts?.[at - start];
+    const known = this.known.get(Number(cell.dataset.at));
+    if (!known) return;
+    const [at, id, sampled, lossMask, logprob, entropy, version, turn] = known.token;
     replace(
       this.detail,
       h("strong", null, `position ${count(at)}`),
       ` · id ${id}`,
-      text != null && [" · text ", h("code", null, named(JSON.stringify(text)))],
+      known.text != null && [" · text ", h("code", null, named(JSON.stringify(known.text)))],
       ` · turn ${turn} · ${sampled ? "sampled" : "not sampled"}, ${lossMask ? "in the loss" : "not in the loss"}`,
-      logprob !== null &&
-        sampled > 0 &&
-        ` · logprob ${logprob.toFixed(6)}, probability ${Math.exp(logprob).toPrecision(4)}`,
-      version >= 0 && [" · weights ", named(versions[version] ?? "?")],
-      Object.entries(columns).map(([name, values]) => [` · ${name} `, figure(values[at - start] ?? null)]),
+      logprob !== null && ` · logprob ${logprob.toFixed(6)}, probability ${share(logprob)}`,
+      entropy !== null && ` · entropy ${figure(entropy)}`,
+      version >= 0 && [" · weights ", named(this.row?.versions[version] ?? "?")],
+      Object.entries(known.columns).map(([name, value]) => [` · ${name} `, value === null ? "–" : figure(value)]),
     );
   }
-}
-
-/** @param {number|null} value of a column @returns {string} */
-function figure(value) {
-  if (value === null) return "–";
-  return String(Number.isInteger(value) ? value : Number(value.toPrecision(7)));
-}
-
-/** @param {Token} token @param {number} position @param {string|null|undefined} text */
-function tokenCell([id, sampled, lossMask, logprob], position, text) {
-  const kind = sampled ? (logprob === null ? "sampled" : `lp${classOf(logprob)}`) : "prompt";
-  return h(
-    "span",
-    {
-      class: `tok ${kind}${sampled && !lossMask ? " masked" : ""}${text ? "" : " id"}`,
-      role: "button",
-      tabindex: "-1",
-      dataset: { at: position },
-    },
-    text ? spelled(text) : id,
-  );
 }

@@ -1,0 +1,468 @@
+/** A session's turns as what they did, with one time axis for all: a list that has only its visible rows. */
+
+import { get } from "./api.js";
+import { badge, button, failure, h, replace, setText } from "./dom.js";
+import { count, duration, serverNow, since } from "./format.js";
+import { isWriting } from "./keys.js";
+import { sessionHref } from "./route.js";
+import { LatestRequest } from "./view.js";
+import { named } from "./visible.js";
+
+/** @import {Child, FailedTurn, OpenTurn, Session, Turn, TurnActions, TreeBranch} from "../ui_types.d.ts" */
+
+/** Of a row; style.css has the same. */
+const ROW_PX = 46;
+const OVERSCAN = 8;
+/** Turns of one request, as the server has it. */
+const MOST = 100;
+const SETTLE_MS = 250;
+const TICK_MS = 1000;
+const BRANCHES = 200;
+
+/**
+ * A row. Times are seconds since the epoch: it generated from `begin` to `end`, and its environment worked until `next`.
+ * `child`: the turn whose request brought its results. `begins`: the branch that begins here.
+ * @typedef {object} Row
+ * @property {"asked"|"turn"|"failed"|"open"} kind "asked": what a conversation begins with
+ * @property {number} number of the turn
+ * @property {Turn|null} turn
+ * @property {FailedTurn|null} failed
+ * @property {OpenTurn|null} open
+ * @property {number} order the event with which it began
+ * @property {number|null} begin
+ * @property {number|null} end
+ * @property {number|null} next
+ * @property {number|null} child
+ * @property {TreeBranch|null} begins
+ */
+
+/**
+ * @param {Session} session
+ * @param {number|null} branch only what led to its newest turn; null: all turns
+ * @returns {Row[]} in the order in which they began
+ */
+export function rowsOf({ turns, failed, open_turns, tree }, branch) {
+  const path = branch === null || !tree ? null : pathOf(tree, branch);
+  const children = Map.groupBy([...turns, ...open_turns], (one) => one.parent);
+  /** @type {Map<number, TreeBranch>} */
+  const begins = new Map();
+  for (const { turn, branch: number } of [...(tree?.turns ?? [])].reverse()) {
+    const one = tree?.branches.find((other) => other.branch === number);
+    if (one && one.cause !== null) begins.set(number ?? 0, { ...one, leaf: turn });
+  }
+  const beginsAt = new Map([...begins.values()].map((one) => [one.leaf, one]));
+  const nothing = { turn: null, failed: null, open: null, begin: null, end: null, next: null, child: null, begins: null };
+  /** @type {Row[]} */
+  const rows = [];
+  for (const turn of turns) {
+    const { turn: number, fence: order, opened_at: begin, committed_at, live } = turn;
+    if (path && !path.has(number)) continue;
+    const after = (children.get(number) ?? []).filter((one) => !path || path.has(one.turn));
+    const next = after.find((one) => !("live" in one) || one.live) ?? after[0];
+    const again = tree ? null : failed.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
+    const end = begin === null ? null : committed_at;
+    const isRoot = turn.parent === 0 || turn.segment_cause !== null;
+    if (isRoot) rows.push({ ...nothing, kind: "asked", number, turn, order: order - 0.5 });
+    rows.push({
+      ...nothing,
+      ...{ kind: "turn", number, turn, order, begin, end, begins: beginsAt.get(number) ?? null },
+      next: live && end !== null ? (again ?? next)?.opened_at ?? null : null,
+      child: next && "seq" in next && !next.segment_cause ? next.turn : null,
+    });
+  }
+  for (const one of path ? [] : failed)
+    rows.push({ ...nothing, kind: "failed", number: one.turn, failed: one, order: one.fence, begin: one.opened_at, end: one.ended_at });
+  for (const one of open_turns)
+    if (!path || path.has(one.parent)) rows.push({ ...nothing, kind: "open", number: one.turn, open: one, order: one.fence, begin: one.opened_at });
+  return rows.sort((one, other) => one.order - other.order);
+}
+
+/** @param {NonNullable<Session["tree"]>} tree @param {number} branch @returns {Set<number>} its turns and those before them */
+function pathOf({ turns, branches }, branch) {
+  const parents = new Map(turns.map((one) => [one.turn, one.parent]));
+  /** @type {Set<number>} */
+  const path = new Set();
+  for (let at = branches.find((one) => one.branch === branch)?.leaf; at; at = parents.get(at)) path.add(at);
+  return path;
+}
+
+/** @param {Row[]} rows @returns {{generating: number, environment: number}} seconds */
+export function timesOf(rows) {
+  const sum = (/** @type {(row: Row) => number} */ of) => rows.reduce((total, row) => total + Math.max(0, of(row)), 0);
+  return {
+    generating: sum(({ begin, end }) => (end ?? begin ?? 0) - (begin ?? 0)),
+    environment: sum(({ end, next }) => (end === null || next === null ? 0 : next - end)),
+  };
+}
+
+export class ActionList {
+  /** @param {AbortSignal} closed @param {string} id of the session @param {(turn: number|null, branch: number|null) => void} pick */
+  constructor(closed, id, pick) {
+    this.id = id;
+    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
+    this.pick = pick;
+    /** @type {Session|null} */
+    this.session = null;
+    /** @type {Row[]} */
+    this.all = [];
+    /** @type {Row[]} those that the search has left */
+    this.rows = [];
+    /** @type {Map<number, TurnActions>} */
+    this.known = new Map();
+    /** @type {number|null} */
+    this.turn = null;
+    /** @type {number|null} */
+    this.branch = null;
+    /** @type {Set<number>|null} the turns that have the text that is searched */
+    this.matches = null;
+    /** @type {Set<number>} turns whose request brought a result that looks like an error */
+    this.failing = new Set();
+    this.failingUpTo = 0;
+    /** Grows with what is shown of any row: those of an earlier one are made anew. */
+    this.stamp = 0;
+    /** @type {Map<string, {element: HTMLElement, stamp: number}>} */
+    this.shown = new Map();
+    this.frame = 0;
+    this.requests = new LatestRequest(closed);
+    this.searching = new LatestRequest(closed);
+    this.failures = new LatestRequest(closed);
+    /** @type {number|undefined} */
+    this.settling = undefined;
+    this.list = h("ol", { class: "acts", "aria-label": "Turns" });
+    this.problem = h("div");
+    this.scroller = h("div", { class: "actscroll" }, this.list);
+    this.search = h("input", { type: "search", placeholder: "Search this session", "aria-label": "Search this session" });
+    this.hits = h("span", { class: "note", role: "status" });
+    this.errors = h("span", { class: "note" });
+    this.branches = h("select", { "aria-label": "Branch", hidden: true });
+    this.axis = h("div", { class: "acthead", "aria-hidden": "true" });
+    const stepper = (/** @type {string} */ sign, /** @type {string} */ label, /** @type {() => void} */ go) =>
+      button(sign, go, { title: label, "aria-label": label });
+    this.element = h(
+      "section",
+      { class: "pane actions", "aria-label": "Turns" },
+      h(
+        "div",
+        { class: "acttools" },
+        this.search,
+        this.hits,
+        this.branches,
+        h("span", { class: "spacer" }),
+        this.errors,
+        stepper("‹", "previous error (E)", () => this.#stepError(-1)),
+        stepper("›", "next error (e)", () => this.#stepError(1)),
+        stepper("⤓", "last turn (End)", () => this.#go(this.rows.length - 1)),
+      ),
+      this.axis,
+      this.problem,
+      this.scroller,
+    );
+    this.#listen(closed);
+  }
+
+  /** @param {AbortSignal} closed */
+  #listen(closed) {
+    const sizes = new ResizeObserver(() => this.#renderSoon());
+    sizes.observe(this.scroller);
+    this.scroller.addEventListener("scroll", () => this.#renderSoon(), { passive: true });
+    document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
+    const ticking = setInterval(() => document.hidden || (this.session?.open_turns.length && this.#changed()), TICK_MS);
+    closed.addEventListener("abort", () => {
+      sizes.disconnect();
+      clearInterval(ticking);
+      clearTimeout(this.settling);
+      cancelAnimationFrame(this.frame);
+    });
+    this.list.addEventListener("click", (event) => {
+      const link = event.target instanceof Element ? event.target.closest("a") : null;
+      if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+      event.preventDefault();
+      this.pick(Number(link.dataset.turn), this.branch);
+    });
+    this.branches.addEventListener("change", () => this.pick(null, this.branches.value === "" ? null : Number(this.branches.value)));
+    this.search.addEventListener("input", () => {
+      clearTimeout(this.settling);
+      this.settling = setTimeout(() => this.find(), SETTLE_MS);
+    });
+    this.search.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this.#step(event.shiftKey ? -1 : 1);
+    });
+  }
+
+  /** @param {Session} session @param {{turn: number|null, branch: number|null}} at */
+  update(session, { turn, branch }) {
+    const isElsewhere = turn !== this.turn || branch !== this.branch || this.session === null;
+    this.session = session;
+    this.turn = turn;
+    this.branch = branch;
+    this.all = rowsOf(session, branch);
+    this.#showBranches(session);
+    this.#filter();
+    if (isElsewhere) this.#reveal();
+    this.#findErrors(session);
+  }
+
+  /** @param {Session} session */
+  #showBranches({ tree }) {
+    this.branches.hidden = tree === null;
+    const options = (tree?.branches ?? []).slice(0, BRANCHES).map(({ branch, cause, agent_id, turns }) =>
+      h("option", { value: branch }, [`branch ${branch}`, cause, agent_id, `${count(turns)} turns`].filter(Boolean).join(" · ")),
+    );
+    if (this.branches.options.length !== options.length + 1) replace(this.branches, h("option", { value: "" }, "all branches"), options);
+    this.branches.value = String(this.branch ?? "");
+  }
+
+  #filter() {
+    const { matches } = this;
+    this.rows = matches ? this.all.filter((row) => matches.has(row.number) && row.kind !== "asked") : this.all;
+    setText(this.hits, matches ? `${count(this.rows.length)} turns` : "");
+    this.#changed();
+  }
+
+  /** Look for what the field has. */
+  find() {
+    const text = this.search.value.trim();
+    this.searching.abort();
+    if (text) {
+      const request = async (/** @type {AbortSignal} */ signal) => /** @type {{turns: number[]}} */ (await get(`${this.path}/find`, { text }, signal));
+      return this.searching.run(
+        request,
+        ({ turns }) => {
+          this.matches = new Set(turns);
+          this.#filter();
+          const first = this.rows[0];
+          if (first && !this.matches.has(this.turn ?? 0)) this.pick(first.number, this.branch);
+          else this.#reveal();
+        },
+        (error) => replace(this.problem, failure(error)),
+      );
+    }
+    this.matches = null;
+    this.#filter();
+    this.#reveal();
+  }
+
+  /** Results that look like errors are found once for all turns; later ones are known when they are shown. @param {Session} session */
+  #findErrors({ turns }) {
+    const last = turns.at(-1)?.turn ?? 0;
+    if (last <= this.failingUpTo || this.failures.isRunning) return;
+    const request = async (/** @type {AbortSignal} */ signal) => /** @type {{turns: number[]}} */ (await get(`${this.path}/find`, { after: this.failingUpTo }, signal));
+    this.failures.run(
+      request,
+      ({ turns: found }) => {
+        this.failingUpTo = last;
+        for (const turn of found) this.failing.add(turn);
+        this.#changed();
+      },
+      () => {},
+    );
+  }
+
+  /** @param {Row} row */
+  #isError = (row) => row.kind === "failed" || (row.kind === "turn" && row.child !== null && this.failing.has(row.child));
+
+  #changed() {
+    this.stamp += 1;
+    const found = this.all.filter(this.#isError).length;
+    setText(this.errors, found === 0 ? "no errors" : found === 1 ? "1 error" : `${count(found)} errors`);
+    this.#renderSoon();
+  }
+
+  #renderSoon() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.#render());
+  }
+
+  #render() {
+    const { scrollTop, clientHeight } = this.scroller;
+    const first = Math.max(0, Math.floor(scrollTop / ROW_PX) - OVERSCAN);
+    const rows = this.rows.slice(first, Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN);
+    this.list.style.height = `${this.rows.length * ROW_PX}px`;
+    const axis = this.#axis();
+    const focused = this.list.contains(document.activeElement) ? document.activeElement?.getAttribute("data-key") : null;
+    /** @type {typeof this.shown} */
+    const shown = new Map();
+    rows.forEach((row, index) => {
+      const key = `${row.kind} ${row.order}`;
+      let line = this.shown.get(key);
+      if (line?.stamp !== this.stamp) {
+        line?.element.remove();
+        line = { element: this.#row(row, key, axis), stamp: this.stamp };
+        line.element.setAttribute("aria-posinset", String(first + index + 1));
+        line.element.setAttribute("aria-setsize", String(this.rows.length));
+      }
+      line.element.style.top = `${(first + index) * ROW_PX}px`;
+      shown.set(key, line);
+    });
+    for (const [key, { element }] of this.shown) if (!shown.has(key)) element.remove();
+    this.shown = shown;
+    let there = this.list.firstElementChild;
+    for (const { element } of shown.values()) {
+      if (element === there) there = there.nextElementSibling;
+      else this.list.insertBefore(element, there);
+    }
+    if (focused) this.#link(focused)?.focus({ preventScroll: true });
+    this.#ask(rows);
+  }
+
+  /** @param {string} key @returns {HTMLElement|null} */
+  #link(key) {
+    return this.list.querySelector(`[data-key="${CSS.escape(key)}"]`);
+  }
+
+  /** The one axis of the session. */
+  #axis() {
+    const now = this.session?.open_turns.length ? [serverNow()] : [];
+    const times = this.all.flatMap(({ begin, end }) => [begin, end]).filter((one) => one !== null);
+    const from = times.reduce((least, one) => Math.min(least, one), Infinity);
+    const to = [...times, ...now].reduce((most, one) => Math.max(most, one), -Infinity);
+    const length = Math.max(1e-3, to - from);
+    const titles = ["", "action, result", [h("span", null, "0"), h("span", null, times.length ? duration(length) : "")], "time", "tokens"];
+    replace(this.axis, titles.map((title) => h("span", null, title)));
+    return { from, to, length };
+  }
+
+  /** @param {Row[]} rows read what they did, where it is not known */
+  #ask(rows) {
+    if (this.requests.isRunning || this.problem.hasChildNodes()) return;
+    const committed = new Set(this.session?.turns.map((one) => one.turn));
+    const wanted = rows.flatMap((row) => [row.number, row.child]).filter((one) => one !== null && committed.has(one) && !this.known.has(one));
+    if (!wanted.length) return;
+    const start = Math.min(.../** @type {number[]} */ (wanted));
+    const limit = Math.min(MOST, Math.max(.../** @type {number[]} */ (wanted)) - start + 1);
+    this.requests.run(
+      async (signal) => /** @type {TurnActions[]} */ (await get(`${this.path}/actions`, { start, limit }, signal)),
+      (turns) => {
+        for (const turn of turns) this.known.set(turn.turn, turn);
+        if (!this.known.has(start)) this.known.set(start, { turn: start, actions: [], results: [], error: null });
+        for (const { turn, results } of turns) if (results.some((one) => one.failed)) this.failing.add(turn);
+        this.#changed();
+      },
+      (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.#renderSoon()))),
+    );
+  }
+
+  /** @param {Row} row @param {string} key @param {{from: number, to: number, length: number}} axis */
+  #row(row, key, axis) {
+    const { kind, number, turn, failed, begin, end, next } = row;
+    const isPicked = number === this.turn && kind !== "asked";
+    const href = sessionHref(this.id, { turn: number, branch: this.branch });
+    const until = kind === "open" ? axis.to : end;
+    return h(
+      "li",
+      { class: `act ${kind}${turn?.live === false ? " discarded" : ""}` },
+      h(
+        "a",
+        { href, "aria-current": isPicked ? "true" : null, dataset: { turn: number, key } },
+        h("span", { class: "n" }, kind === "asked" ? "" : number),
+        h("span", { class: "what" }, this.#what(row)),
+        h("span", { class: "res" }, this.#result(row)),
+        h("span", { class: "wf", "aria-hidden": "true" }, barOf("gen", begin, until, axis), barOf("env", end, next, axis)),
+        h("span", { class: "time" }, kind === "open" ? since(begin, "for") : begin === null ? "" : duration((end ?? begin) - begin)),
+        h("span", { class: "env" }, end !== null && next !== null && `+ ${duration(next - end)}`),
+        h("span", { class: "size" }, kind === "turn" && turn && count(turn.output_tokens)),
+        h("span", { class: `fin ${turn?.finish_reason ?? ""}` }, kind === "turn" ? named(turn?.finish_reason ?? "") : failed ? failed.status : ""),
+      ),
+    );
+  }
+
+  /** @param {Row} row @returns {Child} what it did */
+  #what({ kind, number, turn, failed, begins }) {
+    if (kind === "open") return badge("in flight", "running");
+    if (failed) return [badge(failed.kind, failed.kind === "rejected" ? "bad" : "warn"), " ", named(failed.reason)];
+    const known = this.known.get(number);
+    if (kind === "asked") {
+      const asked = known?.results.findLast((one) => one.role === "user") ?? known?.results.at(-1);
+      return asked && [h("b", null, named(asked.role)), " ", named(asked.text)];
+    }
+    const [first, ...more] = known?.actions ?? [];
+    return [
+      first && (first.tool === null ? h("span", { class: "says" }, named(first.text)) : [h("b", null, named(first.tool)), " ", h("code", null, named(first.text))]),
+      more.length > 0 && h("span", { class: "note" }, ` + ${more.map((one) => one.tool).join(", ")}`),
+      known?.error && badge("unreadable", "bad"),
+      turn?.live === false && [" ", badge("rolled back", "warn")],
+      turn?.segment_cause && [" ", badge(`new segment: ${turn.segment_cause}`, "warn")],
+      begins && [" ", badge(`branch ${begins.branch}: ${begins.cause}`, "plain"), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id))],
+    ];
+  }
+
+  /** @param {Row} row @returns {Child} what came of it */
+  #result({ kind, open, failed, child }) {
+    if (failed) return failed.detail && named(failed.detail);
+    if (open) return open.adapter !== null && ["adapter ", named(open.adapter)];
+    if (kind === "asked" || child === null) return null;
+    const results = this.known.get(child)?.results ?? [];
+    const first = results.find((one) => one.failed) ?? results[0];
+    return (
+      first && [
+        first.failed ? badge("error", "bad") : first.role === "tool" ? "→" : h("b", null, named(first.role)),
+        " ",
+        named(first.text || "nothing"),
+        results.length > 1 && h("span", { class: "note" }, ` + ${count(results.length - 1)}`),
+      ]
+    );
+  }
+
+  /** @returns {number} the row that is picked, -1 for none */
+  get #at() {
+    return this.rows.findIndex((row) => row.number === this.turn && row.kind !== "asked");
+  }
+
+  /** Scroll so that the picked row is seen. */
+  #reveal() {
+    const index = this.#at;
+    if (index < 0) return;
+    const { scrollTop, clientHeight } = this.scroller;
+    const top = index * ROW_PX;
+    // The first turn is seen with what it was asked.
+    const first = this.rows[index - 1]?.kind === "asked" ? top - ROW_PX : top;
+    if (first < scrollTop) this.scroller.scrollTop = first;
+    else if (top + ROW_PX > scrollTop + clientHeight) this.scroller.scrollTop = top - clientHeight / 2;
+  }
+
+  /** @param {number} by @param {(row: Row) => boolean} [isWanted] */
+  #step(by, isWanted = (row) => row.kind !== "asked") {
+    let index = this.#at;
+    if (index < 0 && by < 0) index = this.rows.length;
+    do index += by;
+    while (this.rows[index] && !isWanted(/** @type {Row} */ (this.rows[index])));
+    this.#go(index);
+  }
+
+  /** @param {number} by */
+  #stepError(by) {
+    this.#step(by, this.#isError);
+  }
+
+  /** @param {number} index */
+  #go(index) {
+    const row = this.rows[index];
+    if (!row) return;
+    const hadFocus = this.list.contains(document.activeElement);
+    this.pick(row.number, this.branch);
+    cancelAnimationFrame(this.frame);
+    this.#render();
+    if (hadFocus || document.activeElement === document.body) this.#link(`${row.kind} ${row.order}`)?.focus({ preventScroll: true });
+  }
+
+  /** @param {KeyboardEvent} event */
+  #onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target) || document.querySelector("dialog[open]")) return;
+    const isInside = this.list.contains(document.activeElement);
+    if (event.key === "j") this.#step(1);
+    else if (event.key === "k") this.#step(-1);
+    else if (event.key === "e") this.#stepError(1);
+    else if (event.key === "E") this.#stepError(-1);
+    else if (event.key === "Home" && isInside) this.#go(this.rows.findIndex((row) => row.kind !== "asked"));
+    else if (event.key === "End" && (isInside || document.activeElement === document.body)) this.#go(this.rows.length - 1);
+    else return;
+    event.preventDefault();
+  }
+}
+
+/** @param {string} kind @param {number|null} from @param {number|null} to @param {{from: number, length: number}} axis @returns {Child} */
+function barOf(kind, from, to, axis) {
+  if (from === null || to === null || to <= from) return null;
+  const left = (100 * (from - axis.from)) / axis.length;
+  return h("i", { class: kind, style: { left: `${left}%`, width: `${(100 * (to - from)) / axis.length}%` } });
+}

@@ -1,0 +1,238 @@
+"""Reads some turns of a session for the page: their actions in lines, one turn's messages, and where a text is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from app.errors import NotFound, SessionNotFound
+from app.export.rows import as_messages
+from app.features.page.actions import Action, actions_of, has_failed, result_line
+from app.store import reads
+from app.store.engine import Database
+from app.store.schema import turns
+from workers import codec
+from workers.codec import CorruptContent, Messages
+
+if TYPE_CHECKING:
+    from app.turn.in_flight import InFlightTurn
+
+MAX_TURNS = 100
+"""Turns whose actions are read at once."""
+
+MAX_LINES = 6
+"""Actions, and results, of one turn that are listed; the first ones."""
+
+WHOLE_BYTES = 64 << 10
+HEAD_CHARACTERS = 4_000
+"""Of a message of more than WHOLE_BYTES each text is cut to this length, unless the whole message is asked for."""
+
+MAX_BYTES = 8 << 20
+"""A longer message is not shown, and not searched."""
+
+MAX_FOUND = 1_000
+
+
+class ResultLine(msgspec.Struct, frozen=True):
+    """A message that a turn's request brought, such as a tool's result. `failed`: the call looks as if it failed."""
+
+    role: str
+    text: str
+    failed: bool
+
+
+class TurnActions(msgspec.Struct, frozen=True):
+    """What a turn did, and the new messages of its request; `error` says why its messages cannot be read."""
+
+    turn: int
+    actions: Sequence[Action]
+    results: Sequence[ResultLine]
+    error: str | None = None
+
+
+class TurnMessage(msgspec.Struct, frozen=True):
+    """A message of `bytes` bytes; `cut`: its texts end early. Without one, `error` says why."""
+
+    sampled: bool
+    bytes: int
+    cut: bool
+    message: msgspec.Raw | None
+    error: str | None = None
+
+
+class TurnMessages(msgspec.Struct, frozen=True):
+    """A turn's own messages: what its request added to the history, then its reply.
+
+    `state` is null once it has committed; of a turn in flight, at this process, it is the stage that it is in, and
+    `engine` the one that generates.
+    """
+
+    turn: int
+    messages: Sequence[TurnMessage]
+    state: str | None = None
+    engine: str | None = None
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The first MAX_FOUND turns that have what was looked for."""
+
+    turns: Sequence[int]
+
+
+class _Row(NamedTuple):
+    turn: int
+    protocol: str
+    exchange: bytes | None
+
+    def messages(self) -> list[bytes]:
+        """Its own messages as JSON, the reply last. Raises CorruptContent, also if they are erased."""
+        return as_messages(self.protocol, codec.unpack_messages(self.exchange))
+
+
+class TurnViews:
+    """`flight` finds a turn in flight at this process by its session and number; `engine_of` its engine."""
+
+    def __init__(
+        self,
+        database: Database,
+        flight: Callable[[str, int], InFlightTurn | None],
+        engine_of: Callable[[str], str | None],
+    ) -> None:
+        self._database = database
+        self._flight = flight
+        self._engine_of = engine_of
+
+    async def actions(self, session_id: str, start: int, limit: int) -> list[TurnActions]:
+        """Of the committed turns with numbers [start, start + limit), discarded ones too.
+
+        Raises SessionNotFound, SessionUnreadable, StoreUnavailable.
+        """
+        rows = await self._rows(session_id, start, limit)
+        return await asyncio.to_thread(lambda: [_actions(row) for row in rows])
+
+    async def messages(self, session_id: str, turn: int, *, whole: bool) -> TurnMessages:
+        """Raises NotFound for a turn that has neither committed nor is in flight here, and as `actions`."""
+        rows = await self._rows(session_id, turn, 1)
+        if rows:
+            return TurnMessages(turn, await asyncio.to_thread(_messages, rows[0], whole))
+        flight = self._flight(session_id, turn)
+        if flight is None:
+            raise NotFound(f"turn {turn} of session {session_id} has no messages here")
+        protocol, sent = flight.opened.protocol, Messages(list(flight.stored), b"null")
+        messages = [_message(message, False, whole) for message in as_messages(protocol, sent)[:-1]]
+        state = "gate" if flight.is_held else flight.stages.marks[-1][0].name.lower()
+        return TurnMessages(turn, messages, state, self._engine_of(flight.rid))
+
+    async def find(self, session_id: str, text: str | None, after: int) -> Found:
+        """Turns after turn `after` whose own messages have `text`, in any case; without a text, those whose request
+        brought a result that looks like an error. Raises as `actions`."""
+        last = await self._database.read(lambda c: _last_turn(c, session_id), session_id=session_id)
+        has = _brings_error if text is None else partial(_has, needle=text.casefold())
+        found: list[int] = []
+        for start in range(after + 1, max(last, after + 1) + 1, MAX_TURNS):
+            rows = await self._rows(session_id, start, MAX_TURNS)
+            found += await asyncio.to_thread(lambda: [row.turn for row in rows if has(row)])  # noqa: B023
+            if len(found) >= MAX_FOUND:
+                break
+        return Found(found[:MAX_FOUND])
+
+    async def _rows(self, session_id: str, start: int, limit: int) -> list[_Row]:
+        def read(connection: Connection) -> list[_Row]:
+            query = (
+                select(turns.c.turn, turns.c.protocol, turns.c.exchange)
+                .where(turns.c.session_id == session_id, turns.c.turn >= start, turns.c.turn < start + limit)
+                .order_by(turns.c.turn)
+            )
+            rows = [_Row(*row) for row in connection.execute(query)]
+            if not rows and not reads.last_seq(connection, session_id):
+                raise SessionNotFound.of(session_id)
+            return rows
+
+        return await self._database.read(read, session_id=session_id)
+
+
+def _last_turn(connection: Connection, session_id: str) -> int:
+    query = select(turns.c.turn).where(turns.c.session_id == session_id).order_by(turns.c.turn.desc()).limit(1)
+    return connection.execute(query).scalar() or 0
+
+
+def _actions(row: _Row) -> TurnActions:
+    try:
+        *brought, reply = (_decoded(message) for message in row.messages())
+    except CorruptContent as error:
+        return TurnActions(row.turn, [], [], str(error))
+    # Behind a first turn's system prompt stands what it is about, and at the end what is new.
+    shown = [message for message in brought if _role(message) not in ("system", "developer", "assistant")] or brought
+    results = [ResultLine(_role(message), result_line(message), has_failed(message)) for message in shown[-MAX_LINES:]]
+    return TurnActions(row.turn, actions_of([reply])[:MAX_LINES], results)
+
+
+def _messages(row: _Row, whole: bool) -> list[TurnMessage]:
+    try:
+        messages = row.messages()
+    except CorruptContent as error:
+        return [TurnMessage(True, 0, False, None, str(error))]
+    last = len(messages) - 1
+    return [_message(message, at == last, whole) for at, message in enumerate(messages)]
+
+
+def _message(message: bytes, sampled: bool, whole: bool) -> TurnMessage:
+    size = len(message)
+    if size > MAX_BYTES:
+        return TurnMessage(sampled, size, False, None, f"{size} bytes are too many to show")
+    if whole or size <= WHOLE_BYTES:
+        return TurnMessage(sampled, size, False, msgspec.Raw(message))
+    return TurnMessage(sampled, size, True, msgspec.Raw(msgspec.json.encode(_head(msgspec.json.decode(message)))))
+
+
+def _head(value: object) -> object:
+    """The same with each text cut to HEAD_CHARACTERS, each list to as many items."""
+    if isinstance(value, str):
+        return value[:HEAD_CHARACTERS]
+    if isinstance(value, list):
+        return [_head(item) for item in value[:HEAD_CHARACTERS]]
+    return {name: _head(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _has(row: _Row, needle: str) -> bool:
+    return any(needle in text.casefold() for message in _searched(row) for text in _texts(message))
+
+
+def _brings_error(row: _Row) -> bool:
+    return any(has_failed(message) for message in _searched(row))
+
+
+def _searched(row: _Row) -> Iterator[object]:
+    """Nothing of a turn whose messages cannot be read."""
+    try:
+        yield from (_decoded(message) for message in row.messages() if len(message) <= MAX_BYTES)
+    except CorruptContent:
+        return
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _decoded(message: bytes) -> object:
+    """Raises CorruptContent."""
+    try:
+        return msgspec.json.decode(message)
+    except msgspec.MsgspecError as error:
+        raise CorruptContent(f"a stored message is no JSON: {error}") from error
+
+
+def _role(message: object) -> str:
+    return str(message.get("role", "?")) if isinstance(message, dict) else "?"

@@ -1,0 +1,194 @@
+"""A session's tokens and its tree in a real Chromium: folded prompts, colours, the least likely tokens, the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from integration.stand import Stand, Talk, standing, until, user
+
+from e2e.page import PageStand, Watched, barriers, require_chromium
+
+pytestmark = pytest.mark.long
+
+NOW = {"latency_s": 0}
+Watch = Callable[..., Watched]
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """An engine that answers at once."""
+    require_chromium()
+    environment = {"TURNLOG_ROLLBACK_WINDOW": "3"}
+    folder = tmp_path_factory.mktemp("page")
+    with standing(folder, "--seed", "3", "--reasoning", "0", environment=environment) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tree(stand: Stand) -> Talk:
+    """A retry of another agent's, a chain of 12 turns, and a summary of a discarded plan."""
+    talk = stand.talk(history="tree")
+    talk.say("Which reefs recovered?", sim=NOW)
+    first = list(talk.messages)
+    talk.say("Search the surveys.", sim={**NOW, "text": "Here it is"})
+    quoted = talk.messages[-1]
+    for number in range(12):
+        talk.say(f"Step {number}", sim={**NOW, "completion_tokens": 3})
+    talk.messages = list(first)
+    talk.say("Ask the archive.", sim={**NOW, "text": "Here is none"}, headers={"x-turnlog-agent-id": "scout"})
+    assert talk.chat([user("So far"), quoted, user("Write it")], sim=NOW).status_code == 200
+    return talk
+
+
+def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk()
+    sim = {**NOW, "completion_tokens": 1200, "weight_versions": ["7", "8"]}
+    talk.say("a long question " * 50, sim=sim, top_logprobs=3)
+    talk.say("more", sim={**NOW, "completion_tokens": 1500, "finish_reason": "length"})
+    count = talk.committed()[1]["output_tokens"]
+    talk.column(2, "advantage", [number / count for number in range(count)])
+    kept = list(talk.messages)
+    talk.say("not this", sim={**NOW, "completion_tokens": 20})
+    talk.messages = kept
+    talk.say("but this", sim={**NOW, "completion_tokens": 30})
+    [row] = talk.rows()
+    sampled = [at for at, there in enumerate(row["sampled_mask"]) if there]
+    least = sorted(sampled, key=lambda at: row["logprobs"][at])[:30]
+
+    page = watch(stand.server.base_url).open(f"#/session/{talk.id}?tab=tokens")
+    cells = page.locator(".tokens .tok")
+    until(lambda: cells.count() == 2000)
+    assert cells.first.get_attribute("data-at") == str(sampled[0]), "it opens at the first sampled token"
+    assert page.evaluate("document.querySelectorAll('*').length") < 4000
+    assert "set TURNLOG_TOKENIZER to read them" in page.locator(".tokenhead").first.inner_text()
+    legend = page.locator(".tokens-tab .legend").inner_text()
+    assert sum(int(one.inner_text().replace(",", "")) for one in page.locator(".tokens-tab .legend b").all()) == len(
+        sampled
+    )
+    assert "perplexity" in legend
+    assert "turns were rolled back" in legend
+
+    page.keyboard.press("u")
+    focused = "document.querySelector('.tok:focus')?.dataset.at"
+    until(lambda: page.evaluate(focused) is not None)
+    assert page.evaluate(focused) == str(min(least))
+    page.keyboard.press("U")
+    until(lambda: page.evaluate(focused) == str(max(least)))
+    assert f"at={max(least)}" in page.evaluate("location.hash")
+    detail = page.locator(".tokendetail").inner_text()
+    assert f"position {max(least):,} · id {row['tokens'][max(least)]}" in detail
+    assert f"logprob {row['logprobs'][max(least)]:.6f}" in detail
+    page.locator(f".least [data-at='{least[0]}']").click()
+    until(lambda: page.evaluate(focused) == str(least[0]))
+    assert page.locator(".least [aria-current]").get_attribute("data-at") == str(least[0])
+
+    page.get_by_label("place in the row").fill(str(sampled[-5]))
+    until(lambda: page.evaluate(focused) == str(sampled[-5]))
+    notes = page.locator(".turnrun").all_inner_texts()
+    assert any("turns 3 were rolled back here" in text for text in notes)
+    assert any("ends by length" in text for text in notes)
+    page.get_by_label("colour", exact=True).select_option("column advantage")
+    assert page.locator(".tokens-tab .legend b").all_inner_texts().count("0") == 0
+    assert "lp6" in (page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']").get_attribute("class") or "")
+    page.get_by_label("colour", exact=True).select_option("entropy")
+    page.get_by_role("button", name="earlier tokens").click()
+    page.locator(f".tok[data-at='{sampled[0]}']").wait_for()
+    prompt = page.get_by_role("button", name=f"prompt, {sampled[0]:,} tokens")
+    prompt.click()
+    page.locator(".promptrun .tok").first.wait_for()
+    assert page.locator(".promptrun .tok").count() == sampled[0]
+    page.locator(".promptrun .tok").last.focus()
+    page.locator(".tokendetail", has_text="not sampled, not in the loss").wait_for()
+    page.keyboard.press("ArrowRight")
+    page.locator(".tokendetail", has_text="weights 7").wait_for()
+    assert "entropy" in page.locator(".tokendetail").inner_text()
+    prompt.click()
+    assert page.locator(".promptrun").count() == 0
+
+
+def test_a_branch_is_chosen_and_a_turn_gone_to(stand: Stand, tree: Talk, watch: Watch) -> None:
+    page = watch(stand.server.base_url).open(f"#/session/{tree.id}?tab=tokens&branch=0")
+    page.locator(".tokens .turnrun").nth(13).wait_for()
+    page.get_by_label("branch", exact=True).select_option("1")
+    page.get_by_text("Branch 1 began because another agent asked.").wait_for()
+    assert "branch=1" in page.evaluate("location.hash")
+    page.locator(".turnrun .mark", has_text="turn 15").click()
+    until(lambda: "turn=15" in page.evaluate("location.hash"))
+    assert page.locator(".turnrun").count() == 2
+
+
+def test_the_tree_is_a_graph(stand: Stand, tree: Talk, watch: Watch) -> None:
+    page = watch(stand.server.base_url).open(f"#/session/{tree.id}?tab=tree&turn=15")
+    graph = page.get_by_role("group", name="Tree: 3 branches, 16 turns")
+    names = graph.locator("text:has(.branchnumber)")
+    until(lambda: names.count() == 3 and "Ask the archive." in "".join(names.all_text_contents()))
+    assert [" ".join(text.split()) for text in names.all_text_contents()] == [
+        "0 start Which reefs recovered?",
+        "1 agent scout: Ask the archive.",
+        "2 compaction So far",
+    ]
+    told = page.locator(".tree-tab > p").inner_text()
+    assert "branch 1, agent after turn 1 of branch 0, because another agent asked, agent scout" in told
+    assert "its row trains turns 15" in told
+    assert graph.locator("path.carries").count() == 1
+    assert graph.get_by_role("button", name="turn 16, in the loss of branch 2, quotes turn 2").count() == 1
+
+    chain = graph.get_by_role("button", name="turns 3 to 13, in the loss of branch 0: show")
+    chain.focus()
+    page.keyboard.press("Enter")
+    graph.get_by_role("button", name="turn 9, ").wait_for()
+    graph.get_by_role("button", name="turn 15, ").focus()
+    for key, at in (("ArrowUp", "turn 2"), ("ArrowRight", "turn 3"), ("ArrowLeft", "turn 2"), ("ArrowDown", "turn 15")):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.dataset.key") == at, key
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press(" ")
+    until(lambda: "turn=2" in page.evaluate("location.hash"))
+    graph.get_by_role("button", name="branch 2, compaction").click()
+    until(lambda: "branch=2" in page.evaluate("location.hash"))
+    page.get_by_text("As text").click()
+    texts = page.locator(".tree-tab details li").all_inner_texts()
+    assert len(texts) == 3
+    assert "branch 2, compaction, because its first request quotes a reply of another branch (turn 2)" in texts[2]
+    page.get_by_role("button", name="larger").click()
+    page.locator(".tree-tab > p").get_by_role("link", name="compare with branch").or_(graph).first.wait_for()
+
+
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const light = (colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((one) => one / 255)
+      .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return [0, 1, 2, 3, 4, 5, 6].map((place) => {
+    const cell = document.createElement("span");
+    cell.className = `tok lp${place}`;
+    document.querySelector(".tokens").append(cell);
+    const [one, other] = [getComputedStyle(cell).color, getComputedStyle(cell).backgroundColor].map(light).sort();
+    cell.remove();
+    return (other + 0.05) / (one + 0.05);
+  });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_barrier_and_text_on_every_colour_can_be_read(page_stand: PageStand, watch: Watch, scheme: str) -> None:
+    filled = page_stand.filled
+    watched = watch(page_stand.stand.server.base_url, scheme=scheme)
+    page = watched.open(f"#/session/{filled.rolled_back}?tab=tokens")
+    page.locator(".tokens .tok").first.wait_for()
+    ratios = page.evaluate(CONTRAST)
+    assert len(set(ratios)) == 7
+    assert min(ratios) >= 4.5, ratios
+    found = barriers(page, scheme)
+    page.locator(".fold").first.click()
+    page.locator(".promptrun .tok").first.wait_for()
+    found += barriers(page, scheme)
+    watched.go(f"#/session/{filled.tree}?tab=tree&branch=1")
+    page.locator(".tree .spot").first.wait_for()
+    found += barriers(page, scheme)
+    assert not found, "\n".join(found)
