@@ -92,7 +92,7 @@ class SessionFilters(TypedDict, total=False):
     """The filters and the order of `GET /sessions`."""
 
     status: Annotated[SessionStatus, "Sessions: open, closed, erased, undone."]
-    state: Annotated[SessionState, "Instead of status; also idle, running, paused."]
+    state: Annotated[SessionState, "Instead of status; also running (a turn is in flight), paused (at a gate), idle."]
     group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]
     engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]
