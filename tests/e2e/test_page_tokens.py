@@ -63,9 +63,9 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     assert page.evaluate("document.querySelectorAll('*').length") < 4000
     assert "set TURNLOG_TOKENIZER to read them" in page.locator(".tokenhead").first.inner_text()
     legend = page.locator(".tokens-tab .legend").inner_text()
-    assert sum(int(one.inner_text().replace(",", "")) for one in page.locator(".tokens-tab .legend b").all()) == len(
-        sampled
-    )
+    assert sum(
+        int(one.inner_text().replace(",", "")) for one in page.locator(".tokens-tab .legend strong").all()
+    ) == len(sampled)
     assert "perplexity" in legend
     assert "turns were rolled back" in legend
 
@@ -89,7 +89,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     assert any("turns 3 were rolled back here" in text for text in notes)
     assert any("ends by length" in text for text in notes)
     page.get_by_label("colour", exact=True).select_option("column advantage")
-    assert page.locator(".tokens-tab .legend b").all_inner_texts().count("0") == 0
+    assert page.locator(".tokens-tab .legend strong").all_inner_texts().count("0") == 0
     assert "lp6" in (page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']").get_attribute("class") or "")
     page.get_by_label("colour", exact=True).select_option("entropy")
     page.get_by_role("button", name="earlier tokens").click()

@@ -112,7 +112,7 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     assert [one["results"] for one in found] == [
         [{"role": "user", "text": text, "failed": False}] for text in ("One", "Two", "Other")
     ]
-    assert found[1]["actions"][0]["tool"] == "get_weather"
+    assert found[1]["actions"][0]["tool"] == WEATHER["function"]["name"]
     assert [one["turn"] for one in get(shared, f"{walked.id}/actions", start=2, limit=2)] == [2]
     own = get(shared, f"{walked.id}/turns/4")
     assert [one["message"] for one in own["messages"]] == walked.messages[-2:]

@@ -373,11 +373,11 @@ export class ActionList {
     const known = this.known.get(number);
     if (kind === "asked") {
       const asked = known?.results.findLast((one) => one.role === "user") ?? known?.results.at(-1);
-      return asked && [h("b", null, named(asked.role)), " ", named(asked.text)];
+      return asked && [h("strong", null, named(asked.role)), " ", named(asked.text)];
     }
     const [first, ...more] = known?.actions ?? [];
     return [
-      first && (first.tool === null ? h("span", { class: "says" }, named(first.text)) : [h("b", null, named(first.tool)), " ", h("code", null, named(first.text))]),
+      first && (first.tool === null ? h("span", { class: "says" }, named(first.text)) : [h("strong", null, named(first.tool)), " ", h("code", null, named(first.text))]),
       more.length > 0 && h("span", { class: "note" }, ` + ${more.map((one) => one.tool).join(", ")}`),
       known?.error && badge("unreadable", "bad"),
       turn?.live === false && [" ", badge("rolled back", "warn")],
@@ -395,7 +395,7 @@ export class ActionList {
     const first = results.find((one) => one.failed) ?? results[0];
     return (
       first && [
-        first.failed ? badge("error", "bad") : first.role === "tool" ? "→" : h("b", null, named(first.role)),
+        first.failed ? badge("error", "bad") : first.role === "tool" ? "→" : h("strong", null, named(first.role)),
         " ",
         named(first.text || "nothing"),
         results.length > 1 && h("span", { class: "note" }, ` + ${count(results.length - 1)}`),

@@ -36,7 +36,7 @@ export function legend(scale) {
     const range = from ? (to ? `${from} – ${to}` : `≥ ${from}`) : to ? `< ${to}` : figure(mean);
     const shade = shadeOf(scale, edges[place - 1] ?? -Infinity);
     const swatch = h("span", { class: `swatch lp${shade}`, "aria-hidden": "true" });
-    return h("li", null, swatch, range, h("b", null, count(tokens)));
+    return h("li", null, swatch, range, h("strong", null, count(tokens)));
   });
   return kind === "logprob" ? items.reverse() : items;
 }
