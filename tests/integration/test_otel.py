@@ -167,7 +167,7 @@ def test_a_collector_that_is_down_costs_spans_and_no_turn(sglang: SimulatorProce
     given = environment(
         f"http://127.0.0.1:{port}",
         OTEL_BSP_MAX_QUEUE_SIZE="2",
-        OTEL_EXPORTER_OTLP_TIMEOUT="0.05",
+        OTEL_EXPORTER_OTLP_TIMEOUT="1",
         TURNLOG_LOG_FORMAT="json",
     )
     with serving(places.new("down"), sglang.base_url, environment=given) as stand:
