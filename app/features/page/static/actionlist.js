@@ -381,12 +381,12 @@ export class ActionList {
     }
     const [first, ...more] = known?.actions ?? [];
     return [
+      begins && [badge(`branch ${begins.branch}: ${begins.cause}`, "plain"), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
+      turn?.live === false && [badge("rolled back", "warn"), " "],
+      turn?.segment_cause && [badge(`new segment: ${turn.segment_cause}`, "warn"), " "],
+      known?.error && badge("unreadable", "bad"),
       first && (first.tool === null ? h("span", { class: "says" }, named(first.text)) : [h("strong", null, named(first.tool)), " ", h("code", null, named(first.text))]),
       more.length > 0 && h("span", { class: "note" }, ` + ${more.map((one) => one.tool).join(", ")}`),
-      known?.error && badge("unreadable", "bad"),
-      turn?.live === false && [" ", badge("rolled back", "warn")],
-      turn?.segment_cause && [" ", badge(`new segment: ${turn.segment_cause}`, "warn")],
-      begins && [" ", badge(`branch ${begins.branch}: ${begins.cause}`, "plain"), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id))],
     ];
   }
 
