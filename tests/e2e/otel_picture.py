@@ -14,11 +14,15 @@ from pathlib import Path
 import httpx
 from integration.stand import standing, until, user
 from PIL import Image
+from playwright.sync_api import FloatRect
 
 from e2e.page import launched
 from ops.server import free_port
 
-SHOWN_MS = 3000
+SHOWN_MS, TIMEOUT_MS = 3000, 120_000
+CLIP: FloatRect = {"x": 360, "y": 45, "width": 1080, "height": 1135}
+"""Without the collector's own navigation."""
+
 CALL = {"calls": [{"name": "bash", "arguments": '{"command": "pytest -q"}'}], "call_ids": ["call_1"], "latency_s": 0.5}
 
 
@@ -64,14 +68,15 @@ def play(folder: Path, url: str) -> None:
 
 
 def shoot(url: str, file: Path) -> None:
+    project, [span] = (httpx.get(f"{url}/v1/projects{path}").json()["data"] for path in ("", "/default/spans?limit=1"))
     with launched() as browser:
-        page = browser.new_page(viewport={"width": 1360, "height": 860})
-        page.goto(f"{url}/projects")
-        page.get_by_text("default").first.click()
-        page.get_by_text("Traces", exact=True).first.click()
-        page.get_by_text("invoke_agent").first.click()
+        page = browser.new_page(viewport={"width": 1440, "height": 1180})
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(f"{url}/projects/{project[0]['id']}/traces/{span['context']['trace_id']}")
+        page.get_by_text("chat simulator").nth(2).click()  # the turn that failed
+        page.get_by_text("upstream_invalid").first.wait_for(state="attached")
         page.wait_for_timeout(SHOWN_MS)
-        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(96)
+        picture = Image.open(io.BytesIO(page.screenshot(clip=CLIP))).convert("RGB").quantize(64)
     picture.save(file, optimize=True)
 
 
