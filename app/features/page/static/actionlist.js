@@ -48,7 +48,7 @@ export function rowsOf({ turns, failed, open_turns, tree }, branch) {
   const begins = new Map();
   for (const { turn, branch: number } of [...(tree?.turns ?? [])].reverse()) {
     const one = tree?.branches.find((other) => other.branch === number);
-    if (one && one.cause !== null) begins.set(number ?? 0, { ...one, leaf: turn });
+    if (one && one.cause !== "start") begins.set(number ?? 0, { ...one, leaf: turn });
   }
   const beginsAt = new Map([...begins.values()].map((one) => [one.leaf, one]));
   const nothing = { turn: null, failed: null, open: null, begin: null, end: null, next: null, child: null, begins: null };
@@ -381,7 +381,7 @@ export class ActionList {
     }
     const [first, ...more] = known?.actions ?? [];
     return [
-      begins && [badge(`branch ${begins.branch}: ${begins.cause}`, "plain"), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
+      begins && [h("span", { class: "flag" }, `⑂ ${begins.branch} ${begins.cause}`), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
       turn?.live === false && [badge("rolled back", "warn"), " "],
       turn?.segment_cause && [badge(`new segment: ${turn.segment_cause}`, "warn"), " "],
       known?.error && badge("unreadable", "bad"),
