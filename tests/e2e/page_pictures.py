@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args
 
 from PIL import Image
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, ViewportSize
 
 from e2e.page import barriers, launched
 from ops.demo.full import full_store
@@ -37,6 +39,7 @@ VIEWS = {
 IN_DOCS = ("sessions", "session", "tokens", "tree", "group", "rollouts")
 SIZES = {1440: 900, 390: 844}
 SHOWN_MS = 1500
+Scheme = Literal["light", "dark"]
 
 
 def main() -> None:
@@ -57,15 +60,15 @@ def main() -> None:
             page.context.close()
 
 
-def _wanted(*, is_for_docs: bool) -> Iterator[tuple[str, int, str]]:
+def _wanted(*, is_for_docs: bool) -> Iterator[tuple[str, int, Scheme]]:
     if is_for_docs:
         yield from ((name, 1440, "light") for name in IN_DOCS)
         return
-    yield from ((name, width, scheme) for name in VIEWS for width in SIZES for scheme in ("light", "dark"))
+    yield from itertools.product(VIEWS, SIZES, get_args(Scheme))
 
 
-def opened(browser: Browser, width: int, scheme: str) -> Page:
-    size = {"width": width, "height": SIZES[width]}
+def opened(browser: Browser, width: int, scheme: Scheme) -> Page:
+    size: ViewportSize = {"width": width, "height": SIZES[width]}
     page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
     page.on("console", lambda message: print(message.type, message.text))
     page.on("pageerror", lambda error: print(error))
