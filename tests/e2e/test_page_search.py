@@ -77,6 +77,9 @@ def test_notes_and_tags_are_shown_filtered_and_copied(searched: Stand, watch: Wa
     watched = watch(searched.server.base_url, width=1440)
     page = watched.open("#/?tag=odd")
     expect(page.locator(ROWS)).to_have_count(1)
+    page.click("text=Columns")
+    page.get_by_label("Note and tags").check()
+    page.keyboard.press("Escape")
     expect(page.locator(ROWS)).to_contain_text("odd, to check, looks like a loop")
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     watched.go("#/session/found-07")
@@ -98,18 +101,3 @@ def test_metadata_filters_the_list(searched: Stand, watch: Watch) -> None:
     page.fill("input[name=metadata]", "task=t1")
     expect(page.locator(ROWS)).to_have_count(5)
     assert "metadata=task%3Dt1" in page.url
-
-
-def test_metadata_as_columns(searched: Stand, watch: Watch) -> None:
-    page = watch(searched.server.base_url, width=1440).open("#/?q=found-0&columns=task")
-    row = page.locator(f"{ROWS}[data-key=found-03]")
-    expect(row.locator("td").last).to_have_text("t1")
-    page.fill("input[name=columns]", "task, nothing")
-    expect(page.locator("main thead th").last).to_have_text("nothing")
-    expect(row.locator("td").last).to_have_text("–")
-    assert "columns=task" in page.url
-    page.click("th button:has-text('Turns')")
-    page.wait_for_selector("th[aria-sort=descending]:has-text('Turns')")
-    page.fill("input[name=columns]", "")
-    expect(page.locator("main thead th").last).to_have_text("Created")
-    expect(page.locator(ROWS)).to_have_count(10)
