@@ -108,7 +108,7 @@ def _kind(values: Sequence[Any]) -> Kind:
     if not kinds:
         return Kind(depth, "null")
     if kinds == {int}:
-        return Kind(depth, "int32" if depth and all(map(_is_narrow, values)) else "int64")
+        return Kind(depth, "int32" if depth and _is_narrow(values, depth + 1) else "int64")
     if kinds <= {int, float}:
         return Kind(depth, "float64")
     if kinds == {bool} or kinds == {str}:
@@ -127,10 +127,13 @@ def _leaves(values: Sequence[Any], depth: int = 0) -> set[tuple[int, type]]:
     return leaves
 
 
-def _is_narrow(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_narrow, value))
-    return value is None or INT32.min <= value <= INT32.max
+def _is_narrow(value: Any, depth: int) -> bool:
+    if value is None:
+        return True
+    if depth > 1:
+        return all(_is_narrow(one, depth - 1) for one in value)
+    numbers = [number for number in value if number is not None]
+    return not numbers or (INT32.min <= min(numbers) and max(numbers) <= INT32.max)
 
 
 def _arrays(value: Any, depth: int, item: Item) -> Any:
