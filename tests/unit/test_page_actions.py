@@ -67,6 +67,7 @@ def test_an_action_in_a_line(message: object, expected: list[tuple[str | None, s
         ("bash: foo: command not found", "bash: foo: command not found", True),
         ("<returncode>1</returncode>\n<output>x", "<returncode>1</returncode> …", True),
         ("Exit code 2\nx", "Exit code 2 …", True),
+        ("=== test session starts ===\nx\n=== 3 passed in 0.1s ===\n", "3 passed in 0.1s", False),
         ("exit code 0", "exit code 0", False),
         ("no errors found", "no errors found", False),
         ([{"type": "text", "text": "a"}], "a", False),

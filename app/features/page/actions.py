@@ -24,6 +24,7 @@ SHELLS = frozenset({"bash", "sh", "zsh", "/bin/bash", "/bin/sh"})
 
 _THOUGHT = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
 _TAG = re.compile(r"</?[\w-]+>")
+_RULED = re.compile(r"={3,}|-{3,}")
 _FAILED = re.compile(
     r"Traceback \(most recent call last\)|^(\w*Error|error|ERROR|fatal|FATAL|panic)\b"
     r"|: (command not found|No such file)|\b[Ee]xit(ed with)? (code|status):? (?!0\b)\d|<returncode>(?!0<)",
@@ -56,7 +57,11 @@ def result_line(message: object) -> str:
     if isinstance(parsed, Mapping):
         said = next((parsed[name] for name in ("error", "output", "result", "content") if parsed.get(name)), None)
         text = said if isinstance(said, str) else _values(parsed)
-    return _line(text)
+    line = _line(text)
+    if _RULED.match(line):
+        # pytest and its like begin with a ruled heading and end with a ruled sum of what happened.
+        line = text.rstrip().rpartition("\n")[2].strip("=- ")[:LINE] or line
+    return line
 
 
 def has_failed(message: object) -> bool:

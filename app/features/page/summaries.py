@@ -44,8 +44,8 @@ class Summary(msgspec.Struct, frozen=True):
     """A session after event `version`. Times are seconds since the epoch.
 
     `task` is the first line of the first user message, `actions` those of the newest live turn; empty where there is no
-    turn or no content. `turns` counts live ones, of which `output_tokens` were sampled; `tokens` is the length of the
-    newest one's sequence. `errors` counts turns that were rejected or abandoned. `ended_at`: when a turn ended last.
+    turn or no content. `turns` counts live ones, `tokens` their tokens, each once, of which `output_tokens` were
+    sampled. `errors` counts turns that were rejected or abandoned. `ended_at`: when a turn ended last.
     """
 
     version: int
@@ -94,7 +94,7 @@ class _Known(msgspec.Struct):
             task=self.task if self.turns else "",
             actions=self.actions if self.turns else (),
             turns=len(self.turns),
-            tokens=newest.tokens if newest else 0,
+            tokens=sum(turn.tokens for turn in self.turns.values()),
             output_tokens=sum(turn.output_tokens for turn in self.turns.values()),
             finish_reason=newest.finish_reason if newest else None,
             errors=self.errors,
@@ -181,7 +181,7 @@ def _after(known: _Known, log: Sequence[Recorded]) -> _Known:
                 state.started_at = recorded.at
             case TurnCommitted():
                 state.turns[event.turn] = _Turn(
-                    tokens=event.base_tokens + event.suffix_tokens + event.output_tokens,
+                    tokens=event.suffix_tokens + event.output_tokens,
                     output_tokens=event.output_tokens,
                     finish_reason=event.finish_reason,
                     protocol=event.protocol,

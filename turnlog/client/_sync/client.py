@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
+from turnlog.client import frames
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_token, segment
@@ -38,6 +39,11 @@ from turnlog.replies import (
     ToldFleet,
 )
 from turnlog.rows import Acknowledged, Excluded, LeasedGroup, Row, TrainerRow, WaitingGroup
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+    import polars
 
 PAGE = 1000
 """The largest page of a list that the server gives."""
@@ -321,6 +327,33 @@ class Export(Generic[R]):
 
     def __iter__(self) -> Iterator[R]:
         return cast(Iterator[R], self._transport.lines("/export", self._place))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The rows as one frame: a list of numbers is a numpy array, an object is a dict.
+
+        Raises ModuleNotFoundError without pandas, before anything is sent.
+        """
+        frames.load("pandas")
+        return frames.to_pandas(self._read())
+
+    def to_polars(self) -> polars.DataFrame:
+        """The rows as one frame: a list is a polars list, an object (`messages`, `metadata`) is JSON text.
+
+        Raises ModuleNotFoundError without polars, before anything is sent.
+        """
+        frames.load("polars")
+        return frames.to_polars(self._read())
+
+    def to_dataset(self) -> datasets.Dataset:
+        """The rows as a dataset in memory: a list is a list, an object (`messages`, `metadata`) is JSON text.
+
+        Raises ModuleNotFoundError without datasets, before anything is sent.
+        """
+        frames.load("datasets")
+        return frames.to_dataset(self._read())
+
+    def _read(self) -> list[Mapping[str, Any]]:
+        return [cast(Mapping[str, Any], row) for row in self]
 
 
 class Events:

@@ -48,7 +48,7 @@ export function rowsOf({ turns, failed, open_turns, tree }, branch) {
   const begins = new Map();
   for (const { turn, branch: number } of [...(tree?.turns ?? [])].reverse()) {
     const one = tree?.branches.find((other) => other.branch === number);
-    if (one && one.cause !== null) begins.set(number ?? 0, { ...one, leaf: turn });
+    if (one && one.cause !== "start") begins.set(number ?? 0, { ...one, leaf: turn });
   }
   const beginsAt = new Map([...begins.values()].map((one) => [one.leaf, one]));
   const nothing = { turn: null, failed: null, open: null, begin: null, end: null, next: null, child: null, begins: null };
@@ -135,7 +135,10 @@ export class ActionList {
     this.hits = h("span", { class: "note", role: "status" });
     this.errors = h("span", { class: "note" });
     this.branches = h("select", { "aria-label": "Branch", hidden: true });
-    this.axis = h("div", { class: "acthead", "aria-hidden": "true" });
+    this.head = h("div", { class: "acthead", "aria-hidden": "true" });
+    this.axis = { from: 0, to: 0, length: 1 };
+    /** @type {Set<number>} the turns that have committed */
+    this.committed = new Set();
     const stepper = (/** @type {string} */ sign, /** @type {string} */ label, /** @type {() => void} */ go) =>
       button(sign, go, { title: label, "aria-label": label });
     this.element = h(
@@ -153,7 +156,7 @@ export class ActionList {
         stepper("›", "next error (e)", () => this.#stepError(1)),
         stepper("⤓", "last turn (End)", () => this.#go(this.rows.length - 1)),
       ),
-      this.axis,
+      this.head,
       this.problem,
       this.scroller,
     );
@@ -196,6 +199,7 @@ export class ActionList {
     this.turn = turn;
     this.branch = branch;
     this.all = rowsOf(session, branch);
+    this.committed = new Set(session.turns.map((one) => one.turn));
     this.#showBranches(session);
     this.#filter();
     if (isElsewhere) this.#reveal();
@@ -263,6 +267,7 @@ export class ActionList {
 
   #changed() {
     this.stamp += 1;
+    this.axis = this.#axis();
     const found = this.all.filter(this.#isError).length;
     setText(this.errors, found === 0 ? "no errors" : found === 1 ? "1 error" : `${count(found)} errors`);
     this.#renderSoon();
@@ -278,7 +283,7 @@ export class ActionList {
     const first = Math.max(0, Math.floor(scrollTop / ROW_PX) - OVERSCAN);
     const rows = this.rows.slice(first, Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN);
     this.list.style.height = `${this.rows.length * ROW_PX}px`;
-    const axis = this.#axis();
+    const { axis } = this;
     const focused = this.list.contains(document.activeElement) ? document.activeElement?.getAttribute("data-key") : null;
     /** @type {typeof this.shown} */
     const shown = new Map();
@@ -318,15 +323,14 @@ export class ActionList {
     const to = [...times, ...now].reduce((most, one) => Math.max(most, one), -Infinity);
     const length = Math.max(1e-3, to - from);
     const titles = ["", "action, result", [h("span", null, "0"), h("span", null, times.length ? duration(length) : "")], "time", "tokens"];
-    replace(this.axis, titles.map((title) => h("span", null, title)));
+    replace(this.head, titles.map((title) => h("span", null, title)));
     return { from, to, length };
   }
 
   /** @param {Row[]} rows read what they did, where it is not known */
   #ask(rows) {
     if (this.requests.isRunning || this.problem.hasChildNodes()) return;
-    const committed = new Set(this.session?.turns.map((one) => one.turn));
-    const wanted = rows.flatMap((row) => [row.number, row.child]).filter((one) => one !== null && committed.has(one) && !this.known.has(one));
+    const wanted = rows.flatMap((row) => [row.number, row.child]).filter((one) => one !== null && this.committed.has(one) && !this.known.has(one));
     if (!wanted.length) return;
     const start = Math.min(.../** @type {number[]} */ (wanted));
     const limit = Math.min(MOST, Math.max(.../** @type {number[]} */ (wanted)) - start + 1);
@@ -377,12 +381,12 @@ export class ActionList {
     }
     const [first, ...more] = known?.actions ?? [];
     return [
+      begins && [h("span", { class: "flag" }, `⑂ ${begins.branch} ${begins.cause}`), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
+      turn?.live === false && [badge("rolled back", "warn"), " "],
+      turn?.segment_cause && [badge(`new segment: ${turn.segment_cause}`, "warn"), " "],
+      known?.error && badge("unreadable", "bad"),
       first && (first.tool === null ? h("span", { class: "says" }, named(first.text)) : [h("strong", null, named(first.tool)), " ", h("code", null, named(first.text))]),
       more.length > 0 && h("span", { class: "note" }, ` + ${more.map((one) => one.tool).join(", ")}`),
-      known?.error && badge("unreadable", "bad"),
-      turn?.live === false && [" ", badge("rolled back", "warn")],
-      turn?.segment_cause && [" ", badge(`new segment: ${turn.segment_cause}`, "warn")],
-      begins && [" ", badge(`branch ${begins.branch}: ${begins.cause}`, "plain"), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id))],
     ];
   }
 

@@ -260,7 +260,7 @@ function columns(names) {
     { title: "State", width: "94px", fill: badgeCell((one) => one.state) },
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((one) => one.about?.actions ?? []) },
     number("Turns", (one) => one.about?.turns, { width: "60px" }),
-    number("Tokens", (one) => one.about?.tokens, { text: compact, hint: "Length of the newest turn's sequence", width: "68px" }),
+    number("Tokens", (one) => one.about?.tokens, { text: compact, hint: "Of live turns, each once", width: "68px" }),
     number("Sampled", (one) => one.about?.output_tokens, { text: compact, width: "80px", hint: "Tokens that its turns sampled" }),
     number("Duration", secondsOf, {
       width: "84px",

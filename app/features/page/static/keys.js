@@ -3,8 +3,9 @@
 import { h, showDialog } from "./dom.js";
 
 const KEYS = [
-  ["/", "go to the filter"],
-  ["j, k", "next and previous row"],
+  ["/", "go to the filter, or search a session"],
+  ["j, k", "next and previous row, or turn of a session"],
+  ["e, E", "next and previous error of a session"],
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
   ["arrows", "from step to step of rollouts side by side, and between tokens"],

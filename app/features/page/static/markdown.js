@@ -57,7 +57,11 @@ export function markdown(text) {
       const [, heading, title = "", bullet, item = "", quote, row] = block;
       if (heading) whole.append(h("p", { class: "heading" }, inline(title)));
       else if (bullet) whole.append(h("p", { class: "item" }, /\d/.test(bullet) ? `${bullet} ` : "• ", inline(item)));
-      else if (row !== undefined) whole.append(h("pre", { class: "text code" }, visible(row)));
+      else if (row !== undefined) {
+        const rows = [row];
+        while (/^\|.*\|\s*$/.test(lines[at + 1] ?? "")) rows.push(lines[++at] ?? "");
+        whole.append(h("pre", { class: "text code" }, visible(rows.join("\n"))));
+      }
       else whole.append(h("blockquote", null, inline(quote ?? "")));
     } else if (line.trim() === "") flush();
     else paragraph.push(line);

@@ -230,7 +230,7 @@ export class RolloutsView extends View {
       ([mine, theirs]) => {
         const mark = column === columns[0] ? "del" : "ins";
         const text = (/** @type {"said"|"results"} */ part, kind = "") =>
-          mine[part] && h("div", { class: `text ${kind}`, dir: "auto" }, marked(mine[part], theirs?.[part] ?? mine[part], mark));
+          mine[part] && h("div", { class: `text ${kind}`, dir: "auto", tabindex: "0" }, marked(mine[part], theirs?.[part] ?? mine[part], mark));
         replace(box, foot(column, step), text("said", "saidtext"), mine.results && h("p", { class: "note" }, "then"), text("results"));
       },
       (error) => {

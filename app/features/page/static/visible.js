@@ -25,6 +25,8 @@ const MOST_MARKS = 500;
 
 /** Characters of a long text that are shown at first, and how many more the button adds. */
 const SHOWN = 2000;
+/** Characters of a text that may scroll in its block, and so has to be reached by keys. */
+const SCROLLS = 300;
 const MORE = 200000;
 
 /** Characters of a name that are shown. */
@@ -103,7 +105,7 @@ function boundary(text, at) {
  * @returns {HTMLElement}
  */
 export function textBlock(text, kind = "") {
-  const block = h("pre", { class: `text ${kind}`, dir: "auto", tabindex: text.length > SHOWN ? "0" : null });
+  const block = h("pre", { class: `text ${kind}`, dir: "auto", tabindex: text.length > SCROLLS ? "0" : null });
   const whole = h("div", { class: "textblock" }, block);
   let shown = text.length > SHOWN * 1.5 ? boundary(text, SHOWN) : text.length;
   block.append(...visible(text.slice(0, shown)));
