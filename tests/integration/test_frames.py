@@ -6,14 +6,17 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from integration.stand import Stand
+from ops.server import ROOT
 from turnlog import AsyncTurnlog, Turnlog
 from turnlog.client import frames
+from turnlog.client.traces import write_traces
 
 METHODS = {"pandas": "to_pandas", "polars": "to_polars", "datasets": "to_dataset"}
 
@@ -164,3 +167,44 @@ def test_the_async_client_too(stand: Stand, group: str) -> None:
             return list((await client.export(group_id=group).to_pandas())["reward"])
 
     assert asyncio.run(rewards())[0] == 1.0
+
+
+def test_the_notebook_runs(stand: Stand, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    monkeypatch.setenv("TURNLOG_URL", stand.server.base_url)
+    notebook = json.loads((ROOT / "docs" / "guides" / "exported-rows.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec("".join(cell["source"]), names)
+    names["turnlog"].close()
+    assert names["rewards"].loc[group]["mean"] == 1.0
+
+
+def test_traces_are_of_the_hub_s_format(client: Turnlog, group: str, tmp_path: Path) -> None:
+    rows = list(client.export(group_id=group))
+    call = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    rows[0]["messages"] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be\u2028brief."}, {"type": "image_url"}]},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "A tree."},
+    ]
+    files = write_traces(tmp_path / "traces", rows)
+    [first, second] = [[json.loads(line) for line in file.read_bytes().splitlines()] for file in files]
+    assert {first[0]["type"], second[0]["type"]} == {"session"}
+    assert first[0]["id"] != second[0]["id"]
+    assert first[1:] == [
+        {"type": "message", "message": message}
+        for message in (
+            {"role": "system", "content": "Be\u2028brief."},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoningContent": "Hm.",
+                "toolCalls": [{"id": "call-1", "function": {"name": "look", "arguments": '{"at": 1}'}}],
+            },
+            {"role": "tool", "content": "A tree.", "toolCallId": "call-1"},
+        )
+    ]
+    assert [line["message"]["content"] for line in second[1:]] == [one["content"] for one in rows[1]["messages"]]

@@ -2,7 +2,7 @@
 
 import { actionText, visibleText } from "./visible.js";
 
-/** @import {Action, Mark, Rollout} from "../ui_types.d.ts" */
+/** @import {Mark, Rollout} from "../ui_types.d.ts" */
 /**
  * @typedef {object} Divergence where a rollout begins to differ from another
  * @property {number} step counted from 0

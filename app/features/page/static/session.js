@@ -243,7 +243,7 @@ export class SessionView extends View {
       reward && h("span", null, "reward ", h("strong", null, decimal(reward.reward))),
       config.group_id != null &&
         h("span", null, h("a", { href: groupHref(config.group_id) }, named(config.group_id)), config.attempt != null && ` attempt ${config.attempt}`),
-      h("span", null, `${count(live.length)} turns${branches}`),
+      h("span", null, `${count(live.length)} ${live.length === 1 ? "turn" : "turns"}${branches}`),
       begin !== null &&
         h(
           "span",

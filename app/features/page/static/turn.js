@@ -9,7 +9,7 @@ import { sessionHref } from "./route.js";
 import { LatestRequest } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
-/** @import {Child, Entry, FailedTurn, OpenTurn, Session, Transcript, Turn, TurnMessages} from "../ui_types.d.ts" */
+/** @import {Child, FailedTurn, OpenTurn, Session, Transcript, Turn, TurnMessages} from "../ui_types.d.ts" */
 
 /** Turns whose messages are kept; a committed turn's do not change. */
 const KEPT = 30;
