@@ -28,7 +28,8 @@ MAX_TITLES = 200
 TITLE = 120
 """Characters of a title."""
 
-TITLES_PER_READ = 50
+TITLES_PER_READ = 10
+"""Turns whose content is in memory at once; a message may have megabytes."""
 
 
 async def whole_tree(database: Database, session_id: str, branches: Branches | Picker, loss: Loss) -> Tree:
@@ -58,6 +59,7 @@ async def _add_titles(database: Database, session_id: str, tree: Tree) -> None:
         frames = await database.read(
             lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False),  # noqa: B023
             session_id=session_id,
+            on_damage=lambda _: {},
         )
         titles = await asyncio.to_thread(lambda: [_title_of(frames.get(one)) for one in numbers])  # noqa: B023
         for branch, title in zip(part, titles, strict=True):

@@ -36,6 +36,7 @@ def said(content: object, **more: object) -> dict[str, object]:
         (calls(("get_weather", '{"city": "Bonn"}'), ("now", "{}")), [("get_weather", "Bonn"), ("now", "")]),
         (calls(("f", '{"days": 2, "city": "Bonn", "deep": {}}')), [("f", "days 2, city Bonn")]),
         (calls(("f", "not json\nat all")), [("f", "not json …")]),
+        (calls(("f", "[" * 99_999)), [("f", "[" * (LINE - 2) + " …")]),
         (calls(("f", None), ("f", "[1, 2]"), ("", '"x"')), [("f", ""), ("f", "[1, 2]"), ("?", '"x"')]),
         (said(None, function_call={"name": "old", "arguments": '{"q": "x"}'}), [("old", "x")]),
         (said("<think>long\nthought</think>\n\n  Done.\n\nMore"), [(None, "Done. …")]),

@@ -43,6 +43,9 @@ def test_an_id_is_of_what_happened() -> None:
     [
         ("hooks.example.org", "127.0.0.1", (), False),
         ("hooks.example.org", "::ffff:127.0.0.1", (), False),
+        ("hooks.example.org", "64:ff9b::7f00:1", (), False),
+        ("hooks.example.org", "2002:7f00:1::", (), False),
+        ("hooks.example.org", "fec0::1", (), False),
         ("hooks.example.org", "127.0.0.1", ("10.0.0.0/8",), False),
         ("hooks.example.org", "127.0.0.1", ("10.0.0.0/8", "127.0.0.0/8"), True),
         ("127.0.0.1", "127.0.0.1", (), True),

@@ -84,23 +84,31 @@ class _Reading:
         self._messages: dict[int, list[Object]] | None = None
 
     def messages(self, turn: int) -> list[Object]:
-        """A turn's own messages, the reply last. Raises Failure if the page is off."""
+        """A turn's own messages, the reply last; none if they are not there. Raises Failure if the page is off."""
         if self._messages is None:
-            self._messages = {}
-            self._keep(None)
-        if turn not in self._messages:
-            self._keep(turn)
-        return self._messages.pop(turn, [])
+            self._messages = self._newest()
+        known = self._messages.pop(turn, None)
+        if known is None:
+            try:
+                known = self._server.read("GET", f"{self._path}/turns/{turn}", parameters={"whole": "true"})["messages"]
+            except NotFound:
+                known = []
+        return [{name: one.get(name) for name in ("sampled", "message", "error")} for one in known]
 
-    def _keep(self, turn: int | None) -> None:
-        """Read the conversation that ends with the turn, or with the newest one: in a line of turns that is all."""
-        found = self._read(turn)
-        known: dict[int, list[Object]] = {}
-        for one in found["messages"]:
-            known.setdefault(one["turn"], []).append(one)
-        if found["omitted"] and found["messages"] and found["messages"][0]["turn"] != turn:
-            del known[found["messages"][0]["turn"]]  # some of its messages may be left out
-        self._messages = {**(self._messages or {}), **known}
+    def _newest(self) -> dict[int, list[Object]]:
+        """The messages of the newest turn's conversation, by turn: in a line of turns most that are to be printed."""
+        try:
+            conversation = self._server.read("GET", f"{self._path}/conversation")
+        except NotFound as error:
+            if error.code != "not_found":
+                raise
+            raise Failure("reading needs the server's page: TURNLOG_FEATURES is without it") from None
+        messages: dict[int, list[Object]] = {}
+        for one in conversation["messages"]:
+            messages.setdefault(one["turn"], []).append(one)
+        if conversation["omitted"] and messages:
+            del messages[min(messages)]  # some of its messages may be left out
+        return messages
 
     def print(self, event: Object) -> None:
         match event:
@@ -176,14 +184,6 @@ class _Reading:
         for call in calls:
             yield (_call if self._whole else _call_line)(call), "green"
 
-    def _read(self, turn: int | None) -> Object:
-        try:
-            return self._server.read("GET", f"{self._path}/conversation", parameters={"turn": turn})
-        except NotFound as error:
-            if error.code != "not_found":
-                raise
-            raise Failure("reading needs the server's page: TURNLOG_FEATURES is without it") from None
-
 
 def _print_block(margin: Sequence[str], pieces: Sequence[tuple[str, str | None]], style: str = "bold") -> None:
     """Texts beside a margin, whose first line has the style; as wide as the terminal."""
@@ -241,11 +241,11 @@ def _call_line(call: Object) -> str:
 
 
 def _arguments(call: Object) -> Object | None:
-    """None if they are no JSON object."""
+    """None if they are no JSON object, or one that is too deep."""
     arguments = call.get("arguments")
     try:
         given = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return given if isinstance(given, Mapping) else None
 

@@ -55,6 +55,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError):  # a model may write what is no JSON: then it is the text
+        # A model may write what is no JSON, or too deep: then it is the text.
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
     return {"type": "tool_call", "id": call.get("id"), "name": function.get("name"), "arguments": arguments}

@@ -121,4 +121,4 @@ class SpanSender:
 
 def _number(name: str, default: int) -> int:
     given = os.environ.get(name, "").strip()
-    return int(given) if given.isdigit() and int(given) else default
+    return int(given) if given.isdecimal() and int(given) else default

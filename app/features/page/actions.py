@@ -151,12 +151,12 @@ def _field(value: object, name: str) -> Any:
 
 
 def _parsed(text: str) -> object:
-    """The value of a JSON object or list; None if it is none."""
+    """The value of a JSON object or list; None if it is none, or too deep."""
     if text.lstrip()[:1] not in ("{", "["):
         return None
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return None
 
 

@@ -32,6 +32,9 @@ from workers.codec import CorruptContent
 MAX_SESSIONS = 100
 """Sessions in one request."""
 
+SESSIONS_PER_READ = 10
+"""Sessions whose content is in memory at once; a message may have megabytes."""
+
 KEPT_SESSIONS = 2_000
 KEPT_TURNS = 200_000
 """Summaries in memory, and the live turns of all of them."""
@@ -126,12 +129,13 @@ class Summaries:
         def frames(connection: Connection, ids: Sequence[str]) -> dict[str, Frames]:
             return {one: reads.load_frames(connection, one, sorted(unread[one]), tokens=False) for one in ids}
 
-        if unread:
+        for at in range(0, len(unread), SESSIONS_PER_READ):
+            part = list(unread)[at : at + SESSIONS_PER_READ]
             content = await self._database.read(
-                lambda connection: frames(connection, list(unread)),
-                on_damage=lambda connection: split(connection, list(unread), frames)[0],
+                lambda connection: frames(connection, part),  # noqa: B023
+                on_damage=lambda connection: split(connection, part, frames)[0],  # noqa: B023
             )
-            await asyncio.to_thread(_read, {one: known[one] for one in unread}, content)
+            await asyncio.to_thread(_read, {one: known[one] for one in part}, content)
         self._keep(known)
         return {session_id: one.summary() for session_id, one in known.items()}
 

@@ -212,7 +212,7 @@ class TokenViews:
         except (CorruptContent, Inconsistent) as error:
             return TokenView(branch, branches, error=str(error))
         counts = {turn.turn: turn.output_tokens for turn in turns}
-        least = _least(made.sample) if asked.outline else shown[:0]
+        least = await asyncio.to_thread(_least, made.sample) if asked.outline else shown[:0]
         texts = await self._texts(session_id, made.sample, counts, _around(least, len(made.sample.tokens), shown))
         view = await asyncio.to_thread(_view, made, row, shown, texts, columns)
         outline = await asyncio.to_thread(_outline, made, least, texts, columns) if asked.outline else None

@@ -124,9 +124,12 @@ class TurnViews:
         if flight is None:
             raise NotFound(f"turn {turn} of session {session_id} has no messages here")
         protocol, sent = flight.opened.protocol, Messages(list(flight.stored), b"null")
-        messages = [_message(message, False, whole) for message in as_messages(protocol, sent)[:-1]]
         state = "gate" if flight.is_held else flight.stages.marks[-1][0].name.lower()
-        return TurnMessages(turn, messages, state, self._engine_of(flight.rid))
+        engine = self._engine_of(flight.rid)
+        messages = await asyncio.to_thread(
+            lambda: [_message(message, False, whole) for message in as_messages(protocol, sent)[:-1]]
+        )
+        return TurnMessages(turn, messages, state, engine)
 
     async def find(self, session_id: str, text: str | None, after: int) -> Found:
         """Turns after turn `after` whose own messages have `text`, in any case; without a text, those whose request

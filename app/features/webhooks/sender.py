@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from functools import partial
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -50,8 +50,11 @@ GATED_S = 10.0
 SAME_DEATH_S = 60.0
 """Processes that find an engine dead within this time have found the same death."""
 
-REMEMBERED = 1000
-"""Ids of notices that a receiver has just got: they are not sent twice where its page of the log is read again."""
+REMEMBERED = 3 * rows.PAGE
+"""Ids of notices that a receiver has just got, as many as one read finds: where it fails in the middle, those before
+are not sent again."""
+
+NAT64 = ip_network("64:ff9b::/96")
 
 
 class Undelivered(Exception):
@@ -109,7 +112,7 @@ class Sender:
         self._keys = [webhook_key(secret) for secret in settings.webhook_secret]
         may_connect = partial(_may_connect, networks=settings.webhook_networks)
         self._receivers = [Receiver(url, may_connect) for url in settings.webhooks]
-        self._lease: tuple[int, float] | None = None  # fence, and when to renew it
+        self._fence: int | None = None  # of the lease, while this process has it
         self._ask_lease_at = 0.0
         self._noted: dict[str, float | None] = {}  # deaths of engines: since when
         self._tasks: list[asyncio.Task[None]] = []
@@ -128,9 +131,9 @@ class Sender:
         await cancelled(*self._tasks)
         for receiver in self._receivers:
             await receiver.connections.close()
-        if self._lease is not None:
+        if self._fence is not None:
             with contextlib.suppress(AppError):
-                await self._services.writer.submit(ReleaseLease(LEASE, self._lease[0]))
+                await self._services.writer.submit(ReleaseLease(LEASE, self._fence))
 
     async def _run(self) -> None:
         while True:
@@ -167,10 +170,12 @@ class Sender:
         incarnation, lease_s = self._services.registration.incarnation(), self._services.recovery.lease_to_judge_by()
         fence = await self._services.writer.submit(TakeLease(LEASE, incarnation, LEASE_S, lease_s))
         self._ask_lease_at = now + (RETRY_S if fence is None else LEASE_S / 3)
-        if self._lease is not None and self._lease[0] == fence:
+        if self._fence == fence:
             return
         await cancelled(*self._tasks)
-        self._lease = None if fence is None else (fence, now)
+        self._fence = fence
+        for receiver in self._receivers:
+            self._count(receiver, 0)  # another process counts those that wait now
         self._tasks = [] if fence is None else [asyncio.create_task(self._serve(one, fence)) for one in self._receivers]
 
     async def _serve(self, receiver: Receiver, fence: int) -> None:
@@ -262,6 +267,11 @@ def _is_named(host: str) -> bool:
 
 
 def _may_connect(address: str, networks: tuple[Network, ...]) -> bool:
-    """Is it a public address, or in a network that the operator has named?"""
+    """Is it a public address, or in a network that the operator has named? One that stands for an IPv4 address is that
+    one: `::ffff:127.0.0.1` is loopback."""
     found = ip_address(address)
-    return found.is_global or any(found in network for network in networks)
+    if isinstance(found, IPv6Address):
+        translated = IPv4Address(found.packed[-4:]) if found in NAT64 else None
+        found = found.ipv4_mapped or found.sixtofour or translated or found
+    is_local = found.is_multicast or found.is_reserved or (isinstance(found, IPv6Address) and found.is_site_local)
+    return (found.is_global and not is_local) or any(found in network for network in networks)
