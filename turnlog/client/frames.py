@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +20,6 @@ Package = Literal["pandas", "polars", "datasets"]
 
 Item = Literal["null", "bool", "int32", "int64", "float64", "string", "json"]
 
-NOTHING = type(None)
 
 INT32 = np.iinfo(np.int32)
 
@@ -100,9 +100,9 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _kind(values: Sequence[Any]) -> Kind:
     """The narrowest kind that holds them all. Lists of integers are of int32 where that is wide enough."""
     leaves = _leaves(values)
-    depths = {depth for depth, kind in leaves if kind is not NOTHING}
+    depths = {depth for depth, kind in leaves if kind is not NoneType}
     depth = max((depth for depth, _ in leaves), default=0)
-    kinds = {kind for _, kind in leaves if kind is not NOTHING}
+    kinds = {kind for _, kind in leaves if kind is not NoneType}
     if len(depths) > 1 or (depths and depths != {depth}):
         return Kind(0, "json")
     if not kinds:
@@ -119,7 +119,7 @@ def _kind(values: Sequence[Any]) -> Kind:
 def _leaves(values: Sequence[Any], depth: int = 0) -> set[tuple[int, type]]:
     """How deep in lists there are values of which types; also where nothing but None or an empty list is."""
     kinds = set(map(type, values))
-    leaves = {(depth, kind) for kind in kinds or {NOTHING} if kind is not list}
+    leaves = {(depth, kind) for kind in kinds or {NoneType} if kind is not list}
     if list in kinds:
         for value in values:
             if isinstance(value, list):
