@@ -185,7 +185,7 @@ def test_no_barrier_and_text_on_every_colour_can_be_read(page_stand: PageStand, 
     assert len(set(ratios)) == 7
     assert min(ratios) >= 4.5, ratios
     found = barriers(page, scheme)
-    page.locator(".fold").first.click()
+    page.locator(".tokens .fold").first.click()
     page.locator(".promptrun .tok").first.wait_for()
     found += barriers(page, scheme)
     watched.go(f"#/session/{filled.tree}?tab=tree&branch=1")
