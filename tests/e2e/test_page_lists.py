@@ -397,7 +397,7 @@ def test_scripts_are_what_they_say(watched: Watched) -> None:
             return {
                 back: route.parse(route.groupHref(id)).id,
                 none: ["#/nowhere", "#/session/", "#/session/%", "#/session/a/b"].map((hash) => route.parse(hash)),
-                tokens: route.parse(route.tokensHref("x", { seq: 4 })).query.get("seq"),
+                moment: route.parse(route.sessionHref("x", { seq: 4 })).query.get("seq"),
                 durations: [0.25, 9.5, 59, 61, 7260, 90000].map(format.duration),
                 bytes: [0, 1023, 1536, 2 ** 31].map(format.bytes),
                 decimals: [null, 0, 0.5, -12.25, 1e-9, 12345678].map((one) => format.decimal(one)),
@@ -407,7 +407,7 @@ def test_scripts_are_what_they_say(watched: Watched) -> None:
     ) == {
         "back": "a/b?c#d%",
         "none": [None] * 4,
-        "tokens": "4",
+        "moment": "4",
         "durations": ["250 ms", "9.5 s", "59 s", "1 min 01 s", "2 h 01 min", "1 d 1 h"],
         "bytes": ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"],
         "decimals": ["–", "0.000", "0.500", "-12.250", "1.00e-9", "1.23e+7"],
