@@ -109,7 +109,8 @@ def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None
     page.keyboard.press("Control+Enter")
     expect(page.locator(".sessionfacts >> text=It loops <b>here</b>.")).to_be_visible()
     expect(page.locator("form.noteform")).to_be_hidden()
-    page.get_by_role("button", name="Edit note").click()
+    expect(page.get_by_role("button", name="Edit note")).to_be_focused()
+    page.keyboard.press("Enter")
     assert page.input_value("textarea[name=note]") == "It loops <b>here</b>."
     page.fill("input[name=tags]", "loop, " + "x" * 129)
     page.get_by_role("button", name="Save", exact=True).click()

@@ -84,7 +84,7 @@ export class SessionView extends View {
       this.closed,
       id,
       () => this.refresh(),
-      () => this.more.querySelector("button")?.focus(),
+      () => /** @type {HTMLElement|undefined} */ ([...this.more.querySelectorAll("button")].find((each) => each.textContent === "Edit note"))?.focus(),
     );
     this.more = h("div", { class: "folds" });
     this.brief = h("span", { class: "note" });
@@ -219,9 +219,11 @@ export class SessionView extends View {
     const key = JSON.stringify(parts);
     if (this.keys.get(box) === key) return;
     this.keys.set(box, key);
-    const focused = [...box.querySelectorAll("a, button")].findIndex((one) => one === document.activeElement);
+    // By its words: a tag that is added is a link before the button that had the focus.
+    const focused = [...box.querySelectorAll("a, button")].find((one) => one === document.activeElement)?.textContent;
     replace(box, make());
-    if (focused >= 0) /** @type {HTMLElement|undefined} */ ([...box.querySelectorAll("a, button")][focused])?.focus();
+    const again = focused == null ? undefined : [...box.querySelectorAll("a, button")].find((one) => one.textContent === focused);
+    /** @type {HTMLElement|undefined} */ (again)?.focus();
   }
 
   /** @param {Session} session @returns {Child} */
