@@ -43,7 +43,7 @@ def _printed(terminal: int) -> Iterator[str]:
     [
         ((), 6, {"closed"}),
         (("--once",), 0, set[str]()),
-        (("--full",), 60, {"closed", "idle", "claimed", "gated"}),
+        (("--full",), 60, {"closed", "idle", "running", "paused"}),
     ],
     ids=["stays", "once", "full"],
 )
