@@ -143,7 +143,7 @@ def _waiting(stand: Stand, found: Filled) -> None:
     assert stand.http.post(f"/adapters/{ADAPTER}/pause", json={"lease_s": 3600}).status_code == 200
     found.waiting.append(_asked(stand, held, [*held.messages, user("And its tests.")]))
     found.held = held.id
-    stand.sim.post("/sim/latency", json={"latency_s": 600})
+    stand.sim.post("/sim/latency", json={"latency_s": 3600})
     for number in range(3):
         talk = stand.talk(session_id=f"swe-long-{number}", group_id="swe/astropy-6938", attempt=number)
         found.waiting.append(_asked(stand, talk, [user("Read the whole repository.")]))

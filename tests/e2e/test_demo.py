@@ -34,7 +34,7 @@ def _printed(terminal: int) -> Iterator[str]:
     ("arguments", "sessions", "states"),
     [
         ((), 6, {"closed"}),
-        (("--full",), 60, {"closed", "idle", "claimed", "gated"}),
+        (("--full",), 60, {"closed", "idle", "running", "paused"}),
     ],
     ids=["stays", "full"],
 )

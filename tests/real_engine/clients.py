@@ -12,8 +12,8 @@ from integration.stand import Stand
 from openai import OpenAI
 
 from app.domain.proofs import find_proof
+from ops.engine.process import SERVED_AS
 from tests.tools.real_engine import weather
-from tests.tools.real_engine.process import SERVED_AS
 from tests.tools.tito_check import tokenizers
 
 QUESTIONS = 6

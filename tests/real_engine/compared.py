@@ -14,7 +14,7 @@ from integration.stand import Stand
 
 from real_engine.clients import Client
 from real_engine.table import Found
-from tests.tools.real_engine.process import rescored
+from tests.tools.real_engine.models import rescored
 
 Reply = dict[str, Any]
 

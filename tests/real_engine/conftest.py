@@ -9,8 +9,9 @@ import pytest
 from integration.proxy import RecordingProxy
 from integration.tito import checked
 
+from ops.engine.process import EngineProcess, is_installed
 from real_engine.compared import Lane
-from tests.tools.real_engine.process import EngineProcess, is_installed, trained_model
+from tests.tools.real_engine.models import trained_model
 
 
 @pytest.fixture(scope="session")

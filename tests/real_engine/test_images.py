@@ -14,9 +14,10 @@ from integration.proxy import RecordingProxy
 from integration.test_images import asks, image, sha256
 from integration.tito import checked
 
+from ops.engine.process import SERVED_AS, EngineProcess, is_installed
 from real_engine.compared import Lane, count
 from real_engine.table import Found
-from tests.tools.real_engine.process import SERVED_AS, EngineProcess, image_model, is_installed
+from tests.tools.real_engine.models import image_model
 from tests.tools.tito_check import tokenizers
 
 pytestmark = pytest.mark.real_engine

@@ -11,8 +11,8 @@ import pytest
 from helpers.streams import assembled, chunks
 from integration.stand import Stand, Talk, serving
 
+from ops.engine.process import SERVED_AS, EngineProcess
 from tests.tools.real_engine import weather
-from tests.tools.real_engine.process import SERVED_AS, EngineProcess
 
 pytestmark = pytest.mark.real_engine
 

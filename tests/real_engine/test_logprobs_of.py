@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from integration.stand import serving, until
 
+from ops.engine.process import SERVED_AS, EngineProcess
 from tests.tools.real_engine import weather
-from tests.tools.real_engine.process import SERVED_AS, EngineProcess, rescored
+from tests.tools.real_engine.models import rescored
 
 pytestmark = pytest.mark.real_engine
 
@@ -22,7 +23,10 @@ SAYS_S = 120.0
 def test_at_another_temperature_the_logprobs_are_those_that_the_row_names(
     mode: str, of: str, model: Path, tmp_path: Path
 ) -> None:
-    with EngineProcess(model, tmp_path, mode) as engine, serving(tmp_path / "server", engine.base_url) as stand:
+    with (
+        EngineProcess(model, tmp_path, "--logprobs-mode", mode) as engine,
+        serving(tmp_path / "server", engine.base_url) as stand,
+    ):
         until(lambda: stand.http.get("/engines").json()["engines"][0]["logprobs_of"] == of, SAYS_S)
         rows = []
         for number in range(4):

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from integration.stand import Stand, until
 
+from ops.engine.process import EngineProcess
 from real_engine.clients import Chat, Client, Ids, Messages, Responses, Text, ToolLoop
 from real_engine.compared import Lane, compare
 from real_engine.table import Found
-from tests.tools.real_engine.process import EngineProcess
 
 pytestmark = pytest.mark.real_engine
 

@@ -14,7 +14,8 @@ from integration.patient import answered
 from integration.stand import Stand, Talk, serving, until, user
 from integration.tito import output_of
 
-from tests.tools.real_engine.process import SERVED_AS, EngineProcess, rescored
+from ops.engine.process import SERVED_AS, EngineProcess
+from tests.tools.real_engine.models import rescored
 
 pytestmark = pytest.mark.real_engine
 

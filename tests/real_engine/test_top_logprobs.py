@@ -8,10 +8,10 @@ import httpx
 import numpy as np
 import pytest
 
+from ops.engine.process import SERVED_AS, EngineProcess
 from real_engine.compared import Lane
 from real_engine.test_real_engine import NEAR
 from tests.tools.real_engine import weather
-from tests.tools.real_engine.process import SERVED_AS, EngineProcess
 
 pytestmark = pytest.mark.real_engine
 

@@ -11,8 +11,9 @@ import pytest
 from integration.stand import Stand, Talk, until
 from integration.tito import checked
 
+from ops.engine.process import SERVED_AS, EngineProcess
 from tests.tools.real_engine import weather
-from tests.tools.real_engine.process import SERVED_AS, EngineProcess, rescored
+from tests.tools.real_engine.models import rescored
 
 pytestmark = pytest.mark.real_engine
 

@@ -377,7 +377,7 @@ export class ActionList {
     const known = this.known.get(number);
     if (kind === "asked") {
       const asked = known?.results.findLast((one) => one.role === "user") ?? known?.results.at(-1);
-      return asked && [h("strong", null, named(asked.role)), " ", named(asked.text)];
+      return asked ? [h("strong", null, named(asked.role)), " ", named(asked.text)] : h("span", { class: "note" }, "prompt");
     }
     const [first, ...more] = known?.actions ?? [];
     return [

