@@ -20,7 +20,8 @@ FILE = ROOT / "docs" / "settings.md"
 INTRODUCTION = """# Settings
 
 Every setting is an environment variable, read once, with a default that works on one machine. [Tuning](tuning.md) says
-which to change for your load, and [Operations](operations.md#settings-that-must-be-equal) which must be equal on all hosts.
+which to change for your load, and [Operations](operations.md#settings-that-must-be-equal) which must be equal on all
+hosts.
 
 - A file can hold them: `turnlog serve --config turnlog.toml` (also `migrate`, `doctor` and the commands that open the
   store), or `TURNLOG_CONFIG=turnlog.toml` for every start, `uvicorn app.main:app` too. Its keys are the names in lower
