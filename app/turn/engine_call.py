@@ -279,7 +279,7 @@ class EngineCalls:
         SessionClosed, ClaimLost."""
         for gate in self._points.before_engine:
             if (wait := gate(turn)) is not None:
-                await self._wait_at_gate(turn, wait)
+                await self._wait_before_engine(turn, wait)
         await self._services.placement.place(turn)
         if turn.controlled is not None:
             await turn.controlled.place(turn)
@@ -326,7 +326,7 @@ class EngineCalls:
             except Withheld:
                 for gate in self._points.before_engine:
                     if (wait := gate(turn)) is not None:
-                        await self._wait_at_gate(turn, wait)
+                        await self._wait_before_engine(turn, wait)
                 continue
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
             if crash_points.ARMED:
@@ -386,7 +386,7 @@ class EngineCalls:
         turn.engine_asked = True
         return True
 
-    async def _wait_at_gate(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
+    async def _wait_before_engine(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait at a gate. Before an engine was asked, a turn whose clients are all gone is cancelled here.
 
         Raises as `Gates.wait`, SessionClosed, ClaimLost.
