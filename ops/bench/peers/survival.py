@@ -152,17 +152,16 @@ class Survival:
 
     async def _agent(self, number: int, played: list[Played], over: asyncio.Event) -> str:
         """Play sessions as a program does that has never heard of this server; returns the error that it died of."""
-        while True:
-            name = next(self._numbers)
-            session = await self._opened(name)
-            sitting = Played(session, [])
-            played.append(sitting)
-            messages: list[ChatCompletionMessageParam] = []
-            async with AsyncOpenAI(
-                base_url=f"{self._process.base_url}{session.root}/v1",
-                api_key="none",
-                default_headers=_headers(session),
-            ) as client:
+        async with AsyncOpenAI(base_url=self._process.base_url, api_key="none") as agent:
+            while True:
+                name = next(self._numbers)
+                sitting = Played(await self._opened(name), [])
+                played.append(sitting)
+                client = agent.with_options(
+                    base_url=f"{self._process.base_url}{sitting.session.root}/v1",
+                    default_headers=_headers(sitting.session),
+                )
+                messages: list[ChatCompletionMessageParam] = []
                 for turn in range(TURNS_PER_SESSION):
                     own = tag(name, number, turn)
                     messages.append({"role": "user", "content": f"What follows {own}?"})
@@ -173,8 +172,8 @@ class Survival:
                         return f"{type(error).__name__}: {str(error)[:80]}"
                     sitting.turns.append(Turn(own, text))
                     messages.append({"role": "assistant", "content": text})
-            if over.is_set():
-                return ""
+                if over.is_set():
+                    return ""
 
     async def _opened(self, number: int) -> Session:
         """Open a session; whoever starts agents does that again while the server is down. Raises Broken, OSError."""
