@@ -15,6 +15,7 @@ import httpx
 
 from ops.bench.client import Connection
 from ops.bench.load import Session
+from ops.bench.primary import Database
 from ops.server import ROOT, OwnProcess, is_healthy
 from ops.simulator.config import Dialect
 
@@ -28,13 +29,14 @@ class NotInstalled(Exception):
 class Place(NamedTuple):
     """Where a server runs. `folder` is for its data, empty at first, and kept over a restart. `python` is the
     interpreter of its environment, `checkout` the source tree that `--server NAME=PATH` gave. What `stack` holds ends
-    after the server."""
+    after the server; `databases` gets the server's if it is another process."""
 
     folder: Path
     engine_url: str
     python: Path
     checkout: Path | None
     stack: contextlib.ExitStack
+    databases: list[Database]
 
 
 class Record(NamedTuple):
@@ -87,6 +89,7 @@ class PeerProcess(OwnProcess):
             port=port,
             environment={**os.environ, **(environment or {})},
             root=place.folder,
+            start_timeout_s=120.0,
             stop_s=10.0,
             group=True,
         )

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from ops.bench.peers.protocol import Peer
 from ops.bench.peers.servers.engine import EngineAlone
+from ops.bench.peers.servers.litellm import LiteLLM
+from ops.bench.peers.servers.rllm import Gateway
 from ops.bench.peers.servers.turnlog import Turnlog
 
 PEERS: Mapping[str, Peer] = {
@@ -12,5 +14,9 @@ PEERS: Mapping[str, Peer] = {
         EngineAlone(),
         Turnlog("turnlog-sqlite"),
         Turnlog("turnlog-postgres", postgres=True),
+        Gateway("rllm-memory", "memory"),
+        Gateway("rllm-sqlite", "sqlite"),
+        Gateway("rllm-sqlite-sync", "sqlite", sync_traces=True),
+        LiteLLM(),
     )
 }
