@@ -83,4 +83,3 @@ class Miles(Peer):
             prompt = [None] * (len(ids) - len(mask))
             records += by_mask(ids, [*prompt, *logprobs], [*prompt, *mask])
         return records
-
