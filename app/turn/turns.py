@@ -152,8 +152,8 @@ class Turns:
         reply: TurnReply | None = None
         has_waited = False
         try:
-            for may_pass in points.before_claim:
-                if (wait := may_pass(turn)) is not None:
+            for gate in points.before_claim:
+                if (wait := gate(turn)) is not None:
                     await self._wait_at_gate(turn, wait)
                     has_waited = True
             if not await claims.take(turn, entry, has_waited=has_waited, is_alone=self.in_flight == 1):
@@ -393,10 +393,10 @@ class Turns:
 
     # the process's turns
 
-    def held(self) -> dict[str, bool]:
+    def at_gates(self) -> dict[str, bool]:
         """Sessions with a turn that waits here at a gate; True if such a turn has its claim already."""
-        held = {name: [turn for turn in flights if turn.is_held] for name, flights in self._in_flight.items()}
-        return {name: any(turn.has_claim for turn in flights) for name, flights in held.items() if flights}
+        at_gates = {name: [turn for turn in flights if turn.is_at_gate] for name, flights in self._in_flight.items()}
+        return {name: any(turn.has_claim for turn in flights) for name, flights in at_gates.items() if flights}
 
     def flight(self, session_id: str, number: int) -> InFlightTurn | None:
         """The turn with this number, if it is in flight here and has its claim."""
