@@ -185,6 +185,8 @@ def markdown(results: Mapping[str, Figures]) -> str:
             lines.append(f"\n{name}: not run: {figures['not run']}")
         for what, why in figures.get("failed", {}).items():
             lines.append(f"\n{name}: {what} failed: {why}")
+        for why, count in figures.get("deaths without a kill", {}).items():
+            lines.append(f"\n{name}: {count} agents died without a kill: {why}")
         if figures.get("errors"):
             lines.append(f"\n{name}: {figures['errors']} errors under load")
     return "\n".join(lines)
