@@ -22,7 +22,7 @@ from ops.bench.client import Broken
 from ops.bench.measure import RESULTS
 from ops.bench.peers.protocol import NotInstalled, Peer, Place, interpreter
 from ops.bench.peers.servers import PEERS
-from ops.bench.peers.speed import CASES, Running, measured, memory
+from ops.bench.peers.speed import CASES, MEMORY, MEMORY_TURNS, Running, measured, memory
 from ops.bench.peers.survival import AGENTS, Survival
 from ops.bench.peers.witness import WitnessEngine
 from ops.bench.stand import cores, folder_for_bench, pinned, started
@@ -58,13 +58,15 @@ async def main(arguments: argparse.Namespace) -> int:
             pythons[name] = _prepared(peer, checkouts)
         except FAILURES as error:
             results[name]["not run"] = str(error)
-    if not arguments.install:
-        bench = Bench(arguments, {name: peers[name] for name in pythons}, pythons, checkouts)
-        for step in (bench.speed, bench.survival):
-            async for done in step(results):
+    steps = () if arguments.install else (Bench.speed, Bench.survival)
+    bench = Bench(arguments, {name: peers[name] for name in pythons}, pythons, checkouts)
+    try:
+        for step in steps:
+            async for done in step(bench, results):
                 print(done, file=sys.stderr, flush=True)
                 arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(markdown(results))
+    finally:
+        print(markdown(results))
     return 0
 
 
@@ -155,7 +157,7 @@ def _reason(errors: BaseExceptionGroup[Exception]) -> str:
 
 ROWS: Sequence[str] = (
     *(ours for case in CASES.values() for ours in case.figures.values()),
-    "MiB after 3,200 turns",
+    MEMORY,
     "exact turns",
     "acknowledged before and after kills",
     "lost",
@@ -196,5 +198,7 @@ def _cell(figures: Figures, row: str) -> str:
     value = figures.get(row)
     if value is None:
         return "-"
+    if row == MEMORY and figures["turns"] < MEMORY_TURNS:
+        return f"{value:,.0f} ({figures['turns']:,} turns)"
     of = f" of {figures[OF[row]]}" if row in OF else ""
     return f"{value:,.3g}{of}" if isinstance(value, float) and value < 100 else f"{value:,.0f}{of}"

@@ -19,6 +19,7 @@ from ops.bench.stand import Side
 from ops.server import OwnProcess
 
 MEMORY_TURNS, MEMORY_CLIENTS = 3200, 64
+MEMORY = "MiB after 3,200 turns"
 MEMORY_LIMIT_S = 30.0
 MEMORY_PERIOD_S = 0.5
 DIRECT_TURNS = 60
@@ -107,7 +108,7 @@ async def memory(running: Running) -> Figures:
         pace = period.turns / period.seconds
         seconds = min(MEMORY_PERIOD_S, max(MEMORY_TURNS - turns, MEMORY_CLIENTS) / max(pace, 1.0))
     after = resident_bytes(running.process.pid)
-    return {"MiB at the start": before / 2**20, "MiB after 3,200 turns": after / 2**20, "turns": turns}
+    return {"MiB at the start": before / 2**20, MEMORY: after / 2**20, "turns": turns}
 
 
 async def measured(servers: Mapping[str, Running], case: Case, *, rounds: int, seconds: float) -> dict[str, Figures]:

@@ -139,18 +139,24 @@ class Survival:
         played: list[Played] = []
         over = asyncio.Event()
         running = [asyncio.create_task(self._agent(number, played, over)) for number in range(agents)]
-        if kill:
-            while sum(len(sitting.turns) for sitting in played) < agents * TURNS_BEFORE_KILL:
-                await asyncio.sleep(0.01)
-                if all(agent.done() for agent in running):
-                    break
-            began = time.monotonic()
-            self._process.kill()
-            await asyncio.to_thread(self._process.start)
-            self._down_s.append(time.monotonic() - began)
-        over.set()
-        ends = await asyncio.gather(*running, return_exceptions=True)
+        try:
+            if kill:
+                await self._kill(agents * TURNS_BEFORE_KILL, played, running)
+        finally:
+            over.set()
+            ends = await asyncio.gather(*running, return_exceptions=True)
         return played, Counter(f"{type(end).__name__}: {str(end)[:80]}" for end in ends if end is not None)
+
+    async def _kill(self, turns: int, played: list[Played], running: Sequence[asyncio.Task[None]]) -> None:
+        """Kill the server after so many turns of all agents, and start it again. Raises ServerDidNotStart."""
+        while sum(len(sitting.turns) for sitting in played) < turns:
+            await asyncio.sleep(0.01)
+            if all(agent.done() for agent in running):
+                break
+        began = time.monotonic()
+        self._process.kill()
+        await asyncio.to_thread(self._process.start)
+        self._down_s.append(time.monotonic() - began)
 
     async def _agent(self, number: int, played: list[Played], over: asyncio.Event) -> None:
         """Play sessions as a program does that has never heard of this server; it dies of the first error. Every other
