@@ -49,7 +49,8 @@ class Record(NamedTuple):
 
 
 class Peer(Protocol):
-    """A server. `dialect` is the engine's whose replies it records; `health` its lightest route."""
+    """A server. `dialect` is the engine's whose replies it records; `health` its lightest route;
+    `streams` whether it answers a request for a stream with one."""
 
     name: str
     requirements: Sequence[str] = ()
@@ -60,6 +61,7 @@ class Peer(Protocol):
     """It is not on PyPI: `--server NAME=PATH` says where it is."""
     dialect: Dialect = "vllm"
     health: str = "/health"
+    streams: bool = True
 
     def process(self, place: Place) -> OwnProcess:
         """The server before an engine at `place.engine_url`, not started. Raises NotInstalled."""
