@@ -312,9 +312,11 @@ class Turns:
             raise
 
     async def _stored_reply(self, turn: InFlightTurn, number: int) -> TurnReply:
+        """The reply, once it is on disk. Raises SessionClosed, SessionUnreadable, StoreUnavailable."""
         cache, session_id, request = self._services.cache, turn.session_id, turn.request
         session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
+            # The commit may be another process's, and visible here before it is on disk.
             await self._services.writer.submit(Settled(session_id))
         mode = self._services.settings.client_reply
         kinds = shown_kinds(asked_for(request.params), mode)
