@@ -110,11 +110,11 @@ class Agent:
                 temperature=1.0,
                 max_tokens=task.MAX_TOKENS,
             )
-            reply = raw.parse()
+            reply, turn = raw.parse(), raw.headers.get("x-turnlog-turn")
             self._note(
                 {
                     "reply": rollout.session_id,
-                    "turn": raw.headers.get("x-turnlog-turn"),
+                    "turn": None if turn is None else int(turn),
                     "tokens": reply.usage and reply.usage.completion_tokens,
                     "sha256": hashlib.sha256(raw.content).hexdigest(),
                 }

@@ -10,15 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from ops.engine.process import PYTHON, EngineProcess, environment, kept_model, run_module
 from ops.server import ROOT, OwnProcess, ServerProcess
 from ops.train.agents import AGENTS
 from ops.train.rollouts import MAX_STALENESS
-
-READY_S = 120.0
-"""For the server to learn of the engine that it takes token ids."""
 
 POLL_S = 0.2
 
@@ -59,7 +54,6 @@ def run(folder: Path, seed: int, steps: int) -> dict[str, Any]:
         server.migrate()
         engine.start()
         server.start()
-        _wait_for_ids(server.base_url)
         for process in processes.values():
             if process not in (engine, server):
                 process.launch()
@@ -115,17 +109,6 @@ def _processes(folder: Path, seed: int, steps: int, model: Path) -> dict[str, Ow
         name = f"agent-{number}"
         processes[name] = Program(agent, folder / f"{name}.log", environment=server.environment)
     return processes
-
-
-def _wait_for_ids(url: str) -> None:
-    deadline = time.monotonic() + READY_S
-    while True:
-        engines = httpx.get(f"{url}/engines").json()["engines"]
-        if all(engine["token_ids"] for engine in engines):
-            return
-        if time.monotonic() > deadline:
-            raise RunFailed(f"the engine takes no token ids: {engines}")
-        time.sleep(POLL_S)
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
