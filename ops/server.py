@@ -51,11 +51,11 @@ def reserve_port(owner: object) -> int:
     return port
 
 
-def is_healthy(port: int) -> bool:
-    """Whether a server answers `/health` with 200 on this local port."""
+def is_healthy(port: int, path: str = "/health") -> bool:
+    """Whether a server answers `path` with 200 on this local port."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
@@ -219,11 +219,11 @@ class ServerProcess(OwnProcess):
     def migrate(self) -> Self:
         """Upgrade the database to this code's revision. Raises ServerDidNotStart."""
         command = [sys.executable, "-m", "alembic", "upgrade", "head"]
-        done = subprocess.run(
-            command, cwd=self._root, env=self.environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ServerDidNotStart(done.stdout + done.stderr)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with self.spawn(command, cwd=self._root, env=self.environment, **pipes) as process:
+            text, _ = process.communicate()
+        if process.returncode:
+            raise ServerDidNotStart(text.decode(errors="replace"))
         return self
 
     def __enter__(self) -> Self:

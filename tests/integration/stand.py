@@ -230,11 +230,13 @@ def serving(
     """A stand over engines that run already; `engine_url` is the one to look into, by default the last.
 
     In a folder alone the store is SQLite; a `TURNLOG_DATABASE_URL` in the environment is brought up to date first.
+    The server has one worker unless the environment says another number: each takes a quarter of a second to start.
     """
+    environment = {"TURNLOG_WORKERS": "1", **(environment or {})}
     place = where if isinstance(where, Place) else Place(where)
     with contextlib.ExitStack() as database:
         place.folder.mkdir(parents=True, exist_ok=True)
-        if "TURNLOG_DATABASE_URL" in (environment or {}):
+        if "TURNLOG_DATABASE_URL" in environment:
             server = ServerProcess(place.folder, upstreams=upstreams, environment=environment).migrate()
         else:
             url = database.enter_context(place.database())

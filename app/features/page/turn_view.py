@@ -12,10 +12,10 @@ from sqlalchemy import Connection, select
 
 from app.errors import NotFound, SessionNotFound
 from app.export.rows import as_messages
-from app.features.page.actions import Action, actions_of, has_failed, result_line
 from app.store import reads
 from app.store.engine import Database
 from app.store.schema import turns
+from turnlog.actions import Action, actions_of, has_failed, result_line
 from workers import codec
 from workers.codec import CorruptContent, Messages
 
@@ -124,7 +124,7 @@ class TurnViews:
         if flight is None:
             raise NotFound(f"turn {turn} of session {session_id} has no messages here")
         protocol, sent = flight.opened.protocol, Messages(list(flight.stored), b"null")
-        state = "gate" if flight.is_held else flight.stages.marks[-1][0].name.lower()
+        state = "gate" if flight.is_at_gate else flight.stages.marks[-1][0].name.lower()
         engine = self._engine_of(flight.rid)
         messages = await asyncio.to_thread(
             lambda: [_message(message, False, whole) for message in as_messages(protocol, sent)[:-1]]
