@@ -14,9 +14,7 @@ from ops.train.run import read_steps, run
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="ops.train", description=__doc__)
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="an empty one, or one that is not there"
-    )
+    parser.add_argument("--folder", type=Path, required=True, help="an empty one, or one that is not there")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     given = parser.parse_args()
@@ -32,16 +30,10 @@ def main() -> None:
             f"  {step['tokens']:6}  {step['seconds']:7.2f}"
         )
     print(f"ratio before the first update: 1 ± {outcome['ratio_error_first']:.1e}")
-    print(
-        f"ratio where the trainer's own weights sampled, over all steps: 1 ± {outcome['ratio_error_max']:.1e}"
-    )
-    print(
-        f"staleness: {outcome['staleness_mean']:.2f} on average, at most {outcome['staleness_max']}"
-    )
+    print(f"ratio where the trainer's own weights sampled, over all steps: 1 ± {outcome['ratio_error_max']:.1e}")
+    print(f"staleness: {outcome['staleness_mean']:.2f} on average, at most {outcome['staleness_max']}")
     print(f"{outcome['tokens']} tokens, {outcome['tokens_a_second']:.0f} a second")
-    print(
-        f"reward: {outcome['reward_first']:.3f} in the first step, {outcome['reward_last_5']:.3f} in the last five"
-    )
+    print(f"reward: {outcome['reward_first']:.3f} in the first step, {outcome['reward_last_5']:.3f} in the last five")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import httpx
 from openai import APIError, OpenAI
 
 from ops.engine.process import SERVED_AS
@@ -40,9 +39,8 @@ class Agent:
         self._sessions, self._folder, self._seed, self._number = sessions, folder, seed, number
         self._lock = threading.Lock()
         self._file = (folder / f"agent-{number}.jsonl").open("a")
-        self._http = httpx.Client(
-            verify=False, trust_env=False, timeout=60
-        )  # One for all: to make one takes 0.1 s.
+        # One for all rollouts, with their connections: to make one takes 0.1 s.
+        self._openai = OpenAI(base_url="http://unused", api_key="unused", max_retries=RETRIES, timeout=60)
 
     def run(self) -> None:
         """Plays until it is killed."""
@@ -62,9 +60,7 @@ class Agent:
                 print(ended.exception(), flush=True)
                 os._exit(1)  # Its supervisor starts it again, and it goes on.
 
-    def _due(
-        self, begun: set[tuple[int, int]], unfinished: list[Rollout]
-    ) -> Iterator[tuple[int, int, Rollout | None]]:
+    def _due(self, begun: set[tuple[int, int]], unfinished: list[Rollout]) -> Iterator[tuple[int, int, Rollout | None]]:
         """First what goes on, then what begins, as far as the trainer allows."""
         for rollout in unfinished:
             yield rollout.group, rollout.attempt, rollout
@@ -82,9 +78,7 @@ class Agent:
         while True:
             if rollout is None:
                 rollout = self._sessions.begin(self._number, group, attempt)
-                self._note(
-                    {"began": rollout.session_id, "group_id": f"task-{group}", "attempt": attempt}
-                )
+                self._note({"began": rollout.session_id, "group_id": f"task-{group}", "attempt": attempt})
             try:
                 return self._play_to_its_end(rollout)
             except APIError as error:
@@ -95,18 +89,14 @@ class Agent:
     def _play_to_its_end(self, rollout: Rollout) -> None:
         """Raises openai.APIError where no retry helps."""
         group_task = task.task_of(self._seed, rollout.group)
-        client = OpenAI(
-            base_url=self._sessions.base_url(rollout),
-            api_key="unused",
-            max_retries=RETRIES,
-            http_client=self._http,
-        )
+        client = self._openai.with_options(base_url=self._sessions.base_url(rollout))
         while not isinstance(messages := task.advance(group_task, rollout.replies), float):
-            given: list[Any] = messages
+            given: Any = messages
+            tools: Any = task.TOOLS
             raw = client.chat.completions.with_raw_response.create(
                 model=SERVED_AS,
                 messages=given,
-                tools=task.TOOLS,
+                tools=tools,
                 temperature=1.0,
                 max_tokens=task.MAX_TOKENS,
             )

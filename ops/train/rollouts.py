@@ -78,9 +78,7 @@ class TurnlogGroups:
 
     def ready(self, size: int, version: int) -> Sequence[Any]:
         """Up to `size` complete groups, the oldest first, those first that were handed out and not `taken`."""
-        return self._turnlog.hand_out(
-            CONSUMER, size=size, attempts=task.ATTEMPTS, stale="keep", weight_version=version
-        )
+        return self._turnlog.hand_out(CONSUMER, size=size, attempts=task.ATTEMPTS, stale="keep", weight_version=version)
 
     def taken(self, group_ids: Sequence[str]) -> None:
         """These groups are not handed out again."""

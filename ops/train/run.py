@@ -82,12 +82,8 @@ def run(folder: Path, seed: int, steps: int) -> dict[str, Any]:
 def _processes(folder: Path, seed: int, steps: int, model: Path) -> dict[str, OwnProcess]:
     """By name, none of them started."""
     newest, seeded = folder / "weights" / "newest", ("--seed", str(seed))
-    engine = EngineProcess(
-        newest, folder, "--tokenizer", str(model), *seeded, "--max-model-len", "1024"
-    )
-    server = ServerProcess(
-        folder, upstreams=[engine.base_url], environment={"TURNLOG_TOKENIZER": str(model)}
-    )
+    engine = EngineProcess(newest, folder, "--tokenizer", str(model), *seeded, "--max-model-len", "1024")
+    server = ServerProcess(folder, upstreams=[engine.base_url], environment={"TURNLOG_TOKENIZER": str(model)})
     given = ("--url", server.base_url, "--folder", str(folder))
     trainer = [
         str(PYTHON),

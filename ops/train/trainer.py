@@ -52,12 +52,8 @@ class Trainer:
     def __init__(self, groups: TurnlogGroups, engine: str, folder: Path) -> None:
         self._groups, self._engine, self._folder = groups, engine, folder
         self._file = folder / "steps.jsonl"
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder / "weights" / "0", dtype=torch.float32
-        )
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0
-        )
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder / "weights" / "0", dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self._taken = 0
         self.step = 0
         if (folder / "trainer.pt").exists():
@@ -84,10 +80,7 @@ class Trainer:
             self._allow()
             if self.step % CHECKPOINT_EVERY == 0:
                 self._checkpoint()
-            shown = {
-                name: line[name]
-                for name in ("step", "reward", "ratio_mean", "staleness", "seconds")
-            }
+            shown = {name: line[name] for name in ("step", "reward", "ratio_mean", "staleness", "seconds")}
             print(json.dumps(shown), flush=True)
 
     def _train(self) -> tuple[dict[str, Any], list[str]]:
@@ -98,11 +91,7 @@ class Trainer:
         if self.step == 0 and outcome["ratio_error"] > EXACT:
             raise LogprobsDiffer(f"ratio {1 + outcome['ratio_error']} before the first update")
         self.step += 1
-        rewards = [
-            (attempt["session_id"], attempt["reward"])
-            for group in groups
-            for attempt in group["attempts"]
-        ]
+        rewards = [(attempt["session_id"], attempt["reward"]) for group in groups for attempt in group["attempts"]]
         line = {
             "step": self.step,
             "version": self.step,
