@@ -36,10 +36,11 @@ def user(text: str) -> Message:
 
 def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
     """Wait for something that another process does and that cannot be awaited."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+        waited = time.monotonic() - began
+        assert waited < timeout_s, "waited in vain"
+        time.sleep(min(0.01 + waited / 10, 0.1))  # a condition is often a request, which takes time from who is awaited
 
 
 class Spoken(NamedTuple):

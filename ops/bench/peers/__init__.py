@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ async def main(arguments: argparse.Namespace) -> int:
     results: dict[str, Figures] = {name: {} for name in arguments.servers}
     peers = {name: PEERS[name] for name in arguments.servers}
     pythons = {}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for name, peer in peers.items():
         try:
             pythons[name] = _prepared(peer, checkouts)
@@ -59,10 +60,10 @@ async def main(arguments: argparse.Namespace) -> int:
             results[name]["not run"] = str(error)
     if not arguments.install:
         bench = Bench(arguments, {name: peers[name] for name in pythons}, pythons, checkouts)
-        await bench.speed(results)
-        await bench.survival(results)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+        for step in (bench.speed, bench.survival):
+            async for done in step(results):
+                print(done, file=sys.stderr, flush=True)
+                arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(markdown(results))
     return 0
 
@@ -90,8 +91,8 @@ class Bench:
         self._checkouts = checkouts
         self._cores = cores()
 
-    async def speed(self, results: dict[str, Figures]) -> None:
-        """Measure memory and all loads, while all servers run."""
+    async def speed(self, results: dict[str, Figures]) -> AsyncIterator[str]:
+        """Measure memory and all loads, while all servers run; gives the name of each step that is done."""
         rounds, seconds = (1, 0.3) if self._given.quick else (self._given.rounds, self._given.seconds)
         with contextlib.ExitStack() as stack:
             running = {}
@@ -108,27 +109,28 @@ class Bench:
                 except* FAILURES as errors:
                     results[name]["not run"] = _reason(errors)
                     running.pop(name, None)
+                yield f"started: {name}"
             for case in QUICK_CASES if self._given.quick else CASES:
-                print(f"load {case}: {', '.join(running)}", file=sys.stderr, flush=True)
                 for name, figures in (await measured(running, CASES[case], rounds=rounds, seconds=seconds)).items():
                     results[name].setdefault("loads", {})[case] = figures.pop("rounds", None)
                     results[name]["errors"] = results[name].get("errors", 0) + figures.pop("errors", 0)
                     if "failed" in figures:
                         results[name].setdefault("failed", {})[case] = figures.pop("failed")
                     results[name] |= figures
+                yield f"load: {case}"
 
-    async def survival(self, results: dict[str, Figures]) -> None:
-        """Kill and audit one server after the other."""
+    async def survival(self, results: dict[str, Figures]) -> AsyncIterator[str]:
+        """Kill and audit one server after the other; gives the name of each that is done."""
         kills, agents = (1, 8) if self._given.quick else (self._given.kills, AGENTS)
         for name, peer in self._peers.items():
             if peer.name == "engine" or "not run" in results[name]:
                 continue
-            print(f"survival: {name}", file=sys.stderr, flush=True)
             try:
                 with WitnessEngine(peer.dialect) as engine, self._running(peer, engine.base_url) as running:
                     results[name] |= await Survival(peer, running.process, engine).figures(kills=kills, agents=agents)
             except* FAILURES as errors:
                 results[name].setdefault("failed", {})["survival"] = _reason(errors)
+            yield f"survival: {name}"
 
     @contextlib.contextmanager
     def _running(self, peer: Peer, engine_url: str) -> Iterator[Running]:
@@ -183,6 +185,8 @@ def markdown(results: Mapping[str, Figures]) -> str:
             lines.append(f"\n{name}: not run: {figures['not run']}")
         for what, why in figures.get("failed", {}).items():
             lines.append(f"\n{name}: {what} failed: {why}")
+        for why, count in figures.get("deaths without a kill", {}).items():
+            lines.append(f"\n{name}: {count} agents died without a kill: {why}")
         if figures.get("errors"):
             lines.append(f"\n{name}: {figures['errors']} errors under load")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import httpx
-from openai import AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from ops.bench.client import Broken, Connection
@@ -106,7 +106,7 @@ class Survival:
     async def figures(self, *, kills: int, agents: int = AGENTS) -> dict[str, Any]:
         """All figures; those of records are None where the server records nothing. Raises HTTPError, OSError, Broken,
         ServerDidNotStart."""
-        calm, _ = await self._run(agents)
+        calm, calm_deaths = await self._run(agents)
         records = await self._audit(calm)
         odd = None if records is None else await self.odd()
         audit = None if records is None else Audit()
@@ -126,6 +126,7 @@ class Survival:
             "agents": kills * agents,
             "agents died": deaths.total(),
             "deaths": deaths,
+            "deaths without a kill": calm_deaths,
             "s until it answers": statistics.median(self._down_s) if self._down_s else None,
             "odd replies": odd and len(odd),
             "wrong rows": odd and sum(outcome == "wrong" for outcome in odd.values()),
@@ -148,33 +149,31 @@ class Survival:
             await asyncio.to_thread(self._process.start)
             self._down_s.append(time.monotonic() - began)
         over.set()
-        return played, Counter(error for error in await asyncio.gather(*running) if error)
+        ends = await asyncio.gather(*running, return_exceptions=True)
+        return played, Counter(f"{type(end).__name__}: {str(end)[:80]}" for end in ends if end is not None)
 
-    async def _agent(self, number: int, played: list[Played], over: asyncio.Event) -> str:
-        """Play sessions as a program does that has never heard of this server; returns the error that it died of."""
-        while True:
-            name = next(self._numbers)
-            session = await self._opened(name)
-            sitting = Played(session, [])
-            played.append(sitting)
-            messages: list[ChatCompletionMessageParam] = []
-            async with AsyncOpenAI(
-                base_url=f"{self._process.base_url}{session.root}/v1",
-                api_key="none",
-                default_headers=_headers(session),
-            ) as client:
+    async def _agent(self, number: int, played: list[Played], over: asyncio.Event) -> None:
+        """Play sessions as a program does that has never heard of this server; it dies of the first error. Every other
+        agent streams, where the server can."""
+        stream = self._peer.streams and number % 2 == 1
+        async with AsyncOpenAI(base_url=self._process.base_url, api_key="none") as agent:
+            while True:
+                name = next(self._numbers)
+                sitting = Played(await self._opened(name), [])
+                played.append(sitting)
+                client = agent.with_options(
+                    base_url=f"{self._process.base_url}{sitting.session.root}/v1",
+                    default_headers=_headers(sitting.session),
+                )
+                messages: list[ChatCompletionMessageParam] = []
                 for turn in range(TURNS_PER_SESSION):
                     own = tag(name, number, turn)
                     messages.append({"role": "user", "content": f"What follows {own}?"})
-                    try:
-                        reply = await client.chat.completions.create(model="simulator", messages=messages)
-                        text = reply.choices[0].message.content or ""
-                    except (OpenAIError, LookupError, AttributeError, TypeError) as error:
-                        return f"{type(error).__name__}: {str(error)[:80]}"
+                    text = await _asked(client, messages, stream=stream)
                     sitting.turns.append(Turn(own, text))
                     messages.append({"role": "assistant", "content": text})
-            if over.is_set():
-                return ""
+                if over.is_set():
+                    return
 
     async def _opened(self, number: int) -> Session:
         """Open a session; whoever starts agents does that again while the server is down. Raises Broken, OSError."""
@@ -260,6 +259,21 @@ def outcome(status: int, records: Sequence[Record], sampled: Sequence[Sampled]) 
     if all(any(not one.contradicts(record) for one in sampled) for record in records):
         return "less than sampled"
     return "wrong"
+
+
+async def _asked(client: AsyncOpenAI, messages: list[ChatCompletionMessageParam], *, stream: bool) -> str:
+    """The text of the reply. Raises what the client does, ValueError for a stream that ends too early."""
+    if not stream:
+        reply = await client.chat.completions.create(model="simulator", messages=messages)
+        return reply.choices[0].message.content or ""
+    texts, finish = [], None
+    async for chunk in await client.chat.completions.create(model="simulator", messages=messages, stream=True):
+        for choice in chunk.choices:
+            texts.append(choice.delta.content or "")
+            finish = choice.finish_reason or finish
+    if finish is None:
+        raise ValueError("the stream has no finish reason")
+    return "".join(texts)
 
 
 def _headers(session: Session) -> dict[str, str]:

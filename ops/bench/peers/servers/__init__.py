@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from ops.bench.peers.protocol import Peer
 from ops.bench.peers.servers.engine import EngineAlone
 from ops.bench.peers.servers.litellm import LiteLLM
+from ops.bench.peers.servers.miles import Miles
 from ops.bench.peers.servers.rllm import Gateway
 from ops.bench.peers.servers.turnlog import Turnlog
 
@@ -17,6 +18,8 @@ PEERS: Mapping[str, Peer] = {
         Gateway("rllm-memory", "memory"),
         Gateway("rllm-sqlite", "sqlite"),
         Gateway("rllm-sqlite-sync", "sqlite", sync_traces=True),
+        Miles("v1"),
+        Miles("v2"),
         LiteLLM(),
     )
 }
