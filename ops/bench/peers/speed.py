@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ops.bench.client import Broken, Connection
-from ops.bench.load import REQUESTED_FIELDS, SIZES, Script, short_turns, timed_turn
+from ops.bench.load import REQUESTED_FIELDS, SIZES, Source, short_turns, timed_turn
 from ops.bench.measure import percentile, resident_bytes
 from ops.bench.peers.protocol import Peer
+from ops.bench.peers.traces import Traces
 from ops.bench.primary import Database
 from ops.bench.stand import Side
 from ops.server import OwnProcess
@@ -41,7 +42,7 @@ class Case(NamedTuple):
     """A load; `figures` has the names in the table of what is taken from its periods."""
 
     clients: int
-    script: Script
+    script: Source
     turns_per_session: int
     figures: Mapping[str, str]
     with_direct: bool = False
@@ -50,6 +51,7 @@ class Case(NamedTuple):
 
 _SMALL = short_turns(2048, 8)._replace(more=REQUESTED_FIELDS)
 _LARGE = SIZES["1.3MiB"]
+_AGENTS = Traces()
 CASES: Mapping[str, Case] = {
     "1": Case(
         1,
@@ -72,6 +74,12 @@ CASES: Mapping[str, Case] = {
         with_health=True,
     ),
     "256": Case(256, _SMALL, 8, {"turns/s": "turns/s, 256 clients"}),
+    "agents": Case(
+        16,
+        _AGENTS,
+        _AGENTS.turns_per_session,
+        {"turns/s": "recorded agents, 16 clients: turns/s", "server CPU ms a turn": "recorded agents: CPU ms a turn"},
+    ),
     "1.3MiB": Case(
         _LARGE.clients,
         _LARGE.script(),
@@ -171,8 +179,8 @@ async def _asking_health(running: Running, seconds: list[float]) -> AsyncIterato
             await asking
 
 
-async def _direct_s(engine_url: str, script: Script) -> Sequence[float]:
+async def _direct_s(engine_url: str, script: Source) -> Sequence[float]:
     """Latencies of the same requests at the engine itself."""
     async with await Connection.connect(engine_url) as connection:
-        body = script.begin().body()
+        body = next(script.dialogues()).body()
         return [(await timed_turn(connection, script.wire.route, body))[1] for _ in range(DIRECT_TURNS)]

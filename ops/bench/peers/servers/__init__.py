@@ -8,6 +8,7 @@ from ops.bench.peers.servers.litellm import LiteLLM
 from ops.bench.peers.servers.miles import Miles
 from ops.bench.peers.servers.rllm import Gateway
 from ops.bench.peers.servers.turnlog import Turnlog
+from ops.bench.peers.servers.verifiers import Verifiers
 
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
@@ -20,6 +21,7 @@ PEERS: Mapping[str, Peer] = {
         Gateway("rllm-sqlite-sync", "sqlite", sync_traces=True),
         Miles("v1"),
         Miles("v2"),
+        Verifiers(),
         LiteLLM(),
     )
 }
