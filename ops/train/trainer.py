@@ -33,6 +33,9 @@ GROUPS_AHEAD = 8
 
 CHECKPOINT_EVERY = 4
 LEARNING_RATE = 1e-3
+EPOCHS = 4
+"""Optimizer steps over the groups of a step."""
+
 CLIP = 0.2
 EXACT = 1e-3
 """How far the ratio of the trainer's and the sampler's probabilities of a token may be from 1 before the first
@@ -47,7 +50,7 @@ class LogprobsDiffer(Exception):
 
 
 class Trainer:
-    """One optimizer step a batch of groups. `step` counts them, and is the version of the newest weights."""
+    """Learns from a batch of groups a step. `step` counts them, and is the version of the newest weights."""
 
     def __init__(self, groups: TurnlogGroups, engine: str, folder: Path) -> None:
         self._groups, self._engine, self._folder = groups, engine, folder
@@ -120,22 +123,26 @@ class Trainer:
             time.sleep(POLL_S)
 
     def _optimize(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One clipped policy-gradient step over all sampled tokens, by their ratios to the sampled logprobs."""
+        """`EPOCHS` clipped policy-gradient steps over all sampled tokens, by their ratios to the sampled logprobs. The
+        figures are those before the first."""
         tokens = _padded([row["tokens"] for row in rows], torch.long)
         sampled = _padded([row["loss_mask"] for row in rows], torch.bool)[:, 1:]
         old = _padded([row["logprobs"] for row in rows], torch.float32)[:, 1:]
         advantage = torch.tensor([row["advantage"] for row in rows])[:, None]
         is_fresh = _padded([row["weight_versions"] for row in rows], torch.long)[:, 1:] == self.step
-        logits = self._model(input_ids=tokens).logits[:, :-1]
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        ratio = (logprobs - old).exp()
-        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-        loss = -torch.min(ratio * advantage, clipped * advantage)[sampled].mean()
-        self._optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        of_sampled, of_fresh = ratio.detach()[sampled], ratio.detach()[sampled & is_fresh]
+        ratios = []
+        for _ in range(EPOCHS):
+            logits = self._model(input_ids=tokens).logits[:, :-1]
+            logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+            ratio = (logprobs - old).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            loss = -torch.min(ratio * advantage, clipped * advantage)[sampled].mean()
+            self._optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            self._optimizer.step()
+            ratios.append(ratio.detach())
+        of_sampled, of_fresh = ratios[0][sampled], ratios[0][sampled & is_fresh]
         return {
             "ratio_mean": of_sampled.mean().item(),
             "ratio_max": of_sampled.max().item(),
