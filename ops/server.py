@@ -128,6 +128,11 @@ class OwnProcess:
     def answers(self) -> bool:
         return is_healthy(self.port)
 
+    def poll(self) -> int | None:
+        """The exit code of a process that has ended by itself, as `subprocess` gives it; None if it runs or was ended
+        here."""
+        return None if self._process is None else self._process.poll()
+
     def kill(self) -> None:
         """Send SIGKILL and wait for the end."""
         self._end(signal.SIGKILL)
