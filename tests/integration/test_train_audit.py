@@ -74,9 +74,7 @@ class Run:
         ]
         names = [group["group_id"] for group in groups]
         told = [{"group_id": name, "reason": left} for name in names] if left else []
-        self.note(
-            "steps.jsonl", version=self.version, at=time.time(), rows=[] if left else rows, left=told
-        )
+        self.note("steps.jsonl", version=self.version, at=time.time(), rows=[] if left else rows, left=told)
         self.turnlog.acknowledge("trainer", names)
 
 
@@ -156,9 +154,7 @@ def _lost_turn(evidence: Evidence) -> None:
 def _doubled(evidence: Evidence) -> None:
     turn = evidence.turns[0]
     evidence.turns.append({**turn, "turn": 50})
-    evidence.excluded.append(
-        {"session_id": turn["session_id"], "turn": 50, "segment": 0, "excluded": "rolled back"}
-    )
+    evidence.excluded.append({"session_id": turn["session_id"], "turn": 50, "segment": 0, "excluded": "rolled back"})
 
 
 def _old_weights(evidence: Evidence) -> None:
@@ -184,9 +180,7 @@ def _unknown_weights(evidence: Evidence) -> None:
         (_unknown_weights, "was sent to weights None, 4 were loaded before"),
     ],
 )
-def test_each_promise_can_fail(
-    evidence: Evidence, doctor: Callable[[Evidence], None], told: str
-) -> None:
+def test_each_promise_can_fail(evidence: Evidence, doctor: Callable[[Evidence], None], told: str) -> None:
     doctored = copy.deepcopy(evidence)
     doctor(doctored)
     assert any(told in violation for violation in account(doctored).violations)

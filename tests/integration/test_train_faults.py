@@ -33,9 +33,7 @@ while not all(part in kills() for part in wanted):
 
 
 def program(folder: Path, name: str, code: str) -> Program:
-    return Program(
-        [sys.executable, "-c", code], folder / f"{name}.log", port=1, environment=os.environ, root=folder
-    )
+    return Program([sys.executable, "-c", code], folder / f"{name}.log", port=1, environment=os.environ, root=folder)
 
 
 def test_every_process_dies_and_is_started_again(tmp_path: Path) -> None:
