@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +45,8 @@ class Evidence(msgspec.Struct):
     """What a run left, as read from its folder and its store.
 
     `turns` are the `TurnCommitted` events, each with its `session_id`; `restored` the sessions that
-    a restore took back; `groups` the states of the training feed by group id. `left` are groups that the trainer acknowledged without training them,
-    with its reason. `generated` is the engines' own count of tokens over all their lives.
+    a restore took back; `groups` the states of the training feed by group id. `generated` is the
+    engines' own count of tokens over all their lives.
     """
 
     turns: list[JsonObject] = []
@@ -142,9 +142,7 @@ def _fates(evidence: Evidence, violations: list[str]) -> Iterator[tuple[TurnKey,
         yield from _excluded(line, evidence)
 
 
-def _reason(
-    row: JsonObject, evidence: Evidence, left: Mapping[str, str], newest: int
-) -> str | None:
+def _reason(row: JsonObject, evidence: Evidence, left: Mapping[str, str], newest: int) -> str | None:
     """Why an exported row is in no step; None: there is no reason."""
     group_id = row["group_id"]
     state = evidence.groups.get(group_id, "open")
@@ -176,16 +174,9 @@ def _doubled(evidence: Evidence) -> int:
 
     A restore lets a request be sent once more, so undone turns do not count.
     """
-    undone = {
-        key
-        for line in evidence.excluded
-        for key, reason in _excluded(line, evidence)
-        if reason == UNDONE
-    }
+    undone = {key for line in evidence.excluded for key, reason in _excluded(line, evidence) if reason == UNDONE}
     requests = Counter(
-        (turn["session_id"], turn["parent"], turn["body_hash"])
-        for turn in evidence.turns
-        if key_of(turn) not in undone
+        (turn["session_id"], turn["parent"], turn["body_hash"]) for turn in evidence.turns if key_of(turn) not in undone
     )
     return sum(count - 1 for count in requests.values())
 
@@ -242,9 +233,7 @@ def read(folder: Path) -> tuple[Evidence, Report]:
         steps=lines(folder / "steps.jsonl"),
         replies=replies,
         starts=[
-            line
-            for line in lines(folder / "kills.jsonl")
-            if (line["what"], line["name"]) == ("started", "engine")
+            line for line in lines(folder / "kills.jsonl") if (line["what"], line["name"]) == ("started", "engine")
         ],
         generated=max((line["tokens"] for line in lines(folder / "engine.jsonl")), default=0),
         max_staleness=json.loads((folder / "run.json").read_text()).get("max_staleness"),
@@ -260,9 +249,7 @@ def read(folder: Path) -> tuple[Evidence, Report]:
                 (evidence.excluded if "excluded" in row else evidence.rows).append(dict(row))
             evidence.groups = {group["group_id"]: group["state"] for group in turnlog.groups()}
         url = server.environment["TURNLOG_DATABASE_URL"]
-    acknowledged = [
-        Acknowledged(reply["reply"], reply["turn"], reply["sha256"]) for reply in replies
-    ]
+    acknowledged = [Acknowledged(reply["reply"], reply["turn"], reply["sha256"]) for reply in replies]
     return evidence, asyncio.run(_verified(url, acknowledged))
 
 

@@ -2,8 +2,9 @@
 
 Every kill is a SIGKILL. `kills.jsonl` gets a line for each kill and each start:
 `{at, name, what: killed | started, seconds, version}`. `seconds` is how long the process was away;
-`version`, the newest weights when the kill was made, is what an engine reads that is started then. `engine.jsonl` gets `{at, tokens}`, the
-engines' own count of generated tokens over all their lives, four times a second.
+`version`, the newest weights when the kill was made, is what an engine reads that is started then.
+`engine.jsonl` gets `{at, tokens}` four times a second, the engines' own count of generated tokens
+over all their lives.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ class Schedule:
     """
 
     seed: int
-    every_s: Mapping[str, float] = field(
-        default_factory=lambda: {SERVER: 20.0, ENGINE: 60.0, AGENT: 30.0}
-    )
+    every_s: Mapping[str, float] = field(default_factory=lambda: {SERVER: 20.0, ENGINE: 60.0, AGENT: 30.0})
     jitter: float = 0.25
     trainer_at: float = 0.5
 
@@ -176,9 +175,7 @@ class Supervisor:
 
     def _told(self, name: str, what: str, seconds: float | None = None) -> None:
         version = self._launched.get(name)
-        self._note(
-            "kills.jsonl", at=time.time(), name=name, what=what, seconds=seconds, version=version
-        )
+        self._note("kills.jsonl", at=time.time(), name=name, what=what, seconds=seconds, version=version)
 
     def _note(self, file: str, **line: object) -> None:
         with (self._folder / file).open("a") as log:
@@ -187,6 +184,4 @@ class Supervisor:
 
 def generated(metrics: str) -> int:
     """The tokens that an engine has generated, as its Prometheus text says."""
-    return sum(
-        int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(COUNTER)
-    )
+    return sum(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(COUNTER))
