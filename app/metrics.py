@@ -147,6 +147,7 @@ FAMILIES = (
     _gauge("turnlog_pool_queue_jobs", "Replies that wait for a worker process."),
     _counter("turnlog_pool_jobs_total", "Replies validated by worker processes."),
     _counter("turnlog_pool_restarts_total", "Worker processes that ended."),
+    _counter("turnlog_feature_faults_total", "Faults of features after a commit, in turns and closes."),
     _gauge("turnlog_event_readers", "Open replies with the events of all sessions."),
     _gauge("turnlog_exports_running", "Exports in progress."),
     _counter("turnlog_exports_total", "Exports by outcome.", "outcome", ("whole", "cut")),

@@ -25,6 +25,7 @@ from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.session_samples import SessionSamples
 from app.extras import install
+from app.feature_faults import FeatureFaults
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.health import HealthWatch
@@ -108,6 +109,7 @@ class Services:
 
         # What features add, before `open`. Nobody adds, nothing is called.
         self.points = TurnPoints()  # in a turn
+        self.feature_faults = FeatureFaults()  # after a commit
         self.text_upstreams: dict[str, str | None] = {}  # those of sessions without ids, and their models
         self.features: dict[str, Any] = {}  # what each has made, by its name
         self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
@@ -179,6 +181,7 @@ class Services:
             self.cache,
             self.followers,
             clock,
+            self.feature_faults,
             names_engine_sessions=settings.engine_session_ids,
         )
         self.sessions.on_close(self.turns.close)

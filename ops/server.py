@@ -51,11 +51,11 @@ def reserve_port(owner: object) -> int:
     return port
 
 
-def is_healthy(port: int) -> bool:
-    """Whether a server answers `/health` with 200 on this local port."""
+def is_healthy(port: int, path: str = "/health") -> bool:
+    """Whether a server answers `path` with 200 on this local port."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

@@ -87,6 +87,7 @@ def refresh(app: Services) -> None:
     _refresh_writer(app)
     for copy in app.refreshes:
         copy()
+    metrics.set("turnlog_feature_faults_total", app.feature_faults.total)
     metrics.set("turnlog_event_readers", app.all_events.readers)
     exported = app.exported
     metrics.set("turnlog_exports_running", exported.running)

@@ -33,6 +33,7 @@ from app.errors import (
     StoreFull,
     TooManySessions,
 )
+from app.feature_faults import FeatureFaults
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers
 from app.store import rollouts
@@ -76,6 +77,7 @@ class Sessions:
         cache: SessionCache,
         followers: Followers,
         clock: Clock,
+        feature_faults: FeatureFaults,
         *,
         names_engine_sessions: bool = False,
     ) -> None:
@@ -84,13 +86,15 @@ class Sessions:
         self._cache = cache
         self._followers = followers
         self._clock = clock
+        self._feature_faults = feature_faults
         self._names_engine_sessions = names_engine_sessions
         self._on_close: list[OnClose] = []
         self.is_full = False
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def on_close(self, callback: OnClose) -> None:
-        """Call `callback` with a session's id and the claims that were ended, as soon as a close is on disk."""
+        """Call `callback` with a session's id and the claims that were ended, as soon as a close is on disk;
+        a fault in it is logged and counted."""
         self._on_close.append(callback)
 
     async def create(self, new: NewSession) -> None:
@@ -270,7 +274,10 @@ class Sessions:
 
     def _closed(self, session_id: str, outcome: Appended) -> None:
         for callback in self._on_close:
-            callback(session_id, outcome.voided)
+            try:
+                callback(session_id, outcome.voided)
+            except Exception:  # noqa: BLE001 - the close is on disk: a feature's fault may not cost its reply
+                self._feature_faults.note(callback)
 
     async def apply(self, operation: Operation[Appended | Refused]) -> Appended | Refused:
         """Run an operation on a session; the cache and the followers know of its events when this returns."""

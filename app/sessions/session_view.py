@@ -3,148 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, cast
 
 import msgspec
 from msgspec.structs import asdict
 
-from app.domain.events import ForkRef, Recorded, RolledBack, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
-from app.domain.session import OpenTurn, Session
+from app.domain.events import Recorded, RolledBack, Timing, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
+from app.domain.session import AssignedReward, OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import Held
 from app.sessions.tree_view import tree_of
 from app.store import reads
 from app.store.engine import Database
+from turnlog import replies
+from turnlog.events import VersionSpan
 from turnlog.parameters import SessionState
-from turnlog.replies import Tree
+from turnlog.replies import FailedTurn, Rollback, StageTimes, State, StatePayload, StateTurn
+from turnlog.rows import Part, TurnReward
 from workers.codec import CorruptContent
-from workers.parse_parts import VersionSpan
-
-
-class StageTimes(msgspec.Struct, frozen=True):
-    """Milliseconds in each stage of a turn; see `events.Timing`."""
-
-    gate: float
-    claim: float
-    prepare: float
-    engine: float
-    validate: float
-
-
-class PartView(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) come from one generation of this engine."""
-
-    engine: str
-    start: int
-    end: int
-
-
-class PayloadView(msgspec.Struct, frozen=True):
-    kind: str
-    rows: int
-    tombstoned: bool
-
-
-class TurnView(msgspec.Struct, frozen=True):
-    """A committed turn, live or discarded. `seq` is its commit's; `messages` and tokens include all earlier ones."""
-
-    turn: int
-    parent: int
-    segment: int
-    segment_cause: str | None
-    live: bool
-    opened_at: float | None
-    committed_at: float
-    seq: int
-    fence: int
-    engine: str
-    dialect: str
-    protocol: str
-    adapter: str | None
-    finish_reason: str | None
-    timing: StageTimes | None
-    prompt_tokens: int
-    base_tokens: int
-    suffix_tokens: int
-    output_tokens: int
-    cached_tokens: int | None
-    trimmed: int
-    messages: int
-    weight_versions: Sequence[VersionSpan]
-    dispatched: str | None
-    parts: Sequence[PartView]
-    payloads: Sequence[PayloadView]
-    discarded_by: int | None
-
-
-class FailedTurn(msgspec.Struct, frozen=True):
-    """A turn without a commit. `kept_bytes` of a rejected reply are stored, unless freed since."""
-
-    turn: int
-    fence: int
-    opened_at: float | None
-    ended_at: float
-    reason: str
-    status: int | None
-    detail: str | None
-    kind: Literal["rejected", "abandoned"]
-    reply_bytes: int | None = None
-    kept_bytes: int | None = None
-
-
-class OpenTurnView(msgspec.Struct, frozen=True):
-    turn: int
-    parent: int
-    fence: int
-    incarnation: int
-    adapter: str | None
-    opened_at: float
-
-
-class Rollback(msgspec.Struct, frozen=True):
-    seq: int
-    at: float
-    to_turn: int
-    discarded: Sequence[int]
-
-
-class ViewProblem(msgspec.Struct, frozen=True):
-    """A part of the session that cannot be read, and why."""
-
-    part: str
-    message: str
-
-
-class SessionView(msgspec.Struct, frozen=True):
-    """A session's state after event `seq` of `last_seq`. Times are seconds since the epoch.
-
-    `tree` is null where there is at most one branch.
-    """
-
-    session_id: str
-    seq: int
-    last_seq: int
-    status: str
-    state: SessionState
-    erased: bool
-    config: Mapping[str, Any]
-    fork: ForkRef | None
-    metadata: msgspec.Raw | None
-    created_at: float
-    closed_at: float | None
-    reward: Mapping[str, Any] | None
-    turn_rewards: Mapping[str, Mapping[str, Any]]
-    note: str | None
-    tags: Sequence[str]
-    affinity: Mapping[str, Any] | None
-    open_turns: Sequence[OpenTurnView]
-    tree: Tree | None
-    turns: Sequence[TurnView]
-    failed: Sequence[FailedTurn]
-    rollbacks: Sequence[Rollback]
-    problems: Sequence[ViewProblem]
 
 
 class SessionViews:
@@ -154,17 +32,17 @@ class SessionViews:
         self._database = database
         self._held = held
 
-    async def at(self, session_id: str, seq: int | None) -> SessionView:
+    async def at(self, session_id: str, seq: int | None) -> State:
         """The session after event `seq` (None: the last). Raises as `session_at`."""
         state = await session_at(self._database, session_id, seq)
-        problems = [] if state.damage is None else [ViewProblem("log", state.damage)]
+        problems = [] if state.damage is None else [{"part": "log", "message": state.damage}]
         metadata = await self._metadata(state.session, problems)
         is_held = state.session.version == state.last_seq and session_id in self._held()
         if len(state.events) <= INLINE:
             return _view(state, metadata, problems, is_held=is_held)
         return await asyncio.to_thread(_view, state, metadata, problems, is_held=is_held)
 
-    async def _metadata(self, session: Session, problems: list[ViewProblem]) -> msgspec.Raw | None:
+    async def _metadata(self, session: Session, problems: list[dict[str, str]]) -> msgspec.Raw | None:
         """The metadata; None if there is none, or if it was erased or is damaged (then with a problem added)."""
         blob = session.metadata
         if blob is None or session.status == "erased":
@@ -174,14 +52,12 @@ class SessionViews:
                 lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
             )
         except (CorruptContent, SessionUnreadable) as error:
-            problems.append(ViewProblem("metadata", str(error)))
+            problems.append({"part": "metadata", "message": str(error)})
             return None
         return msgspec.Raw(by_session[blob.number])
 
 
-def _view(
-    state: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[ViewProblem], *, is_held: bool
-) -> SessionView:
+def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[str, str]], *, is_held: bool) -> State:
     session = state.session
     discarded_by = {
         turn: recorded.seq
@@ -189,7 +65,7 @@ def _view(
         if isinstance(recorded.event, RolledBack)
         for turn in recorded.event.discarded
     }
-    return SessionView(
+    return State(
         session_id=session.session_id,
         seq=session.version,
         last_seq=state.last_seq,
@@ -197,14 +73,14 @@ def _view(
         state=_state(session, is_held),
         erased=session.status == "erased",
         config=asdict(session.config),
-        fork=session.fork,
-        metadata=metadata,
+        fork=None if session.fork is None else asdict(session.fork),
+        metadata=cast(Any, metadata),  # as it is stored
         created_at=session.created_at,
         closed_at=session.closed_at,
-        reward=None if session.reward is None else asdict(session.reward),
-        turn_rewards={str(turn): asdict(reward) for turn, reward in session.turn_rewards.items()},
+        reward=None if session.reward is None else _reward(session.reward),
+        turn_rewards={str(turn): _reward(reward) for turn, reward in session.turn_rewards.items()},
         note=session.note,
-        tags=session.tags,
+        tags=list(session.tags),
         affinity=None if session.affinity is None else asdict(session.affinity),
         open_turns=[_open_turn(state, held) for held in session.open_turns.values()],
         tree=tree_of(state) if session.branches > 1 else None,
@@ -219,7 +95,12 @@ def _view(
             if isinstance(recorded.event, TurnRejected | TurnAbandoned)
         ],
         rollbacks=[
-            Rollback(recorded.seq, recorded.at, recorded.event.to_turn, recorded.event.discarded)
+            Rollback(
+                seq=recorded.seq,
+                at=recorded.at,
+                to_turn=recorded.event.to_turn,
+                discarded=list(recorded.event.discarded),
+            )
             for recorded in state.events
             if isinstance(recorded.event, RolledBack)
         ],
@@ -241,47 +122,78 @@ def _opened_at(state: SessionAt, fence: int) -> float | None:
     return opened.at if opened is not None and isinstance(opened.event, TurnOpened) else None
 
 
-def _open_turn(state: SessionAt, held: OpenTurn) -> OpenTurnView:
-    opened_at = state.events[held.fence - 1].at
-    return OpenTurnView(held.turn, held.parent, held.fence, held.incarnation, held.adapter, opened_at)
+def _reward(reward: AssignedReward) -> TurnReward:
+    return TurnReward(reward=reward.reward, components=reward.components)
 
 
-def _turn(state: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> TurnView:
+def _milliseconds(timing: Timing) -> StageTimes:
+    return StageTimes(
+        gate=timing.gate / 1000,
+        claim=timing.claim / 1000,
+        prepare=timing.prepare / 1000,
+        engine=timing.engine / 1000,
+        validate=timing.validate / 1000,
+    )
+
+
+def _open_turn(state: SessionAt, held: OpenTurn) -> replies.OpenTurn:
+    return replies.OpenTurn(
+        turn=held.turn,
+        parent=held.parent,
+        fence=held.fence,
+        incarnation=held.incarnation,
+        adapter=held.adapter,
+        opened_at=state.events[held.fence - 1].at,
+    )
+
+
+def _turn(state: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> StateTurn:
     readable = {payload.kind for payload in state.session.whole_payloads(event.turn)}
-    return TurnView(
-        **{name: getattr(event, name) for name in _OF_EVENT},
+    return StateTurn(
+        turn=event.turn,
+        parent=event.parent,
+        segment=event.segment,
+        segment_cause=event.segment_cause,
         live=event.turn not in discarded_by,
         opened_at=_opened_at(state, event.fence),
         committed_at=recorded.at,
         seq=recorded.seq,
-        timing=None
-        if event.timing is None
-        else StageTimes(*(microseconds / 1000 for microseconds in msgspec.structs.astuple(event.timing))),
+        fence=event.fence,
+        engine=event.engine,
+        dialect=event.dialect,
+        protocol=event.protocol,
+        adapter=event.adapter,
+        finish_reason=event.finish_reason,
+        timing=None if event.timing is None else _milliseconds(event.timing),
         prompt_tokens=event.base_tokens + event.suffix_tokens,
+        base_tokens=event.base_tokens,
+        suffix_tokens=event.suffix_tokens,
+        output_tokens=event.output_tokens,
+        cached_tokens=event.cached_tokens,
+        trimmed=event.trimmed,
         messages=event.base_messages + event.new_messages + 1,
-        parts=[PartView(part.engine, part.start, part.end) for part in event.parts],
-        payloads=[PayloadView(ref.kind, ref.stop - ref.start, ref.kind not in readable) for ref in event.payloads],
+        weight_versions=[VersionSpan(version=of.version, start=of.start, end=of.end) for of in event.weight_versions],
+        dispatched=event.dispatched,
+        parts=[Part(engine=part.engine, start=part.start, end=part.end) for part in event.parts],
+        payloads=[
+            StatePayload(kind=ref.kind, rows=ref.stop - ref.start, tombstoned=ref.kind not in readable)
+            for ref in event.payloads
+        ],
         discarded_by=discarded_by.get(event.turn),
     )
 
 
-_SHOWN_ELSE = {"timing", "parts", "payloads"}
-_OF_EVENT = [n for n in TurnView.__struct_fields__ if n in TurnCommitted.__struct_fields__ and n not in _SHOWN_ELSE]
-
-
 def _failed(state: SessionAt, recorded: Recorded, event: TurnRejected | TurnAbandoned) -> FailedTurn:
-    opened_at = _opened_at(state, event.fence)
-    if isinstance(event, TurnAbandoned):
-        return FailedTurn(event.turn, event.fence, opened_at, recorded.at, event.reason, None, None, "abandoned")
+    rejected = event if isinstance(event, TurnRejected) else None
     return FailedTurn(
         turn=event.turn,
         fence=event.fence,
-        opened_at=opened_at,
+        opened_at=_opened_at(state, event.fence),
         ended_at=recorded.at,
         reason=event.reason,
-        status=event.status,
-        detail=event.detail,
-        kind="rejected",
-        reply_bytes=event.reply_bytes,
-        kept_bytes=event.kept_bytes,
+        status=None if rejected is None else rejected.status,
+        detail=None if rejected is None else rejected.detail,
+        kind="rejected" if rejected else "abandoned",
+        reply_bytes=None if rejected is None else rejected.reply_bytes,
+        kept_bytes=None if rejected is None else rejected.kept_bytes,
     )

@@ -15,6 +15,7 @@ from app.errors import SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
 from app.store import reads
 from app.store.engine import Database
+from turnlog.actions import task_of
 from turnlog.replies import Tree, TreeBranch, TreeTurn
 from workers import codec
 from workers.codec import CorruptContent
@@ -24,9 +25,6 @@ COPIED = "copied from another session, which has it in its loss"
 
 MAX_TITLES = 200
 """Branches whose first messages are read, the oldest ones."""
-
-TITLE = 120
-"""Characters of a title."""
 
 TITLES_PER_READ = 10
 """Turns whose content is in memory at once; a message may have megabytes."""
@@ -70,36 +68,9 @@ def _title_of(frame: tuple[bytes | None, bytes | None] | None) -> str | None:
     """None also where the content is damaged: the tree is of the log."""
     try:
         said = codec.unpack_messages(None if frame is None else frame[1])
-        return title_of([msgspec.json.decode(raw) for raw in (*said.messages, said.message)])
+        return task_of([msgspec.json.decode(raw) for raw in (*said.messages, said.message)]) or None
     except (CorruptContent, msgspec.MsgspecError):
         return None
-
-
-def title_of(messages: Sequence[object]) -> str | None:
-    """The first line of the first user's message with text, else of another one, at most TITLE
-    characters.
-
-    What begins with a tag, as a harness's own remarks do, is taken where there is nothing else.
-    """
-    texts: list[tuple[str, str]] = []
-    for message in messages:
-        # A completion's prompt is a text.
-        said = message if isinstance(message, dict) else {"role": "user", "content": message}
-        content = said.get("content")
-        for part in content if isinstance(content, list) else [content]:
-            text = part.get("text") if isinstance(part, dict) else part
-            if isinstance(text, str) and (stripped := text.strip()):
-                texts.append((str(said.get("role")), stripped))
-    if not texts:
-        return None
-    _, first = min(texts, key=_rank)
-    line = first.split("\n", 1)[0].rstrip()
-    return line if len(line) <= TITLE else line[: TITLE - 1] + "…"
-
-
-def _rank(said: tuple[str, str]) -> tuple[bool, bool, bool]:
-    role, text = said
-    return role != "user", role in ("system", "developer"), text.startswith("<")
 
 
 def tree_of(state: SessionAt, branches: Branches | Picker = "kept", loss: Loss = "once") -> Tree:

@@ -59,7 +59,8 @@ class TurnPoints:
         chunks, and returns them as the commit is to write them. Objects."""
 
         self.ended: list[Callable[[InFlightTurn], None]] = []
-        """A turn that had its claim has ended in any way. Session control, spans."""
+        """A turn that had its claim has ended in any way; a fault here is logged and counted. Session
+        control, spans."""
 
 
 class TurnPath:

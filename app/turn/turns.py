@@ -195,7 +195,10 @@ class Turns:
                 if not is_settled:
                     await claims.abandon(turn, "not_released")
                 for ended in points.ended:
-                    ended(turn)
+                    try:
+                        ended(turn)
+                    except Exception:  # noqa: BLE001 - the turn is on disk: a feature's fault may not cost its reply
+                        self._services.feature_faults.note(ended)
             return reply
         finally:
             claims.forget(turn)

@@ -14,12 +14,12 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from ops.bench.client import Broken, Connection
+from ops.bench.client import Broken, Connection, Response
 from ops.simulator.tokenizer import WORDS
 
 SIM = b'{"completion_tokens":11,"tool_calls":false,"reasoning":false}'
@@ -194,6 +194,24 @@ SIZES = {
 }
 
 
+class Session(NamedTuple):
+    """A session of a server: its calls go to `root` and a protocol's route, with these headers (whole lines, each with
+    CRLF)."""
+
+    id: str
+    root: str
+    headers: str = ""
+
+
+Open = Callable[[Connection, str], Awaitable[Session]]
+
+
+async def open_session(connection: Connection, name: str) -> Session:
+    """Create a session of Turnlog. Raises Broken."""
+    await connection.json("POST", "/sessions", {"session_id": name})
+    return Session(name, f"/sessions/{name}")
+
+
 class Tally(msgspec.Struct):
     """What the clients measured in one period. `latencies` are in seconds; `late` turns ended after the period."""
 
@@ -215,15 +233,23 @@ class Load:
     """
 
     def __init__(
-        self, base_url: str, script: Script, *, clients: int, turns_per_session: int, headers: str = ""
+        self,
+        base_url: str,
+        script: Script,
+        *,
+        clients: int,
+        turns_per_session: int,
+        headers: str = "",
+        opens: Open = open_session,
     ) -> None:
         self._base_url = base_url
+        self._open = opens
         self._headers = headers
         self._name = f"bench-{secrets.token_hex(3)}"
         self._script = script
         self._clients = clients
         self._turns_per_session = turns_per_session
-        self._ready: deque[tuple[str, Conversation]] = deque()
+        self._ready: deque[tuple[Session, Conversation]] = deque()
         self._names: Iterator[int] = itertools.count()
         self._tally = Tally()
         self._until = 0.0
@@ -252,19 +278,19 @@ class Load:
             for _ in range(count):
                 self._ready.append(await self._new_session(connection))
 
-    async def _new_session(self, connection: Connection) -> tuple[str, Conversation]:
-        name = f"{self._name}-{next(self._names)}"
-        await connection.json("POST", "/sessions", {"session_id": name})
+    async def _new_session(self, connection: Connection) -> tuple[Session, Conversation]:
+        session = await self._open(connection, f"{self._name}-{next(self._names)}")
         conversation = self._script.begin()
         if self._script.is_known:
-            response = await connection.request("POST", self._path(name), conversation.body())
+            response = await self._ask(connection, session, conversation)
             if response.status != 200:
                 raise Broken(f"the first turn: {response.status} {error_code(response.body)}")
             conversation.answered(self._script.wire.added(response.body))
-        return name, conversation
+        return session, conversation
 
-    def _path(self, name: str) -> str:
-        return f"/sessions/{name}{self._script.wire.route}"
+    async def _ask(self, connection: Connection, session: Session, conversation: Conversation) -> Response:
+        path = session.root + self._script.wire.route
+        return await connection.request("POST", path, conversation.body(), session.headers)
 
     async def _client(self) -> None:
         """Run turns until the time is over. After an error of the connection, continue on a new one."""
@@ -278,18 +304,17 @@ class Load:
 
     async def _session(self, connection: Connection) -> None:
         if self._ready:
-            name, conversation = self._ready.popleft()
+            session, conversation = self._ready.popleft()
         else:
             self._tally.created_within += 1
-            name, conversation = await self._new_session(connection)
+            session, conversation = await self._new_session(connection)
         while conversation.turns < self._turns_per_session:
             if time.perf_counter() >= self._until:
                 if self._script.is_known:
-                    self._ready.append((name, conversation))
+                    self._ready.append((session, conversation))
                 return
-            body = conversation.body()
             began = time.perf_counter()
-            response = await connection.request("POST", self._path(name), body)
+            response = await self._ask(connection, session, conversation)
             ended = time.perf_counter()
             if response.status != 200:
                 self._tally.failed(f"{response.status} {error_code(response.body)}")

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, event, func, select, update
 
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
 from app.errors import ArchiveBusy, PayloadsUnavailable, SessionEnded
+from app.feature_faults import FeatureFaults
 from app.features.archive.archive import Archive
 from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Reserve, unfinished
 from app.features.objects.bucket import Bucket
@@ -60,7 +61,7 @@ class Stage:
             cache=self.cache,
             followers=Followers(),
             clock=time.time,
-            sessions=Sessions(store.database, store.writer, self.cache, Followers(), time.time),
+            sessions=Sessions(store.database, store.writer, self.cache, Followers(), time.time, FeatureFaults()),
         )
         self.erasure.elsewhere.append(self.archive().erase)
 

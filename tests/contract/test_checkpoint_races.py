@@ -10,6 +10,7 @@ from helpers.store import Meanwhile, Store
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound, StoreUnavailable
+from app.feature_faults import FeatureFaults
 from app.features.checkpoints.operations import Delete, DropRows, Make, RestoreSession
 from app.features.checkpoints.restores import HEAD, Restores
 from app.sessions.cache import SessionCache
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 def sessions_of(store: Store, writer: Writer) -> Sessions:
     cache = SessionCache(store.database, store.writer, 1 << 20)
-    return Sessions(store.database, writer, cache, Followers(), time.time)
+    return Sessions(store.database, writer, cache, Followers(), time.time, FeatureFaults())
 
 
 def erasure_of(store: Store, writer: Writer) -> Erasure:

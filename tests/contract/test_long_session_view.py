@@ -71,11 +71,11 @@ async def test_all_turns_are_shown_and_the_loop_goes_on_meanwhile(sqlite_store: 
     beating = asyncio.create_task(beat())
     view = await SessionViews(sqlite_store.database, dict).at("s", None)
     beating.cancel()
-    assert [turn.turn for turn in view.turns] == list(range(1, TURNS + 1))
-    assert view.turns[-1].messages == 2 * TURNS
+    assert [turn["turn"] for turn in view["turns"]] == list(range(1, TURNS + 1))
+    assert view["turns"][-1]["messages"] == 2 * TURNS
     assert beats > 5
     early = await SessionViews(sqlite_store.database, dict).at("s", 100)
-    assert len(early.turns) == 99
+    assert len(early["turns"]) == 99
 
 
 async def test_the_newest_messages_are_shown_and_the_others_counted(

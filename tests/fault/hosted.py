@@ -1,4 +1,4 @@
-"""Turnlog on a thread of the test's own process, so that the test can reach into its store; all else goes over HTTP."""
+"""Turnlog on a thread of the test's own process, so that the test can reach into it; all else goes over HTTP."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ class Hosted:
         self._server = server
         self._app = app
 
+    @property
+    def services(self) -> Any:
+        return self._app.state.services
+
     def limit_pages(self, pages: int) -> None:
         """The database may not grow past so many pages, or what it has: it is full then, whatever the disk has."""
         self._on_writer(lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchall())
 
     def _on_writer(self, function: Callable[[Any], object]) -> None:
         """SQLite keeps the limit with the connection, so it is the server's own that must be told."""
-        writer = self._app.state.services.database._sqlite
+        writer = self.services.database._sqlite
         done = threading.Event()
 
         def asked() -> None:

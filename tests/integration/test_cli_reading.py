@@ -73,7 +73,7 @@ def test_a_conversation_is_read_as_it_happened(cli: Stand) -> None:
         "What is in \\x1b[31m\\u202ethe file?",
         "│ Where is it?",
         "I look.",
-        "look: pytest -q, first then",
+        "look: pytest -q, why first then",
         "turn 2 failed: upstream_invalid",
         "Error: none",
         "… 24 lines",

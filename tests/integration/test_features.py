@@ -10,10 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fault.hosted import hosted
 
 from app.settings import FEATURES
 from integration.places import Place
-from integration.stand import Stand, user
+from integration.stand import Api, Stand, user
 from ops.server import ROOT, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
@@ -89,6 +90,34 @@ def test_without_gates_what_was_shut_is_open(tmp_path: Path, engine: str) -> Non
                 assert api.get("/adapters/one")["version"] is None
         finally:
             server.stop()
+
+
+def test_a_feature_that_fails_after_a_commit_costs_no_reply(
+    tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def fails(*_: object) -> None:
+        raise ValueError("a fault")
+
+    with Place(tmp_path).database() as url, hosted(url, engine) as server:
+        services, api = server.services, Api(server.base_url)
+        services.points.ended[:0] = [fails, lambda turn: told.append(turn.session_id)]
+        services.sessions.on_close(fails)
+        talk = api.talk()
+        talk.say("Hello")
+        assert talk.chat([*talk.messages, user("and on")], stream=True).text.endswith("data: [DONE]\n\n")
+        httpx.post(f"{engine}/sim/faults", json={"fault": "reset"})
+        other = api.talk()
+        assert other.chat([user("Hello")]).json()["error"]["code"] == "upstream_unreachable"
+        assert told == [talk.id, talk.id, other.id]
+        assert api.http.delete(talk.path).status_code == 204
+        assert [talk.types().count(of) for of in ("TurnCommitted", "SessionClosed")] == [2, 1]
+        assert "turnlog_feature_faults_total 4.0\n" in api.http.get("/metrics").text
+        api.http.close()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == [
+        f"an unexpected fault in {__name__}.{fails.__qualname__}, after a commit"
+    ] * 4
 
 
 def _play(api: Stand) -> None:

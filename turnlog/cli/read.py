@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from turnlog.actions import Call, calls_of, json_of, said_by, text_of
 from turnlog.cli.remote import remote
 from turnlog.cli.run import Failure, say, wants_json
 from turnlog.cli.tail import followed, told
@@ -24,11 +24,6 @@ MARGIN = 20
 
 FIRST, LAST, WIDE = 5, 2, 400
 """Of a long text: its first and last lines, and the characters of a line."""
-
-SHORT = 40
-"""Characters of an argument that stands beside the first one."""
-
-_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 Object = Mapping[str, Any]
 
@@ -161,7 +156,7 @@ class _Reading:
             _print_block(["?"], [(f"[{one['error']}]", "red")])
             return
         role = str(one["message"].get("role", "?"))
-        text = _text(one["message"].get("content"))
+        text = text_of(one["message"].get("content"))
         is_users = role == "user"
         _print_block([role], [(_shortened(text, self._whole or is_users), None if is_users else "dim")])
 
@@ -170,19 +165,14 @@ class _Reading:
         if one["message"] is None:
             yield f"[{one['error']}]", "red"
             return
-        message = one["message"]
-        text = _text(message.get("content"))
-        thought = _text(message.get("reasoning_content") or message.get("reasoning"))
-        if not thought and (found := _THOUGHT.match(text)):
-            thought, text = found[1], text[found.end() :]
-        if thought.strip():
-            beside = _shortened(thought.strip(), self._whole).replace("\n", "\n│ ")
+        thought, said = said_by(one["message"])
+        if thought:
+            beside = _shortened(thought, self._whole).replace("\n", "\n│ ")
             yield f"│ {beside}", "dim italic"  # in a pipe nothing is dim
-        if said := (text.strip() or _text(message.get("refusal"))):
+        if said:
             yield said, None
-        calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-        for call in calls:
-            yield (_call if self._whole else _call_line)(call), "green"
+        for call in calls_of(one["message"]):
+            yield _call(call) if self._whole else f"{call.name}: {call.line}", "green"
 
 
 def _print_block(margin: Sequence[str], pieces: Sequence[tuple[str, str | None]], style: str = "bold") -> None:
@@ -217,47 +207,13 @@ def _shortened(text: str, whole: bool) -> str:
     return "\n".join([*lines[:FIRST], f"… {left_out} lines", *lines[-LAST:]])
 
 
-def _call(call: Object) -> str:
+def _call(call: Call) -> str:
     """A call with its arguments, the texts among them as they are."""
-    given = _arguments(call)
-    if given is None:
-        return f"{call.get('name')}: {call.get('arguments')}"
+    given = json_of(call.arguments) if isinstance(call.arguments, str) else call.arguments
+    if not isinstance(given, Mapping):
+        return f"{call.name}: {text_of(call.arguments)}"
     named = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items())
-    return "\n".join((f"{call.get('name')}:", *(f"  {line}" for each in named for line in each.split("\n"))))
-
-
-def _call_line(call: Object) -> str:
-    """A call in a line: `bash: pytest -q`, the first argument and short ones beside it."""
-    given = _arguments(call)
-    values = (
-        [str(call.get("arguments") or "")]
-        if given is None
-        else [value if isinstance(value, str) else json.dumps(value) for value in given.values()]
-    )
-    first, *others = values or [""]
-    line, *more = first.strip().split("\n", 1)
-    said = [line[:WIDE] + (" …" if more or len(line) > WIDE else ""), *(one for one in others if len(one) <= SHORT)]
-    return f"{call.get('name')}: {' '.join(', '.join(said).split())}"
-
-
-def _arguments(call: Object) -> Object | None:
-    """None if they are no JSON object, or one that is too deep."""
-    arguments = call.get("arguments")
-    try:
-        given = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return None
-    return given if isinstance(given, Mapping) else None
-
-
-def _text(content: object) -> str:
-    """The text of a message's content; `[image_url]` and so on stand for other parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return "" if content is None else json.dumps(content, ensure_ascii=False)
-    parts = (part if isinstance(part, Mapping) else {"text": str(part)} for part in content)
-    return "\n".join(part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type')}]" for part in parts)
+    return "\n".join((f"{call.name}:", *(f"  {line}" for each in named for line in each.split("\n"))))
 
 
 def _clock(event: Object) -> str:

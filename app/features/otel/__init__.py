@@ -4,7 +4,7 @@
     a close    sends the session's own span, `invoke_agent`                            (`Sessions.on_close`)
 
 On where OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set; otherwise nothing is imported or
-added to a turn. Nothing of it can fail or delay a turn: what the collector does not take is dropped and counted.
+added to a turn. What the collector does not take is dropped and counted.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from app.domain.branches import newest_of, place_of
 from app.domain.history import Message, canonical_hash, decode_message
 from app.domain.session import Session, Turn
 from app.export.rows import as_messages
-from app.features.page.actions import Action, actions_of, has_failed, result_line
 from app.features.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Frames
+from turnlog.actions import Action, actions_of, has_failed, result_line
 from workers import codec
 from workers.codec import CorruptContent
 

@@ -119,7 +119,7 @@ async def session(request: Request, session_id: SessionId, seq: Seq = None) -> R
         with contextlib.suppress(SessionUnreadable):
             live = await app.cache.get(session_id)
             budgets |= {} if live is None else await app.features["budgets"].fields(live.session)
-    return page_reply({**msgspec.structs.asdict(view), "checkpoints": pins, **budgets})
+    return page_reply({**view, "checkpoints": pins, **budgets})
 
 
 MAX_TURN = 2**30

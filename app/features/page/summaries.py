@@ -21,11 +21,11 @@ from app.domain.events import (
 )
 from app.domain.restore import in_effect
 from app.export.rows import as_messages
-from app.features.page.actions import Action, actions_of, result_line
 from app.store import reads
 from app.store.damaged import split
 from app.store.engine import Database
 from app.store.reads import Connection, EventRow, Frames
+from turnlog.actions import Action, actions_of, task_of
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -43,8 +43,8 @@ KEPT_TURNS = 200_000
 class Summary(msgspec.Struct, frozen=True):
     """A session after event `version`. Times are seconds since the epoch.
 
-    `task` is the first line of the first user message, `actions` those of the newest live turn; empty where there is no
-    turn or no content. `turns` counts live ones, `tokens` their tokens, each once, of which `output_tokens` were
+    `task` is how the first turn's request begins, `actions` those of the newest live turn; empty where there is no turn
+    or no content. `turns` counts live ones, `tokens` their tokens, each once, of which `output_tokens` were
     sampled. `errors` counts turns that were rejected or abandoned. `ended_at`: when a turn ended last.
     """
 
@@ -208,9 +208,8 @@ def _read(known: Mapping[str, _Known], content: Mapping[str, Frames]) -> None:
         first, last = min(state.turns), max(state.turns)
         frames = content.get(session_id, {})
         if first != state.first:
-            said = _messages(state.turns[first], frames.get(first))
-            asked = [message for message in said if isinstance(message, Mapping) and message.get("role") == "user"]
-            state.first, state.task = first, result_line(asked[0]) if asked else ""
+            # Without the reply, which is no task.
+            state.first, state.task = first, task_of(_messages(state.turns[first], frames.get(first))[:-1])
         if last != state.last:
             newest = _messages(state.turns[last], frames.get(last))[-1:]
             state.last, state.actions = last, actions_of(newest)

@@ -12,10 +12,10 @@ from sqlalchemy import Connection, select
 
 from app.errors import NotFound, SessionNotFound
 from app.export.rows import as_messages
-from app.features.page.actions import Action, actions_of, has_failed, result_line
 from app.store import reads
 from app.store.engine import Database
 from app.store.schema import turns
+from turnlog.actions import Action, actions_of, has_failed, result_line
 from workers import codec
 from workers.codec import CorruptContent, Messages
 

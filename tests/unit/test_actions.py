@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.features.page.actions import LINE, Action, actions_of, has_failed, result_line
+from turnlog.actions import LINE, Action, actions_of, has_failed, result_line, task_of
 
 
 def calls(*given: tuple[str, Any]) -> dict[str, Any]:
@@ -40,9 +40,10 @@ def said(content: object, **more: object) -> dict[str, object]:
         (calls(("f", None), ("f", "[1, 2]"), ("", '"x"')), [("f", ""), ("f", "[1, 2]"), ("?", '"x"')]),
         (said(None, function_call={"name": "old", "arguments": '{"q": "x"}'}), [("old", "x")]),
         (said("<think>long\nthought</think>\n\n  Done.\n\nMore"), [(None, "Done. …")]),
-        (said("<think>no end"), [(None, "<think>no end")]),
+        (said("<think>no end"), [(None, "no end")]),
         (said([{"type": "text", "text": "A"}, {"type": "image_url"}]), [(None, "A …")]),
         (said("", reasoning_content="Hm."), [(None, "Hm.")]),
+        (calls(("f", '{"a": "x\\ny", "b": "\\ud800"}')), [("f", "a x y, b ?")]),
         (said(None, refusal="I cannot."), [(None, "I cannot.")]),
         (said("x" * 999), [(None, "x" * (LINE - 2) + " …")]),
         (said(None, tool_calls=["odd", {"function": 7}]), [("?", ""), ("?", "")]),
@@ -79,6 +80,22 @@ def test_an_action_in_a_line(message: object, expected: list[tuple[str | None, s
 def test_a_result_in_a_line(content: object, line: str, failed: bool) -> None:
     message = {"role": "tool", "content": content}
     assert (result_line(message), has_failed(message)) == (line, failed)
+
+
+@pytest.mark.parametrize(
+    ("messages", "task"),
+    [
+        (["Once upon\na time"], "Once upon …"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi "}], "Hi"),
+        ([{"role": "user", "content": [{"text": "<env>x"}, {"text": "Mend it"}]}], "Mend it"),
+        ([{"role": "user", "content": "<env>x"}, {"role": "assistant", "content": "So"}], "<env>x"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "tool", "content": "7"}], "7"),
+        ([None, {"role": "user", "content": [7, None, {"text": 7}]}], "7"),
+        ([], ""),
+    ],
+)
+def test_a_task_in_a_line(messages: list[object], task: str) -> None:
+    assert task_of(messages) == task
 
 
 def test_what_a_user_says_has_not_failed() -> None:

@@ -1,0 +1,40 @@
+"""Turnlog of this checkout, as `turnlog serve` starts it."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+
+from ops.bench.client import Connection
+from ops.bench.load import Session, open_session
+from ops.bench.peers.protocol import Peer, Place, Record, by_mask
+from ops.server import ROOT, ServerProcess
+
+
+class Turnlog(Peer):
+    def __init__(self, name: str, postgres: bool = False) -> None:
+        self.name = name
+        self._postgres = postgres
+
+    def process(self, place: Place) -> ServerProcess:
+        url = None
+        if self._postgres:
+            from ops.bench.primary import primary  # needs a package of the extra
+
+            url = place.stack.enter_context(primary(place.folder)).new_database().url
+        return ServerProcess(
+            place.folder,
+            upstreams=[place.engine_url],
+            database_url=url,
+            environment={"TURNLOG_UPSTREAM_DIALECT": self.dialect},
+            root=place.checkout or ROOT,
+        ).migrate()
+
+    async def open(self, connection: Connection, name: str) -> Session:
+        return await open_session(connection, name)
+
+    async def records(self, client: httpx.AsyncClient, session: Session) -> list[Record]:
+        reply = await client.get("/export", params={"session_id": session.id, "shape": "turnlog"})
+        rows = [json.loads(line) for line in reply.raise_for_status().content.splitlines()]
+        return [record for row in rows for record in by_mask(row["tokens"], row["logprobs"], row["loss_mask"])]

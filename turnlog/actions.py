@@ -1,0 +1,227 @@
+"""What an agent was asked and did, in a line: its calls as `bash: pytest -q`, how its task, text or a result begins.
+
+Messages are objects as in a chat; of what is none, or has odd fields, it gives what can be read. For people's eyes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+LINE = 200
+"""Characters of a line."""
+
+SHORT = 40
+"""A longer argument is left out beside the one that says what the call does."""
+
+PARSED = 1 << 20
+"""A longer text is not read as JSON: one parse would hold up a server's other requests."""
+
+SAYS = (
+    *("command", "cmd", "commands", "code", "script", "sql", "query", "pattern", "q", "keywords", "url", "uri"),
+    *("file_path", "path", "filename", "file", "name", "expression", "question", "prompt", "input", "answer", "text"),
+)
+"""Arguments that say what a call does, the most telling first."""
+
+SHELLS = frozenset({"bash", "sh", "zsh", "/bin/bash", "/bin/sh"})
+
+_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+_TAG = re.compile(r"</?[\w-]+>")
+_RULED = re.compile(r"={3,}|-{3,}")
+_FAILED = re.compile(
+    r"Traceback \(most recent call last\)|^(\w*Error|error|ERROR|fatal|FATAL|panic)\b"
+    r"|: (command not found|No such file)|\b[Ee]xit(ed with)? (code|status):? (?!0\b)\d|<returncode>(?!0<)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A call of `tool`, and what it was asked to do; without a tool, the first line of what was said.
+
+    `text` has one line of at most LINE characters; it ends with `…` where more was there.
+    """
+
+    tool: str | None
+    text: str
+
+
+class Call(NamedTuple):
+    """A tool call; `arguments` as they were given, usually JSON text."""
+
+    name: str
+    arguments: object
+
+    @property
+    def line(self) -> str:
+        """What the call asks for."""
+        return _asked(self.arguments)
+
+
+def actions_of(messages: Sequence[object]) -> list[Action]:
+    """The actions of the assistants' messages among these, in their order; the others have none."""
+    return [action for message in messages for action in _actions(message)]
+
+
+def task_of(messages: Sequence[object]) -> str:
+    """The first line of the first user's message with text, else of another one's; empty if there is no text.
+
+    What begins with a tag, as a harness's own remarks do, is taken where there is nothing else. A message that is a
+    text is a completion's prompt.
+    """
+    texts: list[tuple[str, str]] = []
+    for message in messages:
+        said = {"role": "user", "content": message} if isinstance(message, str) else message
+        content = field(said, "content")
+        parts = content if isinstance(content, list) else [content]
+        words = (part if isinstance(part, str) else text_of(field(part, "text")) for part in parts)
+        texts += [(str(field(said, "role")), stripped) for word in words if (stripped := word.strip())]
+    return _line(min(texts, key=_rank)[1]) if texts else ""
+
+
+def _rank(said: tuple[str, str]) -> tuple[bool, bool, bool]:
+    role, text = said
+    return role != "user", role in ("system", "developer"), text.startswith("<")
+
+
+def result_line(message: object) -> str:
+    """The first line of a result, or of any message, at most LINE characters; empty if it has no text."""
+    text = text_of(field(message, "content"))
+    parsed = json_of(text)
+    if isinstance(parsed, Mapping):
+        said = next((parsed[name] for name in ("error", "output", "result", "content") if parsed.get(name)), None)
+        text = said if isinstance(said, str) else _values(parsed)
+    line = _line(text)
+    if _RULED.match(line):
+        # pytest and its like begin with a ruled heading and end with a ruled sum of what happened.
+        line = _line(text.rstrip().rpartition("\n")[2].strip("=- ")) or line
+    return line
+
+
+def has_failed(message: object) -> bool:
+    """Does a tool's result say, or look as if, the call failed? It goes by the text."""
+    if field(message, "role") not in ("tool", "function", "user"):
+        return False
+    if field(message, "is_error") is True:
+        return True
+    if field(message, "role") == "user":
+        return False
+    text = text_of(field(message, "content"))
+    parsed = json_of(text)
+    if isinstance(parsed, Mapping):
+        codes = (parsed.get("exit_code"), field(parsed.get("metadata"), "exit_code"))
+        return bool(parsed.get("error")) or any(isinstance(code, int) and code != 0 for code in codes)
+    return _FAILED.search(text, 0, 20_000) is not None
+
+
+def calls_of(message: object) -> list[Call]:
+    listed = field(message, "tool_calls")
+    calls = [field(call, "function") or call for call in listed] if isinstance(listed, list) else []
+    if field(message, "function_call"):
+        calls.append(field(message, "function_call"))
+    return [Call(str(field(call, "name") or "?"), field(call, "arguments")) for call in calls]
+
+
+def said_by(message: object) -> tuple[str, str]:
+    """An assistant's reasoning, also if it stands before the text, and its text or its refusal."""
+    thought = text_of(field(message, "reasoning_content")) or text_of(field(message, "reasoning"))
+    text = text_of(field(message, "content"))
+    if before := _THOUGHT.match(text):
+        thought, text = thought or before[1], text[before.end() :]
+    return thought.strip(), text.strip() or text_of(field(message, "refusal"))
+
+
+def _actions(message: object) -> list[Action]:
+    if field(message, "role") != "assistant":
+        return []
+    if calls := calls_of(message):
+        return [Action(_line(call.name), call.line) for call in calls]
+    thought, said = said_by(message)
+    line = _line(said) or _line(thought)
+    return [Action(None, line.lstrip("# ") or line)]
+
+
+def _asked(arguments: object) -> str:
+    """What a call's arguments ask for."""
+    given = json_of(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(given, Mapping):
+        return _line(text_of(arguments))
+    names = [name for name in SAYS if given.get(name)] or [name for name, value in given.items() if value][:1]
+    if not names:
+        return ""
+    first = names[0]
+    if len(given) > 1 and first not in SAYS:
+        return _line(_values(given))
+    others = {name: value for name, value in given.items() if name != first and len(_scalar(value)) <= SHORT}
+    return _line(", ".join(filter(None, (_command(given[first]), _values(others)))))
+
+
+def _command(value: object) -> str:
+    """The first line of an argument; a command in a list of words as one would type it."""
+    if isinstance(value, list) and all(isinstance(word, str) for word in value):
+        words = value[2:] if value[:1] and value[0] in SHELLS and value[1:2] in (["-c"], ["-lc"]) else value
+        value = " ".join(words)
+    return _line(text_of(value))
+
+
+def _values(fields: Mapping[str, object]) -> str:
+    """`days 2, city Bonn`; lists, objects and nulls are left out."""
+    return ", ".join(f"{name} {_scalar(value)}" for name, value in fields.items() if _scalar(value))
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return " ".join(str(value).split()) if isinstance(value, str | int | float) else ""
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content, whatever it is made of; `[image_url]` and so on stand for other parts."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(filter(None, map(_part, content)))
+    try:
+        return "" if content is None else json.dumps(content, ensure_ascii=False)
+    except RecursionError:
+        return ""
+
+
+def _part(part: object) -> str:
+    text = field(part, "text")
+    if isinstance(text, str):
+        return text
+    kind = field(part, "type")
+    return f"[{kind}]" if isinstance(kind, str) else part if isinstance(part, str) else ""
+
+
+def field(value: object, name: str) -> Any:
+    """None where the value is no object, or lacks it."""
+    return value.get(name) if isinstance(value, Mapping) else None
+
+
+def json_of(text: str) -> object:
+    """The value of a JSON object or list; None if it is none, or too long or deep."""
+    if len(text) > PARSED or text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _line(text: str) -> str:
+    """The first line that says something, without blanks around it; half of a surrogate pair becomes `?`."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start)
+        line = text[start : len(text) if end < 0 else end].strip()
+        start = len(text) if end < 0 else end + 1
+        if line and not _TAG.fullmatch(line):
+            more = len(line) > LINE or bool(text[start : start + LINE].strip())
+            short = line[: LINE - 2] + " …" if len(line) > LINE else line + (" …" if more else "")
+            return short.encode(errors="replace").decode()
+    return ""
