@@ -22,7 +22,8 @@ from openai import APIError, OpenAI
 
 from ops.engine.process import SERVED_AS
 from ops.train import task
-from ops.train.rollouts import Rollout, TurnlogSessions, wait_for
+from ops.train.peer import GatewaySessions
+from ops.train.rollouts import Rollout, RolloutLost, TurnlogSessions, wait_for
 
 AGENTS, PARALLEL = 2, 12
 """Processes, and rollouts that each plays at a time."""
@@ -36,13 +37,11 @@ POLL_S = 0.05
 class Agent:
     """`number`: it plays every `AGENTS`th rollout, from this one on."""
 
-    def __init__(self, sessions: TurnlogSessions, folder: Path, seed: int, number: int) -> None:
+    def __init__(self, sessions: TurnlogSessions | GatewaySessions, folder: Path, seed: int, number: int) -> None:
         self._sessions, self._folder, self._seed, self._number = sessions, folder, seed, number
         self._lock = threading.Lock()
         self._file = (folder / f"agent-{number}.jsonl").open("a")
-        self._http = httpx.Client(
-            verify=False, trust_env=False, timeout=60
-        )  # One for all: to make one takes 0.1 s.
+        self._http = httpx.Client(verify=False, trust_env=False, timeout=60)  # One for all: to make one takes 0.1 s.
 
     def run(self) -> None:
         """Plays until it is killed."""
@@ -62,9 +61,7 @@ class Agent:
                 print(ended.exception(), flush=True)
                 os._exit(1)  # Its supervisor starts it again, and it goes on.
 
-    def _due(
-        self, begun: set[tuple[int, int]], unfinished: list[Rollout]
-    ) -> Iterator[tuple[int, int, Rollout | None]]:
+    def _due(self, begun: set[tuple[int, int]], unfinished: list[Rollout]) -> Iterator[tuple[int, int, Rollout | None]]:
         """First what goes on, then what begins, as far as the trainer allows."""
         for rollout in unfinished:
             yield rollout.group, rollout.attempt, rollout
@@ -82,13 +79,13 @@ class Agent:
         while True:
             if rollout is None:
                 rollout = self._sessions.begin(self._number, group, attempt)
-                self._note(
-                    {"began": rollout.session_id, "group_id": f"task-{group}", "attempt": attempt}
-                )
+                self._note({"began": rollout.session_id, "group_id": f"task-{group}", "attempt": attempt})
             try:
                 return self._play_to_its_end(rollout)
-            except APIError as error:
-                self._note({"gave_up": rollout.session_id, "error": str(error)})
+            except (APIError, RolloutLost) as error:
+                why = {"why": type(error).__name__, "error": str(error)}
+                lost = error.lost if isinstance(error, RolloutLost) else 0
+                self._note({"gave_up": rollout.session_id, **why, "lost": lost})
                 self._sessions.give_up(rollout)
                 rollout = None
 
@@ -114,7 +111,7 @@ class Agent:
             self._note(
                 {
                     "reply": rollout.session_id,
-                    "turn": raw.headers.get("x-turnlog-turn"),
+                    "turn": int(raw.headers.get("x-turnlog-turn", len(rollout.replies) + 1)),
                     "tokens": reply.usage and reply.usage.completion_tokens,
                     "sha256": hashlib.sha256(raw.content).hexdigest(),
                 }
@@ -142,8 +139,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--agent", type=int, required=True)
+    parser.add_argument("--in-memory", action="store_true")
     given = parser.parse_args()
-    Agent(TurnlogSessions(given.url), given.folder, given.seed, given.agent).run()
+    sessions = GatewaySessions(given.url, given.folder, given.agent) if given.in_memory else TurnlogSessions(given.url)
+    Agent(sessions, given.folder, given.seed, given.agent).run()
 
 
 if __name__ == "__main__":

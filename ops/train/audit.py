@@ -25,7 +25,7 @@ import msgspec
 from app.store import projections as heads
 from app.store.engine import Database
 from ops.server import ServerProcess
-from ops.train.task import digest
+from ops.train.task import ATTEMPTS, digest
 from ops.verify import Acknowledged, Report, verify
 from turnlog import Turnlog
 
@@ -45,7 +45,8 @@ class Evidence(msgspec.Struct):
     """What a run left, as read from its folder and its store.
 
     `turns` are the `TurnCommitted` events, each with its `session_id`; `restored` the sessions that
-    a restore took back; `groups` the states of the training feed by group id. `generated` is the
+    a restore took back; `groups` the states of the training feed by group id; `given_up` the sessions that
+    agents erased, because a call had failed for good. `generated` is the
     engines' own count of tokens over all their lives.
     """
 
@@ -56,6 +57,7 @@ class Evidence(msgspec.Struct):
     groups: dict[str, str] = {}
     steps: list[JsonObject] = []
     replies: list[JsonObject] = []
+    given_up: set[str] = set()
     starts: list[JsonObject] = []
     generated: int = 0
     max_staleness: int | None = None
@@ -102,7 +104,7 @@ def account(evidence: Evidence) -> Audit:
     known = sampled.keys()
     for reply in evidence.replies:
         key = TurnKey(reply["reply"], reply["turn"])
-        if key not in known:
+        if key not in known and key.session_id not in evidence.given_up:
             audit.lost += 1
             audit.violations.append(f"{_named(key)} was acknowledged, and is not in the log")
     audit.doubled = _doubled(evidence)
@@ -226,16 +228,22 @@ def notes(folder: Path, kind: str) -> list[JsonObject]:
     return [line for file in files for line in lines(file) if kind in line]
 
 
+def generated_in(folder: Path) -> int:
+    """The engines' own count of the tokens of a run."""
+    return max((int(line["tokens"]) for line in lines(folder / "engine.jsonl")), default=0)
+
+
 def read(folder: Path) -> tuple[Evidence, Report]:
     """A run's evidence, and `turnlog verify` of its store with the replies that agents noted."""
     replies = notes(folder, "reply")
     evidence = Evidence(
         steps=lines(folder / "steps.jsonl"),
         replies=replies,
+        given_up={line["gave_up"] for line in notes(folder, "gave_up")},
         starts=[
             line for line in lines(folder / "kills.jsonl") if (line["what"], line["name"]) == ("started", "engine")
         ],
-        generated=max((line["tokens"] for line in lines(folder / "engine.jsonl")), default=0),
+        generated=generated_in(folder),
         max_staleness=json.loads((folder / "run.json").read_text()).get("max_staleness"),
     )
     with ServerProcess(folder) as server:
@@ -268,6 +276,38 @@ def audit(folder: Path) -> Audit:
     result = account(evidence)
     result.lost = max(result.lost, len(report.missing))
     result.violations += [f"{problem.session_id}: {problem.what}" for problem in report.problems]
+    return result
+
+
+def tally(folder: Path) -> Audit:
+    """What can be counted of a run whose server keeps its sessions in memory: it has no log.
+
+    `in_log` and `fates` are of the replies that agents noted. `lost` are turns that an agent had the
+    reply of, and that the server no longer had when the rollout ended.
+    """
+    replies, given_up = notes(folder, "reply"), notes(folder, "gave_up")
+    why = {note["gave_up"]: f"rollout lost: {note['why']}" for note in given_up}
+    steps = lines(folder / "steps.jsonl")
+    trained = {row["session_id"] for step in steps for row in step["rows"]}
+    left = {group["group_id"]: group["reason"] for step in steps for group in step["left"]}
+    group_of = {note["ended"]: note["group_id"] for note in notes(folder, "ended")}
+    sizes = Counter(group_of.values())
+    result = Audit(acknowledged=len(replies), turns=len(replies))
+    result.lost = sum(note.get("lost", 0) for note in given_up)
+    for reply in replies:
+        session_id, tokens = reply["reply"], int(reply["tokens"])
+        if session_id in trained:
+            fate = TRAINED
+        elif session_id in why:
+            fate = why[session_id]
+        else:
+            group = group_of.get(session_id, "")
+            waits = "not yet trained" if sizes[group] >= ATTEMPTS else "incomplete group"
+            fate = left.get(group, waits)
+        result.fates[fate] = result.fates.get(fate, 0) + tokens
+        result.in_log += tokens
+    result.generated = generated_in(folder)
+    result.twice = max(0.0, 1 - result.in_log / result.generated) if result.generated else 0.0
     return result
 
 

@@ -1,7 +1,7 @@
 """Kills the processes of a run by a seeded schedule, starts each again, and counts tokens meanwhile.
 
 Every kill is a SIGKILL. `kills.jsonl` gets a line for each kill and each start:
-`{at, name, what: killed | started, seconds, version}`. `seconds` is how long the process was away;
+`{at, name, what: killed | died | started, seconds, version}`. `seconds` is how long the process was away;
 `version`, the newest weights when the kill was made, is what an engine reads that is started then.
 `engine.jsonl` gets `{at, tokens}` four times a second, the engines' own count of generated tokens
 over all their lives.
@@ -28,8 +28,12 @@ COUNTER = "vllm:generation_tokens_total"
 SERVER, ENGINE, TRAINER, AGENT = "server", "engine", "trainer", "agent"
 
 
+MOST_DEATHS = 50
+"""Of agents by themselves, before the run has failed."""
+
+
 class ProcessEnded(Exception):
-    """A process of the run ended by itself, which only the trainer may, with 0."""
+    """A process of the run ended by itself, which the trainer may with 0, and an agent now and then."""
 
 
 class Program(OwnProcess):
@@ -87,6 +91,7 @@ class Supervisor:
         self._trainer_dies_at = int(steps * schedule.trainer_at) if schedule else None
         self._waits_for_restore: list[str] = []
         self._tokens_before, self._tokens = 0, 0
+        self._deaths = 0
 
     def run(self) -> None:
         """Watch until the trainer has ended. Raises ProcessEnded."""
@@ -123,8 +128,14 @@ class Supervisor:
 
     def _see_ends(self) -> None:
         for name, process in self._processes.items():
-            if name not in self._waits_for_restore and (code := process.poll()) is not None:
+            if name in self._waits_for_restore or (code := process.poll()) is None:
+                continue
+            self._deaths += 1
+            if name.partition("-")[0] != AGENT or self._deaths > MOST_DEATHS:
                 raise ProcessEnded(f"{name} ended with {code}, see {process.log_path}")
+            self._told(name, "died")
+            self._killed_at.setdefault(name, time.monotonic())
+            process.launch()
 
     def _kill_due(self) -> None:
         now = time.monotonic()

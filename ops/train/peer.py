@@ -60,7 +60,7 @@ class GatewaySessions:
         killed = [note["began"] for note in notes if note.get("began", None) not in {None, *over}]
         with self._notes.open("a") as file:
             for session_id in killed:
-                note = {"gave_up": session_id, "error": "its agent was killed", "at": time.time()}
+                note = {"gave_up": session_id, "why": "killed", "at": time.time()}
                 file.write(json.dumps(note) + "\n")
         return {(line["group"], line["attempt"]) for line in rows}, []
 
@@ -82,7 +82,7 @@ class GatewaySessions:
             if trace["prompt_token_ids"] and trace["completion_token_ids"]
         ]
         if len(traces) != len(rollout.replies):
-            raise RolloutLost(f"{len(traces)} traces of {len(rollout.replies)} turns")
+            raise RolloutLost(len(rollout.replies), len(traces))
         line = {
             "session_id": rollout.session_id,
             "group": rollout.group,
@@ -188,9 +188,7 @@ def group_of(number: int, attempts: Mapping[int, JsonObject], version: int) -> J
     }
 
 
-def _row(
-    line: JsonObject, turn: int, trace: JsonObject, group_id: str, advantage: float
-) -> JsonObject:
+def _row(line: JsonObject, turn: int, trace: JsonObject, group_id: str, advantage: float) -> JsonObject:
     prompt, output = trace["prompt_token_ids"], trace["completion_token_ids"]
     context = len(prompt)
     return {

@@ -28,6 +28,9 @@ COLUMNS = {
     FAULTS: "Turnlog, faults",
     PEER: "in memory, the same faults",
 }
+KILLED_AGENT, LOST_TURN = "killed", "RolloutLost"
+"""Why agents gave rollouts up, beside the names of the SDK's errors."""
+
 KILLED = ("server", "engine", "agent", "trainer")
 
 WAITING = ("not yet trained", "incomplete group")
@@ -52,7 +55,7 @@ class Result(msgspec.Struct):
     """What is kept of a run. `points` has for each step the tokens generated before its end, and its
     mean reward. `ratio_before` is the largest distance from 1 of the mean ratio of a step on rows
     that no update had preceded. `staleness` is in weight versions, the mean over steps and the most.
-    `died` counts rollouts that an agent could not end.
+    `given_up` counts rollouts that an agent could not end, by what ended them.
     """
 
     kind: str
@@ -66,7 +69,7 @@ class Result(msgspec.Struct):
     waiting: int
     kills: dict[str, int]
     ended: int
-    died: int
+    given_up: dict[str, int]
     audit: Audit
 
     @property
@@ -100,7 +103,7 @@ def measure(folder: Path, kind: str, audit: Audit) -> Result:
         waiting=sum(audit.fates.get(fate, 0) for fate in WAITING),
         kills=dict(kills),
         ended=len({line["ended"] for line in notes(folder, "ended")}),
-        died=len(notes(folder, "gave_up")),
+        given_up=dict(Counter(note["why"] for note in notes(folder, "gave_up"))),
         audit=audit,
     )
 
@@ -184,7 +187,11 @@ def show(results: Sequence[Result], reward_at: Callable[[Result, float], float])
         "thrown away": lambda result: f"{result.thrown_away / result.audit.generated:.1%}",
         "generated and in no turn": lambda result: f"{result.audit.twice:.1%}",
         **{f"kills of {name}": _kills(name) for name in KILLED},
-        "agents that died": lambda result: result.died,
+        "rollouts that ended": lambda result: result.ended,
+        "rollouts lost": lambda result: sum(result.given_up.values()),
+        "… to a call that failed": lambda result: _to_calls(result.given_up),
+        "… to a killed agent": lambda result: result.given_up.get(KILLED_AGENT, 0),
+        "… because the server had lost a turn": lambda result: result.given_up.get(LOST_TURN, 0),
         "replies to agents": lambda result: result.audit.acknowledged,
         "of them lost": lambda result: result.audit.lost,
         "doubled": lambda result: "–" if result.kind == PEER else result.audit.doubled,
@@ -199,6 +206,10 @@ def show(results: Sequence[Result], reward_at: Callable[[Result, float], float])
         print(f"\nFinal reward without faults: {spread.mean:.3f} ± {spread.deviation:.3f}")
     for failure in failures(results):
         print(f"FAILED: {failure}")
+
+
+def _to_calls(given_up: dict[str, int]) -> int:
+    return sum(count for why, count in given_up.items() if why not in (KILLED_AGENT, LOST_TURN))
 
 
 def _kills(name: str) -> Cell:

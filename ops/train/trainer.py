@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from ops.train import task
+from ops.train.peer import GatewayGroups
 from ops.train.rollouts import MAX_STALENESS, TurnlogGroups, write_atomically
 
 GROUPS_A_STEP = 8
@@ -49,15 +50,11 @@ class LogprobsDiffer(Exception):
 class Trainer:
     """One optimizer step a batch of groups. `step` counts them, and is the version of the newest weights."""
 
-    def __init__(self, groups: TurnlogGroups, engine: str, folder: Path) -> None:
+    def __init__(self, groups: TurnlogGroups | GatewayGroups, engine: str, folder: Path) -> None:
         self._groups, self._engine, self._folder = groups, engine, folder
         self._file = folder / "steps.jsonl"
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder / "weights" / "0", dtype=torch.float32
-        )
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0
-        )
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder / "weights" / "0", dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self._taken = 0
         self.step = 0
         if (folder / "trainer.pt").exists():
@@ -84,10 +81,7 @@ class Trainer:
             self._allow()
             if self.step % CHECKPOINT_EVERY == 0:
                 self._checkpoint()
-            shown = {
-                name: line[name]
-                for name in ("step", "reward", "ratio_mean", "staleness", "seconds")
-            }
+            shown = {name: line[name] for name in ("step", "reward", "ratio_mean", "staleness", "seconds")}
             print(json.dumps(shown), flush=True)
 
     def _train(self) -> tuple[dict[str, Any], list[str]]:
@@ -98,11 +92,7 @@ class Trainer:
         if self.step == 0 and outcome["ratio_error"] > EXACT:
             raise LogprobsDiffer(f"ratio {1 + outcome['ratio_error']} before the first update")
         self.step += 1
-        rewards = [
-            (attempt["session_id"], attempt["reward"])
-            for group in groups
-            for attempt in group["attempts"]
-        ]
+        rewards = [(attempt["session_id"], attempt["reward"]) for group in groups for attempt in group["attempts"]]
         line = {
             "step": self.step,
             "version": self.step,
@@ -242,9 +232,11 @@ def main() -> None:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--in-memory", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(1)
-    Trainer(TurnlogGroups(given.url), given.engine, given.folder).run(given.steps)
+    groups = GatewayGroups(given.engine, given.folder) if given.in_memory else TurnlogGroups(given.url)
+    Trainer(groups, given.engine, given.folder).run(given.steps)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def result(kind: str, seed: int = 1, final: float = 0.9, **fields: object) -> Re
         "waiting": 2_000,
         "kills": {},
         "ended": 640,
-        "died": 0,
+        "given_up": {},
         "audit": Audit(generated=40_000),
     }
     return Result(**{**given, **fields})  # type: ignore[arg-type]
@@ -46,18 +46,18 @@ def test_a_folder_is_measured(tmp_path: Path) -> None:
     write("engine.jsonl", *({"at": at, "tokens": tokens} for at, tokens in ((9, 50), (15, 80), (21, 99))))
     kill = {"what": "killed"}
     write("kills.jsonl", {**kill, "name": "agent-1"}, {"name": "engine", "what": "started"})
-    write("agent-0.jsonl", {"ended": "a"}, {"gave_up": "b"}, {"reply": "a"})
+    write("agent-0.jsonl", {"ended": "a"}, {"gave_up": "b", "why": "killed"}, {"reply": "a"})
     (tmp_path / "agent-1.jsonl").write_text('{"ended": "c"}\n{"ended": "a line that a kill cut sho')
     audit = Audit(generated=99, fates={"trained": 84, "not yet trained": 5, "undone": 6})
     measured = measure(tmp_path, FAULTS, audit)
     assert measured.points == [(50, 0.25), (80, 0.75)]
     assert (measured.trained, measured.waiting, measured.thrown_away) == (84, 5, 10)
-    assert (measured.kills, measured.ended, measured.died) == ({"agent": 1}, 2, 1)
+    assert (measured.kills, measured.ended, measured.given_up) == ({"agent": 1}, 2, {"killed": 1})
     assert measured.ratio_before == pytest.approx(2e-4)
     assert measured.final_reward == 0.5
 
 
-TOLD = [*SEEDS, result(FAULTS, 1, 0.9), result(PEER, 1, 0.7, died=12)]
+TOLD = [*SEEDS, result(FAULTS, 1, 0.9), result(PEER, 1, 0.7, given_up={'killed': 7, 'RolloutLost': 4, 'APIConnectionError': 1})]
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,8 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out.splitlines()
     cells = {line.split(" | ")[0]: line for line in printed}
     assert "| Turnlog, no faults, five seeds | Turnlog, faults | in memory, the same faults |" in printed[0]
-    assert cells["| agents that died"] == "| agents that died | 0 | 0 | 12 |"
+    assert cells["| rollouts lost"] == "| rollouts lost | 0 | 0 | 12 |"
+    assert cells["| … to a call that failed"].endswith("| 0 | 0 | 1 |")
     assert cells["| thrown away"] == "| thrown away | 5.0% | 5.0% | 5.0% |"
     assert cells["| final mean reward (last 8 steps)"].startswith(
         "| final mean reward (last 8 steps) | 0.89 – 0.93 | 0.9 | 0.7 |"
