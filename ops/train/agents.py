@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import httpx
 from openai import APIError, OpenAI
 
 from ops.engine.process import SERVED_AS
@@ -41,7 +40,9 @@ class Agent:
         self._sessions, self._folder, self._seed, self._number = sessions, folder, seed, number
         self._lock = threading.Lock()
         self._file = (folder / f"agent-{number}.jsonl").open("a")
-        self._http = httpx.Client(verify=False, trust_env=False, timeout=60)  # One for all: to make one takes 0.1 s.
+        self._openai = OpenAI(
+            base_url="http://unused", api_key="unused", max_retries=RETRIES, timeout=60
+        )  # One for all: to make one takes 0.1 s.
 
     def run(self) -> None:
         """Plays until it is killed."""
@@ -92,26 +93,22 @@ class Agent:
     def _play_to_its_end(self, rollout: Rollout) -> None:
         """Raises openai.APIError where no retry helps."""
         group_task = task.task_of(self._seed, rollout.group)
-        client = OpenAI(
-            base_url=self._sessions.base_url(rollout),
-            api_key="unused",
-            max_retries=RETRIES,
-            http_client=self._http,
-        )
+        client = self._openai.with_options(base_url=self._sessions.base_url(rollout))
         while not isinstance(messages := task.advance(group_task, rollout.replies), float):
-            given: list[Any] = messages
+            given: Any = messages
+            tools: Any = task.TOOLS
             raw = client.chat.completions.with_raw_response.create(
                 model=SERVED_AS,
                 messages=given,
-                tools=task.TOOLS,
+                tools=tools,
                 temperature=1.0,
                 max_tokens=task.MAX_TOKENS,
             )
-            reply = raw.parse()
+            reply, turn = raw.parse(), raw.headers.get("x-turnlog-turn")
             self._note(
                 {
                     "reply": rollout.session_id,
-                    "turn": int(raw.headers.get("x-turnlog-turn", len(rollout.replies) + 1)),
+                    "turn": None if turn is None else int(turn),
                     "tokens": reply.usage and reply.usage.completion_tokens,
                     "sha256": hashlib.sha256(raw.content).hexdigest(),
                 }

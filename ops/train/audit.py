@@ -252,7 +252,7 @@ def read(folder: Path) -> tuple[Evidence, Report]:
                 if event["type"] == "TurnCommitted":
                     evidence.turns.append(dict(event))
                 else:
-                    evidence.restored.add(event["session_id"])
+                    evidence.restored.add(str(event["session_id"]))
             for row in turnlog.export(explain=True):
                 (evidence.excluded if "excluded" in row else evidence.rows).append(dict(row))
             evidence.groups = {group["group_id"]: group["state"] for group in turnlog.groups()}

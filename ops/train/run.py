@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from ops.bench.peers.protocol import Place, interpreter
 from ops.bench.peers.servers.rllm import Gateway
 from ops.engine.process import PYTHON, EngineProcess, environment, kept_model, run_module
@@ -21,15 +19,6 @@ from ops.server import ROOT, OwnProcess, ServerProcess
 from ops.train.agents import AGENTS
 from ops.train.faults import Program, Schedule, Supervisor
 from ops.train.rollouts import MAX_STALENESS
-
-READY_S = 120.0
-"""For the server to learn of the engine that it takes token ids."""
-
-POLL_S = 0.2
-
-
-class RunFailed(Exception):
-    """A process ended too early. The message is the end of its log."""
 
 
 def policy() -> Path:
@@ -45,7 +34,7 @@ def policy() -> Path:
 def run(
     folder: Path, seed: int, steps: int, schedule: Schedule | None = None, *, in_memory: bool = False
 ) -> dict[str, Any]:
-    """Run it in an empty folder, and return what `run.json` there has. Raises RunFailed, ProcessEnded.
+    """Run it in an empty folder, and return what `run.json` there has. Raises ProcessEnded.
 
     `in_memory`: the peer of `peer.py` stands in Turnlog's place.
     """
@@ -58,10 +47,8 @@ def run(
     try:
         engine.start()
         if isinstance(server, ServerProcess):
-            server.migrate().start()
-            _wait_for_ids(server.base_url)
-        else:
-            server.start()
+            server.migrate()
+        server.start()
         begun = time.time()
         for process in processes.values():
             if isinstance(process, Program):
@@ -112,17 +99,6 @@ def _gateway(folder: Path, engine_url: str) -> OwnProcess:
     gateway = Gateway("memory", "memory", sync_traces=True)
     place = Place(folder, engine_url, interpreter(gateway), None, contextlib.ExitStack())
     return gateway.process(place)
-
-
-def _wait_for_ids(url: str) -> None:
-    deadline = time.monotonic() + READY_S
-    while True:
-        engines = httpx.get(f"{url}/engines").json()["engines"]
-        if all(engine["token_ids"] for engine in engines):
-            return
-        if time.monotonic() > deadline:
-            raise RunFailed(f"the engine takes no token ids: {engines}")
-        time.sleep(POLL_S)
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
