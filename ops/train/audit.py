@@ -24,6 +24,7 @@ import msgspec
 
 from app.store import projections as heads
 from app.store.engine import Database
+from ops.engine.process import is_installed, run_module
 from ops.server import ServerProcess
 from ops.train.task import ATTEMPTS, digest
 from ops.verify import Acknowledged, Report, verify
@@ -276,6 +277,12 @@ def audit(folder: Path) -> Audit:
     result = account(evidence)
     result.lost = max(result.lost, len(report.missing))
     result.violations += [f"{problem.session_id}: {problem.what}" for problem in report.problems]
+    if is_installed() and (folder / "weights").exists():
+        rows = "".join(json.dumps(row) + "\n" for row in evidence.rows)
+        result.largest_difference = json.loads(run_module("ops.train.rescore", str(folder / "weights"), given=rows))
+        if result.largest_difference > LARGEST_DIFFERENCE:
+            told = f"a logprob is {result.largest_difference:.3g} off that of the weights it names"
+            result.violations.append(told)
     return result
 
 
@@ -317,6 +324,9 @@ def show(audit: Audit) -> None:
     for fate, tokens in sorted(audit.fates.items(), key=lambda fate: -fate[1]):
         print(f"  {tokens:>9} {fate}")
     print(f"{audit.generated} tokens generated, {audit.twice:.1%} of them in no turn")
+    if audit.largest_difference is not None:
+        print(f"logprobs are at most {audit.largest_difference:.1e} off those of the weights they name")
+    print(f"{audit.first_turns} engines that were started again took turns")
     print(f"{audit.acknowledged} replies noted, {audit.lost} lost, {audit.doubled} doubled")
     for violation in audit.violations[:20]:
         print(f"VIOLATED: {violation}")

@@ -72,9 +72,7 @@ def main(folder: Path) -> None:
 def _save_tokenizer(folder: Path) -> None:
     """A byte-level BPE in which each word of the task is one token."""
     bpe = tokenizers.Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(
-        tokenizers.Regex(r" ?\p{L}+| ?[^\s\p{L}]+|\s+"), behavior="isolated"
-    )
+    words = pre_tokenizers.Split(tokenizers.Regex(r" ?\p{L}+| ?[^\s\p{L}]+|\s+"), behavior="isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_of])
     bpe.decoder = decoders.ByteLevel()
@@ -175,9 +173,7 @@ def _output_of(message: task.Message) -> str:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         arguments = json.dumps(function["arguments"])
-        text += (
-            f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {arguments}}}\n</tool_call>'
-        )
+        text += f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {arguments}}}\n</tool_call>'
     return text + "<|im_end|>"
 
 

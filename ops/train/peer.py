@@ -51,6 +51,9 @@ class GatewaySessions:
         self._notes = folder / f"agent-{agent}.jsonl"
         self._begun_at: dict[str, int] = {}
 
+    def close(self) -> None:
+        self._http.close()
+
     def progress(self, agent: int) -> tuple[set[tuple[int, int]], list[Rollout]]:
         """Group and attempt of what was read from the gateway. Nothing goes on."""
         rows = lines(self._file)
@@ -124,6 +127,9 @@ class GatewayGroups:
     def __init__(self, engine: str, folder: Path) -> None:
         self._engine = httpx.Client(base_url=engine, timeout=120, trust_env=False)
         self._folder = folder
+
+    def close(self) -> None:
+        self._engine.close()
 
     def ready(self, size: int, version: int) -> Sequence[JsonObject]:
         """Up to `size` complete groups that are in no step of the history that survives."""

@@ -178,6 +178,7 @@ def show(results: Sequence[Result], reward_at: Callable[[Result, float], float])
         f"final mean reward (last {LAST} steps)": lambda result: result.final_reward,
         f"mean reward after {tokens:,} generated tokens": lambda result: reward_at(result, tokens),
         "ratio before the first update, distance from 1": lambda result: f"{result.ratio_before:.0e}",
+        "logprobs scored again with the weights that rows name, largest difference": lambda result: _off(result),
         "staleness, mean, in weight versions": lambda result: result.staleness[0],
         "staleness, most": lambda result: f"{result.staleness[1]:g}",
         "seconds": lambda result: round(result.seconds),
@@ -206,6 +207,11 @@ def show(results: Sequence[Result], reward_at: Callable[[Result, float], float])
         print(f"\nFinal reward without faults: {spread.mean:.3f} ± {spread.deviation:.3f}")
     for failure in failures(results):
         print(f"FAILED: {failure}")
+
+
+def _off(result: Result) -> str:
+    difference = result.audit.largest_difference
+    return "–" if difference is None else f"{difference:.0e}"
 
 
 def _to_calls(given_up: dict[str, int]) -> int:

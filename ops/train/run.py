@@ -74,7 +74,7 @@ def _processes(folder: Path, seed: int, steps: int, model: Path, in_memory: bool
     newest, seeded = folder / "weights" / "newest", ("--seed", str(seed))
     engine = EngineProcess(newest, folder, "--tokenizer", str(model), *seeded, "--max-model-len", "1024")
     server = (
-        _gateway(folder, engine.base_url)
+        gateway(folder, engine.base_url)
         if in_memory
         else ServerProcess(folder, upstreams=[engine.base_url], environment={"TURNLOG_TOKENIZER": str(model)})
     )
@@ -94,11 +94,11 @@ def _processes(folder: Path, seed: int, steps: int, model: Path, in_memory: bool
     return processes
 
 
-def _gateway(folder: Path, engine_url: str) -> OwnProcess:
+def gateway(folder: Path, engine_url: str) -> OwnProcess:
     """The peer, not started; it is installed at the first use. Raises NotInstalled."""
-    gateway = Gateway("memory", "memory", sync_traces=True)
-    place = Place(folder, engine_url, interpreter(gateway), None, contextlib.ExitStack())
-    return gateway.process(place)
+    server = Gateway("memory", "memory", sync_traces=True)
+    place = Place(folder, engine_url, interpreter(server), None, contextlib.ExitStack())
+    return server.process(place)
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
