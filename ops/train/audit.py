@@ -17,6 +17,7 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,10 +201,9 @@ def _check_versions(evidence: Evidence, violations: list[str]) -> int:
         if dispatched is None or int(dispatched) < newest:
             said = f"was sent to weights {dispatched}, {newest} were loaded before"
             violations.append(f"{_named(key_of(turn))} {said}")
-    ends = [start["at"] for start in evidence.starts[1:]] + [float("inf")]
+    began = [float(start["at"]) for start in evidence.starts]
     return sum(
-        any(start["at"] < turn["requested_at"] < end for turn in turns)
-        for start, end in zip(evidence.starts, ends, strict=True)
+        any(at < turn["requested_at"] < until for turn in turns) for at, until in pairwise([*began, float("inf")])
     )
 
 

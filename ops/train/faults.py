@@ -20,7 +20,7 @@ from pathlib import Path
 from ops.server import OwnProcess
 
 TICK_S = 0.25
-SERVED_SHARE = 0.3
+SERVED_SHARE = 0.7
 """A process that was started again is left alone for this share of its interval: on a busy machine an
 engine could otherwise die whenever it is up."""
 

@@ -109,7 +109,8 @@ def test_what_is_counted_of_a_server_without_a_log(tmp_path: Path) -> None:
     replies = {"trained": 10, "stale": 7, "waiting": 5, "half": 4, "lost": 3, "killed": 2, "running": 1}
     notes: list[dict[str, Any]] = [{"reply": name, "tokens": tokens} for name, tokens in replies.items()]
     notes += [{"ended": name, "group_id": name} for name in ("trained", "stale", "half")]
-    notes += [{"ended": "waiting", "group_id": "waiting"}] * task.ATTEMPTS
+    names = ["waiting", *map(str, range(task.ATTEMPTS - 1))]
+    notes += [{"ended": name, "group_id": "waiting"} for name in names]
     notes += [{"gave_up": "lost", "why": "RolloutLost", "lost": 1}, {"gave_up": "killed", "why": "killed"}]
     (tmp_path / "agent-0.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes))
     step = {"rows": [{"session_id": "trained"}], "left": [{"group_id": "stale", "reason": "stale"}]}
