@@ -196,7 +196,7 @@ class Services:
         self.janitor = Janitor(database, self.writer, self.sessions, self.erasure, settings, clock)
         self.log_end = LogEnd(database)
         self.all_events = AllEvents(database, self.log_end)
-        self.session_list = SessionList(database, self.turns.held, self.engines, clock)
+        self.session_list = SessionList(database, self.turns.at_gates, self.engines, clock)
         self.explain: list[Callable[[str], Awaitable[AppError | None]]] = []
         """Ask where a session is that does not exist here."""
 
@@ -212,7 +212,7 @@ class Services:
         self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
         self.lag = LoopLag(time.monotonic)
         self.counted = CachedFigures(database, time.monotonic)
-        self.views = SessionViews(database, self.turns.held)
+        self.views = SessionViews(database, self.turns.at_gates)
 
     async def open(self) -> None:
         """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""

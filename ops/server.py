@@ -219,11 +219,11 @@ class ServerProcess(OwnProcess):
     def migrate(self) -> Self:
         """Upgrade the database to this code's revision. Raises ServerDidNotStart."""
         command = [sys.executable, "-m", "alembic", "upgrade", "head"]
-        done = subprocess.run(
-            command, cwd=self._root, env=self.environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ServerDidNotStart(done.stdout + done.stderr)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with self.spawn(command, cwd=self._root, env=self.environment, **pipes) as process:
+            text, _ = process.communicate()
+        if process.returncode:
+            raise ServerDidNotStart(text.decode(errors="replace"))
         return self
 
     def __enter__(self) -> Self:

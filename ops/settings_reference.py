@@ -19,19 +19,17 @@ FILE = ROOT / "docs" / "settings.md"
 
 INTRODUCTION = """# Settings
 
-Every setting is an environment variable, read once, with a default that works on one machine.
-`python -m ops.settings_reference` makes this page. [Tuning](tuning.md) says which to change for your load, and
-[Operations](operations.md#settings-that-must-be-equal) which must be equal on all hosts.
+Every setting is an environment variable, read once, with a default that works on one machine. [Tuning](tuning.md) says
+which to change for your load, and [Operations](operations.md#settings-that-must-be-equal) which must be equal on all
+hosts.
 
 - A file can hold them: `turnlog serve --config turnlog.toml` (also `migrate`, `doctor` and the commands that open the
   store), or `TURNLOG_CONFIG=turnlog.toml` for every start, `uvicorn app.main:app` too. Its keys are the names in lower
   case without `TURNLOG_`, such as `upstreams = ["http://engine:30000"]`; lists and tables stand for commas and JSON.
   `--env-file FILE` reads lines of `NAME=value`. A variable takes precedence over both files.
-- An empty value counts as not set. Bad values stop the start with one line each, which names the
-  variable (or file, line and key), the value (never a secret) and what is accepted.
-- A misspelt setting (`…_UPSTREAM`, `…_DATABSE_URL`, `…_ADMINTOKEN`) stops the start, with a line that names the right
-  one. Any other unknown `TURNLOG_…` is ignored with a warning, Kubernetes' variables of a service `turnlog`
-  (`…_SERVICE_HOST`, `…_PORT_8000_TCP`, …) without.
+- An empty value counts as not set. Bad values stop the start with one line each.
+- A misspelt setting (`…_UPSTREAM`) stops the start, with a line that names the right one. Any other unknown `TURNLOG_…`
+  is ignored with a warning.
 - Sizes are a number of bytes or have a unit, in upper or lower case: `KiB`, `MiB`, `GiB`, `TiB` count by 1024; `kB`,
   `MB`, `GB`, `TB` by 1000; `64M` is refused. Times are in seconds.
 """

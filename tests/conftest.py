@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -60,8 +61,24 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, usual)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Modules that have no test of the lane are not imported, which takes each of the tests' processes 20 s."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    whole = re.search(rf"^pytestmark = .*pytest\.mark\.({'|'.join(LANES)})\b", text, re.MULTILINE)
+    may_have = {marker for marker in LANES if f"mark.{marker}" in text}
+    may_have |= {whole[1]} if whole else {None}
+    may_have |= {"long"} if collection_path.parent.name in REPEATED else set()
+    return True if not may_have & asked_of(config) else None
+
+
+def asked_of(config: pytest.Config) -> set[str | None]:
+    return {marker for marker in LANES if config.getoption(f"--{marker.replace('_', '-')}")} or {None}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked = {marker for marker in LANES if config.getoption(f"--{marker.replace('_', '-')}")} or {None}
+    asked = asked_of(config)
     others = [item for item in items if lane_of(item) not in asked]
     if others:
         config.hook.pytest_deselected(items=others)

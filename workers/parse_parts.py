@@ -45,6 +45,7 @@ UNKNOWN_VERSION = "unknown"
 """The weight version of an engine that names none."""
 
 Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB, le=MAX_LOGPROB)]
+"""The decoder takes neither NaN nor infinity, which are no JSON, nor what is infinite as a double (`1e999`)."""
 CachedTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 

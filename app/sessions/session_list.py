@@ -91,7 +91,7 @@ MAX_LOOKED_AT = 10_000
 
 METADATA_AT_ONCE = 500
 
-Held = Callable[[], Mapping[str, bool]]
+AtGates = Callable[[], Mapping[str, bool]]
 """Sessions whose turn waits at a gate of this process; True if the turn has its claim."""
 
 CursorFields = tuple[
@@ -135,17 +135,17 @@ class SessionQuery(SessionFilter):
 
 
 class SessionList:
-    """`held` are the turns at gates; `engines` know their weight versions."""
+    """`at_gates` returns the turns that wait at gates; `engines` know their weight versions."""
 
     def __init__(
         self,
         database: Database,
-        held: Held,
+        at_gates: AtGates,
         engines: Engines,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
-        self.held = held
+        self.at_gates = at_gates
         self._engines = engines
         self._clock = clock
 
@@ -194,11 +194,11 @@ class SessionList:
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionPage:
         after = None if cursor is None else _place_of(cursor, query)
         order, descending = _order_of(query)
-        held = self.held()
+        at_gates = self.at_gates()
 
         def read(connection: Connection) -> SessionPage:
             newest = self.newest_version(connection)
-            wanted = self._wanted(query, newest, held)
+            wanted = self._wanted(query, newest, at_gates)
             total = heads_view.count(connection, wanted) if counted else COUNTED + 1
             is_of_few = total <= COUNTED or wanted.claimed_before is not None or wanted.among is not None
             heads = heads_view.page(
@@ -210,7 +210,7 @@ class SessionList:
                 limit=limit + 1,
                 many=wanted == HeadFilter() or not is_of_few,
             )
-            rows = [session_row(head, newest, held) for head in heads[:limit]]
+            rows = [session_row(head, newest, at_gates) for head in heads[:limit]]
             page: SessionPage = {
                 "sessions": rows,
                 "next_cursor": _cursor_behind(rows[limit - 1], query) if len(heads) > limit else None,
@@ -221,7 +221,7 @@ class SessionList:
 
         return await self._database.read(read)
 
-    def _wanted(self, query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
+    def _wanted(self, query: SessionQuery, newest: int | None, at_gates: Mapping[str, bool]) -> HeadFilter:
         is_open = query.state not in (None, "closed", "erased", "undone")
         status: Any = "open" if is_open else query.status or query.state
         is_idle, is_running = query.state == "idle", query.state == "running"
@@ -231,15 +231,17 @@ class SessionList:
             status=status,
             idle=is_idle,
             claimed_before=self._clock() - (query.stuck_s or 0.0) if needs_claim else None,
-            among=held.keys() if query.state == "paused" else None,
-            but=held.keys() if is_idle or is_running else (),
+            among=at_gates.keys() if query.state == "paused" else None,
+            but=at_gates.keys() if is_idle or is_running else (),
             begins=query.q,
         )
 
-    def rows(self, connection: Connection, session_ids: Sequence[str], held: Mapping[str, bool]) -> list[ListedSession]:
-        """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `held`."""
+    def rows(
+        self, connection: Connection, session_ids: Sequence[str], at_gates: Mapping[str, bool]
+    ) -> list[ListedSession]:
+        """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `at_gates`."""
         newest = self.newest_version(connection)
-        return [session_row(row, newest, held) for row in heads_view.of(connection, session_ids)]
+        return [session_row(row, newest, at_gates) for row in heads_view.of(connection, session_ids)]
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest numeric weight version of any session or engine."""
@@ -250,7 +252,7 @@ class SessionList:
         return max(versions if sampled is None else [*versions, sampled], default=None)
 
 
-def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> ListedSession:
+def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool]) -> ListedSession:
     """`state` is the status, or what an open session is doing: `running` since `running_since`, `paused`, else `idle`.
     `staleness`: how many weight versions its newest turn is behind the newest one."""
     return {
@@ -262,7 +264,7 @@ def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> 
         "reward": head.reward,
         "created_at": head.created_at,
         "updated_at": head.updated_at,
-        "state": _state(head, held),
+        "state": _state(head, at_gates),
         "attempt": head.attempt,
         "weight_version": head.weight_version,
         "staleness": staleness(newest, head.weight_version),
@@ -274,10 +276,10 @@ def session_row(head: HeadRow, newest: int | None, held: Mapping[str, bool]) -> 
     }
 
 
-def _state(head: HeadRow, held: Mapping[str, bool]) -> SessionState:
+def _state(head: HeadRow, at_gates: Mapping[str, bool]) -> SessionState:
     if head.status != "open":
         return head.status
-    if head.session_id in held:
+    if head.session_id in at_gates:
         return "paused"
     return "idle" if head.running_since is None else "running"
 

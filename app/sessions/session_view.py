@@ -13,7 +13,7 @@ from app.domain.events import Recorded, RolledBack, Timing, TurnAbandoned, TurnC
 from app.domain.session import AssignedReward, OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
-from app.sessions.session_list import Held
+from app.sessions.session_list import AtGates
 from app.sessions.tree_view import tree_of
 from app.store import reads
 from app.store.engine import Database
@@ -26,21 +26,21 @@ from workers.codec import CorruptContent
 
 
 class SessionViews:
-    """Reads session views. `held` returns the turns that wait at gates."""
+    """Reads session views. `at_gates` returns the turns that wait at gates."""
 
-    def __init__(self, database: Database, held: Held) -> None:
+    def __init__(self, database: Database, at_gates: AtGates) -> None:
         self._database = database
-        self._held = held
+        self._at_gates = at_gates
 
     async def at(self, session_id: str, seq: int | None) -> State:
         """The session after event `seq` (None: the last). Raises as `session_at`."""
         state = await session_at(self._database, session_id, seq)
         problems = [] if state.damage is None else [{"part": "log", "message": state.damage}]
         metadata = await self._metadata(state.session, problems)
-        is_held = state.session.version == state.last_seq and session_id in self._held()
+        is_at_gate = state.session.version == state.last_seq and session_id in self._at_gates()
         if len(state.events) <= INLINE:
-            return _view(state, metadata, problems, is_held=is_held)
-        return await asyncio.to_thread(_view, state, metadata, problems, is_held=is_held)
+            return _view(state, metadata, problems, is_at_gate=is_at_gate)
+        return await asyncio.to_thread(_view, state, metadata, problems, is_at_gate=is_at_gate)
 
     async def _metadata(self, session: Session, problems: list[dict[str, str]]) -> msgspec.Raw | None:
         """The metadata; None if there is none, or if it was erased or is damaged (then with a problem added)."""
@@ -57,7 +57,7 @@ class SessionViews:
         return msgspec.Raw(by_session[blob.number])
 
 
-def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[str, str]], *, is_held: bool) -> State:
+def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[str, str]], *, is_at_gate: bool) -> State:
     session = state.session
     discarded_by = {
         turn: recorded.seq
@@ -70,7 +70,7 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         seq=session.version,
         last_seq=state.last_seq,
         status=session.status,
-        state=_state(session, is_held),
+        state=_state(session, is_at_gate),
         erased=session.status == "erased",
         config=asdict(session.config),
         fork=None if session.fork is None else asdict(session.fork),
@@ -108,10 +108,10 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
     )
 
 
-def _state(session: Session, is_held: bool) -> SessionState:
+def _state(session: Session, is_at_gate: bool) -> SessionState:
     if session.status != "open":
         return session.status
-    if is_held:
+    if is_at_gate:
         return "paused"
     return "running" if session.open_turns else "idle"
 

@@ -40,7 +40,8 @@ _known = select(sessions.c.session_id).where(sessions.c.session_id == any_(bindp
 _lock_heads = _known.order_by(sessions.c.session_id).with_for_update(skip_locked=True)
 
 # On SQLite: a claim takes its head, and a commit advances it, exactly if the log ends where the process knows it to
-# end. So the number of the next event is known, and a row count of 0 is the only other answer.
+# end. So the number of the next event is known, and a row count of 0 is the only other answer. The conditions stand
+# three times: here, for PostgreSQL below, and for what does not fit in `statements` (`claim_heads`, `free_open_turns`).
 
 _TAKE = """
 UPDATE sessions SET version = version + 1, open_turns = open_turns + 1, last_turn = last_turn + 1

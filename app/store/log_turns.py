@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from sqlalchemy import Connection
@@ -67,6 +67,26 @@ class Limited(msgspec.Struct, frozen=True):
 
     limit: LimitName
     reserved_by: frozenset[int] = frozenset()
+
+
+class Holder(NamedTuple):
+    """A row of `statements.open_turns_of`: an open turn, and whether the process that claimed it is dead."""
+
+    turn: int
+    fence: int
+    incarnation: int
+    body_hash: str
+    retry_key: str | None
+    opened_at: float
+    is_dead: bool
+
+    def busy(self) -> Busy:
+        return Busy(*self[:6])
+
+
+def holders_of(tx: Tx, session_id: str, lease_s: float) -> list[Holder]:
+    """The open turns of a session."""
+    return [Holder(*row) for row in tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": lease_s})]
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -140,16 +160,16 @@ class Claim(SetOperation, frozen=True):
         if self.most == 1 or (key is None and not self.is_retry):
             return None
         tx.lock(sql.lock_head, {"sid": self.session_id})
-        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
+        holders = holders_of(tx, self.session_id, self.lease_s)
         if key is not None:
-            same = [row for row in holders if row[4] == key]
+            same = [holder for holder in holders if holder.retry_key == key]
         else:
-            elsewhere = (row for row in holders if row[2] != opened.incarnation and row[1] not in self.unlike)
-            same = [row for row in elsewhere if row[3] == opened.body_hash]
-        live = [row for row in same if not row[6]]
+            elsewhere = (held for held in holders if held.incarnation != opened.incarnation)
+            same = [held for held in elsewhere if held.fence not in self.unlike and held.body_hash == opened.body_hash]
+        live = [holder for holder in same if not holder.is_dead]
         if same and not live:
             abandon(tx, self.session_id, self.at, same, "owner_dead")
-        return Busy(*live[0][:6]) if live else None
+        return live[0].busy() if live else None
 
     def _opened(self, number: int) -> TurnOpened:
         """The event, with the number that the store has given the turn."""
@@ -175,15 +195,15 @@ class Claim(SetOperation, frozen=True):
             return Refused(None if head is None else head[1])
         if head[2] < self.most:
             return Stale()
-        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
-        live = [row for row in holders if not row[6]]
-        dead = [row for row in holders if row[6]]
+        holders = holders_of(tx, self.session_id, self.lease_s)
+        live = [holder for holder in holders if not holder.is_dead]
+        dead = [holder for holder in holders if holder.is_dead]
         abandon(tx, self.session_id, self.at, dead, "owner_dead")
         if self.most > 1:
             return Stale() if dead else TooMany()
         if live and self.event.history is not None:
             return Stale()  # Another turn has decided the session's history.
-        return Busy(*live[0][:6]) if live else Stale()
+        return live[0].busy() if live else Stale()
 
 
 class Stage(TurnOperation, frozen=True):
@@ -428,8 +448,8 @@ class AbandonDead(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> tuple[str | None, int]:
         dead = tx.all(sql.dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
         for (session_id,) in dead:
-            holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
-            abandon(tx, session_id, self.at, [row for row in holders if row[6]], "owner_dead")
+            holders = holders_of(tx, session_id, self.lease_s)
+            abandon(tx, session_id, self.at, [holder for holder in holders if holder.is_dead], "owner_dead")
         return (dead[-1][0] if len(dead) == self.most else None), len(dead)
 
 

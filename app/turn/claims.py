@@ -317,7 +317,7 @@ class Claims:
             if entry.pinned_upto:
                 entry.pinned_upto = await self._read_pins(session_id)
             session = entry.session
-            if not _may_hold(session, turn):
+            if not turn.may_hold_claim(session):
                 return Refused(session.status)
             known = entry.newest_params
             if known is not None and known[0] == turn.call.params and not turn.shared:
@@ -562,22 +562,6 @@ def _session_after(entry: CacheEntry, before: Session, outcome: Appended) -> Ses
     after = fold(before.session_id, outcome.events, before)
     assert after is not None
     return after
-
-
-def _may_hold(session: Session, turn: InFlightTurn) -> bool:
-    """May the claim still stand? A state from before it does not tell.
-
-    Without it nothing can be decided: what the turn continues is no longer kept for it, and where a crash of the
-    database undid it, its number and fence may be another turn's.
-    """
-    if session.version < turn.fence:
-        return True
-    held, opened = session.open_turns.get(turn.opened.turn), turn.opened
-    return held is not None and (held.fence, held.parent, held.body_hash) == (
-        turn.fence,
-        opened.parent,
-        opened.body_hash,
-    )
 
 
 def _too_many_open(session_id: str, most: int) -> SessionBusy:

@@ -277,9 +277,9 @@ class EngineCalls:
     async def place(self, turn: InFlightTurn) -> None:
         """Choose the engines to try, once the gates are open. Raises as `before_engine`, NoUpstream, StoreUnavailable,
         SessionClosed, ClaimLost."""
-        for may_pass in self._points.before_engine:
-            if (wait := may_pass(turn)) is not None:
-                await self._held(turn, wait)
+        for gate in self._points.before_engine:
+            if (wait := gate(turn)) is not None:
+                await self._wait_before_engine(turn, wait)
         await self._services.placement.place(turn)
         if turn.controlled is not None:
             await turn.controlled.place(turn)
@@ -324,9 +324,9 @@ class EngineCalls:
                     path=(lambda: GENERATE if call.is_native else PATHS[call.shape]) if call.wants_native else None,
                 )
             except Withheld:
-                for may_pass in self._points.before_engine:
-                    if (wait := may_pass(turn)) is not None:
-                        await self._held(turn, wait)
+                for gate in self._points.before_engine:
+                    if (wait := gate(turn)) is not None:
+                        await self._wait_before_engine(turn, wait)
                 continue
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
             if crash_points.ARMED:
@@ -386,7 +386,7 @@ class EngineCalls:
         turn.engine_asked = True
         return True
 
-    async def _held(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
+    async def _wait_before_engine(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait at a gate. Before an engine was asked, a turn whose clients are all gone is cancelled here.
 
         Raises as `Gates.wait`, SessionClosed, ClaimLost.
@@ -402,8 +402,7 @@ class EngineCalls:
         """Raises SessionClosed if another process has closed the session while this turn waited at a gate, ClaimLost if
         the store was taken back to a checkpoint."""
         session = require_open(await self._services.cache.current(turn.session_id), turn.session_id).session
-        held, fence = session.open_turns.get(turn.opened.turn), turn.fence
-        if session.version >= fence and (held is None or held.fence != fence):
+        if not turn.may_hold_claim(session):
             raise ClaimLost(f"the claim on session {turn.session_id} was ended while the turn waited at a gate")
 
     # validation

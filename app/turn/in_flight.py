@@ -185,13 +185,13 @@ class InFlightTurn(msgspec.Struct, eq=False):
     large: int = 0
 
     # In flight. `waiters` are its client and those that joined; `finished`, made for the first that
-    # joins, resolves to the reply if the turn commits, else to None. `is_held`: it waits at a gate.
+    # joins, resolves to the reply if the turn commits, else to None. `is_at_gate`: it waits at a gate.
     # `engine_asked`: its request may have reached an engine. `attempts` are the times of all its
     # attempts to claim.
     waiters: list[Waiter] = []
     finished: asyncio.Future[TurnReply | None] | None = None
     cancel_reason: CancelReason | None = None
-    is_held: bool = False
+    is_at_gate: bool = False
     engine_asked: bool = False
     attempts: list[float] = []
     task: asyncio.Task[object] | None = None
@@ -259,10 +259,25 @@ class InFlightTurn(msgspec.Struct, eq=False):
     def has_claim(self) -> bool:
         return self.fence > 0
 
+    def may_hold_claim(self, session: Session) -> bool:
+        """May the claim still stand in this state of the session? A state from before the claim does not tell.
+
+        Without it nothing can be decided: what the turn continues is no longer kept for it, and where a crash of the
+        database undid it, its number and fence may be another turn's.
+        """
+        if session.version < self.fence:
+            return True
+        held, opened = session.open_turns.get(self.opened.turn), self.opened
+        return held is not None and (held.fence, held.parent, held.body_hash) == (
+            self.fence,
+            opened.parent,
+            opened.body_hash,
+        )
+
     def add(self, waiter: Waiter) -> None:
         self.waiters.append(waiter)
-        if self.is_held:
-            waiter.turn_held()
+        if self.is_at_gate:
+            waiter.turn_at_gate()
 
     def remove(self, waiter: Waiter) -> None:
         """If no other client waits for the turn, cancel it."""
@@ -290,13 +305,13 @@ class InFlightTurn(msgspec.Struct, eq=False):
     def waiting_at_gate(self) -> Iterator[None]:
         """While the turn waits at a gate, clients that disconnect leave at once; the last one
         cancels the turn."""
-        self.is_held = True
+        self.is_at_gate = True
         for waiter in tuple(self.waiters):
-            waiter.turn_held()
+            waiter.turn_at_gate()
         try:
             yield
         finally:
-            self.is_held = False
+            self.is_at_gate = False
 
     def cancel(self, reason: CancelReason) -> None:
         """Cancel the work on the prompt or at the engine. A turn that is past both is decided by its
@@ -379,7 +394,7 @@ class Waiter(msgspec.Struct, eq=False):
             raise ClientGone("the client went away while it waited for a turn that it had joined")
         return finished.result()
 
-    def turn_held(self) -> None:
+    def turn_at_gate(self) -> None:
         """The turn waits at a gate."""
         if self.is_disconnected:
             self.leave()
@@ -390,7 +405,7 @@ class Waiter(msgspec.Struct, eq=False):
         """The client has disconnected. Leave a turn that waits at a gate; any other turn goes on
         until `leave`."""
         self.is_disconnected = True
-        if self.flight is not None and self.flight.is_held:
+        if self.flight is not None and self.flight.is_at_gate:
             self.leave()
 
     def leave(self) -> None:

@@ -18,8 +18,8 @@ from app.store.log import StoredChunk
 from app.turn.engine_call import EngineCall, EngineCalls
 from app.turn.in_flight import InFlightTurn, SessionLimits
 
-MayPass = Callable[[InFlightTurn], Callable[[InFlightTurn], Awaitable[None]] | None]
-"""None where the turn may go on at once; else what waits until it may."""
+Gate = Callable[[InFlightTurn], Callable[[InFlightTurn], Awaitable[None]] | None]
+"""What a turn asks before it goes on: None where it may at once, else what waits until it may."""
 
 Generate = Callable[[InFlightTurn], Awaitable[None]]
 """Sets `answer`, and `reply` if the engine's reply is a completion."""
@@ -29,7 +29,7 @@ class TurnPoints:
     """The lists, each in the order in which its functions are called."""
 
     def __init__(self) -> None:
-        self.before_claim: list[MayPass] = []
+        self.before_claim: list[Gate] = []
         """Before a turn takes a claim, and after the request was found to be a new turn: while it
         waits here it holds nothing, and it is cancelled if its clients leave. Gates."""
 
@@ -43,7 +43,7 @@ class TurnPoints:
         """Around the generation of a prepared turn: each gets the one before it, the first the plain
         one, which asks an engine and validates its reply. Resume: staged tokens, aborted parts."""
 
-        self.before_engine: list[MayPass] = []
+        self.before_engine: list[Gate] = []
         """Before an engine is chosen: as `before_claim`, but the turn holds its claim. Gates."""
 
         self.streaming: list[Callable[[InFlightTurn, EngineCall], None]] = []

@@ -152,8 +152,8 @@ class Turns:
         reply: TurnReply | None = None
         has_waited = False
         try:
-            for may_pass in points.before_claim:
-                if (wait := may_pass(turn)) is not None:
+            for gate in points.before_claim:
+                if (wait := gate(turn)) is not None:
                     await self._wait_at_gate(turn, wait)
                     has_waited = True
             if not await claims.take(turn, entry, has_waited=has_waited, is_alone=self.in_flight == 1):
@@ -312,9 +312,11 @@ class Turns:
             raise
 
     async def _stored_reply(self, turn: InFlightTurn, number: int) -> TurnReply:
+        """The reply, once it is on disk. Raises SessionClosed, SessionUnreadable, StoreUnavailable."""
         cache, session_id, request = self._services.cache, turn.session_id, turn.request
         session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
+            # The commit may be another process's, and visible here before it is on disk.
             await self._services.writer.submit(Settled(session_id))
         mode = self._services.settings.client_reply
         kinds = shown_kinds(asked_for(request.params), mode)
@@ -393,10 +395,10 @@ class Turns:
 
     # the process's turns
 
-    def held(self) -> dict[str, bool]:
+    def at_gates(self) -> dict[str, bool]:
         """Sessions with a turn that waits here at a gate; True if such a turn has its claim already."""
-        held = {name: [turn for turn in flights if turn.is_held] for name, flights in self._in_flight.items()}
-        return {name: any(turn.has_claim for turn in flights) for name, flights in held.items() if flights}
+        at_gates = {name: [turn for turn in flights if turn.is_at_gate] for name, flights in self._in_flight.items()}
+        return {name: any(turn.has_claim for turn in flights) for name, flights in at_gates.items() if flights}
 
     def flight(self, session_id: str, number: int) -> InFlightTurn | None:
         """The turn with this number, if it is in flight here and has its claim."""

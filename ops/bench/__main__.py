@@ -11,12 +11,12 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import archive, export, payloads, peer, sessions, startup, trees, turns
+from ops.bench import archive, export, payloads, peers, sessions, startup, trees, turns
 from ops.bench.measure import print_results
 
 BENCHMARKS = {
     "turns": turns,
-    "peer": peer,
+    "peers": peers,
     "sessions": sessions,
     "payloads": payloads,
     "export": export,

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -134,6 +134,32 @@ def opening_messages(size: int, seed: int = 0) -> list[bytes]:
     return messages
 
 
+class Dialogue(Protocol):
+    """The requests of one session, of which `turns` were answered."""
+
+    @property
+    def turns(self) -> float: ...
+
+    def body(self) -> tuple[bytes, ...]:
+        """The next request's body, in pieces."""
+
+    def answered(self, message: bytes) -> None:
+        """Go on with a reply's message, as raw JSON."""
+
+
+class Source(Protocol):
+    """What the clients of a load say: `Script`, or recorded runs of programs."""
+
+    @property
+    def wire(self) -> Wire: ...
+
+    @property
+    def is_known(self) -> bool: ...
+
+    def dialogues(self) -> Iterator[Dialogue]:
+        """Without end, one for each session."""
+
+
 class Script(NamedTuple):
     """The content of each session of a load: its first messages, and the `sim` and other fields of every request.
 
@@ -149,6 +175,10 @@ class Script(NamedTuple):
 
     def begin(self) -> Conversation:
         return Conversation(self.opening, self.sim, self.more, self.wire)
+
+    def dialogues(self) -> Iterator[Conversation]:
+        while True:
+            yield self.begin()
 
 
 def short_turns(request_bytes: int, turns_per_session: int) -> Script:
@@ -235,7 +265,7 @@ class Load:
     def __init__(
         self,
         base_url: str,
-        script: Script,
+        script: Source,
         *,
         clients: int,
         turns_per_session: int,
@@ -247,9 +277,10 @@ class Load:
         self._headers = headers
         self._name = f"bench-{secrets.token_hex(3)}"
         self._script = script
+        self._dialogues = script.dialogues()
         self._clients = clients
         self._turns_per_session = turns_per_session
-        self._ready: deque[tuple[Session, Conversation]] = deque()
+        self._ready: deque[tuple[Session, Dialogue]] = deque()
         self._names: Iterator[int] = itertools.count()
         self._tally = Tally()
         self._until = 0.0
@@ -278,9 +309,9 @@ class Load:
             for _ in range(count):
                 self._ready.append(await self._new_session(connection))
 
-    async def _new_session(self, connection: Connection) -> tuple[Session, Conversation]:
+    async def _new_session(self, connection: Connection) -> tuple[Session, Dialogue]:
         session = await self._open(connection, f"{self._name}-{next(self._names)}")
-        conversation = self._script.begin()
+        conversation = next(self._dialogues)
         if self._script.is_known:
             response = await self._ask(connection, session, conversation)
             if response.status != 200:
@@ -288,7 +319,7 @@ class Load:
             conversation.answered(self._script.wire.added(response.body))
         return session, conversation
 
-    async def _ask(self, connection: Connection, session: Session, conversation: Conversation) -> Response:
+    async def _ask(self, connection: Connection, session: Session, conversation: Dialogue) -> Response:
         path = session.root + self._script.wire.route
         return await connection.request("POST", path, conversation.body(), session.headers)
 

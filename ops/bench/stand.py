@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ops.bench.load import Load, Script, Tally
+from ops.bench.load import Load, Open, Source, Tally, open_session
 from ops.bench.measure import cpu_s, percentile
 from ops.bench.primary import Database, Work
 from ops.server import ROOT, OwnProcess, ServerProcess
@@ -150,11 +150,12 @@ class Side:
     def __init__(
         self,
         servers: Sequence[OwnProcess],
-        script: Script,
+        script: Source,
         *,
         clients: int,
         turns_per_session: int,
         headers: str = "",
+        opens: Open = open_session,
         database: Database | None = None,
     ) -> None:
         self._servers = servers
@@ -167,6 +168,7 @@ class Side:
                 clients=share + (number < more),
                 turns_per_session=turns_per_session,
                 headers=headers,
+                opens=opens,
             )
             for number, server in enumerate(servers)
         ]

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -73,6 +73,7 @@ class Engine:
         self.prefixes = PrefixCache(config.cache_tokens)
         self.weight_version = config.weight_version
         self.latency_s = config.latency_s
+        self.witnesses: list[Callable[[Generation[Any]], None]] = []  # called with each generation, before any fault
         self._dialect: Wire = {"vllm": vllm, "sglang": sglang, "openai": openai}[config.dialect]
         self._decode = msgspec.json.Decoder(ChatRequest).decode
         self._decode_generate = msgspec.json.Decoder(native.GenerateRequest).decode
@@ -233,7 +234,10 @@ class Engine:
             self.policy.leave(prompt.packed, whole, len(draft.ids))
         self.prefixes.served(prompt.packed + array("i", draft.ids).tobytes())
         spans = _spans(run, request.sim, len(draft.ids))
-        return Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
+        generation = Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
+        for witness in self.witnesses:
+            witness(generation)
+        return generation
 
     def _latency_of(self, request: Request) -> float:
         """The time of a whole generation, which one of a single token does not take."""

@@ -40,9 +40,8 @@ class Agent:
         self._sessions, self._folder, self._seed, self._number = sessions, folder, seed, number
         self._lock = threading.Lock()
         self._file = (folder / f"agent-{number}.jsonl").open("a")
-        self._openai = OpenAI(
-            base_url="http://unused", api_key="unused", max_retries=RETRIES, timeout=60
-        )  # One for all: to make one takes 0.1 s.
+        # One for all rollouts, with their connections: to make one takes 0.1 s.
+        self._openai = OpenAI(base_url="http://unused", api_key="unused", max_retries=RETRIES, timeout=60)
 
     def run(self) -> None:
         """Plays until it is killed."""

@@ -118,7 +118,8 @@ def _config(tokenizer: Any) -> Any:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        # vLLM 0.32 on the CPU packs a tied head when it starts, and does not load it again.
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=end,

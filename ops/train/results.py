@@ -53,8 +53,7 @@ ALL = (*(Planned(FAULT_FREE, seed) for seed in SEEDS), Planned(FAULTS, 1), Plann
 
 class Result(msgspec.Struct):
     """What is kept of a run. `points` has for each step the tokens generated before its end, and its
-    mean reward. `ratio_before` is the largest distance from 1 of the mean ratio of a step on rows
-    that no update had preceded. `staleness` is in weight versions, the mean over steps and the most.
+    mean reward. `ratio_before` is the largest distance from 1 of a token's ratio in the first step. `staleness` is in weight versions, the mean over steps and the most.
     `given_up` counts rollouts that an agent could not end, by what ended them.
     """
 
@@ -97,7 +96,7 @@ def measure(folder: Path, kind: str, audit: Audit) -> Result:
         steps=len(steps),
         seconds=run["seconds"],
         points=[(_at(counted, step["at"]), float(step["reward"])) for step in steps],
-        ratio_before=abs(float(steps[0]["ratio_mean"]) - 1),
+        ratio_before=float(steps[0]["ratio_error"]),
         staleness=(statistics.mean(staleness), max(staleness)),
         trained=sum(row["sampled"] for step in steps for row in step["rows"]),
         waiting=sum(audit.fates.get(fate, 0) for fate in WAITING),

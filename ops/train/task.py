@@ -111,7 +111,7 @@ def _is_call(call: Mapping[str, Any], task: Task) -> bool:
         arguments = json.loads(function["arguments"])
     except ValueError:
         return False
-    return function["name"] == task.tool and arguments == {"city": task.city}
+    return (function["name"], arguments) == (task.tool, {"city": task.city})
 
 
 def answer_of(city: str, result: str) -> str:

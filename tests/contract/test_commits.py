@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from helpers.store import LEASE_S, Store
 from unit.making import assistant, user, validated
 
+from app.domain import decide
 from app.domain.history import RequestHistory
+from app.errors import ClaimLost
 from app.protocols.registry import PROTOCOLS
 from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
@@ -50,7 +52,14 @@ class Process:
             lease_left=cast(Any, None),
         )
 
-    async def take(self, messages: list[dict[str, Any]], answer: dict[str, Any], params: bytes = PARAMS) -> None:
+    async def take(
+        self,
+        messages: list[dict[str, Any]],
+        answer: dict[str, Any],
+        params: bytes = PARAMS,
+        abandoned: Literal["not_released"] | None = None,
+    ) -> None:
+        """`abandoned`: why the claim ends before the commit."""
         entry = await self.cache.open("s")
         request = PROTOCOLS["chat"].parse(json.dumps({"messages": messages}).encode(), True, None)
         turn = InFlightTurn("s", Waiter(lambda size: None), Stages(time.monotonic), request=request)
@@ -67,6 +76,8 @@ class Process:
         message = json.dumps(answer).encode()
         message_hash = history.reply_hashes(message)[0]
         reply = validated([1, 2, 3], 0, 1, message_hash, message=message, exchange=b"exchange")
+        if abandoned is not None:
+            await self._claims.abandon(turn, abandoned)
         await self._claims.commit(turn, reply, is_alone=False)
         self.turn = turn  # Its reply is still being sent.
 
@@ -93,3 +104,13 @@ async def test_the_parameters_that_are_kept_for_the_next_turn_are_counted(sqlite
     process = Process(sqlite_store)
     await process.take([user("a")], assistant("b"), b'{"guided_json":"%s"}' % (b"x" * 100_000))
     assert process.cache.size > 100_000
+
+
+async def test_nothing_is_decided_for_a_turn_whose_claim_has_ended(
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it continues may be gone from the session, so that deciding would fail."""
+    await sqlite_store.create("s")
+    monkeypatch.setattr(decide, "commit_turn", None)
+    with pytest.raises(ClaimLost):
+        await Process(sqlite_store).take([user("a")], assistant("b"), abandoned="not_released")

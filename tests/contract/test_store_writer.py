@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from helpers.store import Store, claim, commit, create
-from sqlalchemy import bindparam, select
+from sqlalchemy import bindparam, select, text
 from sqlalchemy.engine import make_url
 
 from app.errors import Overloaded, StoreUnavailable
@@ -39,6 +39,22 @@ class Broken:
     def apply(self, tx: Tx) -> None:
         create(self.session_id).apply(tx)
         raise ValueError("broken")
+
+
+class Looking:
+    """Returns how the database will write the transaction: SQLite's FULL is 2, NORMAL is 1."""
+
+    runs_inline: ClassVar[bool] = False
+    is_alone = False
+    size = 0
+
+    def __init__(self, session_id: str, durable: bool) -> None:
+        self.session_id = session_id
+        self.durable = durable
+
+    def apply(self, tx: Tx) -> Any:
+        row = tx.one(text("SHOW synchronous_commit" if tx.is_remote else "PRAGMA synchronous"), {})
+        return None if row is None else row[0]
 
 
 class Holding:
@@ -88,6 +104,16 @@ async def test_many_submits_at_once_take_few_transactions(store: Store) -> None:
     assert all(isinstance(outcome, Appended) for outcome in made)
     assert store.writer.counters.operations == 300
     assert store.writer.counters.transactions - before <= 3
+
+
+@pytest.mark.parametrize("durable", [(True,), (False,), (True, False), (False, True)])
+async def test_a_batch_is_synced_if_any_of_its_operations_is_durable(store: Store, durable: tuple[bool, ...]) -> None:
+    """Asked of the database itself, inside the transaction."""
+    looking = [Looking(f"s{number}", is_durable) for number, is_durable in enumerate(durable)]
+    settings = await asyncio.gather(*(store.submit(operation) for operation in looking))
+    names = {True: 2, False: 1} if store.database.is_sqlite else {True: "on", False: "off"}
+    assert settings == [names[any(durable)]] * len(durable)
+    assert store.writer.counters.transactions == 1
 
 
 async def test_claims_alone_need_no_durable_transaction_and_a_commit_does(store: Store) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 WRITERS = 6
 KILLS = 3
-SESSIONS_A_KILL = 12
+SESSIONS_A_KILL = 6
 LAST = "the-last-session"
 PATIENCE_S = 120.0
 

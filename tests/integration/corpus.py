@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from app.export import formats
 from integration.places import Place
 from integration.reading import Row, read
 from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, Talk, serving, user
 
-SHAPES = ("turnlog", "miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos")
+SHAPES = tuple(shape for shape in formats.SHAPES if not formats.takes_sessions(shape))
 SINGLE = tuple(shape for shape in SHAPES if shape != "atropos")
 EVERYTHING = {"explain": "true", "replay": "true", "advantage": "grpo"}
 NESTED = {"indexer_topk": {"nested": True}}

@@ -16,7 +16,7 @@ from integration.places import Place, Places
 from integration.stand import Stand, Talk, error_of, serving, standing, until, user
 from ops.simulator.process import SimulatorProcess
 
-AGENTS = 64
+AGENTS = 32
 
 
 def of_length(tokens: int, **fields: Any) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 from unit.making import SESSION, Book
 
-from app.errors import SessionBusy
+from app.errors import SessionBusy, StoreUnavailable
 from app.protocols.registry import PROTOCOLS
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
+from app.store.log_sessions import Settled
 from app.turn.in_flight import InFlightTurn, Stages, Waiter
 from app.turn.points import TurnPoints
 from app.turn.turns import Turns
@@ -71,3 +72,24 @@ async def test_a_turn_that_begins_while_an_earlier_reply_is_looked_for_makes_the
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
     assert turns.in_flight == 0
+
+
+async def test_a_stored_reply_is_given_once_it_is_on_disk() -> None:
+    """On PostgreSQL another process's commit is visible before: what makes sure of it fails here."""
+
+    async def current(session_id: str) -> CacheEntry:
+        return CacheEntry(Book().session)
+
+    async def submit(operation: object) -> None:
+        assert operation == Settled(SESSION)
+        raise StoreUnavailable("the database is away")
+
+    services = SimpleNamespace(
+        points=TurnPoints(),
+        engine_calls=SimpleNamespace(generate=None),
+        large_bodies=None,
+        cache=SimpleNamespace(current=current, database=SimpleNamespace(is_sqlite=False)),
+        writer=SimpleNamespace(submit=submit),
+    )
+    with pytest.raises(StoreUnavailable):
+        await Turns(cast(Any, services))._stored_reply(request(), 1)

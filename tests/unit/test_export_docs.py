@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 import app
 from app.export import formats
 from app.export.query import ExportQuery
+from app.features.page.files import FOLDER
 
 DOCS = Path(app.__file__).parents[1] / "docs" / "export.md"
 
@@ -37,7 +39,10 @@ def test_a_snippet_reads_its_format(format: str, tmp_path: Path, monkeypatch: py
     assert [row["status"] for row in found["rows"]] == ["truncated", "completed", "aborted"]
 
 
-def test_every_shape_and_format_is_in_the_docs() -> None:
+def test_every_shape_and_format_is_in_the_docs_and_every_shape_on_the_page() -> None:
+    offered = re.search(r"SHAPES = (\[.*\]);", FOLDER.joinpath("exportform.js").read_text())
+    assert offered is not None
+    assert set(json.loads(offered[1])) == set(formats.SHAPES)
     text = DOCS.read_text()
     assert [format for format in formats.FORMATS if f"`{format}`" not in text] == []
     assert [shape for shape in formats.SHAPES if f"| `{shape}` |" not in text] == []

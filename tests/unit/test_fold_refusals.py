@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+import msgspec
 import pytest
 from helpers.log import committed, created, opened
 
-from app.domain.events import Recorded, UnknownEvent
+from app.domain.events import TYPES, Event, Recorded, UnknownEvent
 from app.domain.session import Session, fold
 
 
@@ -51,3 +52,21 @@ def test_a_sound_log_has_chains_that_end() -> None:
 def test_a_turn_that_cannot_follow_its_parent_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UnknownEvent, match="cannot follow turn"):
         folded(**changes)
+
+
+def smallest(kind: type[Event]) -> Event:
+    """The event with the smallest value for each field that it must have."""
+    values: dict[object, object] = {int: 1, float: 1.0, str: "s", tuple: ()}
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind) if field.required}
+    given = {
+        name: get_args(hint)[0] if get_origin(hint) is Literal else values[get_origin(hint) or hint]
+        for name, hint in fields.items()
+    }
+    return kind(**given)
+
+
+@pytest.mark.parametrize("name", sorted(TYPES.keys() - {"SessionCreated", "TurnOpened", "TurnCommitted"}))
+def test_the_fold_has_a_case_for_every_event(name: str) -> None:
+    """Without one, its sessions could not be read."""
+    events = [created(), opened(1, 0), committed(turn=1, parent=0, fence=2), smallest(TYPES[name])]
+    assert fold("s", [Recorded(seq, 1.0, event) for seq, event in enumerate(events, 1)]) is not None

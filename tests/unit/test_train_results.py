@@ -41,7 +41,7 @@ def test_a_folder_is_measured(tmp_path: Path) -> None:
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     (tmp_path / "run.json").write_text(json.dumps({"seed": 3, "seconds": 50.0}))
-    step = {"ratio_mean": 1.0002, "staleness": 1, "rows": [{"sampled": 30}, {"sampled": 12}]}
+    step = {"ratio_error": 2e-4, "staleness": 1, "rows": [{"sampled": 30}, {"sampled": 12}]}
     write("steps.jsonl", {**step, "at": 10.0, "reward": 0.25}, {**step, "at": 20.0, "reward": 0.75})
     write("engine.jsonl", *({"at": at, "tokens": tokens} for at, tokens in ((9, 50), (15, 80), (21, 99))))
     kill = {"what": "killed"}
@@ -57,7 +57,11 @@ def test_a_folder_is_measured(tmp_path: Path) -> None:
     assert measured.final_reward == 0.5
 
 
-TOLD = [*SEEDS, result(FAULTS, 1, 0.9), result(PEER, 1, 0.7, given_up={'killed': 7, 'RolloutLost': 4, 'APIConnectionError': 1})]
+TOLD = [
+    *SEEDS,
+    result(FAULTS, 1, 0.9),
+    result(PEER, 1, 0.7, given_up={"killed": 7, "RolloutLost": 4, "APIConnectionError": 1}),
+]
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +100,7 @@ def test_a_complete_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
 
     def play(planned: Planned, folder: Path) -> Audit:
         played.append(planned)
-        step = {"at": 1.0, "reward": 0.5, "ratio_mean": 1.0, "staleness": 0, "rows": []}
+        step = {"at": 1.0, "reward": 0.5, "ratio_error": 0.0, "staleness": 0, "rows": []}
         (folder / "steps.jsonl").write_text(json.dumps(step) + "\n")
         run = {"seed": planned.seed, "seconds": 1.0, "complete": len(played) > 1}
         (folder / "run.json").write_text(json.dumps(run))

@@ -22,7 +22,7 @@ from app.store import statements as sql
 from app.store.batch import DEFERRED, Deferred
 from app.store.dialect import ForEach, Tx
 from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, refused
-from app.store.log_turns import Busy, Claim, Commit, Limited, Pinned, Release, Stale, TooMany
+from app.store.log_turns import Busy, Claim, Commit, Limited, Pinned, Release, Stale, TooMany, holders_of
 from app.store.schema import SESSION_ID, open_turns, sessions
 
 _of = bindparam("of", type_=SESSION_ID)
@@ -156,8 +156,7 @@ class BudgetClaim(Claim, frozen=True):
         for session_id in session_ids:
             if tx.is_remote and tx.one(_lock_if_free, {"of": session_id}) is None:
                 continue
-            holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
-            dead = [row for row in holders if row[6]]
+            dead = [holder for holder in holders_of(tx, session_id, self.lease_s) if holder.is_dead]
             abandoned = bool(abandon(tx, session_id, self.at, dead, "owner_dead").events) or abandoned
         return abandoned
 

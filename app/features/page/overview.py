@@ -132,8 +132,8 @@ class Overviews:
                 self._sessions.newest_version(connection),
             )
         )
-        held = self._sessions.held()
-        unclaimed = sum(not has_claim for has_claim in held.values())
+        at_gates = self._sessions.at_gates()
+        unclaimed = sum(not has_claim for has_claim in at_gates.values())
         recent = self._recent.summary()
         return Overview(
             at=at,
@@ -141,8 +141,8 @@ class Overviews:
                 open=counted.counts.open,
                 closed=counted.counts.closed,
                 erased=counted.counts.erased,
-                running=max(0, claims.all - (len(held) - unclaimed)),
-                paused=len(held),
+                running=max(0, claims.all - (len(at_gates) - unclaimed)),
+                paused=len(at_gates),
                 idle=max(0, counted.counts.open - claims.all - unclaimed),
                 active=counted.counts.changed + claims.newly_active,
                 counted_at=counted.at,

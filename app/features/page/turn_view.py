@@ -124,7 +124,7 @@ class TurnViews:
         if flight is None:
             raise NotFound(f"turn {turn} of session {session_id} has no messages here")
         protocol, sent = flight.opened.protocol, Messages(list(flight.stored), b"null")
-        state = "gate" if flight.is_held else flight.stages.marks[-1][0].name.lower()
+        state = "gate" if flight.is_at_gate else flight.stages.marks[-1][0].name.lower()
         engine = self._engine_of(flight.rid)
         messages = await asyncio.to_thread(
             lambda: [_message(message, False, whole) for message in as_messages(protocol, sent)[:-1]]

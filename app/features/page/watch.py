@@ -113,7 +113,7 @@ class Watch:
         self._starting = asyncio.Lock()
         self._polling: asyncio.Task[None] | None = None
         self._position = LogPosition("", START)
-        self._held: frozenset[str] = frozenset()
+        self._at_gates: frozenset[str] = frozenset()
         self._stopping = False
 
     @property
@@ -152,7 +152,7 @@ class Watch:
     async def _start(self) -> None:
         """Start polling at the end of the log. Raises StoreUnavailable."""
         self._position = await self._present()
-        self._held = frozenset(self._sessions.held())
+        self._at_gates = frozenset(self._sessions.at_gates())
         self._polling = asyncio.create_task(self._poll(), name="turnlog-watch")
         self._polling.add_done_callback(self._ended)
 
@@ -167,12 +167,12 @@ class Watch:
         if resumed.epoch != self._position.epoch:
             return listener.reset(self._position)
 
-        held = self._sessions.held()
+        at_gates = self._sessions.at_gates()
 
         def read(connection: Connection) -> Tail:
             found = tail.since(connection, resumed.place, MAX_BEHIND + 1)
             if found.events <= MAX_BEHIND:
-                rows.extend(self._sessions.rows(connection, found.session_ids, held))
+                rows.extend(self._sessions.rows(connection, found.session_ids, at_gates))
             return found
 
         missed = await self._database.read(read)
@@ -196,18 +196,18 @@ class Watch:
     async def _has_changed(self) -> bool:
         """Raises StoreUnavailable."""
         end = (await self._log_end.now()).last
-        return end != self._position.place or frozenset(self._sessions.held()) != self._held
+        return end != self._position.place or frozenset(self._sessions.at_gates()) != self._at_gates
 
     async def _read_new(self) -> int:
         """Read new events and notify the listeners. Returns the number of events. Raises StoreUnavailable."""
-        at_gates = self._sessions.held()
-        held = frozenset(at_gates)
+        at_gates = self._sessions.at_gates()
+        came_or_went = at_gates.keys() ^ self._at_gates
         rows: list[ListedSession] = []
 
         def read(connection: Connection) -> Tail:
             rows.clear()
             found = tail.since(connection, self._position.place, BATCH)
-            rows.extend(self._sessions.rows(connection, list({*found.session_ids, *(held ^ self._held)}), at_gates))
+            rows.extend(self._sessions.rows(connection, list({*found.session_ids, *came_or_went}), at_gates))
             return found
 
         new = await self._database.read(read)
@@ -219,7 +219,7 @@ class Watch:
             for listener in self._listeners:
                 listener.reset(self._position)
             return 0
-        self._held = held
+        self._at_gates = frozenset(at_gates)
         self._position = LogPosition(self._position.epoch, new.last)
         for listener in self._listeners:
             listener.add(rows, self._position)

@@ -232,8 +232,8 @@ class Resume:
         with turn.cancellable():
             if misses:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
-            for may_pass in self._services.points.before_engine:
-                if (wait := may_pass(turn)) is not None:
+            for gate in self._services.points.before_engine:
+                if (wait := gate(turn)) is not None:
                     await wait(turn)
             stages.marks.append((TurnStage.PREPARE, stages.clock()))
             await self._calls.require_still_open(turn)

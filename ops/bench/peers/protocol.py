@@ -15,6 +15,7 @@ import httpx
 
 from ops.bench.client import Connection
 from ops.bench.load import Session
+from ops.bench.primary import Database
 from ops.server import ROOT, OwnProcess, is_healthy
 from ops.simulator.config import Dialect
 
@@ -28,13 +29,14 @@ class NotInstalled(Exception):
 class Place(NamedTuple):
     """Where a server runs. `folder` is for its data, empty at first, and kept over a restart. `python` is the
     interpreter of its environment, `checkout` the source tree that `--server NAME=PATH` gave. What `stack` holds ends
-    after the server."""
+    after the server; `databases` gets the server's if it is another process."""
 
     folder: Path
     engine_url: str
     python: Path
     checkout: Path | None
     stack: contextlib.ExitStack
+    databases: list[Database]
 
 
 class Record(NamedTuple):
@@ -47,15 +49,19 @@ class Record(NamedTuple):
 
 
 class Peer(Protocol):
-    """A server. `dialect` is the engine's whose replies it records; `health` its lightest route."""
+    """A server. `dialect` is the engine's whose replies it records; `health` its lightest route;
+    `streams` whether it answers a request for a stream with one."""
 
     name: str
     requirements: Sequence[str] = ()
     """pip's, installed into an environment of its own; none: the benchmark's own environment."""
+    bare: Sequence[str] = ()
+    """Requirements that are installed without their own."""
     needs_checkout: bool = False
     """It is not on PyPI: `--server NAME=PATH` says where it is."""
     dialect: Dialect = "vllm"
     health: str = "/health"
+    streams: bool = True
 
     def process(self, place: Place) -> OwnProcess:
         """The server before an engine at `place.engine_url`, not started. Raises NotInstalled."""
@@ -87,6 +93,7 @@ class PeerProcess(OwnProcess):
             port=port,
             environment={**os.environ, **(environment or {})},
             root=place.folder,
+            start_timeout_s=120.0,
             stop_s=10.0,
             group=True,
         )
@@ -116,14 +123,21 @@ def by_mask(ids: Sequence[object], logprobs: Sequence[object] | None, mask: Sequ
 
 def interpreter(peer: Peer) -> Path:
     """The interpreter of the peer's environment, which is made at the first use. Raises NotInstalled."""
-    home = ENVIRONMENTS / "+".join(peer.requirements).replace("/", "_").replace("=", "-")
+    wanted = "+".join((*peer.requirements, *peer.bare))
+    home = ENVIRONMENTS / wanted.replace("/", "_").replace("=", "-")[:120]
     done = home / "installed"
     if not done.exists():
         venv.create(home, with_pip=True, clear=True)
-        command = [str(home / "bin" / "python"), "-m", "pip", "install", "-q", *peer.requirements]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode:
-            lines = made.stderr.strip().splitlines()
-            raise NotInstalled(f"pip: {lines[-1] if lines else made.returncode}")
+        _install(home / "bin" / "python", *peer.requirements)
+        if peer.bare:
+            _install(home / "bin" / "python", "--no-deps", *peer.bare)
         done.touch()
     return home / "bin" / "python"
+
+
+def _install(python: Path, *packages: str) -> None:
+    command = [str(python), "-m", "pip", "install", "-q", *packages]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        lines = made.stderr.strip().splitlines()
+        raise NotInstalled(f"pip: {lines[-1] if lines else made.returncode}")

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { badge, button, failure, h, replace, setText } from "./dom.js";
-import { count, duration, serverNow, since } from "./format.js";
+import { amount, count, duration, serverNow, since } from "./format.js";
 import { isWriting } from "./keys.js";
 import { sessionHref } from "./route.js";
 import { LatestRequest } from "./view.js";
@@ -269,7 +269,7 @@ export class ActionList {
     this.stamp += 1;
     this.axis = this.#axis();
     const found = this.all.filter(this.#isError).length;
-    setText(this.errors, found === 0 ? "no errors" : found === 1 ? "1 error" : `${count(found)} errors`);
+    setText(this.errors, found ? amount(found, "error") : "no errors");
     this.#renderSoon();
   }
 

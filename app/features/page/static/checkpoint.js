@@ -4,7 +4,7 @@ import { get, url } from "./api.js";
 import { FollowsFleet } from "./checkpoints.js";
 import { copyButton, copyCurl } from "./copy.js";
 import { badge, bar, button, fact, h, replace } from "./dom.js";
-import { clock, count, since } from "./format.js";
+import { amount, clock, count, since } from "./format.js";
 import { groupHref, sessionHref } from "./route.js";
 import { badgeCell, linkCell, textCell } from "./rows.js";
 import { LongTable } from "./table.js";
@@ -113,7 +113,7 @@ function facts({ created_at, cut, state, sessions, groups, restores }) {
 /** @param {SessionThen} one @returns {string} what came after the checkpoint */
 function later({ seq, version }) {
   const events = version - seq;
-  return events > 0 ? `${count(events)} ${events === 1 ? "event" : "events"}` : "none";
+  return events > 0 ? amount(events, "event") : "none";
 }
 
 /** @returns {Column<SessionThen>[]} */

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { copyCurl } from "./copy.js";
 import { bar, button, h, message, replace, setText } from "./dom.js";
-import { count } from "./format.js";
+import { amount, count } from "./format.js";
 import { checkpointHref } from "./route.js";
 import { badgeCell, linkCell, sinceCell, textCell } from "./rows.js";
 import { LongTable } from "./table.js";
@@ -69,7 +69,7 @@ export class CheckpointsView extends FollowsFleet {
       ({ checkpoints }) => {
         const newest = checkpoints.toReversed();
         this.table.show(newest, newest.length, false);
-        setText(this.total, `${count(newest.length)} ${newest.length === 1 ? "checkpoint" : "checkpoints"}, newest first`);
+        setText(this.total, `${amount(newest.length, "checkpoint")}, newest first`);
         this.table.setFoot(newest.length ? "All shown" : nothing());
       },
     );

@@ -12,17 +12,9 @@ import { named, parsed, pretty, textBlock } from "./visible.js";
 const ROLES = ["system", "developer", "user", "assistant", "tool", "function"];
 
 /** Fields of a message that have a place of their own. */
-const PLACED = new Set([
-  "role",
-  "content",
-  "reasoning_content",
-  "reasoning",
-  "refusal",
-  "tool_calls",
-  "function_call",
-  "tool_call_id",
-  "name",
-]);
+const PLACED = new Set(
+  "role content reasoning_content reasoning refusal tool_calls function_call tool_call_id name".split(" "),
+);
 
 /** @param {unknown} value @returns {Record<string, unknown>|null} null: no JSON object, but a list perhaps */
 function objectOf(value) {

@@ -27,6 +27,11 @@ export function count(value) {
   return value == null ? DASH : whole.format(value);
 }
 
+/** @param {number} value @param {string} noun @returns {string} `1 turn`, `2 turns` */
+export function amount(value, noun) {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
 /** @param {number|null|undefined} value @returns {string} 12.3K */
 export function compact(value) {
   return value == null ? DASH : short.format(value);

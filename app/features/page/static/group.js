@@ -4,9 +4,9 @@ import { get } from "./api.js";
 import { rewardPlot } from "./chart.js";
 import { copyCurl } from "./copy.js";
 import { badge, bar, fact, folded, h, message, replace } from "./dom.js";
-import { compact, count, decimal, ranges } from "./format.js";
+import { amount, compact, count, decimal, ranges } from "./format.js";
 import { queryOf, rolloutsHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickCell, textCell } from "./rows.js";
+import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
 import { LongTable } from "./table.js";
 import { noGroup, View } from "./view.js";
@@ -138,7 +138,7 @@ export class GroupView extends View {
     });
     table.setOrder(sort ?? "", order ?? "asc");
     table.show(rows, rows.length, false);
-    table.setFoot(`${count(rows.length)} ${rows.length === 1 ? "attempt" : "attempts"}`);
+    table.setFoot(amount(rows.length, "attempt"));
   }
 
   /** @param {string[]} names of components of the reward */
@@ -146,23 +146,11 @@ export class GroupView extends View {
     this.names = names;
     this.tableLife?.abort();
     this.tableLife = new AbortController();
-    /** @type {Column<Row>} */
-    const pick = {
-      title: "Pick",
-      hint: "Show these side by side",
-      width: "44px",
-      fill: pickCell(
-        (row) => row.session_id,
-        (key) => this.picked.has(key),
-        (key, isPicked) => {
-          if (isPicked) this.picked.add(key);
-          else this.picked.delete(key);
-          const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
-          this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
-          this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
-        },
-      ),
-    };
+    const pick = pickColumn(this.picked, () => {
+      const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
+      this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
+      this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
+    });
     this.table = new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
       label: "Attempts",
       columns: [pick, ...columns(names)],

@@ -5,7 +5,7 @@ import { copyCurl } from "./copy.js";
 import { difference } from "./diff.js";
 import { divergence } from "./divergence.js";
 import { badge, bar, button, h, replace, scrollRegion, setText } from "./dom.js";
-import { compact, count, decimal } from "./format.js";
+import { amount, compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
 import { groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
 import { noGroup, View } from "./view.js";
@@ -177,8 +177,7 @@ export class RolloutsView extends View {
 
   /** @param {Column[]} columns @param {number} steps @param {number|null} earliest */
   #showBar(columns, steps, earliest) {
-    const word = columns.length === 1 ? "rollout" : "rollouts";
-    setText(this.total, `${count(columns.length)} ${word}, ${count(steps)} steps`);
+    setText(this.total, `${amount(columns.length, "rollout")}, ${count(steps)} steps`);
     this.jump.disabled = earliest === null;
     const page = (/** @type {number} */ from, /** @type {string} */ label) =>
       button(label, () => this.#go({ from }), { disabled: from < 0 || from >= this.keys.length });
@@ -272,7 +271,7 @@ export class RolloutsView extends View {
         h("span", { class: "reward" }, head.reward === null ? "no reward" : `reward ${decimal(head.reward)}`),
         h("span", { class: "note" }, components),
       ),
-      h("p", { class: "note" }, `${count(head.turns)} ${head.turns === 1 ? "turn" : "turns"}, ${compact(head.tokens)} tokens, ${compact(head.output_tokens)} sampled`),
+      h("p", { class: "note" }, `${amount(head.turns, "turn")}, ${compact(head.tokens)} tokens, ${compact(head.output_tokens)} sampled`),
       this.#branches(column),
       this.columns.length > 1 && h("p", { class: differs ? "differs" : "note" }, compared),
     );

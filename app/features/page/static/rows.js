@@ -175,25 +175,28 @@ export function badgeCell(state, tone) {
 }
 
 /**
- * A box that picks the row.
- * @template Row
- * @param {(row: Row) => string} keyOf
- * @param {(key: string) => boolean} isPicked
- * @param {(key: string, isPicked: boolean) => void} onPick
- * @returns {Column<Row>["fill"]}
+ * Boxes that pick sessions.
+ * @template {{session_id: string}} Row
+ * @param {Set<string>} picked ids, kept up to date
+ * @param {() => void} onPick
+ * @returns {Column<Row>}
  */
-export function pickCell(keyOf, isPicked, onPick) {
-  return (cell, row) => {
-    const key = keyOf(row);
+export function pickColumn(picked, onPick) {
+  /** @type {Column<Row>["fill"]} */
+  const fill = (cell, { session_id: id }) => {
     let box = cell.querySelector("input");
     if (!box) {
-      box = h("input", { type: "checkbox", "aria-label": `pick ${key}` });
-      const made = box;
-      box.addEventListener("change", () => onPick(key, made.checked));
+      box = h("input", { type: "checkbox", "aria-label": `pick ${id}` });
+      box.addEventListener("change", ({ target }) => {
+        if (/** @type {HTMLInputElement} */ (target).checked) picked.add(id);
+        else picked.delete(id);
+        onPick();
+      });
       cell.replaceChildren(box);
     }
-    box.checked = isPicked(key);
+    box.checked = picked.has(id);
   };
+  return { title: "Pick", hint: "Show these side by side", width: "44px", fill };
 }
 
 /** @template Row @param {(row: Row) => number|null} at @param {"ago"|"for"} [style] @returns {Column<Row>["fill"]} */

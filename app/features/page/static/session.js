@@ -5,7 +5,7 @@ import { get } from "./api.js";
 import { copyCurl } from "./copy.js";
 import { badge, button, folded, h, message, replace } from "./dom.js";
 import { EventsTab } from "./events.js";
-import { clock, compact, count, decimal, duration, since } from "./format.js";
+import { amount, clock, compact, count, decimal, duration, since } from "./format.js";
 import { NoteForm } from "./noteform.js";
 import { changeQuery, checkpointHref, groupHref, sessionHref, sessionsHref, wholeNumber } from "./route.js";
 import { StagesTab } from "./stages.js";
@@ -245,7 +245,7 @@ export class SessionView extends View {
       reward && h("span", null, "reward ", h("strong", null, decimal(reward.reward))),
       config.group_id != null &&
         h("span", null, h("a", { href: groupHref(config.group_id) }, named(config.group_id)), config.attempt != null && ` attempt ${config.attempt}`),
-      h("span", null, `${count(live.length)} ${live.length === 1 ? "turn" : "turns"}${branches}`),
+      h("span", null, `${amount(live.length, "turn")}${branches}`),
       begin !== null &&
         h(
           "span",

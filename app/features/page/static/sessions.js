@@ -6,7 +6,7 @@ import { addressOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS }
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
 import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickCell, sinceCell, textCell } from "./rows.js";
+import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickColumn, sinceCell, textCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
@@ -59,7 +59,7 @@ export class SessionsView extends View {
     const { hidden, metadata } = this.chosen;
     const keys = [...new Set(metadata.split(",").map((key) => key.trim()))].filter(Boolean);
     const shown = columns().filter((column) => !hidden.includes(column.title) || column.sort === sort);
-    return [this.#pickColumn(), ...shown, ...keys.map((key) => this.#metadataColumn(key))];
+    return [pickColumn(this.picked, () => this.#showPicked()), ...shown, ...keys.map((key) => this.#metadataColumn(key))];
   }
 
   /** @param {string} sort @returns {LongTable<SessionRow>} */
@@ -110,24 +110,10 @@ export class SessionsView extends View {
     };
   }
 
-  /** @returns {Column<SessionRow>} */
-  #pickColumn() {
-    return {
-      title: "Pick",
-      hint: "Show these side by side",
-      width: "44px",
-      fill: pickCell(
-        (row) => row.session_id,
-        (id) => this.picked.has(id),
-        (id, isPicked) => {
-          if (isPicked) this.picked.add(id);
-          else this.picked.delete(id);
-          this.compare.hidden = !this.picked.size;
-          this.compare.setAttribute("href", sideBySideHref([...this.picked]));
-          setText(this.compare, `${count(this.picked.size)} side by side`);
-        },
-      ),
-    };
+  #showPicked() {
+    this.compare.hidden = !this.picked.size;
+    this.compare.setAttribute("href", sideBySideHref([...this.picked]));
+    setText(this.compare, `${count(this.picked.size)} side by side`);
   }
 
   /** @param {ListQuery} query show this, and say so in the address */

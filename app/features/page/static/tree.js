@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { button, folded, h, replace, scrollRegion, svg } from "./dom.js";
-import { count, ranges } from "./format.js";
+import { amount, count, ranges } from "./format.js";
 import { sideBySideHref } from "./route.js";
 import { LatestRequest } from "./view.js";
 import { named, visibleText } from "./visible.js";
@@ -156,7 +156,7 @@ export class TreeTab {
       CAUSES[cause ?? ""] && `, because ${CAUSES[cause ?? ""]}`,
       carried != null && ` (turn ${carried})`,
       agent_id !== null && [", agent ", h("code", null, named(agent_id))],
-      `: ${count(own.length)} ${own.length === 1 ? "turn" : "turns"}, ${count(tokens)} tokens; `,
+      `: ${amount(own.length, "turn")}, ${count(tokens)} tokens; `,
       reason === null ? `its row trains ${trained.length ? `turns ${ranges(trained)}` : "no turn"}` : `no row: ${reason}`,
       other != null && [" · ", h("a", { href: sideBySideHref(pair) }, `compare with branch ${other}`)],
       this.titles.has(branch) && h("div", { class: "treetitle" }, named(this.titles.get(branch))),

@@ -4,7 +4,7 @@ import { get, url } from "./api.js";
 import { messageElement } from "./conversation.js";
 import { copyCurl } from "./copy.js";
 import { badge, button, failure, folded, h, message, replace } from "./dom.js";
-import { bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
+import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
 import { LatestRequest } from "./view.js";
 import { named, textBlock } from "./visible.js";
@@ -188,7 +188,7 @@ export class TurnTab {
           copyCurl(() => ({ path: "/v1/chat/completions", engine: turn.engine, body: body() }), "request to the engine"),
       ),
       params && folded("Sampling parameters", textBlock(JSON.stringify(params, null, 2), "code")),
-      tools && folded(tools.length === 1 ? "1 tool" : `${count(tools.length)} tools`, textBlock(JSON.stringify(tools, null, 2), "code")),
+      tools && folded(amount(tools.length, "tool"), textBlock(JSON.stringify(tools, null, 2), "code")),
       omitted > 0 && message("note", `${count(omitted)} earlier messages are not shown here; GET /sessions/{id} has all.`),
       begin > 0 && button(`show ${Math.min(SHOWN, begin)} earlier of ${count(begin)}`, more),
       list(messages.slice(begin).map((one) => messageElement(one, { sessionId: this.id, isRendered: this.isRendered }))),

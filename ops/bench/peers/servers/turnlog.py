@@ -9,6 +9,7 @@ import httpx
 from ops.bench.client import Connection
 from ops.bench.load import Session, open_session
 from ops.bench.peers.protocol import Peer, Place, Record, by_mask
+from ops.bench.primary import primary
 from ops.server import ROOT, ServerProcess
 
 
@@ -20,9 +21,8 @@ class Turnlog(Peer):
     def process(self, place: Place) -> ServerProcess:
         url = None
         if self._postgres:
-            from ops.bench.primary import primary  # needs a package of the extra
-
-            url = place.stack.enter_context(primary(place.folder)).new_database().url
+            place.databases.append(place.stack.enter_context(primary(place.folder)).new_database())
+            url = place.databases[0].url
         return ServerProcess(
             place.folder,
             upstreams=[place.engine_url],

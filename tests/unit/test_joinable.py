@@ -1,0 +1,55 @@
+"""Which turn in flight a request joins instead of opening its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from app.errors import IdempotencyMismatch
+from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.retries import Retries
+
+
+def turn(*, is_gone: bool = False, **fields: Any) -> InFlightTurn:
+    waiter = Waiter(lambda size: None, is_disconnected=is_gone)
+    return InFlightTurn("s", waiter, Stages(lambda: 0.0), waiters=[waiter], **{"body_hash": "b", **fields})
+
+
+def joins(flight: InFlightTurn, request: InFlightTurn, *, is_tree: bool) -> bool:
+    none = cast(Any, None)
+    retries = Retries(cache=none, writer=none, followers=none, clock=none, incarnation=none, lease_s=none)
+    entry = cast(Any, SimpleNamespace(session=SimpleNamespace(is_tree=is_tree)))
+    return retries.joinable(entry, [flight], request) is not None
+
+
+@pytest.mark.parametrize(
+    ("flight", "request_", "line", "tree"),
+    [
+        ({}, {}, False, False),
+        ({"is_gone": True}, {}, True, True),
+        ({"is_gone": True}, {"body_hash": "other"}, False, False),
+        ({"is_gone": True}, {"agent_id": "other"}, False, False),
+        ({"is_gone": True, "agent_id": "a"}, {"agent_id": "a"}, True, True),
+        ({}, {"is_retry": True}, True, False),
+        ({"is_gone": True}, {"is_retry": True}, True, True),
+        ({}, {"is_retry": True, "agent_id": "other"}, False, False),
+        ({"retry_key": "k"}, {"retry_key": "k"}, True, True),
+        ({"retry_key": "k", "agent_id": "a"}, {"retry_key": "k"}, True, True),
+        ({"is_gone": True, "retry_key": "k"}, {"retry_key": "other"}, False, False),
+        ({"is_gone": True}, {"retry_key": "k"}, False, False),
+    ],
+)
+def test_a_request_joins_what_it_repeats(
+    flight: dict[str, Any], request_: dict[str, Any], line: bool, tree: bool
+) -> None:
+    """Without a key: the same body of the same agent, for which no client waits, or, in a line, that the mark of a
+    retry tells to be the same."""
+    assert joins(turn(**flight), turn(**request_), is_tree=False) is line
+    assert joins(turn(**flight), turn(**request_), is_tree=True) is tree
+
+
+def test_a_key_with_another_body_is_refused() -> None:
+    with pytest.raises(IdempotencyMismatch):
+        joins(turn(retry_key="k"), turn(retry_key="k", body_hash="other"), is_tree=True)
