@@ -52,9 +52,10 @@ ALL = (*(Planned(FAULT_FREE, seed) for seed in SEEDS), Planned(FAULTS, 1), Plann
 
 
 class Result(msgspec.Struct):
-    """What is kept of a run. `points` has for each step the tokens generated before its end, and its
-    mean reward. `ratio_before` is the largest distance from 1 of a token's ratio in the first step. `staleness` is in weight versions, the mean over steps and the most.
-    `given_up` counts rollouts that an agent could not end, by what ended them.
+    """What is kept of a run. `points` has for each step the tokens generated before its end, and its mean reward.
+    `ratio_before` is the largest distance from 1 of a token's ratio in the first step. `staleness` is in weight
+    versions, the mean over steps and the most. `given_up` counts rollouts that an agent could not end, by what ended
+    them.
     """
 
     kind: str
