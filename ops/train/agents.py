@@ -21,7 +21,8 @@ from openai import APIError, OpenAI
 
 from ops.engine.process import SERVED_AS
 from ops.train import task
-from ops.train.rollouts import Rollout, TurnlogSessions, wait_for
+from ops.train.peer import GatewaySessions
+from ops.train.rollouts import Rollout, RolloutLost, TurnlogSessions, wait_for
 
 AGENTS, PARALLEL = 2, 12
 """Processes, and rollouts that each plays at a time."""
@@ -35,7 +36,7 @@ POLL_S = 0.05
 class Agent:
     """`number`: it plays every `AGENTS`th rollout, from this one on."""
 
-    def __init__(self, sessions: TurnlogSessions, folder: Path, seed: int, number: int) -> None:
+    def __init__(self, sessions: TurnlogSessions | GatewaySessions, folder: Path, seed: int, number: int) -> None:
         self._sessions, self._folder, self._seed, self._number = sessions, folder, seed, number
         self._lock = threading.Lock()
         self._file = (folder / f"agent-{number}.jsonl").open("a")
@@ -81,8 +82,10 @@ class Agent:
                 self._note({"began": rollout.session_id, "group_id": f"task-{group}", "attempt": attempt})
             try:
                 return self._play_to_its_end(rollout)
-            except APIError as error:
-                self._note({"gave_up": rollout.session_id, "error": str(error)})
+            except (APIError, RolloutLost) as error:
+                why = {"why": type(error).__name__, "error": str(error)}
+                lost = error.lost if isinstance(error, RolloutLost) else 0
+                self._note({"gave_up": rollout.session_id, **why, "lost": lost})
                 self._sessions.give_up(rollout)
                 rollout = None
 
@@ -132,8 +135,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--agent", type=int, required=True)
+    parser.add_argument("--in-memory", action="store_true")
     given = parser.parse_args()
-    Agent(TurnlogSessions(given.url), given.folder, given.seed, given.agent).run()
+    sessions = GatewaySessions(given.url, given.folder, given.agent) if given.in_memory else TurnlogSessions(given.url)
+    Agent(sessions, given.folder, given.seed, given.agent).run()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ RETRY_FOR_S = 180.0
 """More than a restart of the server takes on a busy machine."""
 
 
+class RolloutLost(Exception):
+    """The server does not have all turns of a rollout that has ended, but `lost` fewer."""
+
+    def __init__(self, turns: int, traces: int) -> None:
+        super().__init__(f"{traces} traces of {turns} turns")
+        self.lost = turns - traces
+
+
 class Rollout(msgspec.Struct):
     """An episode under way: the `replies` are the assistant's messages so far."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -10,23 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ops.bench.peers.protocol import Place, interpreter
+from ops.bench.peers.servers.rllm import Gateway
 from ops.engine.process import PYTHON, EngineProcess, environment, kept_model, run_module
 from ops.server import ROOT, OwnProcess, ServerProcess
 from ops.train.agents import AGENTS
+from ops.train.faults import Program, Schedule, Supervisor
 from ops.train.rollouts import MAX_STALENESS
-
-POLL_S = 0.2
-
-
-class RunFailed(Exception):
-    """A process ended too early. The message is the end of its log."""
-
-
-class Program(OwnProcess):
-    """A process that serves no HTTP."""
-
-    def answers(self) -> bool:
-        return self.poll() is None
 
 
 def policy() -> Path:
@@ -39,31 +31,29 @@ def policy() -> Path:
     return kept_model([package / "model.py", package / "task.py"], make)
 
 
-def run(folder: Path, seed: int, steps: int) -> dict[str, Any]:
-    """Runs it in an empty folder, and returns what `run.json` there has. Raises RunFailed."""
+def run(
+    folder: Path, seed: int, steps: int, schedule: Schedule | None = None, *, in_memory: bool = False
+) -> dict[str, Any]:
+    """Run it in an empty folder, and return what `run.json` there has. Raises ProcessEnded.
+
+    `in_memory`: the peer of `peer.py` stands in Turnlog's place.
+    """
     model, weights = policy(), folder / "weights"
     weights.mkdir(parents=True)
     shutil.copytree(model, weights / "0")
     (weights / "newest").symlink_to("0")
-    begun = time.time()
-    processes = _processes(folder, seed, steps, model)
-    engine, trainer = processes["engine"], processes["trainer"]
+    processes = _processes(folder, seed, steps, model, in_memory)
+    engine, server = processes["engine"], processes["server"]
     try:
-        server = processes["server"]
-        assert isinstance(server, ServerProcess)
-        server.migrate()
         engine.start()
+        if isinstance(server, ServerProcess):
+            server.migrate()
         server.start()
+        begun = time.time()
         for process in processes.values():
-            if process not in (engine, server):
+            if isinstance(process, Program):
                 process.launch()
-        while (ended := trainer.poll()) is None:
-            for process in processes.values():
-                if process is not trainer and process.poll() is not None:
-                    raise RunFailed(process.log_path.read_text()[-4000:])
-            time.sleep(POLL_S)
-        if ended:
-            raise RunFailed(trainer.log_path.read_text()[-4000:])
+        Supervisor(folder, processes, steps, schedule, restores=not in_memory).run()
     finally:
         for process in reversed(processes.values()):
             process.kill() if isinstance(process, Program) else process.stop()
@@ -71,7 +61,7 @@ def run(folder: Path, seed: int, steps: int) -> dict[str, Any]:
         "seed": seed,
         "steps": steps,
         "began": begun,
-        "server": "turnlog",
+        "server": "memory" if in_memory else "turnlog",
         "max_staleness": MAX_STALENESS,
     }
     outcome |= {**_figures(folder), "seconds": time.time() - begun, "complete": True}
@@ -79,22 +69,19 @@ def run(folder: Path, seed: int, steps: int) -> dict[str, Any]:
     return outcome
 
 
-def _processes(folder: Path, seed: int, steps: int, model: Path) -> dict[str, OwnProcess]:
+def _processes(folder: Path, seed: int, steps: int, model: Path, in_memory: bool) -> dict[str, OwnProcess]:
     """By name, none of them started."""
     newest, seeded = folder / "weights" / "newest", ("--seed", str(seed))
     engine = EngineProcess(newest, folder, "--tokenizer", str(model), *seeded, "--max-model-len", "1024")
-    server = ServerProcess(folder, upstreams=[engine.base_url], environment={"TURNLOG_TOKENIZER": str(model)})
-    given = ("--url", server.base_url, "--folder", str(folder))
-    trainer = [
-        str(PYTHON),
-        "-m",
-        "ops.train.trainer",
-        *given,
-        "--engine",
-        engine.base_url,
-        "--steps",
-        str(steps),
-    ]
+    server = (
+        gateway(folder, engine.base_url)
+        if in_memory
+        else ServerProcess(folder, upstreams=[engine.base_url], environment={"TURNLOG_TOKENIZER": str(model)})
+    )
+    given = ["--url", server.base_url, "--folder", str(folder)]
+    given += ["--in-memory"] if in_memory else []
+    trainer = [str(PYTHON), "-m", "ops.train.trainer", *given, "--engine", engine.base_url]
+    trainer += ["--steps", str(steps)]
     processes: dict[str, OwnProcess] = {
         "engine": engine,
         "server": server,
@@ -103,8 +90,15 @@ def _processes(folder: Path, seed: int, steps: int, model: Path) -> dict[str, Ow
     for number in range(AGENTS):
         agent = [sys.executable, "-m", "ops.train.agents", *given, *seeded, "--agent", str(number)]
         name = f"agent-{number}"
-        processes[name] = Program(agent, folder / f"{name}.log", environment=server.environment)
+        processes[name] = Program(agent, folder / f"{name}.log", environment=os.environ)
     return processes
+
+
+def gateway(folder: Path, engine_url: str) -> OwnProcess:
+    """The peer, not started; it is installed at the first use. Raises NotInstalled."""
+    server = Gateway("memory", "memory", sync_traces=True)
+    place = Place(folder, engine_url, interpreter(server), None, contextlib.ExitStack())
+    return server.process(place)
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

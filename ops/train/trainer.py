@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from ops.train import task
+from ops.train.peer import GatewayGroups
 from ops.train.rollouts import MAX_STALENESS, TurnlogGroups, write_atomically
 
 GROUPS_A_STEP = 8
@@ -52,7 +53,7 @@ class LogprobsDiffer(Exception):
 class Trainer:
     """Learns from a batch of groups a step. `step` counts them, and is the version of the newest weights."""
 
-    def __init__(self, groups: TurnlogGroups, engine: str, folder: Path) -> None:
+    def __init__(self, groups: TurnlogGroups | GatewayGroups, engine: str, folder: Path) -> None:
         self._groups, self._engine, self._folder = groups, engine, folder
         self._file = folder / "steps.jsonl"
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder / "weights" / "0", dtype=torch.float32)
@@ -238,9 +239,11 @@ def main() -> None:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--in-memory", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(1)
-    Trainer(TurnlogGroups(given.url), given.engine, given.folder).run(given.steps)
+    groups = GatewayGroups(given.engine, given.folder) if given.in_memory else TurnlogGroups(given.url)
+    Trainer(groups, given.engine, given.folder).run(given.steps)
 
 
 if __name__ == "__main__":
