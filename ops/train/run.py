@@ -38,8 +38,10 @@ def run(
 
     `in_memory`: the peer of `peer.py` stands in Turnlog's place.
     """
-    model, weights = policy(), folder / "weights"
-    weights.mkdir(parents=True)
+    # A copy of its own: what starts again reads the tokenizer once more.
+    model = Path(shutil.copytree(policy(), folder / "model"))
+    weights = folder / "weights"
+    weights.mkdir()
     shutil.copytree(model, weights / "0")
     (weights / "newest").symlink_to("0")
     processes = _processes(folder, seed, steps, model, in_memory)
