@@ -53,7 +53,7 @@ class Schedule:
     seed: int
     every_s: Mapping[str, float] = field(default_factory=lambda: {SERVER: 20.0, ENGINE: 60.0, AGENT: 30.0})
     jitter: float = 0.25
-    trainer_at: float = 0.5
+    trainer_at: float = 0.6
 
     def intervals(self, kind: str) -> Callable[[], float]:
         """Draws the seconds until the next kill of this kind."""
