@@ -183,7 +183,7 @@ def show(results: Sequence[Result], reward_at: Callable[[Result, float], float])
         "staleness, most": lambda result: f"{result.staleness[1]:g}",
         "seconds": lambda result: round(result.seconds),
         "generated tokens": lambda result: result.audit.generated,
-        "generated tokens a second": lambda result: result.audit.generated / result.seconds,
+        "generated tokens a second": lambda result: round(result.audit.generated / result.seconds),
         "trained": lambda result: f"{result.trained / result.audit.generated:.1%}",
         "thrown away": lambda result: f"{result.thrown_away / result.audit.generated:.1%}",
         "generated and in no turn": lambda result: f"{result.audit.twice:.1%}",

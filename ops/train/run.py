@@ -99,7 +99,7 @@ def _processes(folder: Path, seed: int, steps: int, model: Path, in_memory: bool
 def gateway(folder: Path, engine_url: str) -> OwnProcess:
     """The peer, not started; it is installed at the first use. Raises NotInstalled."""
     server = Gateway("memory", "memory", sync_traces=True)
-    place = Place(folder, engine_url, interpreter(server), None, contextlib.ExitStack())
+    place = Place(folder, engine_url, interpreter(server), None, contextlib.ExitStack(), [])
     return server.process(place)
 
 
