@@ -79,7 +79,8 @@ class Result(msgspec.Struct):
     @property
     def thrown_away(self) -> int:
         """Generated tokens that are in no step and will be in none."""
-        return self.audit.generated - self.trained - self.waiting
+        # The counter was read for the last time just before the last turns.
+        return max(0, self.audit.generated - self.trained - self.waiting)
 
 
 def measure(folder: Path, kind: str, audit: Audit) -> Result:
