@@ -27,6 +27,7 @@ from app.store import projections as heads
 from app.store.engine import Database
 from ops.engine.process import is_installed, run_module
 from ops.server import ServerProcess
+from ops.train.rollouts import lines
 from ops.train.task import ATTEMPTS, digest
 from ops.verify import Acknowledged, Report, verify
 from turnlog import Turnlog
@@ -213,14 +214,6 @@ def key_of(turn: JsonObject) -> TurnKey:
 
 def _named(key: TurnKey) -> str:
     return f"turn {key.turn} of session {key.session_id}"
-
-
-def lines(path: Path) -> list[JsonObject]:
-    """The objects of a JSON lines file; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    whole = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def notes(folder: Path, kind: str) -> list[JsonObject]:

@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 
 from ops.train import task
-from ops.train.rollouts import RETRY_FOR_S, Rollout, RolloutLost
+from ops.train.rollouts import RETRY_FOR_S, Rollout, RolloutLost, lines
 
 PAUSE_S = 0.2
 """Between two tries of a route that does not answer."""
@@ -209,11 +209,3 @@ def _row(line: JsonObject, turn: int, trace: JsonObject, group_id: str, advantag
         "weight_versions": [-1] * context + [line["version"]] * len(output),
         "advantage": advantage,
     }
-
-
-def lines(path: Path) -> list[JsonObject]:
-    """The objects of a JSON lines file; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    whole = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ops.server import ROOT
-from ops.train.audit import Audit, lines, notes
+from ops.train.audit import Audit, notes
+from ops.train.rollouts import lines
 
 RESULTS = Path(__file__).parent / "results"
 FOLDERS = ROOT / "var" / "train"

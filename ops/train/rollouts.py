@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,3 +128,11 @@ def write_atomically(path: Path, text: str) -> None:
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.1)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    whole = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]

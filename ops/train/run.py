@@ -18,7 +18,7 @@ from ops.engine.process import PYTHON, EngineProcess, environment, kept_model, r
 from ops.server import ROOT, OwnProcess, ServerProcess
 from ops.train.agents import AGENTS
 from ops.train.faults import Program, Schedule, Supervisor
-from ops.train.rollouts import MAX_STALENESS
+from ops.train.rollouts import MAX_STALENESS, lines
 
 
 def policy() -> Path:
@@ -103,12 +103,8 @@ def gateway(folder: Path, engine_url: str) -> OwnProcess:
     return server.process(place)
 
 
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-
-
 def _figures(folder: Path) -> dict[str, Any]:
-    steps = read_steps(folder)
+    steps = lines(folder / "steps.jsonl")
     tokens, seconds = sum(step["tokens"] for step in steps), sum(step["seconds"] for step in steps)
     last = steps[-5:]
     return {

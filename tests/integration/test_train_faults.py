@@ -11,8 +11,8 @@ import pytest
 
 from ops.server import OwnProcess, ServerProcess
 from ops.simulator.process import SimulatorProcess
-from ops.train.audit import lines
 from ops.train.faults import ENGINE, SERVER, TRAINER, ProcessEnded, Program, Schedule, Supervisor, generated
+from ops.train.rollouts import lines
 
 FAST = Schedule(seed=1, every_s={SERVER: 1.0, ENGINE: 1.5, "agent": 0.5}, trainer_at=0.5)
 TRAINER_CODE = """

@@ -16,8 +16,8 @@ from ops.server import OwnProcess
 from ops.simulator.process import SimulatorProcess
 from ops.train import run, task
 from ops.train.audit import tally
-from ops.train.peer import GatewayGroups, GatewaySessions, group_of, lines
-from ops.train.rollouts import Rollout, RolloutLost
+from ops.train.peer import GatewayGroups, GatewaySessions, group_of
+from ops.train.rollouts import Rollout, RolloutLost, lines
 
 
 @pytest.fixture

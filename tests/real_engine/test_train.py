@@ -9,7 +9,8 @@ import pytest
 
 from ops.engine.process import is_installed
 from ops.train import task
-from ops.train.run import read_steps, run
+from ops.train.rollouts import lines
+from ops.train.run import run
 
 pytestmark = pytest.mark.real_engine
 
@@ -21,7 +22,7 @@ def test_two_steps(tmp_path: Path) -> None:
     if not is_installed():
         pytest.skip("there is no engine: sh ops/setup real-engine")
     figures = run(tmp_path / "run", seed=1, steps=STEPS)
-    steps = read_steps(tmp_path / "run")
+    steps = lines(tmp_path / "run" / "steps.jsonl")
     assert [step["version"] for step in steps] == [1, 2]
     assert figures["ratio_error_first"] < EXACT
     assert figures["ratio_error_max"] < EXACT, "an engine sampled with other weights than it named"
