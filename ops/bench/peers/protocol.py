@@ -84,13 +84,11 @@ class PeerProcess(OwnProcess):
         place: Place,
         *,
         health: str = "/health",
-        port: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             command,
             place.folder / "server.log",
-            port=port,
             environment={**os.environ, **(environment or {})},
             root=place.folder,
             start_timeout_s=120.0,

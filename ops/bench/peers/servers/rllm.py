@@ -9,7 +9,6 @@ import httpx
 from ops.bench.client import Connection
 from ops.bench.load import Session, open_session
 from ops.bench.peers.protocol import Peer, PeerProcess, Place, Record
-from ops.server import reserve_port
 
 
 class Gateway(Peer):
@@ -21,17 +20,17 @@ class Gateway(Peer):
 
     def process(self, place: Place) -> PeerProcess:
         path = place.folder / "gateway.yaml"
-        port = reserve_port(self)
+        command = [str(place.python), "-m", "rllm_model_gateway", "--config", str(path)]
+        process = PeerProcess(command, place)
         settings = {
             "host": "127.0.0.1",
-            "port": port,
+            "port": process.port,
             "workers": [{"url": place.engine_url}],
             "db_path": str(place.folder / "gateway.db"),
             "log_level": "WARNING",
         }
         path.write_text(json.dumps(settings | self._settings))  # JSON is valid YAML
-        command = [str(place.python), "-m", "rllm_model_gateway", "--config", str(path)]
-        return PeerProcess(command, place, port=port)
+        return process
 
     async def open(self, connection: Connection, name: str) -> Session:
         return await open_session(connection, name)  # its route and body are Turnlog's
