@@ -16,7 +16,7 @@ from ops.simulator.process import SimulatorProcess
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from axe_playwright_python.sync_playwright import Axe  # noqa: E402
-from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
 
 CHROMIUM_ARGUMENTS = (
     "--no-sandbox",
@@ -30,6 +30,7 @@ CHROMIUM_ARGUMENTS = (
 
 TIMEOUT_MS = 30_000
 """Of one wait, on a machine that is ten times slower than ours."""
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 def chromium() -> str | None:

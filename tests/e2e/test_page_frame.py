@@ -15,10 +15,10 @@ from threading import Thread
 import httpx
 import pytest
 from fault.locks import file_locked
-from integration.stand import TIMEOUT_S, Stand, serving
+from integration.stand import TIMEOUT_S, Stand, serving, until
 from playwright.sync_api import expect
 
-from e2e.page import TIMEOUT_MS, Watched, barriers, require_chromium
+from e2e.page import Watched, barriers, require_chromium
 
 Watch = Callable[..., Watched]
 
@@ -27,7 +27,6 @@ MANY = 450
 """More than two pages of the list."""
 
 ROWS = "main tbody tr[data-key]"
-expect.set_options(timeout=TIMEOUT_MS)
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +176,12 @@ def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) 
     page = watched.page
     expect(page.locator("main [role=status]").first).to_have_text(f"{MANY} sessions")
     scroller = page.locator("main .table-scroll")
-    for _ in range(2):
+
+    def is_all_shown() -> bool:
         scroller.evaluate("element => { element.scrollTop = element.scrollHeight }")
-        page.wait_for_timeout(200)
-    page.wait_for_selector(f"text=All {MANY} shown")
-    scroller.evaluate("element => { element.scrollTop = element.scrollHeight }")
+        return page.locator(f"text=All {MANY} shown").count() == 1
+
+    until(is_all_shown)
     parameters = {"q": "many-", "sort": "created_at", "order": "asc", "limit": 500}
     in_order = [row["session_id"] for row in guarded.http.get("/ui/api/sessions", params=parameters).json()["sessions"]]
     last = in_order[-1]

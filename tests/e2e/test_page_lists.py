@@ -14,7 +14,7 @@ import pytest
 from integration.stand import WEATHER
 from playwright.sync_api import Page, expect
 
-from e2e.page import TIMEOUT_MS, PageStand, Watched, barriers
+from e2e.page import PageStand, Watched, barriers
 from e2e.page_data import ADAPTER, AT_ONCE, MISSING, SCORED, TASKS
 from ops.server import ROOT
 
@@ -24,7 +24,6 @@ Watch = Callable[..., Watched]
 
 ROWS = "main tbody tr[data-key]"
 MARKUP = '<img src=x onerror="window.__pwned=1"><script>window.__pwned=1</script>'
-expect.set_options(timeout=TIMEOUT_MS)
 
 
 @pytest.fixture

@@ -87,11 +87,13 @@ def test_what_two_agents_do_otherwise_is_said(watched: Watched, page_stand: Page
             talk.say("Weather?", tools=[WEATHER], sim=reply)
     page = watched.open("#/group/words/rollouts")
     read(watched, 4)
-    assert page.locator(".differs").all_inner_texts() == [
-        "Step 2: attempt 2 calls `get_weather: Bonn` where attempt 1 answers “It is sunny.”.",
-        "Step 2: attempt 3 answers “It is sunny. …” where attempt 1 answers “It is sunny.”.",
-        "Step 2: attempt 4 has ended where attempt 1 answers “It is sunny.”.",
-    ]
+    expect(page.locator(".differs")).to_have_text(
+        [
+            "Step 2: attempt 2 calls `get_weather: Bonn` where attempt 1 answers “It is sunny.”.",
+            "Step 2: attempt 3 answers “It is sunny. …” where attempt 1 answers “It is sunny.”.",
+            "Step 2: attempt 4 has ended where attempt 1 answers “It is sunny.”.",
+        ]
+    )
     tree = stand.talk(history="tree")
     for result in ("sunny", "rain"):
         tree.messages = []

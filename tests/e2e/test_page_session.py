@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.long
 
 PAGE = 2000
 NOW = {"latency_s": 0}
+ROLES = "all => all.map((one) => one.dataset.role)"
 HOSTILE = "<img src=x onerror=window.__pwned=1><script>window.__pwned=1</script>"
 MARKUP = "<b onclick=alert(1)>bold</b> javascript:alert(1) {{7*7}}"
 UNSEEN = "a\u202eb \u0000c \u001b[31md \u200be\U000e0041"
@@ -39,10 +41,6 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     environment = {"TURNLOG_ROLLBACK_WINDOW": "3"}
     with standing(tmp_path_factory.mktemp("page"), "--seed", "3", "--reasoning", "0", environment=environment) as made:
         yield made
-
-
-def _texts(watched: Watched, selector: str) -> list[str]:
-    return watched.page.locator(selector).all_inner_texts()
 
 
 def _at(talk: Talk, **query: Any) -> str:
@@ -83,9 +81,8 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     watched = watch(stand.server.base_url, width=1440, height=900)
     page = watched.open(_at(agent))
     expect(page.locator(".act.turn").first).to_be_in_viewport()
-    page.locator(".act", has_text="pytest -q").wait_for()
+    until(lambda: _acts(watched)[:1] == [["user Mend the bug. …"]] and len(_acts(watched)[3]) > 2)
     rows = _acts(watched)
-    assert rows[0] == ["user Mend the bug. …"]
     assert [row[0] for row in rows[1:]] == ["1", "2", "3", "4"]
     assert [row[1] for row in rows[1:]] == [
         "bash ls -la",
@@ -95,27 +92,27 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     ]
     assert "error Traceback (most recent call last): …" in " ".join(rows[2])
     assert [rows[1][2], rows[3][2]] == ["→ 3 files …", "→ fine …"]
-    bars = page.locator(".act .wf i").evaluate_all("all => all.map((one) => one.className)")
-    assert bars == ["gen", "env"] * 3 + ["gen"]
-    head = page.locator(".sessionhead").inner_text()
+    expect(page.locator(".act .wf i")).to_have_class(["gen", "env"] * 3 + ["gen"])
     for text in ("idle", "reward 0.500", "swe/7 attempt 2", "4 turns", "generating", "environment", "tokens"):
-        assert text in head, text
+        expect(page.locator(".sessionhead")).to_contain_text(text)
     assert page.locator(".sessionhead").evaluate("one => one.clientHeight") < 60
-    assert page.locator(".tabcontent .said").first.get_attribute("data-role") == "assistant"
-    assert "ls -la" in page.locator(".tabcontent .toolcall").inner_text()
+    expect(page.locator(".tabcontent .said").first).to_have_attribute("data-role", "assistant")
+    expect(page.locator(".tabcontent .toolcall")).to_contain_text("ls -la")
 
     page.keyboard.press("e")
     expect(page.locator(".tabcontent h2").first).to_have_text("Turn 2")
     assert page.evaluate("location.hash") == _at(agent, turn=2)
-    assert [one.get_attribute("data-role") for one in page.locator(".tabcontent .said").all()] == ["assistant", "tool"]
+    expect(page.locator(".tabcontent .said")).to_have_count(2)
+    assert page.locator(".tabcontent .said").evaluate_all(ROLES) == ["assistant", "tool"]
     page.keyboard.press("j")
     expect(page.locator(".tabcontent h2").first).to_have_text("Turn 3")
     expect(page.locator(".act a[aria-current]")).to_be_focused()
-    assert '"output": "fine\\nmore"' in page.locator(".tabcontent .said[data-role=tool]").inner_text()
+    expect(page.locator(".tabcontent .said[data-role=tool]")).to_contain_text('"output": "fine\\nmore"')
     page.keyboard.press("End")
+    expect(page.locator(".tabcontent h2").first).to_have_text("Turn 4")
     page.get_by_role("button", name="Markdown").click()
-    assert page.locator(".markdown strong").inner_text() == "Done"
-    assert page.locator(".markdown pre").inner_text() == "code"
+    expect(page.locator(".markdown strong")).to_have_text("Done")
+    expect(page.locator(".markdown pre")).to_have_text("code")
     page.locator(".promptfold summary").click()
     expect(page.locator(".prompt .said")).to_have_count(7)
     page.get_by_role("button", name="Copy request to the engine").wait_for()
@@ -125,23 +122,19 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     expect(page.locator(".act")).to_have_count(1)
     expect(page.locator(".tabcontent h2").first).to_have_text("Turn 3")
     page.locator("a", has_text="Details").or_(page.locator(".sessiondetails > summary")).click()
-    told = " ".join(page.locator(".sessiondetails").inner_text().split())
-    assert "Limits 4 of 9 turns, 5 left per rollout" in told
-    assert "0.500 a 1.000" in told
+    expect(page.locator(".sessiondetails")).to_contain_text("4 of 9 turns, 5 left per rollout")
+    expect(page.locator(".sessiondetails")).to_contain_text("0.500 a 1.000")
 
 
 def test_rollbacks_and_refusals_are_marked(page_stand: PageStand, watch: Watch) -> None:
     watched = watch(page_stand.stand.server.base_url, scheme="dark")
     page = watched.open(f"#/session/{page_stand.filled.rolled_back}?turn=2")
     page.get_by_text("rolled back by event").wait_for()
-    assert [text.split("\n")[0] for text in _texts(watched, ".act.discarded a")] == ["2"]
-    assert "Now test it." in page.locator(".act.turn").first.inner_text() or page.locator(".said").count()
+    expect(page.locator(".act.discarded .n")).to_have_text(["2"])
+    expect(page.locator(".said").first).to_be_visible()
     watched.go(f"#/session/{page_stand.filled.refused}")
-    page.locator(".act.failed").nth(1).wait_for()
-    engine, invalid = _texts(watched, ".act.failed")
-    assert "rejected engine_error" in " ".join(engine.split())
-    assert "500" in engine
-    assert "the body is not valid JSON" in invalid
+    failed = page.locator(".act.failed")
+    expect(failed).to_have_text([re.compile("rejected.*engine_error.*500"), re.compile("the body is not valid JSON")])
     page.locator(".act.failed a").nth(1).click()
     page.locator(".tabcontent a[download]", has_text="the reply's first").wait_for()
 
@@ -149,13 +142,10 @@ def test_rollbacks_and_refusals_are_marked(page_stand: PageStand, watch: Watch) 
 def test_an_erased_session_is_a_skeleton(page_stand: PageStand, watch: Watch) -> None:
     watched = watch(page_stand.stand.server.base_url)
     page = watched.open(f"#/session/{page_stand.filled.erased}?tab=events")
-    page.wait_for_selector(".events li")
-    assert "erased" in _texts(watched, "h1 + .badge")[0]
-    assert [text.split()[0] for text in _texts(watched, ".events summary")] == [
-        "SessionCreated",
-        "SessionClosed",
-        "SessionErased",
-    ]
+    expect(page.locator("h1 + .badge")).to_contain_text("erased")
+    expect(page.locator(".events summary")).to_have_text(
+        [re.compile(event) for event in ("SessionCreated", "SessionClosed", "SessionErased")]
+    )
 
 
 def test_time_travel(stand: Stand, watch: Watch) -> None:
@@ -165,15 +155,15 @@ def test_time_travel(stand: Stand, watch: Watch) -> None:
     watched = watch(stand.server.base_url)
     page = watched.open(_at(talk, seq=4, tab="events"))
     page.get_by_text("as of event 4 of 8").wait_for()
-    assert page.locator(".act.turn").count() == 1
+    expect(page.locator(".act.turn")).to_have_count(1)
     page.get_by_label("event, of this session's log").press("ArrowRight")
     page.locator(".act.open").wait_for()
     until(lambda: "seq=5" in page.evaluate("location.hash"))
     page.get_by_label("event number").fill("6")
     page.get_by_label("event number").press("Enter")
     expect(page.locator(".act.turn")).to_have_count(2)
-    assert page.locator(".events .here").get_attribute("data-seq") == "6"
-    assert page.locator(".events .later").count() == 2
+    expect(page.locator(".events .here")).to_have_attribute("data-seq", "6")
+    expect(page.locator(".events .later")).to_have_count(2)
     page.locator(".events a", has_text="2").first.click()
     expect(page.locator(".act.turn")).to_have_count(0)
     page.locator(".travel").get_by_role("button", name="live", exact=True).click()
@@ -189,8 +179,9 @@ def test_a_fork_leads_to_the_turn_that_it_began_after(stand: Stand, watch: Watch
     watched = watch(stand.server.base_url)
     page = watched.open(_at(stand.known(made[0]["session_id"])))
     page.locator(".sessiondetails > summary").click()
-    told = next(text for text in _texts(watched, ".sessionfacts div") if "Forked from" in text)
-    assert told.endswith(f"{talk.id} after turn 1 its turns are context")
+    expect(page.locator(".sessionfacts div", has_text="Forked from")).to_contain_text(
+        f"{talk.id} after turn 1 its turns are context"
+    )
     page.locator(".sessionfacts a", has_text=talk.id).click()
     until(lambda: page.evaluate("location.hash").startswith(_at(talk, turn=1)))
     expect(page.locator(".act.turn")).to_have_count(2)
@@ -199,10 +190,8 @@ def test_a_fork_leads_to_the_turn_that_it_began_after(stand: Stand, watch: Watch
 def test_a_turn_in_flight_shows_its_request(page_stand: PageStand, watch: Watch) -> None:
     page = watch(page_stand.stand.server.base_url).open(f"#/session/{page_stand.filled.in_turn[1]}")
     page.locator(".said", has_text="Read the whole repository.").wait_for()
-    told = page.locator(".tabcontent .panelhead").inner_text()
-    assert "in flight" in told
-    assert "is generated" in told
-    assert f"at {page_stand.stand.sim.base_url}".rstrip("/") in told
+    for text in ("in flight", "is generated", f"at {page_stand.stand.sim.base_url}".rstrip("/")):
+        expect(page.locator(".tabcontent .panelhead")).to_contain_text(text)
     before = page.locator(".tabcontent time").inner_text()
     until(lambda: page.locator(".tabcontent time").inner_text() != before)
 
@@ -219,11 +208,11 @@ def test_the_log_is_followed_live(stand: Stand, watch: Watch) -> None:
     page.get_by_role("button", name="pause").click()
     talk.say("and not", sim=NOW)
     expect(page.locator(".act.turn")).to_have_count(2)
-    assert page.locator(".events li", has_text="TurnCommitted").count() == 1
+    expect(page.locator(".events li", has_text="TurnCommitted")).to_have_count(1)
     page.get_by_role("button", name="pause").click()
-    until(lambda: page.locator(".events li", has_text="TurnCommitted").count() == 2)
+    expect(page.locator(".events li", has_text="TurnCommitted")).to_have_count(2)
     page.locator(".events summary", has_text="SessionCreated").click()
-    assert '"rollback_window": 3' in page.locator(".events pre").inner_text()
+    expect(page.locator(".events pre")).to_contain_text('"rollback_window": 3')
 
 
 def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
@@ -315,7 +304,7 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     page.mouse.move(0, 0)
     page.locator(".tokens .tok").first.focus()
     page.locator(".tokendetail", has_text="position ").wait_for()
-    assert f"weights {HOSTILE}" in page.locator(".tokens").inner_text()
+    expect(page.locator(".tokens")).to_contain_text(f"weights {HOSTILE}")
     assert page.locator("main :is(img, script, b)").count() == 0
 
 

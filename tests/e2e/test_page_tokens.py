@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from integration.stand import Stand, Talk, standing, until, user
+from playwright.sync_api import expect
 
 from e2e.page import PageStand, Watched, barriers, require_chromium
 
@@ -58,16 +59,15 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
 
     page = watch(stand.server.base_url).open(f"#/session/{talk.id}?tab=tokens")
     cells = page.locator(".tokens .tok")
-    until(lambda: cells.count() == 2000)
-    assert cells.first.get_attribute("data-at") == str(sampled[0]), "it opens at the first sampled token"
+    expect(cells).to_have_count(2000)
+    expect(cells.first, "it opens at the first sampled token").to_have_attribute("data-at", str(sampled[0]))
     assert page.evaluate("document.querySelectorAll('*').length") < 4000
-    assert "set TURNLOG_TOKENIZER to read them" in page.locator(".tokenhead").first.inner_text()
-    legend = page.locator(".tokens-tab .legend").inner_text()
-    assert sum(
-        int(one.inner_text().replace(",", "")) for one in page.locator(".tokens-tab .legend strong").all()
-    ) == len(sampled)
-    assert "perplexity" in legend
-    assert "turns were rolled back" in legend
+    expect(page.locator(".tokenhead").first).to_contain_text("set TURNLOG_TOKENIZER to read them")
+    legend = page.locator(".tokens-tab .legend")
+    expect(legend).to_contain_text("perplexity")
+    expect(legend).to_contain_text("turns were rolled back")
+    counts = legend.locator("strong").all_text_contents()
+    assert sum(int(count.replace(",", "")) for count in counts) == len(sampled)
 
     page.keyboard.press("u")
     focused = "document.querySelector('.tok:focus')?.dataset.at"
@@ -76,35 +76,33 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     page.keyboard.press("U")
     until(lambda: page.evaluate(focused) == str(max(least)))
     assert f"at={max(least)}" in page.evaluate("location.hash")
-    detail = page.locator(".tokendetail").inner_text()
-    assert f"position {max(least):,} · id {row['tokens'][max(least)]}" in detail
-    assert f"logprob {row['logprobs'][max(least)]:.6f}" in detail
+    detail = page.locator(".tokendetail")
+    expect(detail).to_contain_text(f"position {max(least):,} · id {row['tokens'][max(least)]}")
+    expect(detail).to_contain_text(f"logprob {row['logprobs'][max(least)]:.6f}")
     page.locator(f".least [data-at='{least[0]}']").click()
     until(lambda: page.evaluate(focused) == str(least[0]))
-    assert page.locator(".least [aria-current]").get_attribute("data-at") == str(least[0])
+    expect(page.locator(".least [aria-current]")).to_have_attribute("data-at", str(least[0]))
 
     page.get_by_label("place in the row").fill(str(sampled[-5]))
     until(lambda: page.evaluate(focused) == str(sampled[-5]))
-    notes = page.locator(".turnrun").all_inner_texts()
-    assert any("turns 3 were rolled back here" in text for text in notes)
-    assert any("ends by length" in text for text in notes)
+    for note in ("turns 3 were rolled back here", "ends by length"):
+        expect(page.locator(".turnrun", has_text=note)).not_to_have_count(0)
     page.get_by_label("colour", exact=True).select_option("column advantage")
-    assert page.locator(".tokens-tab .legend strong").all_inner_texts().count("0") == 0
-    assert "lp6" in (page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']").get_attribute("class") or "")
+    expect(page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']")).to_contain_class("lp6")
+    assert "0" not in legend.locator("strong").all_text_contents()
     page.get_by_label("colour", exact=True).select_option("entropy")
     page.get_by_role("button", name="earlier tokens").click()
     page.locator(f".tok[data-at='{sampled[0]}']").wait_for()
     prompt = page.get_by_role("button", name=f"prompt, {sampled[0]:,} tokens")
     prompt.click()
-    page.locator(".promptrun .tok").first.wait_for()
-    assert page.locator(".promptrun .tok").count() == sampled[0]
+    expect(page.locator(".promptrun .tok")).to_have_count(sampled[0])
     page.locator(".promptrun .tok").last.focus()
     page.locator(".tokendetail", has_text="not sampled, not in the loss").wait_for()
     page.keyboard.press("ArrowRight")
-    page.locator(".tokendetail", has_text="weights 7").wait_for()
-    assert "entropy" in page.locator(".tokendetail").inner_text()
+    expect(detail).to_contain_text("weights 7")
+    expect(detail).to_contain_text("entropy")
     prompt.click()
-    assert page.locator(".promptrun").count() == 0
+    expect(page.locator(".promptrun")).to_have_count(0)
 
 
 def test_a_branch_is_chosen_and_a_turn_gone_to(stand: Stand, tree: Talk, watch: Watch) -> None:
@@ -115,24 +113,21 @@ def test_a_branch_is_chosen_and_a_turn_gone_to(stand: Stand, tree: Talk, watch: 
     assert "branch=1" in page.evaluate("location.hash")
     page.locator(".turnrun .mark", has_text="turn 15").click()
     until(lambda: "turn=15" in page.evaluate("location.hash"))
-    assert page.locator(".turnrun").count() == 2
+    expect(page.locator(".turnrun")).to_have_count(2)
 
 
 def test_the_tree_is_a_graph(stand: Stand, tree: Talk, watch: Watch) -> None:
     page = watch(stand.server.base_url).open(f"#/session/{tree.id}?tab=tree&turn=15")
     graph = page.get_by_role("group", name="Tree: 3 branches, 16 turns")
     names = graph.locator("text:has(.branchnumber)")
-    until(lambda: names.count() == 3 and "Ask the archive." in "".join(names.all_text_contents()))
-    assert [" ".join(text.split()) for text in names.all_text_contents()] == [
-        "0 start Which reefs recovered?",
-        "1 agent scout: Ask the archive.",
-        "2 compaction So far",
-    ]
-    told = page.locator(".tree-tab > p").inner_text()
-    assert "branch 1, agent after turn 1 of branch 0, because another agent asked, agent scout" in told
-    assert "its row trains turns 15" in told
-    assert graph.locator("path.carries").count() == 1
-    assert graph.get_by_role("button", name="turn 16, in the loss of branch 2, quotes turn 2").count() == 1
+    expect(names).to_have_text(
+        ["0 start Which reefs recovered?", "1 agent scout: Ask the archive.", "2 compaction So far"]
+    )
+    told = page.locator(".tree-tab > p")
+    expect(told).to_contain_text("branch 1, agent after turn 1 of branch 0, because another agent asked, agent scout")
+    expect(told).to_contain_text("its row trains turns 15")
+    expect(graph.locator("path.carries")).to_have_count(1)
+    expect(graph.get_by_role("button", name="turn 16, in the loss of branch 2, quotes turn 2")).to_have_count(1)
 
     chain = graph.get_by_role("button", name="turns 3 to 13, in the loss of branch 0: show")
     chain.focus()
@@ -141,16 +136,18 @@ def test_the_tree_is_a_graph(stand: Stand, tree: Talk, watch: Watch) -> None:
     graph.get_by_role("button", name="turn 15, ").focus()
     for key, at in (("ArrowUp", "turn 2"), ("ArrowRight", "turn 3"), ("ArrowLeft", "turn 2"), ("ArrowDown", "turn 15")):
         page.keyboard.press(key)
-        assert page.evaluate("document.activeElement.dataset.key") == at, key
+        expect(graph.locator(f"[data-key='{at}']"), key).to_be_focused()
     page.keyboard.press("ArrowUp")
     page.keyboard.press(" ")
     until(lambda: "turn=2" in page.evaluate("location.hash"))
     graph.get_by_role("button", name="branch 2, compaction").click()
     until(lambda: "branch=2" in page.evaluate("location.hash"))
     page.get_by_text("As text").click()
-    texts = page.locator(".tree-tab details li").all_inner_texts()
-    assert len(texts) == 3
-    assert "branch 2, compaction, because its first request quotes a reply of another branch (turn 2)" in texts[2]
+    texts = page.locator(".tree-tab details li")
+    expect(texts).to_have_count(3)
+    expect(texts.nth(2)).to_contain_text(
+        "branch 2, compaction, because its first request quotes a reply of another branch (turn 2)"
+    )
     page.get_by_role("button", name="larger").click()
     page.locator(".tree-tab > p").get_by_role("link", name="compare with branch").or_(graph).first.wait_for()
 

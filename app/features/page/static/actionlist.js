@@ -283,16 +283,15 @@ export class ActionList {
     const first = Math.max(0, Math.floor(scrollTop / ROW_PX) - OVERSCAN);
     const rows = this.rows.slice(first, Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN);
     this.list.style.height = `${this.rows.length * ROW_PX}px`;
-    const { axis } = this;
-    const focused = this.list.contains(document.activeElement) ? document.activeElement?.getAttribute("data-key") : null;
     /** @type {typeof this.shown} */
     const shown = new Map();
     rows.forEach((row, index) => {
       const key = `${row.kind} ${row.order}`;
-      let line = this.shown.get(key);
-      if (line?.stamp !== this.stamp) {
-        line?.element.remove();
-        line = { element: this.#row(row, key, axis), stamp: this.stamp };
+      // A row that changes stays the same element: it may have the focus, or be about to be clicked.
+      const line = this.shown.get(key) ?? { element: h("li", null, h("a", { dataset: { turn: row.number } })), stamp: 0 };
+      if (line.stamp !== this.stamp) {
+        line.stamp = this.stamp;
+        this.#fill(line.element, row);
         line.element.setAttribute("aria-posinset", String(first + index + 1));
         line.element.setAttribute("aria-setsize", String(this.rows.length));
       }
@@ -306,13 +305,7 @@ export class ActionList {
       if (element === there) there = there.nextElementSibling;
       else this.list.insertBefore(element, there);
     }
-    if (focused) this.#link(focused)?.focus({ preventScroll: true });
     this.#ask(rows);
-  }
-
-  /** @param {string} key @returns {HTMLElement|null} */
-  #link(key) {
-    return this.list.querySelector(`[data-key="${CSS.escape(key)}"]`);
   }
 
   /** The one axis of the session. */
@@ -346,27 +339,24 @@ export class ActionList {
     );
   }
 
-  /** @param {Row} row @param {string} key @param {{from: number, to: number, length: number}} axis */
-  #row(row, key, axis) {
+  /** @param {HTMLElement} element @param {Row} row */
+  #fill(element, row) {
+    const { axis } = this;
     const { kind, number, turn, failed, begin, end, next } = row;
-    const isPicked = number === this.turn && kind !== "asked";
-    const href = sessionHref(this.id, { turn: number, branch: this.branch });
-    const until = kind === "open" ? axis.to : end;
-    return h(
-      "li",
-      { class: `act ${kind}${turn?.live === false ? " discarded" : ""}` },
-      h(
-        "a",
-        { href, "aria-current": isPicked ? "true" : null, dataset: { turn: number, key } },
-        h("span", { class: "n" }, kind === "asked" ? "" : number),
-        h("span", { class: "what" }, this.#what(row)),
-        h("span", { class: "res" }, this.#result(row)),
-        h("span", { class: "wf", "aria-hidden": "true" }, barOf("gen", begin, until, axis), barOf("env", end, next, axis)),
-        h("span", { class: "time" }, kind === "open" ? since(begin, "for") : begin === null ? "" : duration((end ?? begin) - begin)),
-        h("span", { class: "env" }, end !== null && next !== null && `+ ${duration(next - end)}`),
-        h("span", { class: "size" }, kind === "turn" && turn && count(turn.output_tokens)),
-        h("span", { class: `fin ${turn?.finish_reason ?? ""}` }, kind === "turn" ? named(turn?.finish_reason ?? "") : failed ? failed.status : ""),
-      ),
+    const link = /** @type {HTMLAnchorElement} */ (element.firstElementChild);
+    element.className = `act ${kind}${turn?.live === false ? " discarded" : ""}`;
+    link.href = sessionHref(this.id, { turn: number, branch: this.branch });
+    link.ariaCurrent = number === this.turn && kind !== "asked" ? "true" : null;
+    replace(
+      link,
+      h("span", { class: "n" }, kind === "asked" ? "" : number),
+      h("span", { class: "what" }, this.#what(row)),
+      h("span", { class: "res" }, this.#result(row)),
+      h("span", { class: "wf", "aria-hidden": "true" }, barOf("gen", begin, kind === "open" ? axis.to : end, axis), barOf("env", end, next, axis)),
+      h("span", { class: "time" }, kind === "open" ? since(begin, "for") : begin === null ? "" : duration((end ?? begin) - begin)),
+      h("span", { class: "env" }, end !== null && next !== null && `+ ${duration(next - end)}`),
+      h("span", { class: "size" }, kind === "turn" && turn && count(turn.output_tokens)),
+      h("span", { class: `fin ${turn?.finish_reason ?? ""}` }, kind === "turn" ? named(turn?.finish_reason ?? "") : failed ? failed.status : ""),
     );
   }
 
@@ -446,7 +436,7 @@ export class ActionList {
     this.pick(row.number, this.branch);
     cancelAnimationFrame(this.frame);
     this.#render();
-    if (hadFocus || document.activeElement === document.body) this.#link(`${row.kind} ${row.order}`)?.focus({ preventScroll: true });
+    if (hadFocus || document.activeElement === document.body) this.shown.get(`${row.kind} ${row.order}`)?.element.querySelector("a")?.focus({ preventScroll: true });
   }
 
   /** @param {KeyboardEvent} event */

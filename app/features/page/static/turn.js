@@ -40,7 +40,8 @@ export class TurnTab {
     this.element = h("div", { class: "turnview" });
     closed.addEventListener("abort", () => CSS.highlights?.delete("found"));
     const again = setInterval(() => {
-      if (!document.hidden && this.session?.open_turns.some((one) => one.turn === this.turn)) this.#read();
+      // A request that takes longer than this is waited for, not made again.
+      if (!document.hidden && !this.requests.isRunning && this.session?.open_turns.some((one) => one.turn === this.turn)) this.#read();
     }, AGAIN_MS);
     closed.addEventListener("abort", () => clearInterval(again));
   }
