@@ -1,11 +1,11 @@
 /** A session's turns as what they did, with one time axis for all: a list that has only its visible rows. */
 
-import { get } from "./api.js";
-import { badge, button, failure, h, replace, setText } from "./dom.js";
+import { arrange, badge, button, failure, h, replace, setText } from "./dom.js";
 import { amount, count, duration, serverNow, since } from "./format.js";
-import { isWriting } from "./keys.js";
+import { isForPage } from "./keys.js";
 import { sessionHref } from "./route.js";
-import { LatestRequest } from "./view.js";
+import { rendersSoon } from "./table.js";
+import { every, LatestRequest } from "./view.js";
 import { named } from "./visible.js";
 
 /** @import {Child, FailedTurn, OpenTurn, Session, Turn, TurnActions, TreeBranch} from "../ui_types.d.ts" */
@@ -122,12 +122,10 @@ export class ActionList {
     this.stamp = 0;
     /** @type {Map<string, {element: HTMLElement, stamp: number}>} */
     this.shown = new Map();
-    this.frame = 0;
     this.requests = new LatestRequest(closed);
     this.searching = new LatestRequest(closed);
     this.failures = new LatestRequest(closed);
-    /** @type {number|undefined} */
-    this.settling = undefined;
+    this.settling = 0;
     this.list = h("ol", { class: "acts", "aria-label": "Turns" });
     this.problem = h("div");
     this.scroller = h("div", { class: "actscroll" }, this.list);
@@ -160,22 +158,15 @@ export class ActionList {
       this.problem,
       this.scroller,
     );
+    this.renderSoon = rendersSoon(closed, this.scroller, () => this.#render());
     this.#listen(closed);
   }
 
   /** @param {AbortSignal} closed */
   #listen(closed) {
-    const sizes = new ResizeObserver(() => this.#renderSoon());
-    sizes.observe(this.scroller);
-    this.scroller.addEventListener("scroll", () => this.#renderSoon(), { passive: true });
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
-    const ticking = setInterval(() => document.hidden || (this.session?.open_turns.length && this.#changed()), TICK_MS);
-    closed.addEventListener("abort", () => {
-      sizes.disconnect();
-      clearInterval(ticking);
-      clearTimeout(this.settling);
-      cancelAnimationFrame(this.frame);
-    });
+    every(closed, TICK_MS, () => this.session?.open_turns.length && this.#changed());
+    closed.addEventListener("abort", () => clearTimeout(this.settling));
     this.list.addEventListener("click", (event) => {
       const link = event.target instanceof Element ? event.target.closest("a") : null;
       if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -228,10 +219,9 @@ export class ActionList {
     const text = this.search.value.trim();
     this.searching.abort();
     if (text) {
-      const request = async (/** @type {AbortSignal} */ signal) => /** @type {{turns: number[]}} */ (await get(`${this.path}/find`, { text }, signal));
       return this.searching.run(
-        request,
-        ({ turns }) => {
+        { path: `${this.path}/find`, parameters: { text } },
+        (/** @type {{turns: number[]}} */ { turns }) => {
           this.matches = new Set(turns);
           this.#filter();
           const first = this.rows[0];
@@ -250,10 +240,9 @@ export class ActionList {
   #findErrors({ turns }) {
     const last = turns.at(-1)?.turn ?? 0;
     if (last <= this.failingUpTo || this.failures.isRunning) return;
-    const request = async (/** @type {AbortSignal} */ signal) => /** @type {{turns: number[]}} */ (await get(`${this.path}/find`, { after: this.failingUpTo }, signal));
     this.failures.run(
-      request,
-      ({ turns: found }) => {
+      { path: `${this.path}/find`, parameters: { after: this.failingUpTo } },
+      (/** @type {{turns: number[]}} */ { turns: found }) => {
         this.failingUpTo = last;
         for (const turn of found) this.failing.add(turn);
         this.#changed();
@@ -270,12 +259,7 @@ export class ActionList {
     this.axis = this.#axis();
     const found = this.all.filter(this.#isError).length;
     setText(this.errors, found ? amount(found, "error") : "no errors");
-    this.#renderSoon();
-  }
-
-  #renderSoon() {
-    cancelAnimationFrame(this.frame);
-    this.frame = requestAnimationFrame(() => this.#render());
+    this.renderSoon();
   }
 
   #render() {
@@ -298,13 +282,8 @@ export class ActionList {
       line.element.style.top = `${(first + index) * ROW_PX}px`;
       shown.set(key, line);
     });
-    for (const [key, { element }] of this.shown) if (!shown.has(key)) element.remove();
     this.shown = shown;
-    let there = this.list.firstElementChild;
-    for (const { element } of shown.values()) {
-      if (element === there) there = there.nextElementSibling;
-      else this.list.insertBefore(element, there);
-    }
+    arrange(this.list, [...shown.values()].map(({ element }) => element));
     this.#ask(rows);
   }
 
@@ -328,14 +307,14 @@ export class ActionList {
     const start = Math.min(.../** @type {number[]} */ (wanted));
     const limit = Math.min(MOST, Math.max(.../** @type {number[]} */ (wanted)) - start + 1);
     this.requests.run(
-      async (signal) => /** @type {TurnActions[]} */ (await get(`${this.path}/actions`, { start, limit }, signal)),
-      (turns) => {
+      { path: `${this.path}/actions`, parameters: { start, limit } },
+      (/** @type {TurnActions[]} */ turns) => {
         for (const turn of turns) this.known.set(turn.turn, turn);
         if (!this.known.has(start)) this.known.set(start, { turn: start, actions: [], results: [], error: null });
         for (const { turn, results } of turns) if (results.some((one) => one.failed)) this.failing.add(turn);
         this.#changed();
       },
-      (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.#renderSoon()))),
+      (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.renderSoon()))),
     );
   }
 
@@ -434,14 +413,13 @@ export class ActionList {
     if (!row) return;
     const hadFocus = this.list.contains(document.activeElement);
     this.pick(row.number, this.branch);
-    cancelAnimationFrame(this.frame);
     this.#render();
     if (hadFocus || document.activeElement === document.body) this.shown.get(`${row.kind} ${row.order}`)?.element.querySelector("a")?.focus({ preventScroll: true });
   }
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target) || document.querySelector("dialog[open]")) return;
+    if (!isForPage(event)) return;
     const isInside = this.list.contains(document.activeElement);
     if (event.key === "j") this.#step(1);
     else if (event.key === "k") this.#step(-1);

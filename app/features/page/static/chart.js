@@ -17,7 +17,6 @@ const MOST_LANES = 12;
  * The rewards of a group on one axis. Each dot is a link to its session; dots of near values stand above each other.
  * @param {Attempt[]} attempts
  * @param {{mean: number}|null} statistics
- * @returns {Element}
  */
 export function rewardPlot(attempts, statistics) {
   const rewarded = attempts.filter((one) => one.reward !== null).sort((a, b) => Number(a.reward) - Number(b.reward));
@@ -62,7 +61,6 @@ function dot(one, x, y) {
 
 /**
  * @param {number[]} values in order
- * @returns {{place: (value: number) => number, ticks: number[]}}
  */
 function axisOf(values) {
   let low = Math.min(0, ...values);
@@ -90,7 +88,6 @@ function tidy(value) {
 /**
  * How high each dot stands, so that none hides another.
  * @param {number[]} places in order
- * @returns {number[]}
  */
 function lanesOf(places) {
   /** @type {number[]} the last place taken in each lane */

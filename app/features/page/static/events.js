@@ -1,8 +1,8 @@
 /** A session's log: each event with all of its fields, as it grows; and the way back to any moment of it. */
 
-import { ApiError, stream } from "./api.js";
+import { ApiError, lines } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { button, folded, h, message, replace, setText } from "./dom.js";
+import { arrange, button, folded, h, message, replace, setText } from "./dom.js";
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
 import { Travel } from "./travel.js";
@@ -34,27 +34,6 @@ function summaryOf(event) {
     .join(" · ");
 }
 
-/**
- * The lines of NDJSON that does not end.
- * @param {ReadableStream<Uint8Array>} body
- */
-async function* lines(body) {
-  const decoder = new TextDecoder();
-  const reader = body.getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
-      rest = parts.pop() ?? "";
-      yield* parts.filter((part) => part !== "");
-    }
-  } finally {
-    reader.releaseLock();
-  }
-}
-
 export class EventsTab {
   /** @param {AbortSignal} closed @param {string} sessionId @param {(turn: number|null, branch: number|null, seq: number|null) => void} pick */
   constructor(closed, sessionId, pick) {
@@ -72,10 +51,8 @@ export class EventsTab {
     this.at = null;
     this.isPaused = false;
     this.following = new LatestRequest(closed);
-    /** @type {number|undefined} */
-    this.flushing = undefined;
-    /** @type {number|undefined} */
-    this.retry = undefined;
+    this.flushing = 0;
+    this.retry = 0;
     this.list = h("ol", { class: "events" });
     this.earlier = button("", () => this.#earlier(), { hidden: true });
     this.state = h("span", { class: "note", role: "status" });
@@ -122,7 +99,7 @@ export class EventsTab {
 
   #stop() {
     this.following.abort();
-    if (this.flushing !== undefined) this.#flush();
+    if (this.flushing) this.#flush();
   }
 
   #resume() {
@@ -146,8 +123,7 @@ export class EventsTab {
   #follow() {
     setText(this.state, "following");
     const request = async (/** @type {AbortSignal} */ signal) => {
-      const body = await stream(this.path, { after: this.last, follow: true }, signal);
-      for await (const line of lines(body)) this.#arrived(JSON.parse(line));
+      for await (const line of lines(this.path, { after: this.last, follow: true }, signal)) this.#arrived(JSON.parse(line));
     };
     this.following.run(request, () => this.#ended(null), (error) => {
       if (!(error instanceof ApiError) && !(error instanceof TypeError)) throw error; // TypeError: the connection broke
@@ -170,12 +146,12 @@ export class EventsTab {
   /** @param {LogEvent} event */
   #arrived(event) {
     this.events.push(event);
-    this.flushing ??= setTimeout(() => this.#flush(), FLUSH_MS);
+    this.flushing ||= setTimeout(() => this.#flush(), FLUSH_MS);
   }
 
   #flush() {
     clearTimeout(this.flushing);
-    this.flushing = undefined;
+    this.flushing = 0;
     const most = Math.max(this.shown, KEPT);
     if (this.events.length > most) {
       const dropped = this.events.splice(0, this.events.length - most);
@@ -207,8 +183,7 @@ export class EventsTab {
     const reading = new AbortController();
     /** @type {LogEvent[]} */
     const found = [];
-    const body = await stream(this.path, { after }, AbortSignal.any([reading.signal, this.closed]));
-    for await (const line of lines(body)) {
+    for await (const line of lines(this.path, { after }, AbortSignal.any([reading.signal, this.closed]))) {
       const event = /** @type {LogEvent} */ (JSON.parse(line));
       if (event.seq > upto) break;
       found.push(event);
@@ -221,16 +196,9 @@ export class EventsTab {
   /** Elements of events that stay are kept, with what is unfolded in them. */
   #render() {
     const shown = this.events.slice(-this.shown);
-    const first = shown[0]?.seq ?? 0;
     const isAtEnd = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 4;
     const known = new Map(this.#lines.map((element) => [Number(element.dataset.seq), element]));
-    for (const [seq, element] of known) if (seq < first) element.remove();
-    const oldest = known.size ? Math.min(...known.keys()) : Infinity;
-    const before = this.list.firstChild;
-    for (const event of shown) {
-      if (known.has(event.seq)) continue;
-      this.list.insertBefore(this.#line(event), event.seq < oldest ? before : null);
-    }
+    arrange(this.list, shown.map((event) => known.get(event.seq) ?? this.#line(event)));
     const hidden = this.begin + this.events.length - shown.length;
     this.earlier.hidden = hidden <= 0;
     setText(this.earlier, `show ${count(Math.min(MORE, hidden))} earlier of ${count(hidden)}`);

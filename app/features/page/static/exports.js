@@ -1,6 +1,6 @@
 /** An export before it is made: its first rows, how many there are, what is left out and why, and how to load it. */
 
-import { get, stream, url } from "./api.js";
+import { get, lines, url } from "./api.js";
 import { copyButton, curl } from "./copy.js";
 import { announce, bar, button, failure, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
 import { ExportForm, previewOf } from "./exportform.js";
@@ -19,7 +19,7 @@ import { visible } from "./visible.js";
 const AT_ONCE = 10_000;
 const MOST_EXAMPLES = 20;
 const FIRST_ROWS = 3;
-/** Characters that are read of the first rows; one that is longer is not shown. */
+/** Characters of a row; one that is longer is not shown. */
 const MOST_READ = 8 << 20;
 const MOST_SHOWN = 80;
 const ENDS = 4;
@@ -134,10 +134,10 @@ export class ExportsView extends View {
     const { totals } = this;
     const limit = Math.min(FIRST_ROWS, Number(this.query.limit ?? FIRST_ROWS));
     this.reading.run(
-      async (signal) => firstLines(await stream("/export", { ...this.query, limit }, signal)),
-      (lines) => {
-        totals.sample = lines.filter((line) => !line.startsWith('{"excluded"'));
-        const rows = lines.map((line) => /** @type {Row} */ (JSON.parse(line)));
+      (signal) => Array.fromAsync(lines("/export", { ...this.query, limit }, signal, MOST_READ)),
+      (read) => {
+        totals.sample = read.filter((line) => !line.startsWith('{"excluded"'));
+        const rows = read.map((line) => /** @type {Row} */ (JSON.parse(line)));
         const none = h("p", { class: "muted" }, "There is no row, or the first is too long to be shown.");
         replace(this.first, h("h2", null, "First rows"), rows.length ? rowTable(rows) : none);
         this.#show();
@@ -172,20 +172,6 @@ export class ExportsView extends View {
       h("p", null, "Download as ", FORMATS.map(link), "or, for reading, with rows of their own, as ", DOCUMENTS.map(link)),
     );
   }
-}
-
-/** @param {ReadableStream<Uint8Array>} body @returns {Promise<string[]>} the lines that are not too long */
-async function firstLines(body) {
-  const decoder = new TextDecoder();
-  const reader = body.getReader();
-  let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    text += decoder.decode(value, { stream: !done });
-    if (done || text.length > MOST_READ) break;
-  }
-  await reader.cancel();
-  return text.split("\n").slice(0, -1);
 }
 
 /** @param {Row[]} rows @returns {HTMLElement} a line a field: so a row of many fields is read from above */

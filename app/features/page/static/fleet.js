@@ -1,9 +1,9 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
-import { badge, button, figure, h, replace, setBadge, setText, STATES } from "./dom.js";
+import { badge, button, figure, h, renew, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
-import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
+import { badgeCell, column, linkCell, numberColumn, sinceCell, smallTable } from "./rows.js";
 import { recall, remember } from "./view.js";
 import { visibleText } from "./visible.js";
 
@@ -127,19 +127,13 @@ function engines() {
   const summary = h("summary");
   const table = smallTable("Engines", engineColumns(), (engine) => engine.url);
   const element = h("div", { class: "group engines" }, h("details", null, summary, table.element));
-  let shown = "";
-  return {
-    element,
-    show: ({ engines: all }) => {
-      table.rows.show(all);
-      const parts = engineParts(all);
-      const now = JSON.stringify(parts);
-      if (now === shown) return;
-      shown = now;
-      const label = h("span", { class: "label" }, `Engines (${all.length})`);
-      replace(summary, label, parts.map(({ text, tone }) => badge(text, tone)));
-    },
+  const show = (/** @type {Overview} */ { engines: all }) => {
+    table.rows.show(all);
+    const parts = engineParts(all);
+    const label = () => h("span", { class: "label" }, `Engines (${all.length})`);
+    renew(summary, parts, () => [label(), parts.map(({ text, tone }) => badge(text, tone))]);
   };
+  return { element, show };
 }
 
 /**
@@ -179,16 +173,12 @@ function engineColumns() {
       width: "auto",
       fill: badgeCell((engine) => engine.health, (engine) => HEALTH[engine.health]),
     },
-    { title: "State", width: "auto", fill: textCell((engine) => engine.state) },
-    { title: "In flight", number: true, fill: textCell((engine) => count(engine.in_flight)) },
-    {
-      title: "Weights",
-      number: true,
-      fill: textCell((engine) => `${visibleText(String(engine.weight_version ?? "–"))}${regressed(engine)}`),
-    },
-    { title: "Dialect", width: "auto", fill: textCell((engine) => engine.dialect ?? "–") },
+    column("State", (engine) => engine.state, { width: "auto" }),
+    numberColumn("In flight", (engine) => count(engine.in_flight)),
+    numberColumn("Weights", (engine) => `${visibleText(String(engine.weight_version ?? "–"))}${regressed(engine)}`),
+    column("Dialect", (engine) => engine.dialect ?? "–", { width: "auto" }),
     { title: "Since", number: true, fill: sinceCell((engine) => engine.since) },
-    { title: "Last error", width: "auto", fill: textCell((engine) => visibleText(engine.last_error ?? "–")) },
+    column("Last error", (engine) => visibleText(engine.last_error ?? "–"), { width: "auto" }),
   ];
 }
 
@@ -214,20 +204,14 @@ function weights() {
 function errors() {
   const recent = h("ul", { class: "errors" });
   const element = h("div", { class: "group" }, figure("Errors, last minute", recent));
-  let shown = "";
-  return {
-    element,
-    show: (overview) => {
-      const found = Object.entries(overview.errors).sort((a, b) => b[1] - a[1]);
-      const totals = Object.entries(overview.errors_total).map(([code, number]) => `${code}: ${count(number)}`);
-      element.title = totals.length ? `Since the start: ${totals.join(", ")}` : "None since the start";
-      const now = JSON.stringify(found);
-      if (now === shown) return;
-      shown = now;
-      const items = found.map(([code, number]) => h("li", null, h("code", null, code), ` ${count(number)}`));
-      replace(recent, items.length ? items : h("li", null, badge("none", "good")));
-    },
+  const show = (/** @type {Overview} */ overview) => {
+    const found = Object.entries(overview.errors).sort((a, b) => b[1] - a[1]);
+    const totals = Object.entries(overview.errors_total).map(([code, number]) => `${code}: ${count(number)}`);
+    element.title = totals.length ? `Since the start: ${totals.join(", ")}` : "None since the start";
+    const item = (/** @type {[string, number]} */ [code, number]) => h("li", null, h("code", null, code), ` ${count(number)}`);
+    renew(recent, found, () => (found.length ? found.map(item) : h("li", null, badge("none", "good"))));
   };
+  return { element, show };
 }
 
 /** @returns {Part} */

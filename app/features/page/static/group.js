@@ -3,13 +3,13 @@
 import { get } from "./api.js";
 import { rewardPlot } from "./chart.js";
 import { copyCurl } from "./copy.js";
-import { badge, bar, fact, folded, h, message, replace } from "./dom.js";
+import { badge, bar, fact, folded, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, ranges } from "./format.js";
 import { queryOf, rolloutsHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
 import { LongTable } from "./table.js";
-import { noGroup, View } from "./view.js";
+import { View } from "./view.js";
 import { textBlock, visible, visibleText } from "./visible.js";
 
 /** @import {Attempt, ChatMessage, Group, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
@@ -28,8 +28,7 @@ const EPSILON = 1e-6;
 export class GroupView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { id, query }) {
-    super(root);
-    this.id = id;
+    super(root, "group", id);
     this.path = `/groups/${encodeURIComponent(id)}`;
     /** @type {Row[]} */
     this.rows = [];
@@ -38,7 +37,6 @@ export class GroupView extends View {
     this.facts = h("div", { class: "facts" });
     this.task = h("div");
     this.plot = h("div");
-    this.shown = "";
     this.holder = h("div", { class: "holder" });
     this.side = h("a", { href: rolloutsHref(id) }, "Side by side");
     replace(
@@ -56,11 +54,6 @@ export class GroupView extends View {
     );
     this.onQuery(query);
     this.refresh();
-  }
-
-  /** @param {string} code */
-  absent(code) {
-    return code === "not_found" ? noGroup(this.id) : null;
   }
 
   /** @param {URLSearchParams} query */
@@ -97,7 +90,7 @@ export class GroupView extends View {
           about: about[one.session_id],
           ...advantage(one, group.statistics),
         }));
-        this.#showPlot(group);
+        renew(this.plot, [group.attempts, group.statistics], () => plot(group.attempts, group.statistics));
         this.#showRows();
       },
     );
@@ -113,14 +106,6 @@ export class GroupView extends View {
       return role === "user" ? block : folded(visibleText(String(role)), block);
     });
     if (blocks.length) replace(this.task, h("details", { class: "panel", open: true }, h("summary", null, "Task"), blocks));
-  }
-
-  /** @param {Group} group */
-  #showPlot({ attempts, statistics }) {
-    const now = JSON.stringify([attempts, statistics]);
-    if (now === this.shown) return;
-    this.shown = now;
-    replace(this.plot, plot(attempts, statistics));
   }
 
   #showRows() {
@@ -213,7 +198,6 @@ function flag(text) {
 /**
  * Numbers below the highest attempt that no session has; counted from 0 where there is a 0, else from 1.
  * @param {Attempt[]} attempts
- * @returns {number[]}
  */
 function missingOf(attempts) {
   const numbers = new Set(attempts.map((one) => one.attempt).filter((one) => one !== null));

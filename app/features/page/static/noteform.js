@@ -1,6 +1,6 @@
 /** The form in which a person writes a session's note and tags. */
 
-import { ApiError, put } from "./api.js";
+import { ApiError, send } from "./api.js";
 import { announce, button, h, replace } from "./dom.js";
 import { field } from "./form.js";
 
@@ -87,7 +87,7 @@ export class NoteForm {
     }
     this.save.disabled = true;
     try {
-      for (const [name, value] of changes) await put(`${this.path}/${name}`, { value }, this.closed);
+      for (const [name, value] of changes) await send("PUT", `${this.path}/${name}`, { value }, this.closed);
     } catch (error) {
       if (this.closed.aborted) return;
       if (!(error instanceof ApiError)) throw error;

@@ -1,6 +1,6 @@
 /** Where a turn's time went in this server: its stages, of all turns on one scale. */
 
-import { button, h, replace, setText } from "./dom.js";
+import { button, h, refill, replace, setText } from "./dom.js";
 import { clock, count, milliseconds } from "./format.js";
 import { named } from "./visible.js";
 
@@ -41,9 +41,7 @@ export class StagesTab {
     const first = Math.max(0, Math.min(at - ROWS / 2, turns.length - ROWS));
     const shown = turns.slice(first, first + ROWS);
     const scale = Math.max(1e-6, ...shown.map(({ timing }) => (timing ? total(timing) : 0)));
-    const focused = this.body.contains(document.activeElement) ? document.activeElement?.textContent : null;
-    replace(this.body, shown.map((turn) => this.#row(turn, scale, turn.turn === picked, branch)));
-    if (focused) [...this.body.querySelectorAll("button")].find((one) => one.textContent === focused)?.focus({ preventScroll: true });
+    refill(this.body, shown.map((turn) => this.#row(turn, scale, turn.turn === picked, branch)));
     setText(this.pager, turns.length > ROWS ? `${count(first + 1)} to ${count(first + shown.length)} of ${count(turns.length)}, around the chosen one` : "");
     const turn = turns[at];
     replace(this.detail, turn ? explained(turn) : "No turn is committed yet.");

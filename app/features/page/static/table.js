@@ -1,7 +1,7 @@
 /** A long table: only the rows in sight are in the document. Its headers sort it, j and k walk through it. */
 
 import { h, replace, scrollRegion } from "./dom.js";
-import { isWriting } from "./keys.js";
+import { isForPage } from "./keys.js";
 import { headerRow, Rows } from "./rows.js";
 
 const ROW_PX = 28;
@@ -38,6 +38,29 @@ function leastWidth(columns) {
   return `${widths.reduce((sum, one) => sum + one, 0)}px`;
 }
 
+/**
+ * Render what scrolls at the next frame: after each scroll and change of size, and when somebody asks for it.
+ * @param {AbortSignal} closed
+ * @param {Element} scroller
+ * @param {() => void} render
+ * @returns {() => void} to ask for it
+ */
+export function rendersSoon(closed, scroller, render) {
+  let frame = 0;
+  const soon = () => {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(render);
+  };
+  const sizes = new ResizeObserver(soon);
+  sizes.observe(scroller);
+  scroller.addEventListener("scroll", soon, { passive: true });
+  closed.addEventListener("abort", () => {
+    cancelAnimationFrame(frame);
+    sizes.disconnect();
+  });
+  return soon;
+}
+
 /** @template Row */
 export class LongTable {
   /** @param {AbortSignal} closed @param {TableOptions<Row>} options */
@@ -47,7 +70,6 @@ export class LongTable {
     this.rows = [];
     /** @type {string|null} */
     this.current = null;
-    this.frame = 0;
     this.isBusy = true;
     this.pointedAt = -POINTED_MS;
     this.above = h("td");
@@ -71,7 +93,7 @@ export class LongTable {
     this.element = scrollRegion(options.label, this.table, this.foot);
     this.element.classList.add("fill");
     this.lines = new Rows(this.body, options.columns, options.keyOf);
-    this.sizes = new ResizeObserver(() => this.#renderSoon());
+    this.renderSoon = rendersSoon(closed, this.element, () => this.#render());
     this.#listen(closed);
   }
 
@@ -93,7 +115,7 @@ export class LongTable {
     this.rows = rows;
     this.isBusy = isBusy;
     this.table.setAttribute("aria-rowcount", String(total + 1));
-    this.#renderSoon();
+    this.renderSoon();
   }
 
   /** @param {...Child} children below the last row */
@@ -120,28 +142,13 @@ export class LongTable {
 
   /** @param {AbortSignal} closed */
   #listen(closed) {
-    this.element.addEventListener("scroll", () => this.#renderSoon(), { passive: true });
-    this.sizes.observe(this.element);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
-    closed.addEventListener("abort", () => {
-      cancelAnimationFrame(this.frame);
-      this.sizes.disconnect();
-    });
-    this.body.addEventListener("pointermove", () => {
-      this.pointedAt = performance.now();
-    });
-    this.body.addEventListener("pointerleave", () => {
-      this.pointedAt = -POINTED_MS;
-    });
+    this.body.addEventListener("pointermove", () => (this.pointedAt = performance.now()));
+    this.body.addEventListener("pointerleave", () => (this.pointedAt = -POINTED_MS));
     this.body.addEventListener("focusin", (event) => {
       const line = /** @type {Element} */ (event.target).closest("tr");
       this.#choose(line?.dataset.key ?? null);
     });
-  }
-
-  #renderSoon() {
-    cancelAnimationFrame(this.frame);
-    this.frame = requestAnimationFrame(() => this.#render());
   }
 
   #render() {
@@ -181,8 +188,7 @@ export class LongTable {
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target) || !this.rows.length) return;
-    if (document.querySelector("dialog[open]")) return;
+    if (!isForPage(event) || !this.rows.length) return;
     const at = this.rows.findIndex((row) => this.options.keyOf(row) === this.current);
     const last = this.rows.length - 1;
     const isInside = this.element.contains(document.activeElement);
@@ -204,7 +210,6 @@ export class LongTable {
     else if (top + 2 * HEAD_PX + ROW_PX > scrollTop + clientHeight) {
       this.element.scrollTop = top + 2 * HEAD_PX + ROW_PX - clientHeight;
     }
-    cancelAnimationFrame(this.frame);
     this.#render();
     const row = this.rows[index];
     const line = row && this.lines.lines.get(this.options.keyOf(row));

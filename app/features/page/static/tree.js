@@ -1,6 +1,5 @@
 /** A session's tree as a graph: a row a branch, a dot a turn, and whose loss each turn is in. */
 
-import { get } from "./api.js";
 import { button, folded, h, replace, scrollRegion, svg } from "./dom.js";
 import { amount, count, ranges } from "./format.js";
 import { sideBySideHref } from "./route.js";
@@ -70,9 +69,8 @@ export class TreeTab {
     if (this.titled === tree.branches.length) return;
     this.titled = tree.branches.length;
     this.requests.run(
-      async (signal) =>
-        /** @type {Tree} */ (await get(`/sessions/${encodeURIComponent(this.id)}/tree`, {}, signal)),
-      ({ branches }) => {
+      { path: `/sessions/${encodeURIComponent(this.id)}/tree` },
+      (/** @type {Tree} */ { branches }) => {
         this.titles = new Map(branches.flatMap((one) => (one.title === null ? [] : [[one.branch, one.title]])));
         this.#draw();
       },

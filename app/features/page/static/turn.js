@@ -6,7 +6,7 @@ import { copyCurl } from "./copy.js";
 import { badge, button, failure, folded, h, message, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
-import { LatestRequest } from "./view.js";
+import { every, LatestRequest } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {Child, FailedTurn, OpenTurn, Session, Transcript, Turn, TurnMessages} from "../ui_types.d.ts" */
@@ -39,11 +39,10 @@ export class TurnTab {
     this.marked = "";
     this.element = h("div", { class: "turnview" });
     closed.addEventListener("abort", () => CSS.highlights?.delete("found"));
-    const again = setInterval(() => {
+    every(closed, AGAIN_MS, () => {
       // A request that takes longer than this is waited for, not made again.
-      if (!document.hidden && !this.requests.isRunning && this.session?.open_turns.some((one) => one.turn === this.turn)) this.#read();
-    }, AGAIN_MS);
-    closed.addEventListener("abort", () => clearInterval(again));
+      if (!this.requests.isRunning && this.session?.open_turns.some((one) => one.turn === this.turn)) this.#read();
+    });
   }
 
   /** @param {Session} session @param {{turn: number|null}} at */
@@ -161,8 +160,8 @@ export class TurnTab {
       if (content.hasChildNodes()) return;
       replace(content, "Loading …");
       this.prompts.run(
-        async (signal) => /** @type {Transcript} */ (await get(`${this.path}/conversation`, { seq: session.seq, turn: turn.turn }, signal)),
-        (transcript) => this.#showPrompt(content, transcript, turn, SHOWN),
+        { path: `${this.path}/conversation`, parameters: { seq: session.seq, turn: turn.turn } },
+        (/** @type {Transcript} */ transcript) => this.#showPrompt(content, transcript, turn, SHOWN),
         (error) => replace(content, failure(error)),
       );
     });
