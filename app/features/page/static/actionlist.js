@@ -5,7 +5,7 @@ import { amount, count, duration, serverNow, since } from "./format.js";
 import { isForPage } from "./keys.js";
 import { sessionHref } from "./route.js";
 import { rendersSoon } from "./table.js";
-import { every, LatestRequest } from "./view.js";
+import { every, LatestRequest, SessionPart } from "./view.js";
 import { named } from "./visible.js";
 
 /** @import {Child, FailedTurn, OpenTurn, Session, Turn, TurnActions, TreeBranch} from "../ui_types.d.ts" */
@@ -95,22 +95,16 @@ export function timesOf(rows) {
   };
 }
 
-export class ActionList {
-  /** @param {AbortSignal} closed @param {string} id of the session @param {(turn: number|null, branch: number|null) => void} pick */
-  constructor(closed, id, pick) {
-    this.id = id;
-    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
-    this.pick = pick;
-    /** @type {Session|null} */
-    this.session = null;
+export class ActionList extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
     /** @type {Row[]} */
     this.all = [];
     /** @type {Row[]} those that the search has left */
     this.rows = [];
     /** @type {Map<number, TurnActions>} */
     this.known = new Map();
-    /** @type {number|null} */
-    this.turn = null;
     /** @type {number|null} */
     this.branch = null;
     /** @type {Set<number>|null} the turns that have the text that is searched */
@@ -122,9 +116,8 @@ export class ActionList {
     this.stamp = 0;
     /** @type {Map<string, {element: HTMLElement, stamp: number}>} */
     this.shown = new Map();
-    this.requests = new LatestRequest(closed);
-    this.searching = new LatestRequest(closed);
-    this.failures = new LatestRequest(closed);
+    this.searching = new LatestRequest(this.closed);
+    this.failures = new LatestRequest(this.closed);
     this.settling = 0;
     this.list = h("ol", { class: "acts", "aria-label": "Turns" });
     this.problem = h("div");
@@ -158,12 +151,12 @@ export class ActionList {
       this.problem,
       this.scroller,
     );
-    this.renderSoon = rendersSoon(closed, this.scroller, () => this.#render());
-    this.#listen(closed);
+    this.renderSoon = rendersSoon(this.closed, this.scroller, () => this.#render());
+    this.#listen();
   }
 
-  /** @param {AbortSignal} closed */
-  #listen(closed) {
+  #listen() {
+    const { closed } = this;
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
     every(closed, TICK_MS, () => this.session?.open_turns.length && this.#changed());
     closed.addEventListener("abort", () => clearTimeout(this.settling));

@@ -216,8 +216,7 @@ function navigation() {
 function markNavigation(name) {
   for (const link of document.querySelectorAll("#nav a")) {
     const isCurrent = link.getAttribute("data-name") === name;
-    if (isCurrent) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    link.ariaCurrent = isCurrent ? "page" : null;
     // On a phone the links are one line that scrolls.
     if (isCurrent) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }

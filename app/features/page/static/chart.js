@@ -29,7 +29,7 @@ export function rewardPlot(attempts, statistics) {
   });
   const ticks = axis.ticks.map((value) => [
     svg("path", { class: "grid", d: `M${axis.place(value)} 18V${floor + 4}` }),
-    svg("text", { x: axis.place(value), y: floor + 18, "text-anchor": "middle" }, tidy(value)),
+    svg("text", { x: axis.place(value), y: floor + 18, "text-anchor": "middle" }, Number(value.toPrecision(6))),
   ]);
   return svg(
     "svg",
@@ -66,23 +66,14 @@ function axisOf(values) {
   let low = Math.min(0, ...values);
   let high = Math.max(...values, low);
   if (low === high) high = low + 1;
-  const step = stepOf((high - low) / 5);
+  const raw = (high - low) / 5;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * ([1, 2, 5].find((one) => one * power >= raw) ?? 10);
   low = Math.floor(low / step) * step;
   high = Math.ceil(high / step) * step;
   const ticks = Array.from({ length: Math.round((high - low) / step) + 1 }, (_, index) => low + index * step);
   const place = (/** @type {number} */ value) => LEFT + ((value - low) / (high - low)) * (WIDE - LEFT - RIGHT);
   return { place, ticks };
-}
-
-/** @param {number} raw @returns {number} 1, 2 or 5 times a power of ten */
-function stepOf(raw) {
-  const power = 10 ** Math.floor(Math.log10(raw));
-  return power * ([1, 2, 5, 10].find((one) => one * power >= raw) ?? 10);
-}
-
-/** @param {number} value @returns {string} without the noise of binary fractions */
-function tidy(value) {
-  return String(Number(value.toPrecision(6)));
 }
 
 /**

@@ -5,7 +5,7 @@ import { copyButton, copyCurl } from "./copy.js";
 import { badge, bar, button, fact, h, message, replace, setText } from "./dom.js";
 import { amount, clock, count, since } from "./format.js";
 import { checkpointHref, sessionHref } from "./route.js";
-import { badgeCell, column, groupColumn, linkCell, numberColumn, sinceCell } from "./rows.js";
+import { badgeCell, column, groupColumn, linkCell, numberColumn, sessionColumn, sinceCell } from "./rows.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
 import { visible, visibleText } from "./visible.js";
@@ -123,7 +123,8 @@ export class CheckpointView extends FollowsFleet {
       root,
       bar(h("h1", null, visible(id)), [
         h("a", { href: "#/checkpoints" }, "All checkpoints"),
-        copyButton(() => restoring(id), "Copy the restore's command"),
+        // A name has only letters that mean nothing to a shell.
+        copyButton(() => `turnlog checkpoint restore ${id} --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
         again,
         copyCurl(() => ({ path: this.path, parameters: { limit: PAGE } })),
       ]),
@@ -164,11 +165,6 @@ export class CheckpointView extends FollowsFleet {
   }
 }
 
-/** @param {string} name of letters that mean nothing to a shell @returns {string} a command line */
-function restoring(name) {
-  return `turnlog checkpoint restore ${name} --url ${url("").replace(/\/$/, "")}`;
-}
-
 /** @param {Omit<Checkpoint, "erased">} checkpoint @returns {HTMLElement[]} */
 function facts({ created_at, cut, state, sessions, groups, restores }) {
   const found = [
@@ -182,21 +178,11 @@ function facts({ created_at, cut, state, sessions, groups, restores }) {
   return found;
 }
 
-/** @param {SessionThen} one @returns {string} what came after the checkpoint */
-function later({ seq, version }) {
-  const events = version - seq;
-  return events > 0 ? amount(events, "event") : "none";
-}
-
 /** @returns {Column<SessionThen>[]} */
 function columnsThen() {
+  const later = (/** @type {SessionThen} */ { seq, version }) => (version > seq ? amount(version - seq, "event") : "none");
   return [
-    {
-      title: "Session",
-      hint: "As it was then",
-      isHeader: true,
-      fill: linkCell((one) => one.session_id, (one) => sessionHref(one.session_id, { seq: one.seq })),
-    },
+    sessionColumn({ hint: "As it was then" }, ({ session_id: id, seq }) => sessionHref(id, { seq })),
     numberColumn("At event", (one) => count(one.seq), { width: "96px" }),
     numberColumn("Later", later, { hint: "What a restore would take back", width: "110px" }),
     { title: "State now", width: "120px", fill: badgeCell((one) => one.status) },

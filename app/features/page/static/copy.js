@@ -44,16 +44,11 @@ async function copy(text) {
       if (!(error instanceof DOMException)) throw error;
     }
   }
-  show(text);
-  return false;
-}
-
-/** @param {string} text */
-function show(text) {
   const field = h("textarea", { readonly: true, rows: "6", "aria-label": "Command" });
   field.value = text;
   showDialog(null, field);
   field.select();
+  return false;
 }
 
 /**

@@ -12,20 +12,16 @@ const MOST = 2_000_000;
  */
 export function difference(one, other) {
   const words = (/** @type {string} */ text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s]/gu) ?? [];
-  return compare(words(one), words(other)) ?? compare(linesOf(one), linesOf(other)) ?? replaced(one, other);
+  const whole = joined([
+    { kind: "removed", text: one },
+    { kind: "added", text: other },
+  ]);
+  return compare(words(one), words(other)) ?? compare(linesOf(one), linesOf(other)) ?? whole;
 }
 
 /** @param {string} text @returns {string[]} with their ends */
 function linesOf(text) {
   return text.match(/[^\n]*\n|[^\n]+$/g) ?? [];
-}
-
-/** @param {string} one @param {string} other @returns {Part[]} */
-function replaced(one, other) {
-  return joined([
-    { kind: "removed", text: one },
-    { kind: "added", text: other },
-  ]);
 }
 
 /** @param {string[]} one @param {string[]} other @returns {Part[]|null} null: too much work */

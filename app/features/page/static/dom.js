@@ -73,12 +73,12 @@ export function renew(box, shown, make) {
 }
 
 /**
- * Replace an element's children. The focus stays: a control is known by its key or its words, else by its place.
+ * Replace an element's children. The focus stays: a control is known by its step or its words, else by its place.
  * @param {Element} box
  * @param {...Child} children
  */
 export function refill(box, ...children) {
-  const name = (/** @type {Element|null|undefined} */ one) => one?.getAttribute("data-key") ?? one?.textContent;
+  const name = (/** @type {Element|null|undefined} */ one) => one?.getAttribute("data-step") ?? one?.textContent;
   const controls = () => [...box.querySelectorAll("a, button, select, input")];
   const place = controls().findIndex((one) => one === document.activeElement);
   const focused = name(document.activeElement);
@@ -143,13 +143,9 @@ function setAttributes(element, attributes) {
 function setAttribute(element, name, value) {
   if (name.startsWith("on") || name === "srcdoc") throw new TypeError(`${name} is not set by this page`);
   const text = value === true ? "" : String(value);
-  if ((name === "href" || name === "src") && !isLink(text)) throw new TypeError(`${name} is no link`);
+  const isAddress = name === "href" || name === "src";
+  if (isAddress && !LINKS.has(URL.parse(text, document.baseURI)?.protocol ?? "")) throw new TypeError(`${name} is no link`);
   element.setAttribute(name, text);
-}
-
-/** @param {string} text @returns {boolean} */
-function isLink(text) {
-  return URL.canParse(text, document.baseURI) && LINKS.has(new URL(text, document.baseURI).protocol);
 }
 
 /**

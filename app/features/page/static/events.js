@@ -2,11 +2,11 @@
 
 import { ApiError, lines } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { arrange, button, folded, h, message, replace, setText } from "./dom.js";
+import { arrange, button, failure, folded, h, replace, setText } from "./dom.js";
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
 import { Travel } from "./travel.js";
-import { LatestRequest } from "./view.js";
+import { SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {LogEvent, Session} from "../ui_types.d.ts" */
@@ -34,15 +34,13 @@ function summaryOf(event) {
     .join(" · ");
 }
 
-export class EventsTab {
-  /** @param {AbortSignal} closed @param {string} sessionId @param {(turn: number|null, branch: number|null, seq: number|null) => void} pick */
-  constructor(closed, sessionId, pick) {
-    this.closed = closed;
-    this.sessionId = sessionId;
-    this.path = `/sessions/${encodeURIComponent(sessionId)}/events`;
-    /** @type {number|null} */
-    this.turn = null;
-    this.travel = new Travel(closed, (seq) => pick(this.turn, null, seq));
+export class EventsTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
+    const { closed } = this;
+    this.path = `/sessions/${encodeURIComponent(this.id)}/events`;
+    this.travel = new Travel(closed, (seq) => this.pick(this.turn, null, seq));
     this.shown = SHOWN;
     /** @type {LogEvent[]} */
     this.events = [];
@@ -50,7 +48,6 @@ export class EventsTab {
     /** @type {number|null} the event whose state is shown; null: the last */
     this.at = null;
     this.isPaused = false;
-    this.following = new LatestRequest(closed);
     this.flushing = 0;
     this.retry = 0;
     this.list = h("ol", { class: "events" });
@@ -78,7 +75,7 @@ export class EventsTab {
       for (const element of this.#lines) this.#markOne(element);
       this.#scrollTo(this.#lines.find((element) => element.classList.contains("here")));
     }
-    if (this.following.isRunning || this.events.length) return;
+    if (this.requests.isRunning || this.events.length) return;
     this.begin = Math.max(0, session.last_seq - SHOWN); // The log is followed from somewhat before its end.
     if (!document.hidden) this.#resume();
   }
@@ -98,12 +95,12 @@ export class EventsTab {
   }
 
   #stop() {
-    this.following.abort();
+    this.requests.abort();
     if (this.flushing) this.#flush();
   }
 
   #resume() {
-    if (!this.isPaused && !this.following.isRunning) this.#follow();
+    if (!this.isPaused && !this.requests.isRunning) this.#follow();
   }
 
   #toggle() {
@@ -123,9 +120,12 @@ export class EventsTab {
   #follow() {
     setText(this.state, "following");
     const request = async (/** @type {AbortSignal} */ signal) => {
-      for await (const line of lines(this.path, { after: this.last, follow: true }, signal)) this.#arrived(JSON.parse(line));
+      for await (const line of lines(this.path, { after: this.last, follow: true }, signal)) {
+        this.events.push(JSON.parse(line));
+        this.flushing ||= setTimeout(() => this.#flush(), FLUSH_MS);
+      }
     };
-    this.following.run(request, () => this.#ended(null), (error) => {
+    this.requests.run(request, () => this.#ended(null), (error) => {
       if (!(error instanceof ApiError) && !(error instanceof TypeError)) throw error; // TypeError: the connection broke
       this.#ended(error);
     });
@@ -139,14 +139,8 @@ export class EventsTab {
     }
     const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
     setText(this.state, isRefused ? "" : "not connected, trying again");
-    replace(this.notes, isRefused && refusal(error));
+    replace(this.notes, isRefused && failure(error));
     if (!isRefused) this.retry = setTimeout(() => this.#resume(), RETRY_MS);
-  }
-
-  /** @param {LogEvent} event */
-  #arrived(event) {
-    this.events.push(event);
-    this.flushing ||= setTimeout(() => this.#flush(), FLUSH_MS);
   }
 
   #flush() {
@@ -169,8 +163,7 @@ export class EventsTab {
         await this.#readEarlier(after, this.begin);
       } catch (error) {
         if (this.closed.aborted) return;
-        if (!(error instanceof ApiError)) throw error;
-        replace(this.notes, refusal(error));
+        replace(this.notes, failure(error));
       } finally {
         this.earlier.disabled = false;
       }
@@ -213,7 +206,7 @@ export class EventsTab {
     details.addEventListener("toggle", () => {
       if (!fields.hasChildNodes()) fields.append(textBlock(JSON.stringify(event, null, 2), "code"));
     });
-    const href = sessionHref(this.sessionId, { seq: event.seq, tab: "events" });
+    const href = sessionHref(this.id, { seq: event.seq, tab: "events" });
     const element = h(
       "li",
       { dataset: { seq: event.seq } },
@@ -230,12 +223,6 @@ export class EventsTab {
     const seq = Number(element.dataset.seq);
     element.classList.toggle("later", this.at !== null && seq > this.at);
     element.classList.toggle("here", seq === this.at);
-    if (seq === this.at) element.setAttribute("aria-current", "step");
-    else element.removeAttribute("aria-current");
+    element.ariaCurrent = seq === this.at ? "step" : null;
   }
-}
-
-/** @param {ApiError} error */
-function refusal(error) {
-  return message("error", error.code, h("p", null, error.message));
 }

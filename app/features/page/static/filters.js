@@ -41,7 +41,7 @@ export function matches(row, query) {
   const [behind, stuck] = [number("min_staleness"), number("stuck_s")];
   return (
     (!query.q || row.session_id.startsWith(query.q)) &&
-    (!query.state || isInState(row, query.state)) &&
+    (!query.state || (query.state === "open" ? row.status : row.state) === query.state) &&
     (query.sort !== "running_since" || row.running_since !== null) &&
     (!query.group_id || row.group_id === query.group_id) &&
     (!query.tag || row.tags.includes(query.tag)) &&
@@ -52,11 +52,6 @@ export function matches(row, query) {
     (behind === null || (row.staleness !== null && row.staleness >= behind)) &&
     (stuck === null || (row.running_since !== null && serverNow() - row.running_since > stuck))
   );
-}
-
-/** @param {SessionRow} row @param {string} state */
-function isInState(row, state) {
-  return state === "open" ? row.status === "open" : row.state === state;
 }
 
 /**
@@ -72,20 +67,11 @@ export function isBefore(row, last, query) {
   return query.order === "asc" ? own < other : own > other;
 }
 
-/** A text without the sign is no filter yet. @returns {HTMLInputElement} */
-function metadataField() {
-  const made = textField("metadata");
-  made.setAttribute("placeholder", "task=chess");
-  made.setAttribute("pattern", "[^=]+=.*");
-  return made;
-}
-
 /** The form above the session list; its names are the parameters of GET /ui/api/sessions. */
 export class FilterForm extends QueryForm {
   /** @param {AbortSignal} closed @param {(filters: Values) => void} onChange */
   constructor(closed, onChange) {
-    const engines = choice("engine", []);
-    engines.classList.add("wide");
+    const engines = h("select", { name: "engine", class: "wide" }, h("option", { value: "" }, "any"));
     const form = h(
       "form",
       { class: "filters", role: "search", "aria-label": "Filter sessions" },
@@ -99,7 +85,8 @@ export class FilterForm extends QueryForm {
       checkbox("unrewarded", "no reward"),
       field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
-      field("Metadata key=value", metadataField()),
+      // A text without the sign is no filter yet.
+      field("Metadata key=value", textField("metadata", { placeholder: "task=chess", pattern: "[^=]+=.*" })),
     );
     super(closed, onChange, "input", form);
     this.engines = engines;

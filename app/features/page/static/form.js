@@ -12,9 +12,9 @@ export function field(title, control) {
   return h("label", null, title, control);
 }
 
-/** @param {string} name */
-export function textField(name) {
-  return h("input", { name, type: "search", class: "wide", spellcheck: "false" });
+/** @param {string} name @param {Attributes} [attributes] */
+export function textField(name, attributes) {
+  return h("input", { name, type: "search", class: "wide", spellcheck: "false", ...attributes });
 }
 
 /** @param {string} name @param {Attributes} [attributes] */

@@ -5,8 +5,8 @@ import { rewardPlot } from "./chart.js";
 import { copyCurl } from "./copy.js";
 import { badge, bar, fact, folded, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, ranges } from "./format.js";
-import { queryOf, rolloutsHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickColumn, textCell } from "./rows.js";
+import { queryOf, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { actionsCell, badgeCell, durationCell, errorsCell, pickColumn, sessionColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
@@ -223,18 +223,13 @@ function columns(names) {
   });
   return [
     number("Attempt", (row) => row.attempt, { first: "asc", width: "76px" }),
-    {
-      title: "Session",
-      isHeader: true,
-      width: "140px",
-      fill: linkCell((one) => one.session_id, (one) => sessionHref(one.session_id)),
-    },
+    sessionColumn({ width: "140px" }),
     { title: "State", width: "94px", fill: badgeCell((one) => one.state) },
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((one) => one.about?.actions ?? []) },
     number("Turns", (one) => one.about?.turns, { width: "60px" }),
     number("Tokens", (one) => one.about?.tokens, { text: compact, hint: "Of live turns, each once", width: "68px" }),
     number("Sampled", (one) => one.about?.output_tokens, { text: compact, width: "80px", hint: "Tokens that its turns sampled" }),
-    number("Duration", secondsOf, {
+    number("Duration", ({ about }) => (about?.ended_at == null ? null : about.ended_at - about.started_at), {
       width: "84px",
       hint: "From its creation to the end of its newest turn", fill: durationCell((one) => one.state === "running" || one.state === "paused") }),
     { title: "Finish", hint: "Why the newest turn ended", width: "72px", fill: textCell((one) => visibleText(one.about?.finish_reason ?? "–")) },
@@ -248,9 +243,4 @@ function columns(names) {
     }),
     ...names.map((name) => number(name, (one) => one.about?.components[name], { text: decimal, hint: "Component of the reward" })),
   ];
-}
-
-/** @param {Row} row @returns {number|null} */
-function secondsOf({ about }) {
-  return about?.ended_at == null ? null : about.ended_at - about.started_at;
 }

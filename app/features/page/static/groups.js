@@ -54,7 +54,9 @@ export class GroupsView extends View {
       this.problem,
       this.table.element,
     );
-    every(this.closed, REFRESH_MS, () => this.#poll());
+    every(this.closed, REFRESH_MS, () => {
+      if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
+    });
     this.onQuery(query);
     this.refresh();
   }
@@ -85,10 +87,6 @@ export class GroupsView extends View {
     this.nextCursor = null;
     super.onFailure(error);
     this.#show();
-  }
-
-  #poll() {
-    if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
   }
 
   #more() {

@@ -70,17 +70,12 @@ export class NoteForm {
     this.goBack();
   }
 
-  /** What differs from what was there; nothing if nothing does. */
-  #changes() {
+  async #submit() {
     const tags = (this.tags.value.match(TAGS) ?? []).map(unquoted).filter(Boolean);
-    return {
+    const changes = Object.entries({
       ...(this.note.value !== this.shown && { note: this.note.value.trim() }),
       ...(JSON.stringify(tags) !== JSON.stringify(this.before.tags) && { tags }),
-    };
-  }
-
-  async #submit() {
-    const changes = Object.entries(this.#changes());
+    });
     if (!changes.length) {
       this.#close();
       return;

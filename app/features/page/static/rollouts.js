@@ -191,7 +191,7 @@ export class RolloutsView extends View {
       this.#show();
     };
     const steps = common === 1 ? "Step 1 is" : `Steps 1 to ${count(common)} are`;
-    const press = button(this.isWhole ? "fold" : "show", toggle, { "data-key": "fold", "aria-expanded": String(this.isWhole) });
+    const press = button(this.isWhole ? "fold" : "show", toggle, { "data-step": "fold", "aria-expanded": String(this.isWhole) });
     return h("tr", { class: "common" }, h("th", { colspan: columns + 1, scope: "row" }, `${steps} the same in all. `, press));
   }
 
@@ -201,7 +201,7 @@ export class RolloutsView extends View {
       this.unfolded.set(step, !isOpen);
       this.#show();
     };
-    const label = { "aria-expanded": String(isOpen), "aria-label": `Step ${step + 1}: whole texts`, "data-key": step };
+    const label = { "aria-expanded": String(isOpen), "aria-label": `Step ${step + 1}: whole texts`, "data-step": step };
     const cells = this.columns.map((column, at) => {
       const mark = column.head?.marks[step];
       const isUnequal = differences[at] !== null && rowOf(/** @type {Divergence} */ (differences[at])) === step;

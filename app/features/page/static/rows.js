@@ -2,7 +2,7 @@
 
 import { arrange, badge, h, scrollRegion, setBadge, setText } from "./dom.js";
 import { count, duration, setSince, since } from "./format.js";
-import { groupHref } from "./route.js";
+import { groupHref, sessionHref } from "./route.js";
 import { actionText, visibleText } from "./visible.js";
 
 /** @import {Action, Summary} from "../ui_types.d.ts" */
@@ -75,9 +75,9 @@ function newCell(column) {
 }
 
 /**
- * @template Row
- * @param {Column<Row>[]} columns
- * @param {(column: Column<Row>) => void} [onSort]
+ * @template {Omit<Column<any>, "fill">} Title
+ * @param {Title[]} columns
+ * @param {(column: Title) => void} [onSort]
  * @returns {HTMLTableRowElement} the header's row
  */
 export function headerRow(columns, onSort) {
@@ -133,6 +133,16 @@ export function column(title, text, more) {
 /** @template Row @param {string} title @param {(row: Row) => string} text @param {Partial<Column<Row>>} [more] @returns {Column<Row>} */
 export function numberColumn(title, text, more) {
   return column(title, text, { width: "76px", number: true, ...more });
+}
+
+/**
+ * @template {{session_id: string}} Row
+ * @param {Partial<Column<Row>>} more
+ * @param {(row: Row) => string} [href]
+ * @returns {Column<Row>}
+ */
+export function sessionColumn(more, href = (row) => sessionHref(row.session_id)) {
+  return { title: "Session", isHeader: true, fill: linkCell((row) => row.session_id, href), ...more };
 }
 
 /** @template {{group_id: string|null}} Row @param {string} width @returns {Column<Row>} */

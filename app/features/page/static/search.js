@@ -112,12 +112,10 @@ export class SearchView extends View {
 }
 
 function fields() {
-  const words = textField("q");
-  words.setAttribute("placeholder", 'refund "order 17" -test');
   return h(
     "form",
     { class: "filters", role: "search", "aria-label": "Search messages" },
-    field("Words", words),
+    field("Words", textField("q", { placeholder: 'refund "order 17" -test' })),
     field("Role", choice("role", ROLES)),
     field("Tool", textField("tool")),
     field("Finish reason", textField("finish_reason")),

@@ -11,7 +11,7 @@ import { StagesTab } from "./stages.js";
 import { TokensTab } from "./tokens.js";
 import { TreeTab } from "./tree.js";
 import { TurnTab } from "./turn.js";
-import { View } from "./view.js";
+import { SessionPart, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {Budget, Child, Reward, Session, SessionRow} from "../ui_types.d.ts" */
@@ -21,9 +21,8 @@ import { named, textBlock } from "./visible.js";
 const MOST_CHECKPOINTS = 5;
 
 /** @typedef {"turn"|"tokens"|"stages"|"events"|"tree"} TabName */
-/** @typedef {(turn: number|null, branch: number|null, seq?: number|null) => void} Pick show another turn, or a branch's newest */
 /** @typedef {{element: HTMLElement, update: (session: Session, at: {turn: number|null, branch: number|null, seq: number|null}) => void}} Tab */
-/** @type {Record<TabName, new (closed: AbortSignal, id: string, pick: Pick) => Tab>} */
+/** @type {Record<TabName, new (...given: ConstructorParameters<typeof SessionPart>) => Tab>} */
 const TABS = { turn: TurnTab, tokens: TokensTab, stages: StagesTab, events: EventsTab, tree: TreeTab };
 
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
@@ -97,7 +96,7 @@ export class SessionView extends View {
         h("div", { class: "panes" }, this.list.element, h("section", { class: "pane", "aria-label": "Turn" }, this.tabs, this.content)),
       ),
     );
-    this.list.search.addEventListener("input", () => this.#turnTab.mark(this.list.search.value.trim()));
+    this.list.search.addEventListener("input", () => /** @type {TurnTab} */ (this.#tab("turn")).mark(this.list.search.value.trim()));
     this.refresh();
   }
 
@@ -146,10 +145,6 @@ export class SessionView extends View {
     if (leaf !== undefined) return leaf;
     this.isFollowing ||= open_turns.length > 0;
     return this.isFollowing ? Math.max(...all) : (turns[0]?.turn ?? failed[0]?.turn ?? null);
-  }
-
-  get #turnTab() {
-    return /** @type {TurnTab} */ (this.#tab("turn"));
   }
 
   /** @param {TabName} name @returns {Tab} */

@@ -5,9 +5,9 @@ import { announce, bar, button, chip, failure, h, message, replace, setText, sho
 import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
-import { sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, column, durationCell, errorsCell, groupColumn } from "./rows.js";
-import { linkCell, numberColumn, pickColumn, sinceCell } from "./rows.js";
+import { numberColumn, pickColumn, sessionColumn, sinceCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
 import { every, View } from "./view.js";
@@ -79,9 +79,8 @@ export class SessionsView extends View {
   }
 
   #chooseColumns() {
-    const metadata = textField("metadata");
+    const metadata = textField("metadata", { placeholder: "task, env.name" });
     metadata.value = this.chosen.metadata;
-    metadata.setAttribute("placeholder", "task, env.name");
     const boxes = columns().slice(1).map(({ title }) => {
       const box = h("input", { type: "checkbox" });
       box.checked = !this.chosen.hidden.includes(title);
@@ -125,7 +124,9 @@ export class SessionsView extends View {
     }
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
-    replace(this.presets, presetLinks(query));
+    const here = sessionsHref(addressOf(query));
+    const presets = PRESETS.map(({ title, query: preset }) => ({ title, href: sessionsHref(preset) }));
+    replace(this.presets, presets.map(({ title, href }) => chip(href, title, href === here)));
     await this.list.open(query, this.chosen.metadata);
     if (!this.list.error) announce(`${count(this.list.total)} sessions`);
   }
@@ -201,15 +202,6 @@ function nothing({ sort, order, ...filters }) {
   );
 }
 
-/** @param {ListQuery} query @returns {HTMLElement[]} */
-function presetLinks(query) {
-  const here = sessionsHref(addressOf(query));
-  return PRESETS.map(({ title, query: preset }) => {
-    const href = sessionsHref(preset);
-    return chip(href, title, href === here);
-  });
-}
-
 /** Before somebody chooses. */
 const HIDDEN = ["Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn"];
 
@@ -217,12 +209,7 @@ const HIDDEN = ["Weights", "Staleness", "Engine", "Note and tags", "Created", "I
 function columns() {
   const isRunning = (/** @type {SessionRow} */ row) => row.state === "running" || row.state === "paused";
   return [
-    {
-      title: "Session",
-      width: "156px",
-      isHeader: true,
-      fill: linkCell((row) => row.session_id, (row) => sessionHref(row.session_id)),
-    },
+    sessionColumn({ width: "156px" }),
     { title: "State", width: "88px", fill: badgeCell((row) => row.state) },
     column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "The first line of its first user message" }),
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },

@@ -131,8 +131,7 @@ export class LongTable {
       const button = cell.querySelector("button");
       if (!button) continue;
       button.dataset.mark = mark;
-      if (isIt) cell.setAttribute("aria-sort", order === "asc" ? "ascending" : "descending");
-      else cell.removeAttribute("aria-sort");
+      cell.ariaSort = isIt ? (order === "asc" ? "ascending" : "descending") : null;
     }
   }
 
@@ -161,15 +160,14 @@ export class LongTable {
       element.setAttribute("aria-rowindex", String(first + index + 2));
       this.#markCurrent(element);
     });
-    this.element.setAttribute("aria-busy", String(this.isBusy));
+    this.element.ariaBusy = String(this.isBusy);
     this.options.onInSight?.(this.rows.slice(first, end));
     if (end > this.rows.length - NEAR_ROWS) this.options.onNearEnd?.();
   }
 
   /** @param {HTMLTableRowElement} element */
   #markCurrent(element) {
-    if (element.dataset.key === this.current) element.setAttribute("aria-current", "true");
-    else element.removeAttribute("aria-current");
+    element.ariaCurrent = element.dataset.key === this.current ? "true" : null;
   }
 
   /** @param {string|null} key */
@@ -181,7 +179,7 @@ export class LongTable {
   /** @param {Column<Row>} column */
   #press(column) {
     const cell = [...this.head.children].find((one) => /** @type {HTMLElement} */ (one).dataset.sort === column.sort);
-    const now = cell?.getAttribute("aria-sort");
+    const now = cell?.ariaSort;
     const turned = now === "ascending" ? "desc" : "asc";
     this.options.onSort?.(column.sort ?? "", now ? turned : (column.first ?? "desc"));
   }

@@ -7,7 +7,7 @@ import { isForPage } from "./keys.js";
 import { figure, legend, shadeOf, share } from "./logprobs.js";
 import { changeQuery, wholeNumber } from "./route.js";
 import { CAUSES } from "./tree.js";
-import { LatestRequest } from "./view.js";
+import { LatestRequest, SessionPart } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
 /** @import {Scale, Session, Token, TokenPage, Tree, TurnRange, Unlikely} from "../ui_types.d.ts" */
@@ -60,25 +60,16 @@ function branchWith(tree, turn) {
   return last ? null : (turns.get(turn ?? 0)?.branch ?? null);
 }
 
-export class TokensTab {
-  /**
-   * @param {AbortSignal} closed
-   * @param {string} sessionId
-   * @param {(turn: number|null, branch: number|null) => void} pick
-   */
-  constructor(closed, sessionId, pick) {
-    this.path = `/ui/api/sessions/${encodeURIComponent(sessionId)}/tokens`;
-    this.pick = pick;
-    this.requests = new LatestRequest(closed);
-    this.prompts = new LatestRequest(closed);
+export class TokensTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
+    this.path += "/tokens";
+    this.prompts = new LatestRequest(this.closed);
     /** @type {TokenPage|null} the row's turns and outline, and sampled tokens from `start` on */
     this.row = null;
-    /** @type {Session|null} */
-    this.session = null;
     /** What is asked for: a branch (null: the newest turn's) after an event. @type {Record<string, number|null>} */
     this.place = { seq: null, branch: null };
-    /** @type {number|null} */
-    this.turn = null;
     this.version = 0;
     this.start = 0;
     /** The token that has, or had last, the focus; also in the address. */
@@ -105,7 +96,7 @@ export class TokensTab {
       h("section", null, h("h2", null, "Least likely ", h("kbd", null, "u"), " ", h("kbd", null, "U")), this.least),
     );
     this.element = h("div", { class: "tokens-tab" }, this.head, this.bar, this.legend, this.problem, this.body);
-    this.#listen(closed);
+    this.#listen(this.closed);
   }
 
   /** @param {Session} session @param {{turn: number|null, branch: number|null, seq: number|null}} place */

@@ -3,7 +3,7 @@
 import { button, folded, h, replace, scrollRegion, svg } from "./dom.js";
 import { amount, count, ranges } from "./format.js";
 import { sideBySideHref } from "./route.js";
-import { LatestRequest } from "./view.js";
+import { SessionPart } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
 /** @import {Session, Tree, TreeBranch, TreeTurn} from "../ui_types.d.ts" */
@@ -33,16 +33,10 @@ const RIGHT = { ArrowRight: 1, ArrowLeft: -1 };
 /** Characters of a title. */
 const TITLE = 60;
 
-export class TreeTab {
-  /**
-   * @param {AbortSignal} closed
-   * @param {string} sessionId
-   * @param {(turn: number|null, branch: number|null) => void} pick
-   */
-  constructor(closed, sessionId, pick) {
-    this.id = sessionId;
-    this.pick = pick;
-    this.requests = new LatestRequest(closed);
+export class TreeTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
     /** Titles by branch, of so many branches. @type {Map<number, string>} */
     this.titles = new Map();
     this.titled = 0;

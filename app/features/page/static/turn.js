@@ -6,7 +6,7 @@ import { copyCurl } from "./copy.js";
 import { badge, button, failure, folded, h, message, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
-import { every, LatestRequest } from "./view.js";
+import { every, LatestRequest, SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {Child, FailedTurn, OpenTurn, Session, Transcript, Turn, TurnMessages} from "../ui_types.d.ts" */
@@ -18,28 +18,21 @@ const SHOWN = 50;
 /** A turn in flight is looked at again so often. */
 const AGAIN_MS = 2000;
 
-export class TurnTab {
-  /** @param {AbortSignal} closed @param {string} id of the session @param {(turn: number|null, branch: number|null) => void} pick */
-  constructor(closed, id, pick) {
-    this.id = id;
-    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
-    this.pick = pick;
-    this.requests = new LatestRequest(closed);
-    this.prompts = new LatestRequest(closed);
+export class TurnTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
+    this.prompts = new LatestRequest(this.closed);
     this.isRendered = false;
     /** @type {Map<string, TurnMessages>} */
     this.kept = new Map();
     /** What is shown: the turn, what followed it, how. */
     this.key = "";
-    /** @type {Session|null} */
-    this.session = null;
-    /** @type {number|null} */
-    this.turn = null;
     /** What is searched for, and marked. */
     this.marked = "";
     this.element = h("div", { class: "turnview" });
-    closed.addEventListener("abort", () => CSS.highlights?.delete("found"));
-    every(closed, AGAIN_MS, () => {
+    this.closed.addEventListener("abort", () => CSS.highlights?.delete("found"));
+    every(this.closed, AGAIN_MS, () => {
       // A request that takes longer than this is waited for, not made again.
       if (!this.requests.isRunning && this.session?.open_turns.some((one) => one.turn === this.turn)) this.#read();
     });

@@ -4,7 +4,7 @@ import { ApiError, get } from "./api.js";
 import { failure, h, message, replace } from "./dom.js";
 import { visibleText } from "./visible.js";
 
-/** @import {Overview, SessionRow} from "../ui_types.d.ts" */
+/** @import {Overview, Session, SessionRow} from "../ui_types.d.ts" */
 /** @import {Parameters} from "./route.js" */
 
 /**
@@ -96,6 +96,26 @@ export class LatestRequest {
     if (signal.aborted) return;
     this.current = null;
     done(value);
+  }
+}
+
+/** A part of a session's view. */
+export class SessionPart {
+  /**
+   * @param {AbortSignal} closed
+   * @param {string} id of the session
+   * @param {(turn: number|null, branch: number|null, seq?: number|null) => void} pick show another turn, or a branch's newest
+   */
+  constructor(closed, id, pick) {
+    this.closed = closed;
+    this.id = id;
+    this.pick = pick;
+    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
+    this.requests = new LatestRequest(closed);
+    /** @type {Session|null} as it is shown */
+    this.session = null;
+    /** @type {number|null} that is shown */
+    this.turn = null;
   }
 }
 
