@@ -143,8 +143,8 @@ export class ActionList extends SessionPart {
         this.branches,
         h("span", { class: "spacer" }),
         this.errors,
-        stepper("‹", "previous error (E)", () => this.#stepError(-1)),
-        stepper("›", "next error (e)", () => this.#stepError(1)),
+        stepper("‹", "previous error (E)", () => this.#step(-1, this.#isError)),
+        stepper("›", "next error (e)", () => this.#step(1, this.#isError)),
         stepper("⤓", "last turn (End)", () => this.#go(this.rows.length - 1)),
       ),
       this.head,
@@ -395,11 +395,6 @@ export class ActionList extends SessionPart {
     this.#go(index);
   }
 
-  /** @param {number} by */
-  #stepError(by) {
-    this.#step(by, this.#isError);
-  }
-
   /** @param {number} index */
   #go(index) {
     const row = this.rows[index];
@@ -416,8 +411,8 @@ export class ActionList extends SessionPart {
     const isInside = this.list.contains(document.activeElement);
     if (event.key === "j") this.#step(1);
     else if (event.key === "k") this.#step(-1);
-    else if (event.key === "e") this.#stepError(1);
-    else if (event.key === "E") this.#stepError(-1);
+    else if (event.key === "e") this.#step(1, this.#isError);
+    else if (event.key === "E") this.#step(-1, this.#isError);
     else if (event.key === "Home" && isInside) this.#go(this.rows.findIndex((row) => row.kind !== "asked"));
     else if (event.key === "End" && (isInside || document.activeElement === document.body)) this.#go(this.rows.length - 1);
     else return;

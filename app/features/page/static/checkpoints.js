@@ -1,7 +1,7 @@
 /** All checkpoints, and one. The command line makes, restores and deletes them; the page only shows what there is. */
 
 import { url } from "./api.js";
-import { copyButton, copyCurl } from "./copy.js";
+import { copyButton } from "./copy.js";
 import { badge, bar, button, fact, h, message, replace, setText } from "./dom.js";
 import { amount, clock, count, since } from "./format.js";
 import { checkpointHref, sessionHref } from "./route.js";
@@ -48,14 +48,7 @@ export class CheckpointsView extends FollowsFleet {
       keyOf: (/** @type {Checkpoint} */ one) => one.name,
     });
     this.total = h("span", { role: "status" });
-    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
-    replace(
-      root,
-      h("h1", { class: "visually-hidden" }, "Checkpoints"),
-      bar(this.total, [again, copyCurl(() => ({ path: "/checkpoints" }))]),
-      this.problem,
-      this.table.element,
-    );
+    this.fill("Checkpoints", this.total, this.tools(() => ({ path: "/checkpoints" })), this.table.element);
     this.table.setFoot("Loading …");
     this.refresh();
   }
@@ -118,15 +111,13 @@ export class CheckpointView extends FollowsFleet {
       keyOf: (/** @type {SessionThen} */ one) => one.session_id,
       onNearEnd: () => this.#more(),
     });
-    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       bar(h("h1", null, visible(id)), [
         h("a", { href: "#/checkpoints" }, "All checkpoints"),
         // A name has only letters that mean nothing to a shell.
         copyButton(() => `turnlog checkpoint restore ${id} --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
-        again,
-        copyCurl(() => ({ path: this.path, parameters: { limit: PAGE } })),
+        this.tools(() => ({ path: this.path, parameters: { limit: PAGE } })),
       ]),
       this.problem,
       this.facts,
@@ -165,17 +156,16 @@ export class CheckpointView extends FollowsFleet {
   }
 }
 
-/** @param {Omit<Checkpoint, "erased">} checkpoint @returns {HTMLElement[]} */
+/** @param {Omit<Checkpoint, "erased">} checkpoint */
 function facts({ created_at, cut, state, sessions, groups, restores }) {
-  const found = [
+  return [
     fact("Made", [since(created_at), " ", h("span", { class: "muted" }, clock(created_at))]),
     fact("Cut", cut),
     fact("State", badge(state, state === "made" ? "good" : "warn")),
     fact("Sessions", count(sessions)),
     fact("Groups", count(groups)),
+    restores !== null && fact("Before the restore of", visibleText(restores)),
   ];
-  if (restores !== null) found.push(fact("Before the restore of", visibleText(restores)));
-  return found;
 }
 
 /** @returns {Column<SessionThen>[]} */

@@ -17,17 +17,8 @@ const MOST_NAMED = 3;
 /** Where one thing is looked at: the strip is folded there, until somebody wants it. */
 const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint"];
 
-/**
- * The counts of sessions, and the list that each leads to.
- * @type {{key: keyof Overview["sessions"], label: string, query: {state?: string}, hint?: string}[]}
- */
-const COUNTS = [
-  { key: "active", label: "Active", query: {}, hint: "A turn was opened or committed in the last minute" },
-  { key: "running", label: "Running", query: { state: "running" }, hint: STATES.running?.hint },
-  { key: "paused", label: "Paused", query: { state: "paused" }, hint: STATES.paused?.hint },
-  { key: "idle", label: "Idle", query: { state: "idle" }, hint: STATES.idle?.hint },
-  { key: "closed", label: "Closed", query: { state: "closed" }, hint: STATES.closed?.hint },
-];
+/** The counts of sessions: each leads to its list. */
+const COUNTS = /** @type {const} */ (["active", "running", "paused", "idle", "closed"]);
 
 /**
  * The strip, and the button that folds it: that names an engine which is not well, also while the strip is folded.
@@ -94,10 +85,12 @@ function group(...parts) {
   return { element, show: (overview) => parts.forEach((part) => part.show(overview)) };
 }
 
-/** @param {COUNTS[number]} of @returns {Part} */
-function counted({ key, label, query, hint }) {
-  const isAlert = (/** @type {Overview} */ { sessions }) => key === "paused" && sessions.paused > 0;
-  return live(label, ({ sessions }) => compact(sessions[key]), { href: sessionsHref(query), hint: () => hint ?? "", isAlert });
+/** @param {COUNTS[number]} key @returns {Part} */
+function counted(key) {
+  const label = key.charAt(0).toUpperCase() + key.slice(1);
+  const href = sessionsHref(key === "active" ? {} : { state: key });
+  const hint = () => STATES[key]?.hint ?? "A turn was opened or committed in the last minute";
+  return live(label, ({ sessions }) => compact(sessions[key]), { href, hint, isAlert: ({ sessions }) => key === "paused" && sessions.paused > 0 });
 }
 
 /** @returns {Part} */
@@ -143,12 +136,7 @@ function engines() {
  */
 function engineParts(all) {
   if (!all.length) return [{ text: "none: set TURNLOG_UPSTREAMS or POST /engines", tone: "warn" }];
-  /** @type {Map<string, Engine[]>} */
-  const byState = new Map();
-  for (const engine of all) {
-    const state = engine.state === "draining" ? "draining" : engine.health;
-    byState.set(state, [...(byState.get(state) ?? []), engine]);
-  }
+  const byState = Map.groupBy(all, (engine) => (engine.state === "draining" ? "draining" : engine.health));
   return [...byState].map(([state, some]) => {
     const tone = HEALTH[state] ?? "warn";
     const names = some.slice(0, MOST_NAMED).map(engineName).join(", ");

@@ -37,7 +37,24 @@ export class GroupView extends View {
     this.facts = h("div", { class: "facts" });
     this.task = h("div");
     this.plot = h("div");
-    this.holder = h("div", { class: "holder" });
+    /** @type {string[]} components of the reward that have a column */
+    this.names = [];
+    const pick = pickColumn(this.picked, () => {
+      const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
+      this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
+      this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
+    });
+    this.columns = (/** @type {string[]} */ names) => [pick, ...columns(names)];
+    this.table = new LongTable(this.closed, {
+      label: "Attempts",
+      columns: this.columns([]),
+      keyOf: (/** @type {Row} */ row) => row.session_id,
+      onSort: (sort, order) => {
+        setQuery({ sort, order });
+        this.onQuery(new URLSearchParams({ sort, order }));
+      },
+    });
+    this.holder = h("div", { class: "holder", hidden: true }, this.table.element);
     this.side = h("a", { href: rolloutsHref(id) }, "Side by side");
     replace(
       root,
@@ -111,10 +128,11 @@ export class GroupView extends View {
   #showRows() {
     if (!this.rows.length) return;
     const names = [...new Set(this.rows.flatMap(({ about }) => Object.keys(about?.components ?? {})))].slice(0, MOST_COMPONENTS);
-    if (!this.table || names.join() !== this.names?.join()) this.#newTable(names);
+    if (names.join() !== this.names.join()) this.table.setColumns(this.columns(names));
+    this.names = names;
+    this.holder.hidden = false;
     const { table, sort, order } = this;
-    if (!table) return;
-    const value = table.options.columns.map((column) => /** @type {ValueColumn} */ (column)).find(({ title }) => title === sort)?.value;
+    const value = this.columns(names).map((column) => /** @type {ValueColumn} */ (column)).find(({ title }) => title === sort)?.value;
     const rank = (/** @type {Row} */ row) => (value ? (value(row) ?? null) : null);
     const sign = order === "desc" ? -1 : 1;
     const rows = [...this.rows].sort((a, b) => {
@@ -124,28 +142,6 @@ export class GroupView extends View {
     table.setOrder(sort ?? "", order ?? "asc");
     table.show(rows, rows.length, false);
     table.setFoot(amount(rows.length, "attempt"));
-  }
-
-  /** @param {string[]} names of components of the reward */
-  #newTable(names) {
-    this.names = names;
-    this.tableLife?.abort();
-    this.tableLife = new AbortController();
-    const pick = pickColumn(this.picked, () => {
-      const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
-      this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
-      this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
-    });
-    this.table = new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
-      label: "Attempts",
-      columns: [pick, ...columns(names)],
-      keyOf: (row) => row.session_id,
-      onSort: (sort, order) => {
-        setQuery({ sort, order });
-        this.onQuery(new URLSearchParams({ sort, order }));
-      },
-    });
-    replace(this.holder, this.table.element);
   }
 }
 
@@ -169,12 +165,14 @@ function plot(attempts, statistics) {
   return h("details", { class: "panel", open: true }, h("summary", null, "Rewards"), content);
 }
 
-/** @param {Group} group @returns {HTMLElement[]} */
+/** @param {Group} group */
 function facts(group) {
   const { attempts, statistics } = group;
   const missing = missingOf(attempts);
   const closed = attempts.filter((one) => one.status !== "open").length;
-  const found = [
+  const flag = (/** @type {string} */ text) => h("span", { class: "flag" }, `▲ ${text}`);
+  const isFlat = statistics?.zero_variance && statistics.count > 1;
+  return [
     fact("Attempts", count(attempts.length)),
     fact("Closed", count(closed)),
     fact("Rewarded", count(statistics?.count ?? 0)),
@@ -182,17 +180,9 @@ function facts(group) {
     fact("Std. dev.", decimal(statistics?.std)),
     fact("Min, max", `${decimal(statistics?.min)}, ${decimal(statistics?.max)}`),
     fact("State", group.complete ? badge("complete", "good") : badge("not complete", "muted")),
+    isFlat && fact("Variance", flag("zero: all rewards are equal, a group-relative advantage is 0")),
+    missing.length > 0 && fact("Missing attempts", flag(ranges(missing))),
   ];
-  if (statistics?.zero_variance && statistics.count > 1) {
-    found.push(fact("Variance", flag("zero: all rewards are equal, a group-relative advantage is 0")));
-  }
-  if (missing.length) found.push(fact("Missing attempts", flag(ranges(missing))));
-  return found;
-}
-
-/** @param {string} text */
-function flag(text) {
-  return h("span", { class: "flag" }, `▲ ${text}`);
 }
 
 /**

@@ -1,7 +1,6 @@
 /** All groups: which have no variance, which lack attempts. */
 
-import { copyCurl } from "./copy.js";
-import { bar, button, chip, h, message, replace, setText } from "./dom.js";
+import { button, chip, h, message, replace, setText } from "./dom.js";
 import { count, decimal, ranges } from "./format.js";
 import { groupHref, queryOf } from "./route.js";
 import { badgeCell, column, linkCell, numberColumn } from "./rows.js";
@@ -45,15 +44,8 @@ export class GroupsView extends View {
     });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
     this.total = h("span", { role: "status" });
-    const copy = copyCurl(() => ({ path: "/groups", parameters: { limit: PAGE } }));
-    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
-    replace(
-      root,
-      h("h1", { class: "visually-hidden" }, "Groups"),
-      bar(this.chips, [this.total, again, copy]),
-      this.problem,
-      this.table.element,
-    );
+    const tools = this.tools(() => ({ path: "/groups", parameters: { limit: PAGE } }));
+    this.fill("Groups", this.chips, [this.total, tools], this.table.element);
     every(this.closed, REFRESH_MS, () => {
       if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
     });

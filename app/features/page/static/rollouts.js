@@ -2,8 +2,7 @@
 
 import { get } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { difference } from "./diff.js";
-import { divergence } from "./divergence.js";
+import { difference, divergence } from "./diff.js";
 import { badge, bar, button, h, refill, replace, scrollRegion, setText } from "./dom.js";
 import { amount, compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
@@ -12,7 +11,7 @@ import { View } from "./view.js";
 import { actionText, named, parsed, visible, visibleText } from "./visible.js";
 
 /** @import {ChatMessage, Child, Entry, Group, Mark, Rollout, SessionRow} from "../ui_types.d.ts" */
-/** @import {Divergence} from "./divergence.js" */
+/** @import {Divergence} from "./diff.js" */
 /** @import {Place} from "./view.js" */
 
 /** Columns at a time, and rollouts that are read at once; a larger group has pages. */

@@ -1,6 +1,6 @@
 /** Table rows that are kept by key and filled in place: unchanged rows are not touched, so focus and selection stay. */
 
-import { arrange, badge, h, scrollRegion, setBadge, setText } from "./dom.js";
+import { arrange, badge, h, replace, scrollRegion, setBadge, setText } from "./dom.js";
 import { count, duration, setSince, since } from "./format.js";
 import { groupHref, sessionHref } from "./route.js";
 import { actionText, visibleText } from "./visible.js";
@@ -161,11 +161,7 @@ export function linkCell(text, href) {
   return (cell, row) => {
     const now = text(row);
     if (now == null) return setText(cell, "–");
-    let link = cell.querySelector("a");
-    if (!link) {
-      link = h("a", { href: href(row) });
-      cell.replaceChildren(link);
-    }
+    const link = cell.querySelector("a") ?? replace(cell).appendChild(h("a"));
     link.setAttribute("href", href(row));
     setText(link, now);
     cell.title = now;
@@ -198,13 +194,12 @@ export function pickColumn(picked, onPick) {
   const fill = (cell, { session_id: id }) => {
     let box = cell.querySelector("input");
     if (!box) {
-      box = h("input", { type: "checkbox", "aria-label": `pick ${id}` });
-      box.addEventListener("change", ({ target }) => {
-        if (/** @type {HTMLInputElement} */ (target).checked) picked.add(id);
-        else picked.delete(id);
+      const made = h("input", { type: "checkbox", "aria-label": `pick ${id}` });
+      made.addEventListener("change", () => {
+        picked[made.checked ? "add" : "delete"](id);
         onPick();
       });
-      cell.replaceChildren(box);
+      cell.replaceChildren((box = made));
     }
     box.checked = picked.has(id);
   };

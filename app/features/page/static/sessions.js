@@ -1,6 +1,5 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { copyCurl } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText, showDialog } from "./dom.js";
 import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
@@ -31,7 +30,14 @@ export class SessionsView extends View {
     this.picked = new Set();
     /** @type {{hidden: string[], metadata: string}} titles, and keys of metadata with commas in between */
     this.chosen = { hidden: HIDDEN, metadata: "", ...JSON.parse(localStorage.getItem(CHOSEN) ?? "{}") };
-    this.table = this.#newTable("");
+    this.table = new LongTable(this.closed, {
+      label: "Sessions",
+      columns: this.#shownColumns(""),
+      keyOf: (/** @type {SessionRow} */ row) => row.session_id,
+      onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
+      onNearEnd: () => this.list.error || this.list.more(),
+      onInSight: (rows) => this.list.summaries.want(rows),
+    });
     this.form = new FilterForm(this.closed, (filters) => {
       const { sort, order } = this.list.query;
       this.#open({ sort, order, ...filters });
@@ -40,14 +46,13 @@ export class SessionsView extends View {
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    const copy = copyCurl(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
+    const tools = this.tools(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
-    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar(this.presets, [this.compare, this.changes, this.total, choose, again, copy]),
+      bar(this.presets, [this.compare, this.changes, this.total, choose, tools]),
       this.problem,
       this.table.element,
     );
@@ -61,21 +66,6 @@ export class SessionsView extends View {
     const keys = [...new Set(metadata.split(",").map((key) => key.trim()))].filter(Boolean);
     const shown = columns().filter((column) => !hidden.includes(column.title) || column.sort === sort);
     return [pickColumn(this.picked, () => this.#showPicked()), ...shown, ...keys.map((key) => this.#metadataColumn(key))];
-  }
-
-  /** @param {string} sort @returns {LongTable<SessionRow>} */
-  #newTable(sort) {
-    this.tableLife?.abort();
-    /** Ends the table: another choice of columns makes another one. */
-    this.tableLife = new AbortController();
-    return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
-      label: "Sessions",
-      columns: this.#shownColumns(sort),
-      keyOf: (row) => row.session_id,
-      onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
-      onNearEnd: () => this.list.error || this.list.more(),
-      onInSight: (rows) => this.list.summaries.want(rows),
-    });
   }
 
   #chooseColumns() {
@@ -116,12 +106,9 @@ export class SessionsView extends View {
   async #open(query) {
     setQuery(addressOf(query));
     this.form.set(query);
-    const titles = (/** @type {Column<SessionRow>[]} */ of) => of.map(({ title }) => title).join();
-    if (titles(this.#shownColumns(query.sort)) !== titles(this.table.options.columns)) {
-      const old = this.table;
-      this.table = this.#newTable(query.sort);
-      old.element.replaceWith(this.table.element);
-    }
+    const columns = this.#shownColumns(query.sort);
+    const titles = (/** @type {Column<SessionRow>[]|undefined} */ of) => of?.map(({ title }) => title).join();
+    if (titles(columns) !== titles(this.table.columns)) this.table.setColumns(columns);
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
     const here = sessionsHref(addressOf(query));

@@ -75,16 +75,13 @@ export class LongTable {
     this.above = h("td");
     this.below = h("td");
     this.body = h("tbody");
-    this.head = headerRow(options.columns, (column) => this.#press(column));
+    this.widths = h("colgroup");
+    this.head = h("thead");
     this.table = h(
       "table",
-      {
-        class: "virtual",
-        "aria-label": options.label,
-        style: { "min-width": leastWidth(options.columns) },
-      },
-      h("colgroup", null, options.columns.map(({ width }) => h("col", { style: width ? { width } : null }))),
-      h("thead", null, this.head),
+      { class: "virtual", "aria-label": options.label },
+      this.widths,
+      this.head,
       h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.above)),
       this.body,
       h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.below)),
@@ -93,8 +90,19 @@ export class LongTable {
     this.element = scrollRegion(options.label, this.table, this.foot);
     this.element.classList.add("fill");
     this.lines = new Rows(this.body, options.columns, options.keyOf);
+    this.setColumns(options.columns);
     this.renderSoon = rendersSoon(closed, this.element, () => this.#render());
     this.#listen(closed);
+  }
+
+  /** @param {Column<Row>[]} columns */
+  setColumns(columns) {
+    this.columns = columns;
+    this.table.style.minWidth = leastWidth(columns);
+    replace(this.widths, columns.map(({ width }) => h("col", { style: width ? { width } : null })));
+    replace(this.head, headerRow(columns, (column) => this.#press(column)));
+    replace(this.body);
+    this.lines = new Rows(this.body, columns, this.options.keyOf);
   }
 
   get isAtTop() {
@@ -125,8 +133,8 @@ export class LongTable {
 
   /** @param {string} sort @param {string} order */
   setOrder(sort, order) {
-    for (const cell of this.head.children) {
-      const isIt = cell instanceof HTMLElement && cell.dataset.sort === sort && sort !== "";
+    for (const cell of this.head.querySelectorAll("th")) {
+      const isIt = cell.dataset.sort === sort && sort !== "";
       const mark = isIt ? (order === "asc" ? " ▲" : " ▼") : "";
       const button = cell.querySelector("button");
       if (!button) continue;
@@ -178,7 +186,7 @@ export class LongTable {
 
   /** @param {Column<Row>} column */
   #press(column) {
-    const cell = [...this.head.children].find((one) => /** @type {HTMLElement} */ (one).dataset.sort === column.sort);
+    const cell = [...this.head.querySelectorAll("th")].find((one) => one.dataset.sort === column.sort);
     const now = cell?.ariaSort;
     const turned = now === "ascending" ? "desc" : "asc";
     this.options.onSort?.(column.sort ?? "", now ? turned : (column.first ?? "desc"));

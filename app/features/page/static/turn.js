@@ -194,14 +194,17 @@ function list(elements) {
   return h("ol", { class: "conversation" }, elements);
 }
 
+/** @param {number} turn @param {...Child} facts */
+function head(turn, ...facts) {
+  return h("div", { class: "panelhead" }, h("h2", null, `Turn ${turn}`), ...facts);
+}
+
 /** @param {Turn} turn @param {Session} session @param {HTMLElement} rendering */
 function turnHead(turn, { session_id: id, seq, last_seq }, rendering) {
   const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
   return [
-    h(
-      "div",
-      { class: "panelhead" },
-      h("h2", null, `Turn ${turn.turn}`),
+    head(
+      turn.turn,
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
@@ -220,10 +223,8 @@ function turnHead(turn, { session_id: id, seq, last_seq }, rendering) {
 function failedTurn({ turn, fence, kind, reason, status, detail, kept_bytes, opened_at, ended_at }, id) {
   const href = url(`/sessions/${encodeURIComponent(id)}/rejected/${fence}`);
   return [
-    h(
-      "div",
-      { class: "panelhead" },
-      h("h2", null, `Turn ${turn}`),
+    head(
+      turn,
       badge(kind, kind === "rejected" ? "bad" : "warn"),
       opened_at !== null && h("span", null, `after ${milliseconds((ended_at - opened_at) * 1000)}`),
       since(ended_at),
@@ -239,10 +240,8 @@ function failedTurn({ turn, fence, kind, reason, status, detail, kept_bytes, ope
 function openTurn(open, own) {
   const told = { gate: "waits at a gate", engine: "is generated", claim: "begins", prepare: "is prepared", validate: "is validated", commit: "is written", reply: "is sent" };
   return [
-    h(
-      "div",
-      { class: "panelhead" },
-      h("h2", null, `Turn ${open.turn}`),
+    head(
+      open.turn,
       badge("in flight", "running"),
       since(Math.min(open.opened_at, serverNow()), "for"),
       own && h("span", null, told[/** @type {keyof told} */ (own.state ?? "engine")]),

@@ -1,7 +1,6 @@
 /** The newest weight versions: how many sessions each has, and how they went. Charts are Prometheus' and Grafana's. */
 
-import { copyCurl } from "./copy.js";
-import { bar, button, h, message, replace } from "./dom.js";
+import { h, message, replace } from "./dom.js";
 import { count, decimal } from "./format.js";
 import { numberColumn, sinceCell, smallTable } from "./rows.js";
 import { View } from "./view.js";
@@ -26,8 +25,7 @@ export class VersionsView extends View {
       ],
       (one) => String(one.version),
     );
-    const tools = [button("Refresh", () => this.refresh(), { class: "quiet" }), copyCurl(() => ({ path: "/ui/api/versions" }))];
-    replace(root, h("h1", { class: "visually-hidden" }, "Versions"), bar(null, tools), this.problem, this.nothing, this.table.element);
+    this.fill("Versions", null, this.tools(() => ({ path: "/ui/api/versions" })), this.nothing, this.table.element);
     this.refresh();
   }
 

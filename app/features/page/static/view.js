@@ -1,10 +1,12 @@
 /** What all views share: their end, their requests, and how they keep up with changes. */
 
 import { ApiError, get } from "./api.js";
-import { failure, h, message, replace } from "./dom.js";
+import { copyCurl } from "./copy.js";
+import { bar, button, failure, h, message, replace } from "./dom.js";
 import { visibleText } from "./visible.js";
 
-/** @import {Overview, Session, SessionRow} from "../ui_types.d.ts" */
+/** @import {Child, Overview, Session, SessionRow} from "../ui_types.d.ts" */
+/** @import {Command} from "./copy.js" */
 /** @import {Parameters} from "./route.js" */
 
 /**
@@ -140,6 +142,16 @@ export class View {
 
   close() {
     this.#life.abort();
+  }
+
+  /** What every list has to the right. @param {() => Command} request */
+  tools(request) {
+    return [button("Refresh", () => this.refresh(), { class: "quiet" }), copyCurl(request)];
+  }
+
+  /** Show a list, whose title only a screen reader needs. @param {string} title @param {Child} left @param {Child} right @param {...Child} content */
+  fill(title, left, right, ...content) {
+    replace(this.root, h("h1", { class: "visually-hidden" }, title), bar(left, right), this.problem, content);
   }
 
   /** Sessions changed. @param {SessionRow[]} rows */
