@@ -322,7 +322,8 @@ def test_the_code_that_loads_an_export_runs(watched: Watched, page_stand: PageSt
 def test_texts_of_others_stay_texts(watched: Watched, page_stand: PageStand) -> None:
     stand = page_stand.stand
     talk = stand.talk(session_id="hostile-1", group_id=MARKUP, metadata={"note": MARKUP}, adapter=MARKUP)
-    stand.sim.post("/update_weight_version", json={"new_version": MARKUP})
+    kept = {"abort_all_requests": False}  # other tests' turns are in flight there
+    stand.sim.post("/update_weight_version", json={"new_version": MARKUP, **kept})
     talk.say(MARKUP, max_tokens=8)
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1, "components": {MARKUP: 1}}).status_code == 200
     assert stand.http.post(f"/adapters/{quote(MARKUP)}/pause", json={}).status_code == 200
@@ -345,7 +346,7 @@ def test_texts_of_others_stay_texts(watched: Watched, page_stand: PageStand) -> 
         assert page.locator("main img, main script, #fleet img").count() == 0
     finally:
         stand.http.post(f"/adapters/{quote(MARKUP)}/resume", json={})
-        stand.sim.post("/update_weight_version", json={"new_version": "12"})
+        stand.sim.post("/update_weight_version", json={"new_version": "12", **kept})
         stand.talk(session_id="back-to-12").say("again", max_tokens=8)
 
 

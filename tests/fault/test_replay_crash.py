@@ -173,39 +173,36 @@ def the_worker(stand: Stand) -> int:
     return pid
 
 
-def test_a_worker_killed_over_a_reply_costs_the_turn_nothing(stand: Stand) -> None:
-    """It is stopped beforehand, so that it has the reply for sure."""
+def stopped_over_a_reply(stand: Stand, talk: Session, worker: int, **headers: Any) -> Future[httpx.Response]:
+    """A turn whose reply the worker has but has not begun to parse: it was stopped beforehand."""
+    os.kill(worker, signal.SIGSTOP)
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim=SLOW, **headers, **RETURN)
+    until(lambda: health(stand)["busy"] == 1)
+    return call
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_worker_killed_over_a_reply_costs_the_turn_nothing(stand: Stand, at_work: bool) -> None:
     talk = session_of(stand)
     before = health(stand)["crashes"]
     worker = the_worker(stand)
-    os.kill(worker, signal.SIGSTOP)
-    call = stand.meanwhile(talk.chat, [user("Slow")], sim=SLOW, **RETURN)
-    until(lambda: health(stand)["busy"] == 1)
+    call = stopped_over_a_reply(stand, talk, worker)
+    if at_work:
+        os.kill(worker, signal.SIGCONT)
     os.kill(worker, signal.SIGKILL)
     response = call.result()
     assert response.status_code == 200
     assert health(stand)["crashes"] == before + 1
     assert np.array_equal(fetched(talk, 1).rows, rows_in(response.content))
     assert talk.types() == ["SessionCreated", *FIRST_TURN]
-
-
-def test_a_worker_killed_at_work_costs_the_turn_nothing(stand: Stand) -> None:
-    talk = session_of(stand)
-    worker = the_worker(stand)
-    call = stand.meanwhile(talk.chat, [user("Slow")], sim=SLOW, **RETURN)
-    until(lambda: health(stand)["busy"] == 1)
-    os.kill(worker, signal.SIGKILL)
-    response = call.result()
-    assert response.status_code == 200
-    assert np.array_equal(fetched(talk, 1).rows, rows_in(response.content))
     assert the_worker(stand) != worker
 
 
 def test_workers_end_with_a_server_that_is_killed_and_the_turn_can_be_taken_again(stand: Stand) -> None:
     talk = session_of(stand)
     worker = the_worker(stand)
-    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim=SLOW, **RETURN)
-    until(lambda: health(stand)["busy"] == 1)
+    call = stopped_over_a_reply(stand, talk, worker, headers=KEY)
+    os.kill(worker, signal.SIGCONT)
     stand.server.kill()
     assert gone(worker, 5)
     assert lost(call)
