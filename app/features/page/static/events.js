@@ -80,7 +80,6 @@ export class EventsTab extends SessionPart {
     if (!document.hidden) this.#resume();
   }
 
-  /** @returns {HTMLElement[]} */
   get #lines() {
     return [...this.list.querySelectorAll("li")];
   }
@@ -173,15 +172,13 @@ export class EventsTab extends SessionPart {
 
   /** @param {number} after @param {number} upto */
   async #readEarlier(after, upto) {
-    const reading = new AbortController();
     /** @type {LogEvent[]} */
     const found = [];
-    for await (const line of lines(this.path, { after }, AbortSignal.any([reading.signal, this.closed]))) {
+    for await (const line of lines(this.path, { after }, this.closed)) {
       const event = /** @type {LogEvent} */ (JSON.parse(line));
       if (event.seq > upto) break;
       found.push(event);
     }
-    reading.abort();
     this.events.unshift(...found);
     this.begin = after;
   }

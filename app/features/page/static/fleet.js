@@ -93,7 +93,6 @@ function counted(key) {
   return live(label, ({ sessions }) => compact(sessions[key]), { href, hint, isAlert: ({ sessions }) => key === "paused" && sessions.paused > 0 });
 }
 
-/** @returns {Part} */
 function speed() {
   const pair = (/** @type {Percentiles} */ { p50, p99 }) => `${milliseconds(p50)} / ${milliseconds(p99)}`;
   const hint = (/** @type {string} */ whose) => (/** @type {Overview} */ { scope }) =>
@@ -115,7 +114,6 @@ function engineName(engine) {
   return engine.url.replace(/^https?:\/\//, "");
 }
 
-/** @returns {Part} */
 function engines() {
   const summary = h("summary");
   const table = smallTable("Engines", engineColumns(), (engine) => engine.url);
@@ -170,7 +168,6 @@ function engineColumns() {
   ];
 }
 
-/** @returns {Part} */
 function weights() {
   const hint = () => "The newest version that is a number";
   const version = live("Weights", ({ weight_version }) => String(weight_version ?? "–"), { hint });
@@ -188,7 +185,6 @@ function weights() {
   return group(version, { element: figure("Gate", [gate, paused]), show });
 }
 
-/** @returns {Part} */
 function errors() {
   const recent = h("ul", { class: "errors" });
   const element = h("div", { class: "group" }, figure("Errors, last minute", recent));
@@ -202,7 +198,6 @@ function errors() {
   return { element, show };
 }
 
-/** @returns {Part} */
 function database() {
   return group(
     live("Database", ({ database: { bytes: all } }) => bytes(all), { hint: ({ database: { kind } }) => kind }),

@@ -32,15 +32,13 @@ export class GroupView extends View {
     this.path = `/groups/${encodeURIComponent(id)}`;
     /** @type {Row[]} */
     this.rows = [];
-    /** @type {Set<string>} */
-    this.picked = new Set();
     this.facts = h("div", { class: "facts" });
     this.task = h("div");
     this.plot = h("div");
     /** @type {string[]} components of the reward that have a column */
     this.names = [];
-    const pick = pickColumn(this.picked, () => {
-      const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
+    const pick = pickColumn((all) => {
+      const picked = this.rows.map((row) => row.session_id).filter((one) => all.has(one));
       this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
       this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
     });
@@ -221,7 +219,9 @@ function columns(names) {
     number("Sampled", (one) => one.about?.output_tokens, { text: compact, width: "80px", hint: "Tokens that its turns sampled" }),
     number("Duration", ({ about }) => (about?.ended_at == null ? null : about.ended_at - about.started_at), {
       width: "84px",
-      hint: "From its creation to the end of its newest turn", fill: durationCell((one) => one.state === "running" || one.state === "paused") }),
+      hint: "From its creation to the end of its newest turn",
+      fill: durationCell,
+    }),
     { title: "Finish", hint: "Why the newest turn ended", width: "72px", fill: textCell((one) => visibleText(one.about?.finish_reason ?? "–")) },
     number("Errors", (one) => one.about?.errors, { hint: "Turns that were refused or abandoned", fill: errorsCell, width: "62px" }),
     number("Reward", (one) => one.reward, { text: decimal }),

@@ -52,7 +52,7 @@ export class RolloutsView extends View {
     this.isWhole = false;
     this.most = STEPS;
     this.order = choice("order", Object.keys(SORTS).slice(1), "attempt");
-    this.order.addEventListener("change", () => this.#go({ from: 0 }));
+    this.order.addEventListener("change", () => this.#go(0));
     this.total = h("span", { role: "status" });
     this.jump = button("First difference", () => this.body.querySelector(".unequal")?.scrollIntoView({ block: "center" }));
     this.pages = h("span");
@@ -131,8 +131,8 @@ export class RolloutsView extends View {
     this.byKey.set(column.key, column);
   }
 
-  /** @param {{from: number}} place */
-  #go({ from }) {
+  /** @param {number} from */
+  #go(from) {
     this.from = from;
     setQuery({ sessions: this.id ? null : this.keys.join(","), sort: this.order.value, from: from || null });
     this.unfolded.clear();
@@ -171,7 +171,7 @@ export class RolloutsView extends View {
     setText(this.total, `${amount(columns.length, "rollout")}, ${count(steps)} steps`);
     this.jump.disabled = earliest === null;
     const page = (/** @type {number} */ from, /** @type {string} */ label) =>
-      button(label, () => this.#go({ from }), { disabled: from < 0 || from >= this.keys.length });
+      button(label, () => this.#go(from), { disabled: from < 0 || from >= this.keys.length });
     replace(
       this.pages,
       this.keys.length > COLUMNS && [

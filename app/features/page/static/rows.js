@@ -101,7 +101,6 @@ export function headerRow(columns, onSort) {
  * @param {string} label
  * @param {Column<Row>[]} columns
  * @param {(row: Row) => string} keyOf
- * @returns {{element: HTMLElement, rows: Rows<Row>}}
  */
 export function smallTable(label, columns, keyOf) {
   const body = h("tbody");
@@ -185,11 +184,11 @@ export function badgeCell(state, tone) {
 /**
  * Boxes that pick sessions.
  * @template {{session_id: string}} Row
- * @param {Set<string>} picked ids, kept up to date
- * @param {() => void} onPick
+ * @param {(picked: Set<string>) => void} onPick gets the ids of all that are picked
  * @returns {Column<Row>}
  */
-export function pickColumn(picked, onPick) {
+export function pickColumn(onPick) {
+  const picked = new Set();
   /** @type {Column<Row>["fill"]} */
   const fill = (cell, { session_id: id }) => {
     let box = cell.querySelector("input");
@@ -197,7 +196,7 @@ export function pickColumn(picked, onPick) {
       const made = h("input", { type: "checkbox", "aria-label": `pick ${id}` });
       made.addEventListener("change", () => {
         picked[made.checked ? "add" : "delete"](id);
-        onPick();
+        onPick(picked);
       });
       cell.replaceChildren((box = made));
     }
@@ -231,16 +230,15 @@ export function actionsCell(actions) {
 
 /**
  * How long a session took so far, from its creation to the end of its newest turn.
- * @template {{about?: Summary}} Row
- * @param {(row: Row) => boolean} isRunning
- * @returns {Column<Row>["fill"]}
+ * @template {{about?: Summary, state: string}} Row
+ * @param {HTMLElement} cell
+ * @param {Row} row
  */
-export function durationCell(isRunning) {
-  return (cell, row) => {
-    const { started_at: start, ended_at: end = null } = row.about ?? {};
-    if (start !== undefined && isRunning(row)) sinceCell(() => start, "for")(cell, row);
-    else textCell(() => (start === undefined || end === null ? "–" : duration(end - start)))(cell, row);
-  };
+export function durationCell(cell, row) {
+  const { started_at: start, ended_at: end = null } = row.about ?? {};
+  const isRunning = row.state === "running" || row.state === "paused";
+  if (start !== undefined && isRunning) sinceCell(() => start, "for")(cell, row);
+  else textCell(() => (start === undefined || end === null ? "–" : duration(end - start)))(cell, row);
 }
 
 /** @template {{about?: Summary}} Row @param {HTMLElement} cell @param {Row} row failed turns, marked */

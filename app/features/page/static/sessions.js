@@ -26,8 +26,7 @@ export class SessionsView extends View {
   constructor(root, { query }) {
     super(root);
     this.list = new SessionList(this.closed, () => this.#show());
-    /** @type {Set<string>} the sessions that are to be shown side by side */
-    this.picked = new Set();
+    this.pick = pickColumn((picked) => this.#showPicked(picked));
     /** @type {{hidden: string[], metadata: string}} titles, and keys of metadata with commas in between */
     this.chosen = { hidden: HIDDEN, metadata: "", ...JSON.parse(localStorage.getItem(CHOSEN) ?? "{}") };
     this.table = new LongTable(this.closed, {
@@ -65,7 +64,7 @@ export class SessionsView extends View {
     const { hidden, metadata } = this.chosen;
     const keys = [...new Set(metadata.split(",").map((key) => key.trim()))].filter(Boolean);
     const shown = columns().filter((column) => !hidden.includes(column.title) || column.sort === sort);
-    return [pickColumn(this.picked, () => this.#showPicked()), ...shown, ...keys.map((key) => this.#metadataColumn(key))];
+    return [this.pick, ...shown, ...keys.map((key) => this.#metadataColumn(key))];
   }
 
   #chooseColumns() {
@@ -96,10 +95,11 @@ export class SessionsView extends View {
     return column(visibleText(key), text, { hint: "Of the metadata", width: "130px" });
   }
 
-  #showPicked() {
-    this.compare.hidden = !this.picked.size;
-    this.compare.setAttribute("href", sideBySideHref([...this.picked]));
-    setText(this.compare, `${count(this.picked.size)} side by side`);
+  /** @param {Set<string>} picked */
+  #showPicked(picked) {
+    this.compare.hidden = !picked.size;
+    this.compare.setAttribute("href", sideBySideHref([...picked]));
+    setText(this.compare, `${count(picked.size)} side by side`);
   }
 
   /** @param {ListQuery} query show this, and say so in the address */
@@ -194,7 +194,6 @@ const HIDDEN = ["Weights", "Staleness", "Engine", "Note and tags", "Created", "I
 
 /** @returns {Column<SessionRow>[]} */
 function columns() {
-  const isRunning = (/** @type {SessionRow} */ row) => row.state === "running" || row.state === "paused";
   return [
     sessionColumn({ width: "156px" }),
     { title: "State", width: "88px", fill: badgeCell((row) => row.state) },
@@ -210,7 +209,7 @@ function columns() {
       width: "82px",
       number: true,
       hint: "From its creation to the end of its newest turn, or until now",
-      fill: durationCell(isRunning),
+      fill: durationCell,
     },
     column("Finish", (row) => visibleText(row.about?.finish_reason ?? "–"), { width: "76px", hint: "Why the newest turn ended" }),
     { title: "Errors", width: "62px", number: true, hint: "Turns that were refused or abandoned", fill: errorsCell },

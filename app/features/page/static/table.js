@@ -13,10 +13,7 @@ const NEAR_ROWS = 40;
 const POINTED_MS = 3000;
 
 /** @import {Child} from "../ui_types.d.ts" */
-/**
- * @template Row
- * @typedef {import("./rows.js").Column<Row>} Column
- */
+/** @import {Column} from "./rows.js" */
 
 /**
  * @template Row
