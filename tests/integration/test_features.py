@@ -100,8 +100,8 @@ def test_a_feature_that_fails_after_a_commit_costs_no_reply(
     def fails(*_: object) -> None:
         raise ValueError("a fault")
 
-    with Place(tmp_path).database() as url, hosted(url, engine) as server:
-        services, api = server.services, Api(server.base_url)
+    with Place(tmp_path).database() as url, hosted(url, engine) as server, closing(Api(server.base_url)) as api:
+        services = server.services
         services.points.ended[:0] = [fails, lambda turn: told.append(turn.session_id)]
         services.sessions.on_close(fails)
         talk = api.talk()
@@ -144,3 +144,21 @@ def _look(api: Stand) -> None:
     assert api.http.delete("/sessions/linear", params={"erase": True}).status_code == 204
     assert api.get("/sessions/linear/state")["status"] == "erased"
     api.close()
+
+
+def test_a_fault_in_a_turn_ends_it_at_once(tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its claim is released with the reply; nobody has to wait until it is found to be lost."""
+
+    def fails(_: object) -> None:
+        raise ValueError("a fault")
+
+    with Place(tmp_path).database() as url, hosted(url, engine) as server, closing(Api(server.base_url)) as api:
+        services = server.services
+        services.points.claimed.append(fails)
+        talk = api.talk()
+        assert talk.chat([user("Hello")]).status_code == 500
+        assert talk.types() == ["SessionCreated", "TurnOpened", "TurnAbandoned"]
+        assert talk.events()[-1]["reason"] == "not_released"
+        services.points.claimed.remove(fails)
+        talk.say("Hello")
+    assert "a fault" in caplog.text
