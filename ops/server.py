@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
@@ -105,6 +106,10 @@ class OwnProcess:
     def start(self) -> Self:
         """Start the process and wait until `/health` answers. Raises ServerDidNotStart."""
         self.launch()
+        return self.until_it_answers()
+
+    def until_it_answers(self) -> Self:
+        """Wait for `/health` of a process that was started, and kill it if it does not. Raises ServerDidNotStart."""
         deadline = time.monotonic() + self._start_timeout_s
         while not self.answers():
             if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
@@ -228,3 +233,18 @@ class ServerProcess(OwnProcess):
 
     def __enter__(self) -> Self:
         return self.migrate().start()
+
+
+class KeptServer(ServerProcess):
+    """Runs `alembic upgrade head`, then `turnlog serve`; `pid` and the signals are the supervisor's."""
+
+    def __init__(self, folder: Path, *, arguments: Sequence[str] = (), **more: Any) -> None:
+        super().__init__(folder, **more)
+        command = [sys.executable, "-m", "turnlog.cli", "serve", "--no-migrate", "--port", str(self.port)]
+        self._command = [*command, *arguments]
+
+    @property
+    def started(self) -> list[int]:
+        """The processes that have served or begun to, in order."""
+        said = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", said)]

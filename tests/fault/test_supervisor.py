@@ -13,11 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.kept_server import KeptServer
 from helpers.pools import gone
 from integration.stand import until, user
 
-from ops.server import ServerDidNotStart
+from ops.server import KeptServer, ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long

@@ -157,6 +157,9 @@ class Api:
         self.base_url = base_url
         self.http = httpx.Client(base_url=base_url, timeout=TIMEOUT_S)
 
+    def close(self) -> None:
+        self.http.close()
+
     def talk(self, protocol: str = "chat", **body: Any) -> Talk:
         response = self.http.post("/sessions", json=body)
         assert response.status_code == 200, response.text
@@ -208,7 +211,7 @@ class Stand(Api):
 
     def close(self) -> None:
         self._threads.shutdown()
-        self.http.close()
+        super().close()
         self.sim.close()
 
     def meanwhile(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:

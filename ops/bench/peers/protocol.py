@@ -66,6 +66,11 @@ class Peer(Protocol):
     def process(self, place: Place) -> OwnProcess:
         """The server before an engine at `place.engine_url`, not started. Raises NotInstalled."""
 
+    def crash(self, process: OwnProcess) -> None:
+        """Kill what serves with SIGKILL; returns once it is started again and answers. Raises ServerDidNotStart."""
+        process.kill()
+        process.start()
+
     async def open(self, connection: Connection, name: str) -> Session:
         """Open a session, called `name` where the server leaves that to its client. Raises Broken."""
 

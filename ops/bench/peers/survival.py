@@ -154,8 +154,7 @@ class Survival:
             if all(agent.done() for agent in running):
                 break
         began = time.monotonic()
-        self._process.kill()
-        await asyncio.to_thread(self._process.start)
+        await asyncio.to_thread(self._peer.crash, self._process)
         self._down_s.append(time.monotonic() - began)
 
     async def _agent(self, number: int, played: list[Played], over: asyncio.Event) -> None:
