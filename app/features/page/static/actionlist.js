@@ -1,11 +1,11 @@
 /** A session's turns as what they did, with one time axis for all: a list that has only its visible rows. */
 
-import { get } from "./api.js";
-import { badge, button, failure, h, replace, setText } from "./dom.js";
+import { arrange, badge, button, failure, h, replace, setText } from "./dom.js";
 import { amount, count, duration, serverNow, since } from "./format.js";
-import { isWriting } from "./keys.js";
+import { isForPage } from "./keys.js";
 import { sessionHref } from "./route.js";
-import { LatestRequest } from "./view.js";
+import { rendersSoon } from "./table.js";
+import { every, LatestRequest, SessionPart } from "./view.js";
 import { named } from "./visible.js";
 
 /** @import {Child, FailedTurn, OpenTurn, Session, Turn, TurnActions, TreeBranch} from "../ui_types.d.ts" */
@@ -95,22 +95,16 @@ export function timesOf(rows) {
   };
 }
 
-export class ActionList {
-  /** @param {AbortSignal} closed @param {string} id of the session @param {(turn: number|null, branch: number|null) => void} pick */
-  constructor(closed, id, pick) {
-    this.id = id;
-    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
-    this.pick = pick;
-    /** @type {Session|null} */
-    this.session = null;
+export class ActionList extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
     /** @type {Row[]} */
     this.all = [];
     /** @type {Row[]} those that the search has left */
     this.rows = [];
     /** @type {Map<number, TurnActions>} */
     this.known = new Map();
-    /** @type {number|null} */
-    this.turn = null;
     /** @type {number|null} */
     this.branch = null;
     /** @type {Set<number>|null} the turns that have the text that is searched */
@@ -122,12 +116,9 @@ export class ActionList {
     this.stamp = 0;
     /** @type {Map<string, {element: HTMLElement, stamp: number}>} */
     this.shown = new Map();
-    this.frame = 0;
-    this.requests = new LatestRequest(closed);
-    this.searching = new LatestRequest(closed);
-    this.failures = new LatestRequest(closed);
-    /** @type {number|undefined} */
-    this.settling = undefined;
+    this.searching = new LatestRequest(this.closed);
+    this.failures = new LatestRequest(this.closed);
+    this.settling = 0;
     this.list = h("ol", { class: "acts", "aria-label": "Turns" });
     this.problem = h("div");
     this.scroller = h("div", { class: "actscroll" }, this.list);
@@ -152,30 +143,23 @@ export class ActionList {
         this.branches,
         h("span", { class: "spacer" }),
         this.errors,
-        stepper("‹", "previous error (E)", () => this.#stepError(-1)),
-        stepper("›", "next error (e)", () => this.#stepError(1)),
+        stepper("‹", "previous error (E)", () => this.#step(-1, this.#isError)),
+        stepper("›", "next error (e)", () => this.#step(1, this.#isError)),
         stepper("⤓", "last turn (End)", () => this.#go(this.rows.length - 1)),
       ),
       this.head,
       this.problem,
       this.scroller,
     );
-    this.#listen(closed);
+    this.renderSoon = rendersSoon(this.closed, this.scroller, () => this.#render());
+    this.#listen();
   }
 
-  /** @param {AbortSignal} closed */
-  #listen(closed) {
-    const sizes = new ResizeObserver(() => this.#renderSoon());
-    sizes.observe(this.scroller);
-    this.scroller.addEventListener("scroll", () => this.#renderSoon(), { passive: true });
+  #listen() {
+    const { closed } = this;
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
-    const ticking = setInterval(() => document.hidden || (this.session?.open_turns.length && this.#changed()), TICK_MS);
-    closed.addEventListener("abort", () => {
-      sizes.disconnect();
-      clearInterval(ticking);
-      clearTimeout(this.settling);
-      cancelAnimationFrame(this.frame);
-    });
+    every(closed, TICK_MS, () => this.session?.open_turns.length && this.#changed());
+    closed.addEventListener("abort", () => clearTimeout(this.settling));
     this.list.addEventListener("click", (event) => {
       const link = event.target instanceof Element ? event.target.closest("a") : null;
       if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -228,10 +212,9 @@ export class ActionList {
     const text = this.search.value.trim();
     this.searching.abort();
     if (text) {
-      const request = async (/** @type {AbortSignal} */ signal) => /** @type {{turns: number[]}} */ (await get(`${this.path}/find`, { text }, signal));
       return this.searching.run(
-        request,
-        ({ turns }) => {
+        { path: `${this.path}/find`, parameters: { text } },
+        (/** @type {{turns: number[]}} */ { turns }) => {
           this.matches = new Set(turns);
           this.#filter();
           const first = this.rows[0];
@@ -250,10 +233,9 @@ export class ActionList {
   #findErrors({ turns }) {
     const last = turns.at(-1)?.turn ?? 0;
     if (last <= this.failingUpTo || this.failures.isRunning) return;
-    const request = async (/** @type {AbortSignal} */ signal) => /** @type {{turns: number[]}} */ (await get(`${this.path}/find`, { after: this.failingUpTo }, signal));
     this.failures.run(
-      request,
-      ({ turns: found }) => {
+      { path: `${this.path}/find`, parameters: { after: this.failingUpTo } },
+      (/** @type {{turns: number[]}} */ { turns: found }) => {
         this.failingUpTo = last;
         for (const turn of found) this.failing.add(turn);
         this.#changed();
@@ -270,12 +252,7 @@ export class ActionList {
     this.axis = this.#axis();
     const found = this.all.filter(this.#isError).length;
     setText(this.errors, found ? amount(found, "error") : "no errors");
-    this.#renderSoon();
-  }
-
-  #renderSoon() {
-    cancelAnimationFrame(this.frame);
-    this.frame = requestAnimationFrame(() => this.#render());
+    this.renderSoon();
   }
 
   #render() {
@@ -298,13 +275,8 @@ export class ActionList {
       line.element.style.top = `${(first + index) * ROW_PX}px`;
       shown.set(key, line);
     });
-    for (const [key, { element }] of this.shown) if (!shown.has(key)) element.remove();
     this.shown = shown;
-    let there = this.list.firstElementChild;
-    for (const { element } of shown.values()) {
-      if (element === there) there = there.nextElementSibling;
-      else this.list.insertBefore(element, there);
-    }
+    arrange(this.list, [...shown.values()].map(({ element }) => element));
     this.#ask(rows);
   }
 
@@ -328,14 +300,14 @@ export class ActionList {
     const start = Math.min(.../** @type {number[]} */ (wanted));
     const limit = Math.min(MOST, Math.max(.../** @type {number[]} */ (wanted)) - start + 1);
     this.requests.run(
-      async (signal) => /** @type {TurnActions[]} */ (await get(`${this.path}/actions`, { start, limit }, signal)),
-      (turns) => {
+      { path: `${this.path}/actions`, parameters: { start, limit } },
+      (/** @type {TurnActions[]} */ turns) => {
         for (const turn of turns) this.known.set(turn.turn, turn);
         if (!this.known.has(start)) this.known.set(start, { turn: start, actions: [], results: [], error: null });
         for (const { turn, results } of turns) if (results.some((one) => one.failed)) this.failing.add(turn);
         this.#changed();
       },
-      (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.#renderSoon()))),
+      (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.renderSoon()))),
     );
   }
 
@@ -423,30 +395,24 @@ export class ActionList {
     this.#go(index);
   }
 
-  /** @param {number} by */
-  #stepError(by) {
-    this.#step(by, this.#isError);
-  }
-
   /** @param {number} index */
   #go(index) {
     const row = this.rows[index];
     if (!row) return;
     const hadFocus = this.list.contains(document.activeElement);
     this.pick(row.number, this.branch);
-    cancelAnimationFrame(this.frame);
     this.#render();
     if (hadFocus || document.activeElement === document.body) this.shown.get(`${row.kind} ${row.order}`)?.element.querySelector("a")?.focus({ preventScroll: true });
   }
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target) || document.querySelector("dialog[open]")) return;
+    if (!isForPage(event)) return;
     const isInside = this.list.contains(document.activeElement);
     if (event.key === "j") this.#step(1);
     else if (event.key === "k") this.#step(-1);
-    else if (event.key === "e") this.#stepError(1);
-    else if (event.key === "E") this.#stepError(-1);
+    else if (event.key === "e") this.#step(1, this.#isError);
+    else if (event.key === "E") this.#step(-1, this.#isError);
     else if (event.key === "Home" && isInside) this.#go(this.rows.findIndex((row) => row.kind !== "asked"));
     else if (event.key === "End" && (isInside || document.activeElement === document.body)) this.#go(this.rows.length - 1);
     else return;

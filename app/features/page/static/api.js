@@ -25,24 +25,8 @@ export class ApiError extends Error {
   }
 }
 
-let needsToken = false;
-/** @type {() => void} */
-let onUnauthorized = () => {};
-
-/** @param {() => void} listener called when a request is answered 401 */
-export function whenUnauthorized(listener) {
-  onUnauthorized = listener;
-}
-
-/** @param {boolean} needed must the copied commands name a token? */
-export function setNeedsToken(needed) {
-  needsToken = needed;
-}
-
-/** @returns {boolean} must a request outside this browser name a token? */
-export function needsAuthorization() {
-  return needsToken;
-}
+/** Must a request outside this browser name a token, and what happens when one is answered 401? */
+export const access = { needsToken: false, onUnauthorized: () => {} };
 
 /**
  * @param {string} path of the server, "/ui/api/sessions"
@@ -65,45 +49,40 @@ export async function get(path, parameters, signal) {
 }
 
 /**
- * GET whose body is read as it comes, for endless NDJSON.
+ * GET of NDJSON, which may be endless: its lines as they come.
  * @param {string} path
- * @param {Parameters} [parameters]
- * @param {AbortSignal} [signal]
- * @returns {Promise<ReadableStream<Uint8Array>>}
+ * @param {Parameters} parameters
+ * @param {AbortSignal} signal
+ * @param {number} [most] characters of a line: it ends before a longer one
  */
-export async function stream(path, parameters, signal) {
+export async function* lines(path, parameters, signal, most = Infinity) {
   const response = await request(url(path, parameters), { signal });
-  return response.body ?? new ReadableStream();
+  const reader = (response.body ?? new ReadableStream()).getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  try {
+    while (rest.length <= most) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
+      rest = parts.pop() ?? "";
+      yield* parts.filter((part) => part !== "");
+    }
+  } finally {
+    await reader.cancel();
+  }
 }
 
 /**
- * POST of JSON: only signing in and out.
- * @param {string} path
- * @param {unknown} body
- * @returns {Promise<void>}
- */
-export async function post(path, body) {
-  await request(url(path), {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(body),
-  });
-}
-
-/**
- * PUT of JSON: only a session's note and tags. The header proves to the server that the page sends it.
+ * JSON to the server: to sign in and out, and a session's note and tags. The header proves that the page sends it.
+ * @param {"POST"|"PUT"} method
  * @param {string} path
  * @param {unknown} body
  * @param {AbortSignal} [signal]
- * @returns {Promise<void>}
  */
-export async function put(path, body, signal) {
-  await request(url(path), {
-    method: "PUT",
-    headers: { "content-type": "application/json", "x-turnlog-page": "1" },
-    body: JSON.stringify(body),
-    signal,
-  });
+export async function send(method, path, body, signal) {
+  const headers = { "content-type": "application/json", "x-turnlog-page": "1" };
+  await request(url(path), { method, headers, body: JSON.stringify(body), signal });
 }
 
 /** @param {string} address @param {RequestInit} options @returns {Promise<Response>} */
@@ -117,7 +96,7 @@ async function request(address, options) {
   }
   if (response.ok) return response;
   const failed = await refusal(response);
-  if (failed.status === 401) onUnauthorized();
+  if (failed.status === 401) access.onUnauthorized();
   throw failed;
 }
 
@@ -152,12 +131,9 @@ export class LiveConnection {
     this.failures = 0;
     /** @type {EventSource|null} */
     this.source = null;
-    /** @type {number|undefined} */
-    this.retry = undefined;
-    /** @type {number|undefined} */
-    this.silence = undefined;
-    /** @type {number|undefined} */
-    this.hiding = undefined;
+    this.retry = 0;
+    this.silence = 0;
+    this.hiding = 0;
     document.addEventListener("visibilitychange", () => this.#visibilityChanged(), { signal: this.#life.signal });
     this.#open();
   }

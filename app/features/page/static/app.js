@@ -1,8 +1,7 @@
 /** The page's frame: which view is shown, the stream of changes for all views, theme, keys, signing out. */
 
-import { ApiError, get, LiveConnection, post, setNeedsToken, whenUnauthorized } from "./api.js";
-import { CheckpointView } from "./checkpoint.js";
-import { CheckpointsView } from "./checkpoints.js";
+import { access, ApiError, get, LiveConnection, send } from "./api.js";
+import { CheckpointsView, CheckpointView } from "./checkpoints.js";
 import { announce, button, failure, h, message, replace } from "./dom.js";
 import { ExportsView } from "./exports.js";
 import { fleetStrip } from "./fleet.js";
@@ -59,7 +58,7 @@ class App {
     startTicking();
     this.#arrangeFrame();
     window.addEventListener("hashchange", () => this.#enter());
-    whenUnauthorized(() => this.#signIn());
+    access.onUnauthorized = () => this.#signIn();
     await this.#begin();
   }
 
@@ -70,20 +69,15 @@ class App {
       me = /** @type {Me} */ (await get("/ui/api/me"));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      if (error.status !== 401) this.#cannotBegin(error);
+      if (error.status !== 401) replace(this.main, failure(error, () => this.#begin()));
       return;
     }
     setServerNow(me.now);
-    setNeedsToken(me.auth === "token");
+    access.needsToken = me.auth === "token";
     part("release").textContent = me.release;
     part("sign-out").hidden = me.auth !== "token";
     await this.#follow();
     this.#enter();
-  }
-
-  /** @param {ApiError} error */
-  #cannotBegin(error) {
-    replace(this.main, failure(error, () => this.#begin()));
   }
 
   /** @returns {Promise<void>} once the stream has begun, failed, or taken too long */
@@ -203,7 +197,7 @@ class App {
 
   async #signOut() {
     try {
-      await post("/ui/sign-out", {});
+      await send("POST", "/ui/sign-out", {});
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       announce(error.message);
@@ -222,8 +216,7 @@ function navigation() {
 function markNavigation(name) {
   for (const link of document.querySelectorAll("#nav a")) {
     const isCurrent = link.getAttribute("data-name") === name;
-    if (isCurrent) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    link.ariaCurrent = isCurrent ? "page" : null;
     // On a phone the links are one line that scrolls.
     if (isCurrent) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }

@@ -17,7 +17,6 @@ const MOST_LANES = 12;
  * The rewards of a group on one axis. Each dot is a link to its session; dots of near values stand above each other.
  * @param {Attempt[]} attempts
  * @param {{mean: number}|null} statistics
- * @returns {Element}
  */
 export function rewardPlot(attempts, statistics) {
   const rewarded = attempts.filter((one) => one.reward !== null).sort((a, b) => Number(a.reward) - Number(b.reward));
@@ -30,7 +29,7 @@ export function rewardPlot(attempts, statistics) {
   });
   const ticks = axis.ticks.map((value) => [
     svg("path", { class: "grid", d: `M${axis.place(value)} 18V${floor + 4}` }),
-    svg("text", { x: axis.place(value), y: floor + 18, "text-anchor": "middle" }, tidy(value)),
+    svg("text", { x: axis.place(value), y: floor + 18, "text-anchor": "middle" }, Number(value.toPrecision(6))),
   ]);
   return svg(
     "svg",
@@ -62,13 +61,14 @@ function dot(one, x, y) {
 
 /**
  * @param {number[]} values in order
- * @returns {{place: (value: number) => number, ticks: number[]}}
  */
 function axisOf(values) {
   let low = Math.min(0, ...values);
   let high = Math.max(...values, low);
   if (low === high) high = low + 1;
-  const step = stepOf((high - low) / 5);
+  const raw = (high - low) / 5;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * ([1, 2, 5].find((one) => one * power >= raw) ?? 10);
   low = Math.floor(low / step) * step;
   high = Math.ceil(high / step) * step;
   const ticks = Array.from({ length: Math.round((high - low) / step) + 1 }, (_, index) => low + index * step);
@@ -76,21 +76,9 @@ function axisOf(values) {
   return { place, ticks };
 }
 
-/** @param {number} raw @returns {number} 1, 2 or 5 times a power of ten */
-function stepOf(raw) {
-  const power = 10 ** Math.floor(Math.log10(raw));
-  return power * ([1, 2, 5, 10].find((one) => one * power >= raw) ?? 10);
-}
-
-/** @param {number} value @returns {string} without the noise of binary fractions */
-function tidy(value) {
-  return String(Number(value.toPrecision(6)));
-}
-
 /**
  * How high each dot stands, so that none hides another.
  * @param {number[]} places in order
- * @returns {number[]}
  */
 function lanesOf(places) {
   /** @type {number[]} the last place taken in each lane */

@@ -1,29 +1,32 @@
-/** All checkpoints. The command line makes, restores and deletes them; the page only shows what there is. */
+/** All checkpoints, and one. The command line makes, restores and deletes them; the page only shows what there is. */
 
-import { get } from "./api.js";
-import { copyCurl } from "./copy.js";
-import { bar, button, h, message, replace, setText } from "./dom.js";
-import { amount, count } from "./format.js";
-import { checkpointHref } from "./route.js";
-import { badgeCell, linkCell, sinceCell, textCell } from "./rows.js";
+import { url } from "./api.js";
+import { copyButton } from "./copy.js";
+import { badge, bar, button, fact, h, message, replace, setText } from "./dom.js";
+import { amount, clock, count, since } from "./format.js";
+import { checkpointHref, sessionHref } from "./route.js";
+import { badgeCell, column, groupColumn, linkCell, numberColumn, sessionColumn, sinceCell } from "./rows.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
+import { visible, visibleText } from "./visible.js";
 
-/** @import {Checkpoint, CheckpointList, Overview} from "../ui_types.d.ts" */
+/** @import {Checkpoint, CheckpointList, CheckpointPage, Overview, SessionThen} from "../ui_types.d.ts" */
 /** @import {Column} from "./rows.js" */
 /** @import {Place} from "./view.js" */
+
+const PAGE = 200;
 
 /**
  * A view that is read anew when the fleet's log has a new event: a restore, and a checkpoint that waits for turns, hold
  * all turns by one. It does not ask again and again, since the server counts all rows of a checkpoint.
  */
-export class FollowsFleet extends View {
+class FollowsFleet extends View {
   /** @type {number|undefined} the last event of the fleet's log that was known when the view was read */
   #version;
 
   /** @param {HTMLElement} root @param {Place} place */
-  constructor(root, { overview }) {
-    super(root);
+  constructor(root, { id, overview }) {
+    super(root, "checkpoint", id);
     this.#version = overview()?.gate.version;
   }
 
@@ -45,14 +48,7 @@ export class CheckpointsView extends FollowsFleet {
       keyOf: (/** @type {Checkpoint} */ one) => one.name,
     });
     this.total = h("span", { role: "status" });
-    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
-    replace(
-      root,
-      h("h1", { class: "visually-hidden" }, "Checkpoints"),
-      bar(this.total, [again, copyCurl(() => ({ path: "/checkpoints" }))]),
-      this.problem,
-      this.table.element,
-    );
+    this.fill("Checkpoints", this.total, this.tools(() => ({ path: "/checkpoints" })), this.table.element);
     this.table.setFoot("Loading …");
     this.refresh();
   }
@@ -64,15 +60,12 @@ export class CheckpointsView extends FollowsFleet {
   }
 
   refresh() {
-    return this.read(
-      async (signal) => /** @type {CheckpointList} */ (await get("/checkpoints", {}, signal)),
-      ({ checkpoints }) => {
-        const newest = checkpoints.toReversed();
-        this.table.show(newest, newest.length, false);
-        setText(this.total, `${amount(newest.length, "checkpoint")}, newest first`);
-        this.table.setFoot(newest.length ? "All shown" : nothing());
-      },
-    );
+    return this.read({ path: "/checkpoints" }, (/** @type {CheckpointList} */ { checkpoints }) => {
+      const newest = checkpoints.toReversed();
+      this.table.show(newest, newest.length, false);
+      setText(this.total, `${amount(newest.length, "checkpoint")}, newest first`);
+      this.table.setFoot(newest.length ? "All shown" : nothing());
+    });
   }
 }
 
@@ -86,30 +79,103 @@ function nothing() {
 
 /** @returns {Column<Checkpoint>[]} */
 function columns() {
-  const number = (/** @type {string} */ title, /** @type {(one: Checkpoint) => string} */ text, more = {}) => ({
-    title,
-    width: "96px",
-    number: true,
-    fill: textCell(text),
-    ...more,
-  });
+  const cut = "now: at one moment; drain: after the turns in flight had ended; restore: what a restore replaced";
+  const tone = (/** @type {Checkpoint} */ one) => (one.state === "made" ? "good" : "warn");
+  const width = "96px";
   return [
     { title: "Checkpoint", isHeader: true, fill: linkCell((one) => one.name, (one) => checkpointHref(one.name)) },
-    { title: "Made", width: "96px", number: true, fill: sinceCell((one) => one.created_at) },
-    number("Sessions", (one) => count(one.sessions)),
-    number("Groups", (one) => count(one.groups), { hint: "Of the training feed" }),
-    number("Erased", (one) => count(one.erased), { hint: "Its sessions whose content has been erased since" }),
-    {
-      title: "Cut",
-      hint: "now: at one moment; drain: after the turns in flight had ended; restore: what a restore replaced",
-      width: "96px",
-      fill: textCell((one) => one.cut),
-    },
-    {
-      title: "State",
-      width: "130px",
-      fill: badgeCell((one) => one.state, (one) => (one.state === "made" ? "good" : "warn")),
-    },
-    { title: "Before the restore of", width: "180px", fill: textCell((one) => one.restores ?? "–") },
+    { title: "Made", width, number: true, fill: sinceCell((one) => one.created_at) },
+    numberColumn("Sessions", (one) => count(one.sessions), { width }),
+    numberColumn("Groups", (one) => count(one.groups), { width, hint: "Of the training feed" }),
+    numberColumn("Erased", (one) => count(one.erased), { width, hint: "Its sessions whose content has been erased since" }),
+    column("Cut", (one) => one.cut, { width, hint: cut }),
+    { title: "State", width: "130px", fill: badgeCell((one) => one.state, tone) },
+    column("Before the restore of", (one) => one.restores ?? "–", { width: "180px" }),
+  ];
+}
+
+export class CheckpointView extends FollowsFleet {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, place) {
+    super(root, place);
+    const { id } = place;
+    this.path = `/ui/api/checkpoints/${encodeURIComponent(id)}`;
+    /** @type {SessionThen[]} */
+    this.sessions = [];
+    /** @type {string|null} */
+    this.cursor = null;
+    this.facts = h("div", { class: "facts" });
+    this.table = new LongTable(this.closed, {
+      label: "Sessions of the checkpoint",
+      columns: columnsThen(),
+      keyOf: (/** @type {SessionThen} */ one) => one.session_id,
+      onNearEnd: () => this.#more(),
+    });
+    replace(
+      root,
+      bar(h("h1", null, visible(id)), [
+        h("a", { href: "#/checkpoints" }, "All checkpoints"),
+        // A name has only letters that mean nothing to a shell.
+        copyButton(() => `turnlog checkpoint restore ${id} --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
+        this.tools(() => ({ path: this.path, parameters: { limit: PAGE } })),
+      ]),
+      this.problem,
+      this.facts,
+      this.table.element,
+    );
+    this.table.setFoot("Loading …");
+    this.refresh();
+  }
+
+  refresh() {
+    return this.#read(null);
+  }
+
+  /** @param {unknown} error */
+  onFailure(error) {
+    this.cursor = null;
+    this.table.setFoot();
+    super.onFailure(error);
+  }
+
+  #more() {
+    if (this.cursor && !this.requests.isRunning) this.#read(this.cursor);
+  }
+
+  /** @param {string|null} cursor */
+  #read(cursor) {
+    const show = (/** @type {CheckpointPage} */ page) => {
+      this.sessions = cursor === null ? page.sessions : [...this.sessions, ...page.sessions];
+      this.cursor = page.cursor;
+      replace(this.facts, facts(page.checkpoint));
+      this.table.show(this.sessions, page.checkpoint.sessions, false);
+      if (this.cursor) this.table.setFoot(`${count(this.sessions.length)} loaded`, button("Load more", () => this.#more()));
+      else this.table.setFoot(this.sessions.length ? "All shown" : "No session was in the store.");
+    };
+    return this.read({ path: this.path, parameters: { limit: PAGE, cursor } }, show);
+  }
+}
+
+/** @param {Omit<Checkpoint, "erased">} checkpoint */
+function facts({ created_at, cut, state, sessions, groups, restores }) {
+  return [
+    fact("Made", [since(created_at), " ", h("span", { class: "muted" }, clock(created_at))]),
+    fact("Cut", cut),
+    fact("State", badge(state, state === "made" ? "good" : "warn")),
+    fact("Sessions", count(sessions)),
+    fact("Groups", count(groups)),
+    restores !== null && fact("Before the restore of", visibleText(restores)),
+  ];
+}
+
+/** @returns {Column<SessionThen>[]} */
+function columnsThen() {
+  const later = (/** @type {SessionThen} */ { seq, version }) => (version > seq ? amount(version - seq, "event") : "none");
+  return [
+    sessionColumn({ hint: "As it was then" }, ({ session_id: id, seq }) => sessionHref(id, { seq })),
+    numberColumn("At event", (one) => count(one.seq), { width: "96px" }),
+    numberColumn("Later", later, { hint: "What a restore would take back", width: "110px" }),
+    { title: "State now", width: "120px", fill: badgeCell((one) => one.status) },
+    groupColumn("200px"),
   ];
 }

@@ -1,8 +1,8 @@
 /** Copying to the clipboard. Without TLS a browser gives no clipboard: the text is then shown, selected. */
 
-import { needsAuthorization, url } from "./api.js";
+import { access, url } from "./api.js";
 import { announce, button, h, showDialog } from "./dom.js";
-import { replaceOdd } from "./visible.js";
+import { visibleText } from "./visible.js";
 
 /** @import {Parameters} from "./route.js" */
 
@@ -21,7 +21,6 @@ export function copyCurl(request, what = "") {
  * A button that copies what `text` returns when it is pressed.
  * @param {() => string} text
  * @param {string} label
- * @returns {HTMLButtonElement}
  */
 export function copyButton(text, label) {
   const made = button(label, press, { class: "quiet" });
@@ -45,16 +44,11 @@ async function copy(text) {
       if (!(error instanceof DOMException)) throw error;
     }
   }
-  show(text);
-  return false;
-}
-
-/** @param {string} text */
-function show(text) {
   const field = h("textarea", { readonly: true, rows: "6", "aria-label": "Command" });
   field.value = text;
   showDialog(null, field);
   field.select();
+  return false;
 }
 
 /**
@@ -66,7 +60,7 @@ function show(text) {
 /** @param {Command} command @returns {string} for a POSIX shell; a body is a here-document */
 export function curl({ path, parameters, body, method, engine }) {
   const parts = [method ? `curl -sS -X ${method}` : "curl -sS"];
-  if (!engine && needsAuthorization()) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
+  if (!engine && access.needsToken) parts.push('-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"');
   parts.push(quoted(engine ? engine + path : url(path, parameters)));
   if (body === undefined) return parts.join(" ");
   parts.push("-H 'content-type: application/json' --data-binary @-");
@@ -75,7 +69,7 @@ export function curl({ path, parameters, body, method, engine }) {
 
 /** @param {string} json @returns {string} with every character escaped that would not be seen */
 function escaped(json) {
-  return replaceOdd(json, (character) => {
+  return visibleText(json, (character) => {
     const units = Array.from({ length: character.length }, (_, at) => character.charCodeAt(at));
     return units.map((unit) => `\\u${unit.toString(16).padStart(4, "0")}`).join("");
   });

@@ -1,6 +1,15 @@
-/** The difference of two texts, by words; of long ones by lines. */
+/** The difference of two texts, by words, of long ones by lines; and of two rollouts, in words. */
 
+import { actionText, visibleText } from "./visible.js";
+
+/** @import {Mark, Rollout} from "../ui_types.d.ts" */
 /** @typedef {{kind: "same"|"removed"|"added", text: string}} Part of the texts, in order */
+/**
+ * @typedef {object} Divergence where a rollout begins to differ from another
+ * @property {number} step counted from 0
+ * @property {"given"|"reply"} kind what came before the turn's reply, or the reply
+ * @property {string} text in words
+ */
 
 /** Work of one comparison: words of one text times those of the other. */
 const MOST = 2_000_000;
@@ -12,20 +21,16 @@ const MOST = 2_000_000;
  */
 export function difference(one, other) {
   const words = (/** @type {string} */ text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s]/gu) ?? [];
-  return compare(words(one), words(other)) ?? compare(linesOf(one), linesOf(other)) ?? replaced(one, other);
+  const whole = joined([
+    { kind: "removed", text: one },
+    { kind: "added", text: other },
+  ]);
+  return compare(words(one), words(other)) ?? compare(linesOf(one), linesOf(other)) ?? whole;
 }
 
 /** @param {string} text @returns {string[]} with their ends */
 function linesOf(text) {
   return text.match(/[^\n]*\n|[^\n]+$/g) ?? [];
-}
-
-/** @param {string} one @param {string} other @returns {Part[]} */
-function replaced(one, other) {
-  return joined([
-    { kind: "removed", text: one },
-    { kind: "added", text: other },
-  ]);
 }
 
 /** @param {string[]} one @param {string[]} other @returns {Part[]|null} null: too much work */
@@ -86,4 +91,51 @@ function joined(parts) {
     else found.push({ ...part });
   }
   return found;
+}
+
+/** Characters of a line that are quoted. */
+const QUOTED = 80;
+
+/**
+ * @param {Rollout} one
+ * @param {Rollout} other
+ * @param {string} name of the other
+ * @returns {Divergence|null} null: neither differs
+ */
+export function divergence(one, other, name) {
+  const turns = Math.max(one.marks.length, other.marks.length);
+  for (let step = 0; step < turns; step += 1) {
+    const [mine, theirs] = [one.marks[step], other.marks[step]];
+    if (mine?.mark === theirs?.mark) continue;
+    const kind = mine && theirs && mine.given !== theirs.given ? "given" : "reply";
+    const say = kind === "given" ? given : done;
+    const [own, their] = firstUnequal(say(mine, step), say(theirs, step));
+    return { step, kind, text: own === their ? `${own}, as ${name}, but goes on otherwise` : `${own} where ${name} ${their}` };
+  }
+  return null;
+}
+
+/** @param {string[]} own @param {string[]} their @returns {[string, string]} the first pair that differs */
+function firstUnequal(own, their) {
+  const at = own.findIndex((text, index) => text !== their[index]);
+  const place = at < 0 ? Math.min(own.length, their.length - 1) : at;
+  const last = (/** @type {string[]} */ texts) => texts[place] ?? "does no more";
+  return [last(own), last(their)];
+}
+
+/** @param {Mark|undefined} mark @param {number} step @returns {string[]} */
+function given(mark, step) {
+  return (mark?.asked ?? []).map((line) => `${step ? "gets" : "is asked"} “${cut(line)}”`);
+}
+
+/** @param {Mark|undefined} mark @returns {string[]} */
+function done(mark) {
+  if (!mark) return ["has ended"];
+  return mark.actions.map((action) => (action.tool === null ? `answers “${cut(action.text)}”` : `calls \`${cut(actionText(action))}\``));
+}
+
+/** @param {string} text @returns {string} */
+function cut(text) {
+  const line = visibleText(text);
+  return line.length > QUOTED ? `${line.slice(0, QUOTED)} …` : line;
 }

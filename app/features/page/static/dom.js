@@ -56,6 +56,57 @@ export function replace(element, ...children) {
   return element;
 }
 
+/** @type {WeakMap<Element, string>} what the children of an element show */
+const parts = new WeakMap();
+
+/**
+ * Make an element's children anew where they show something else: somebody may have unfolded one, or be about to press it.
+ * @param {Element} box
+ * @param {unknown} shown
+ * @param {() => Child} make
+ */
+export function renew(box, shown, make) {
+  const key = JSON.stringify(shown);
+  if (parts.get(box) === key) return;
+  parts.set(box, key);
+  refill(box, make());
+}
+
+/**
+ * Replace an element's children. The focus stays: a control is known by its step or its words, else by its place.
+ * @param {Element} box
+ * @param {...Child} children
+ */
+export function refill(box, ...children) {
+  const name = (/** @type {Element|null|undefined} */ one) => one?.getAttribute("data-step") ?? one?.textContent;
+  const controls = () => [...box.querySelectorAll("a, button, select, input")];
+  const place = controls().findIndex((one) => one === document.activeElement);
+  const focused = name(document.activeElement);
+  replace(box, children);
+  if (place < 0) return;
+  const again = (focused && controls().find((one) => name(one) === focused)) || controls()[place];
+  /** @type {HTMLElement|undefined} */ (again)?.focus({ preventScroll: true });
+}
+
+/**
+ * Have exactly these elements, in this order. Those that are there already are not moved, so that they keep the focus.
+ * @param {Element} box
+ * @param {Element[]} elements
+ */
+export function arrange(box, elements) {
+  const focused = document.activeElement;
+  const wanted = new Set(elements);
+  for (const child of [...box.children]) if (!wanted.has(child)) child.remove();
+  let next = box.firstElementChild;
+  for (const element of elements) {
+    if (element === next) next = next.nextElementSibling;
+    else box.insertBefore(element, next);
+  }
+  if (focused !== document.activeElement && box.contains(focused)) {
+    /** @type {HTMLElement} */ (focused).focus({ preventScroll: true });
+  }
+}
+
 /**
  * Set a text only if it differs, so that a selection and the layout stay.
  * @param {Element} element
@@ -75,21 +126,16 @@ function append(element, children) {
   }
 }
 
-/** @param {Element} element @param {Attributes} attributes */
+/** @param {HTMLElement|SVGElement} element @param {Attributes} attributes */
 function setAttributes(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value == null || value === false) continue;
     if (typeof value === "function" && name.startsWith("on")) {
       element.addEventListener(name.slice(2), /** @type {EventListener} */ (value));
-    } else if (name === "dataset") {
-      Object.assign(/** @type {HTMLElement} */ (element).dataset, value);
-    } else if (name === "style") {
-      for (const [property, one] of Object.entries(value)) {
-        /** @type {HTMLElement} */ (element).style.setProperty(property, String(one));
-      }
-    } else {
-      setAttribute(element, name, value);
-    }
+    } else if (name === "dataset") Object.assign(element.dataset, value);
+    else if (name === "style") {
+      for (const [property, one] of Object.entries(value)) element.style.setProperty(property, String(one));
+    } else setAttribute(element, name, value);
   }
 }
 
@@ -97,13 +143,9 @@ function setAttributes(element, attributes) {
 function setAttribute(element, name, value) {
   if (name.startsWith("on") || name === "srcdoc") throw new TypeError(`${name} is not set by this page`);
   const text = value === true ? "" : String(value);
-  if ((name === "href" || name === "src") && !isLink(text)) throw new TypeError(`${name} is no link`);
+  const isAddress = name === "href" || name === "src";
+  if (isAddress && !LINKS.has(URL.parse(text, document.baseURI)?.protocol ?? "")) throw new TypeError(`${name} is no link`);
   element.setAttribute(name, text);
-}
-
-/** @param {string} text @returns {boolean} */
-function isLink(text) {
-  return URL.canParse(text, document.baseURI) && LINKS.has(new URL(text, document.baseURI).protocol);
 }
 
 /**
@@ -111,7 +153,6 @@ function isLink(text) {
  * @param {Child} label
  * @param {() => void} onPress
  * @param {Attributes} [attributes]
- * @returns {HTMLButtonElement}
  */
 export function button(label, onPress, attributes) {
   return h("button", { type: "button", onclick: onPress, ...attributes }, label);
@@ -120,7 +161,6 @@ export function button(label, onPress, attributes) {
 /**
  * A link among others; the current one is where the user is.
  * @param {string} href @param {string} label @param {boolean} isCurrent
- * @returns {HTMLElement}
  */
 export function chip(href, label, isCurrent) {
   return h("a", { href, "aria-current": isCurrent ? "true" : null }, label);
@@ -131,7 +171,6 @@ export function chip(href, label, isCurrent) {
  * @param {Child} summary
  * @param {Child} content
  * @param {string} [kind] a class
- * @returns {HTMLElement}
  */
 export function folded(summary, content, kind) {
   return h("details", { class: kind }, h("summary", null, summary), content);
@@ -150,23 +189,6 @@ export function fact(label, value) {
 /** A line of tools: the first to the left, the others to the right. @param {Child} left @param {Child} right */
 export function bar(left, right) {
   return h("div", { class: "bar" }, left, h("span", { class: "spacer" }), right);
-}
-
-/**
- * A part of a view with a head of its own.
- * @param {string} id of the title
- * @param {string} title
- * @param {Child} head what stands beside the title
- * @param {...Child} content
- * @returns {HTMLElement}
- */
-export function panel(id, title, head, ...content) {
-  return h(
-    "section",
-    { class: "panel", "aria-labelledby": id },
-    h("div", { class: "panelhead" }, h("h2", { id }, title), head),
-    ...content,
-  );
 }
 
 /**
@@ -210,7 +232,6 @@ const TONE_SHAPES = { good: "●", warn: "▲", bad: "✕" };
  * A state as word, shape and colour; also for engines' health.
  * @param {string} state
  * @param {string} [tone] "good", "warn", "bad" or "muted"; by default the state's own
- * @returns {HTMLElement}
  */
 export function badge(state, tone) {
   const element = h("span", { class: "badge" });
@@ -244,7 +265,6 @@ export function announce(text) {
  * @param {"empty"|"error"|"note"} kind
  * @param {string} title
  * @param {...Child} more
- * @returns {HTMLElement}
  */
 export function message(kind, title, ...more) {
   const role = kind === "error" ? "alert" : null;
@@ -255,14 +275,8 @@ export function message(kind, title, ...more) {
  * A failed request as a message. Anything but an ApiError is a fault of the page, and thrown on.
  * @param {unknown} error
  * @param {() => void} [again] what the button does
- * @returns {HTMLElement}
  */
 export function failure(error, again) {
   if (!(error instanceof Error) || !("code" in error)) throw error;
-  return message(
-    "error",
-    String(error.code),
-    h("p", null, error.message),
-    again && button("Try again", again),
-  );
+  return message("error", String(error.code), h("p", null, error.message), again && button("Try again", again));
 }

@@ -1,12 +1,12 @@
 /** A session's log: each event with all of its fields, as it grows; and the way back to any moment of it. */
 
-import { ApiError, stream } from "./api.js";
+import { ApiError, lines } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { button, folded, h, message, replace, setText } from "./dom.js";
+import { arrange, button, failure, folded, h, replace, setText } from "./dom.js";
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
 import { Travel } from "./travel.js";
-import { LatestRequest } from "./view.js";
+import { SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {LogEvent, Session} from "../ui_types.d.ts" */
@@ -34,36 +34,13 @@ function summaryOf(event) {
     .join(" · ");
 }
 
-/**
- * The lines of NDJSON that does not end.
- * @param {ReadableStream<Uint8Array>} body
- */
-async function* lines(body) {
-  const decoder = new TextDecoder();
-  const reader = body.getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
-      rest = parts.pop() ?? "";
-      yield* parts.filter((part) => part !== "");
-    }
-  } finally {
-    reader.releaseLock();
-  }
-}
-
-export class EventsTab {
-  /** @param {AbortSignal} closed @param {string} sessionId @param {(turn: number|null, branch: number|null, seq: number|null) => void} pick */
-  constructor(closed, sessionId, pick) {
-    this.closed = closed;
-    this.sessionId = sessionId;
-    this.path = `/sessions/${encodeURIComponent(sessionId)}/events`;
-    /** @type {number|null} */
-    this.turn = null;
-    this.travel = new Travel(closed, (seq) => pick(this.turn, null, seq));
+export class EventsTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
+    const { closed } = this;
+    this.path = `/sessions/${encodeURIComponent(this.id)}/events`;
+    this.travel = new Travel(closed, (seq) => this.pick(this.turn, null, seq));
     this.shown = SHOWN;
     /** @type {LogEvent[]} */
     this.events = [];
@@ -71,11 +48,8 @@ export class EventsTab {
     /** @type {number|null} the event whose state is shown; null: the last */
     this.at = null;
     this.isPaused = false;
-    this.following = new LatestRequest(closed);
-    /** @type {number|undefined} */
-    this.flushing = undefined;
-    /** @type {number|undefined} */
-    this.retry = undefined;
+    this.flushing = 0;
+    this.retry = 0;
     this.list = h("ol", { class: "events" });
     this.earlier = button("", () => this.#earlier(), { hidden: true });
     this.state = h("span", { class: "note", role: "status" });
@@ -101,7 +75,7 @@ export class EventsTab {
       for (const element of this.#lines) this.#markOne(element);
       this.#scrollTo(this.#lines.find((element) => element.classList.contains("here")));
     }
-    if (this.following.isRunning || this.events.length) return;
+    if (this.requests.isRunning || this.events.length) return;
     this.begin = Math.max(0, session.last_seq - SHOWN); // The log is followed from somewhat before its end.
     if (!document.hidden) this.#resume();
   }
@@ -121,12 +95,12 @@ export class EventsTab {
   }
 
   #stop() {
-    this.following.abort();
-    if (this.flushing !== undefined) this.#flush();
+    this.requests.abort();
+    if (this.flushing) this.#flush();
   }
 
   #resume() {
-    if (!this.isPaused && !this.following.isRunning) this.#follow();
+    if (!this.isPaused && !this.requests.isRunning) this.#follow();
   }
 
   #toggle() {
@@ -146,10 +120,12 @@ export class EventsTab {
   #follow() {
     setText(this.state, "following");
     const request = async (/** @type {AbortSignal} */ signal) => {
-      const body = await stream(this.path, { after: this.last, follow: true }, signal);
-      for await (const line of lines(body)) this.#arrived(JSON.parse(line));
+      for await (const line of lines(this.path, { after: this.last, follow: true }, signal)) {
+        this.events.push(JSON.parse(line));
+        this.flushing ||= setTimeout(() => this.#flush(), FLUSH_MS);
+      }
     };
-    this.following.run(request, () => this.#ended(null), (error) => {
+    this.requests.run(request, () => this.#ended(null), (error) => {
       if (!(error instanceof ApiError) && !(error instanceof TypeError)) throw error; // TypeError: the connection broke
       this.#ended(error);
     });
@@ -163,19 +139,13 @@ export class EventsTab {
     }
     const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
     setText(this.state, isRefused ? "" : "not connected, trying again");
-    replace(this.notes, isRefused && refusal(error));
+    replace(this.notes, isRefused && failure(error));
     if (!isRefused) this.retry = setTimeout(() => this.#resume(), RETRY_MS);
-  }
-
-  /** @param {LogEvent} event */
-  #arrived(event) {
-    this.events.push(event);
-    this.flushing ??= setTimeout(() => this.#flush(), FLUSH_MS);
   }
 
   #flush() {
     clearTimeout(this.flushing);
-    this.flushing = undefined;
+    this.flushing = 0;
     const most = Math.max(this.shown, KEPT);
     if (this.events.length > most) {
       const dropped = this.events.splice(0, this.events.length - most);
@@ -193,8 +163,7 @@ export class EventsTab {
         await this.#readEarlier(after, this.begin);
       } catch (error) {
         if (this.closed.aborted) return;
-        if (!(error instanceof ApiError)) throw error;
-        replace(this.notes, refusal(error));
+        replace(this.notes, failure(error));
       } finally {
         this.earlier.disabled = false;
       }
@@ -207,8 +176,7 @@ export class EventsTab {
     const reading = new AbortController();
     /** @type {LogEvent[]} */
     const found = [];
-    const body = await stream(this.path, { after }, AbortSignal.any([reading.signal, this.closed]));
-    for await (const line of lines(body)) {
+    for await (const line of lines(this.path, { after }, AbortSignal.any([reading.signal, this.closed]))) {
       const event = /** @type {LogEvent} */ (JSON.parse(line));
       if (event.seq > upto) break;
       found.push(event);
@@ -221,16 +189,9 @@ export class EventsTab {
   /** Elements of events that stay are kept, with what is unfolded in them. */
   #render() {
     const shown = this.events.slice(-this.shown);
-    const first = shown[0]?.seq ?? 0;
     const isAtEnd = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 4;
     const known = new Map(this.#lines.map((element) => [Number(element.dataset.seq), element]));
-    for (const [seq, element] of known) if (seq < first) element.remove();
-    const oldest = known.size ? Math.min(...known.keys()) : Infinity;
-    const before = this.list.firstChild;
-    for (const event of shown) {
-      if (known.has(event.seq)) continue;
-      this.list.insertBefore(this.#line(event), event.seq < oldest ? before : null);
-    }
+    arrange(this.list, shown.map((event) => known.get(event.seq) ?? this.#line(event)));
     const hidden = this.begin + this.events.length - shown.length;
     this.earlier.hidden = hidden <= 0;
     setText(this.earlier, `show ${count(Math.min(MORE, hidden))} earlier of ${count(hidden)}`);
@@ -245,7 +206,7 @@ export class EventsTab {
     details.addEventListener("toggle", () => {
       if (!fields.hasChildNodes()) fields.append(textBlock(JSON.stringify(event, null, 2), "code"));
     });
-    const href = sessionHref(this.sessionId, { seq: event.seq, tab: "events" });
+    const href = sessionHref(this.id, { seq: event.seq, tab: "events" });
     const element = h(
       "li",
       { dataset: { seq: event.seq } },
@@ -262,12 +223,6 @@ export class EventsTab {
     const seq = Number(element.dataset.seq);
     element.classList.toggle("later", this.at !== null && seq > this.at);
     element.classList.toggle("here", seq === this.at);
-    if (seq === this.at) element.setAttribute("aria-current", "step");
-    else element.removeAttribute("aria-current");
+    element.ariaCurrent = seq === this.at ? "step" : null;
   }
-}
-
-/** @param {ApiError} error */
-function refusal(error) {
-  return message("error", error.code, h("p", null, error.message));
 }

@@ -1,12 +1,11 @@
 /** The form above the exports: filters and options of GET /export, by their own names. */
 
 import { folded, h } from "./dom.js";
-import { checkbox, choice, controlsOf, field, focusField, foldedForm } from "./form.js";
-import { numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { checkbox, choice, field, numberField, QueryForm, textField } from "./form.js";
 
 /** @import {Values} from "./form.js" */
 
-export const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"];
+const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"];
 
 /** The options that the preview does not need: they do not decide which rows there are. */
 const NOT_COUNTED = ["limit", "replay", "explain"];
@@ -19,39 +18,22 @@ export function previewOf(query) {
   return Object.fromEntries(Object.entries(query).filter(([name]) => !NOT_COUNTED.includes(name)));
 }
 
-export class ExportForm {
+export class ExportForm extends QueryForm {
   /** @param {AbortSignal} closed @param {(query: Values) => void} onChange */
   constructor(closed, onChange) {
-    this.element = fields();
-    this.box = foldedForm(closed, this.element);
-    const act = () => this.element.checkValidity() && onChange(this.#read());
-    this.element.addEventListener("change", act);
-    this.element.addEventListener("submit", (event) => {
-      event.preventDefault();
-      act();
-    });
+    super(closed, onChange, "change", fields());
   }
 
   /** @param {Values} query */
   set(query) {
-    writeForm(this.element, inTimes(query, localTime));
+    super.set(inTimes(query, localTime));
   }
 
-  /** What an address names of the form's fields. @param {URLSearchParams} query @returns {Values} */
-  queryOf(query) {
-    return valuesOf(query, controlsOf(this.element).map((control) => control.name));
-  }
-
-  focus() {
-    focusField(this.element, "session_id");
-  }
-
-  #read() {
-    return inTimes(readForm(this.element), (time) => String(new Date(time).getTime() / 1000));
+  read() {
+    return inTimes(super.read(), (time) => String(new Date(time).getTime() / 1000));
   }
 }
 
-/** @returns {HTMLFormElement} */
 function fields() {
   const atLeast0 = { step: "1", min: "0" };
   const time = (/** @type {string} */ name) => h("input", { name, type: "datetime-local", step: "1" });

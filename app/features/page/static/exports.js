@@ -1,11 +1,12 @@
 /** An export before it is made: its first rows, how many there are, what is left out and why, and how to load it. */
 
-import { get, stream, url } from "./api.js";
+import { get, lines, url } from "./api.js";
 import { copyButton, curl } from "./copy.js";
 import { announce, bar, button, failure, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
 import { ExportForm, previewOf } from "./exportform.js";
 import { bytes, compact, count } from "./format.js";
 import { sessionHref, setQuery } from "./route.js";
+import { headerRow } from "./rows.js";
 import { snippets } from "./snippets.js";
 import { LatestRequest, View } from "./view.js";
 import { visible } from "./visible.js";
@@ -19,7 +20,7 @@ import { visible } from "./visible.js";
 const AT_ONCE = 10_000;
 const MOST_EXAMPLES = 20;
 const FIRST_ROWS = 3;
-/** Characters that are read of the first rows; one that is longer is not shown. */
+/** Characters of a row; one that is longer is not shown. */
 const MOST_READ = 8 << 20;
 const MOST_SHOWN = 80;
 const ENDS = 4;
@@ -39,7 +40,7 @@ export class ExportsView extends View {
     this.loader = "";
     this.form = new ExportForm(this.closed, (values) => this.#open(values));
     this.progress = h("span", { role: "status" });
-    this.stop = button("Stop", () => this.#stop(), { hidden: true });
+    this.stop = button("Stop", () => (this.requests.abort(), this.#show()), { hidden: true });
     this.further = button("Look further", () => this.refresh(), { hidden: true });
     this.facts = h("div", { class: "facts" });
     this.missing = h("div", { class: "panel" });
@@ -85,17 +86,17 @@ export class ExportsView extends View {
   /** Look at the next sessions, page by page, and add up. */
   refresh() {
     const { totals } = this;
-    const until = totals.scanned + AT_ONCE;
+    const until = totals.sum("scanned") + AT_ONCE;
     replace(this.problem);
     const request = async (/** @type {AbortSignal} */ signal) => {
       do {
         this.#show();
-        const parameters = { ...previewOf(this.query), cursor: totals.cursor };
-        totals.add(/** @type {ExportPreview} */ (await get("/ui/api/exports", parameters, signal)));
-      } while (!totals.isComplete && totals.scanned < until);
+        const parameters = { ...previewOf(this.query), cursor: totals.pages.at(-1)?.cursor };
+        totals.pages.push(/** @type {ExportPreview} */ (await get("/ui/api/exports", parameters, signal)));
+      } while (!totals.isComplete && totals.sum("scanned") < until);
     };
     return this.read(request, () => {
-      announce(`${count(totals.rows)} rows`);
+      announce(`${count(totals.sum("rows"))} rows`);
       this.#show();
     });
   }
@@ -106,22 +107,17 @@ export class ExportsView extends View {
     this.#show();
   }
 
-  #stop() {
-    this.requests.abort();
-    this.#show();
-  }
-
   #show() {
     const { totals } = this;
     const { isRunning } = this.requests;
-    const sessions = `${count(totals.scanned)} sessions`;
+    const sessions = `${count(totals.sum("scanned"))} sessions`;
     const end = totals.isComplete ? "all" : "so far";
     setText(this.progress, isRunning ? `Looking, ${sessions} …` : `${sessions} looked at: ${end}`);
     this.stop.hidden = !isRunning;
     this.further.hidden = isRunning || totals.isComplete;
-    replace(this.facts, totals.isBegun && totals.figures());
+    replace(this.facts, totals.pages.length > 0 && totals.figures());
     const reasons = totals.reasons();
-    this.missing.hidden = !totals.isBegun;
+    this.missing.hidden = !totals.pages.length;
     replace(
       this.missing,
       h("h2", null, "Not in it"),
@@ -134,10 +130,10 @@ export class ExportsView extends View {
     const { totals } = this;
     const limit = Math.min(FIRST_ROWS, Number(this.query.limit ?? FIRST_ROWS));
     this.reading.run(
-      async (signal) => firstLines(await stream("/export", { ...this.query, limit }, signal)),
-      (lines) => {
-        totals.sample = lines.filter((line) => !line.startsWith('{"excluded"'));
-        const rows = lines.map((line) => /** @type {Row} */ (JSON.parse(line)));
+      (signal) => Array.fromAsync(lines("/export", { ...this.query, limit }, signal, MOST_READ)),
+      (read) => {
+        totals.sample = read.filter((line) => !line.startsWith('{"excluded"'));
+        const rows = read.map((line) => /** @type {Row} */ (JSON.parse(line)));
         const none = h("p", { class: "muted" }, "There is no row, or the first is too long to be shown.");
         replace(this.first, h("h2", null, "First rows"), rows.length ? rowTable(rows) : none);
         this.#show();
@@ -174,30 +170,15 @@ export class ExportsView extends View {
   }
 }
 
-/** @param {ReadableStream<Uint8Array>} body @returns {Promise<string[]>} the lines that are not too long */
-async function firstLines(body) {
-  const decoder = new TextDecoder();
-  const reader = body.getReader();
-  let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    text += decoder.decode(value, { stream: !done });
-    if (done || text.length > MOST_READ) break;
-  }
-  await reader.cancel();
-  return text.split("\n").slice(0, -1);
-}
-
 /** @param {Row[]} rows @returns {HTMLElement} a line a field: so a row of many fields is read from above */
 function rowTable(rows) {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-  const head = ["Field", ...rows.map((_, at) => `Row ${at + 1}`)].map((title) => h("th", { scope: "col" }, h("span", null, title)));
   const lines = names.map((name) => {
     const cells = rows.map((row) => h("td", null, name in row && inShort(row[name])));
     return h("tr", null, h("th", { scope: "row" }, h("code", null, visible(name))), cells);
   });
-  const table = h("table", { class: "wraps fields" }, h("thead", null, h("tr", null, head)), h("tbody", null, lines));
-  return scrollRegion("First rows", table);
+  const columns = ["Field", ...rows.map((_, at) => `Row ${at + 1}`)].map((title) => ({ title }));
+  return wrapped("First rows", columns, lines, "fields");
 }
 
 /** @param {unknown} value @returns {Child} its beginning; of a list its length and both ends */
@@ -213,62 +194,49 @@ function inShort(value) {
   return [h("span", { class: "muted" }, `${count(value.length)} × `), h("code", null, "[", shown, "]")];
 }
 
-/** The sums of several pages of the preview. */
+/** What was counted: the pages of the preview, and their sums. */
 class PreviewTotals {
-  rows = 0;
-  sessions = 0;
-  tokens = 0;
-  sampled = 0;
-  scanned = 0;
-  isBegun = false;
-  isComplete = false;
-  /** @type {string|null} */
-  cursor = null;
-  /** @type {number[]} tokens of each of the first rows */
-  first = [];
-  /** @type {string[]} these rows */
+  /** @type {ExportPreview[]} */
+  pages = [];
+  /** @type {string[]} the first rows */
   sample = [];
-  /** @type {Map<string, Missing>} */
-  missing = new Map();
 
-  /** @param {ExportPreview} page */
-  add(page) {
-    this.first = this.isBegun ? this.first : page.first_tokens;
-    this.isBegun = true;
-    this.rows += page.rows;
-    this.sessions += page.sessions;
-    this.tokens += page.tokens;
-    this.sampled += page.sampled_tokens;
-    this.scanned += page.scanned;
-    this.isComplete = page.complete;
-    this.cursor = page.cursor;
-    for (const { reason, count: more, examples: some } of page.missing) {
-      const known = this.missing.get(reason) ?? { reason, count: 0, examples: [] };
-      const all = [...known.examples, ...some].slice(0, MOST_EXAMPLES);
-      this.missing.set(reason, { reason, count: known.count + more, examples: all });
-    }
+  /** @param {"rows"|"sessions"|"tokens"|"sampled_tokens"|"scanned"} name */
+  sum(name) {
+    return this.pages.reduce((sum, page) => sum + page[name], 0);
+  }
+
+  get isComplete() {
+    return this.pages.at(-1)?.complete ?? false;
   }
 
   /** @returns {Missing[]} the most frequent first */
   reasons() {
-    return [...this.missing.values()].sort((a, b) => b.count - a.count);
+    const byReason = Map.groupBy(this.pages.flatMap((page) => page.missing), ({ reason }) => reason);
+    const reasons = [...byReason].map(([reason, some]) => ({
+      reason,
+      count: some.reduce((sum, one) => sum + one.count, 0),
+      examples: some.flatMap((one) => one.examples).slice(0, MOST_EXAMPLES),
+    }));
+    return reasons.sort((a, b) => b.count - a.count);
   }
 
   /** Bytes as ndjson, by those of the first rows. @returns {string} */
   size() {
-    const known = this.first.slice(0, this.sample.length).reduce((sum, tokens) => sum + tokens, 0);
+    const known = (this.pages[0]?.first_tokens ?? []).slice(0, this.sample.length).reduce((sum, tokens) => sum + tokens, 0);
     const share = this.sample.reduce((sum, line) => sum + line.length, 0) / known;
-    return known ? `about ${bytes(share * this.tokens)}` : "–";
+    return known ? `about ${bytes(share * this.sum("tokens"))}` : "–";
   }
 
   figures() {
-    const share = this.tokens ? ` (${Math.round((100 * this.sampled) / this.tokens)} %)` : "";
+    const [tokens, sampled] = [this.sum("tokens"), this.sum("sampled_tokens")];
+    const share = tokens ? ` (${Math.round((100 * sampled) / tokens)} %)` : "";
     /** @type {Record<string, string>} */
     const shown = {
-      Rows: count(this.rows),
-      Sessions: count(this.sessions),
-      Tokens: compact(this.tokens),
-      Sampled: compact(this.sampled) + share,
+      Rows: count(this.sum("rows")),
+      Sessions: count(this.sum("sessions")),
+      Tokens: compact(tokens),
+      Sampled: compact(sampled) + share,
       "Size as ndjson, an estimate by the first rows": this.size(),
       "Left out": count(this.reasons().reduce((sum, one) => sum + one.count, 0)),
     };
@@ -278,24 +246,26 @@ class PreviewTotals {
 
 /** @param {PreviewTotals} totals @returns {HTMLElement} */
 function nothingMissing(totals) {
-  if (totals.scanned) return h("p", { class: "muted" }, "Nothing that was looked at is left out.");
+  if (totals.sum("scanned")) return h("p", { class: "muted" }, "Nothing that was looked at is left out.");
   const text = "A row is made of a session's committed turns: there is none yet, or the filters let none through.";
   return message("empty", "No session was found.", h("p", null, text));
 }
 
 /** @param {Missing[]} reasons @returns {HTMLElement} */
 function reasonTable(reasons) {
-  const head = ["Reason", "Rows", "For example"].map((title) =>
-    h("th", { scope: "col", class: title === "Rows" ? "number" : null }, h("span", null, title)),
-  );
   const lines = reasons.map(({ reason, count: all, examples }) => {
     const list = (/** @type {Example[]} */ some) => h("ul", { class: "plain" }, some.map((one) => example(one, reason)));
     const [first, ...rest] = examples;
     const shown = [first && list([first]), rest.length > 0 && folded(`${rest.length} more`, list(rest))];
     return h("tr", null, h("th", { scope: "row" }, visible(reason)), h("td", { class: "number" }, count(all)), h("td", null, shown));
   });
-  const table = h("table", { class: "wraps" }, h("thead", null, h("tr", null, head)), h("tbody", null, lines));
-  return scrollRegion("What is left out", table);
+  const columns = [{ title: "Reason" }, { title: "Rows", number: true }, { title: "For example" }];
+  return wrapped("What is left out", columns, lines);
+}
+
+/** @param {string} label @param {{title: string, number?: boolean}[]} columns @param {HTMLElement[]} lines @param {string} [kind] */
+function wrapped(label, columns, lines, kind = "") {
+  return scrollRegion(label, h("table", { class: `wraps ${kind}` }, h("thead", null, headerRow(columns)), h("tbody", null, lines)));
 }
 
 /** @param {Example} example @param {string} reason @returns {HTMLElement} */

@@ -1,28 +1,13 @@
 /** The filters of the session list: how the address spells them, the form above the list, and which rows match. */
 
 import { h, STATES } from "./dom.js";
-import { checkbox, choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { checkbox, choice, field, numberField, QueryForm, textField } from "./form.js";
 import { serverNow } from "./format.js";
 
 /** @import {SessionRow} from "../ui_types.d.ts" */
 /** @import {Values} from "./form.js" */
 /** @typedef {Values & {sort: string, order: string}} ListQuery the filters that are set, and the order */
 
-/** The filters' names are the parameters of GET /ui/api/sessions. */
-const FILTERS = [
-  "q",
-  "tag",
-  "state",
-  "group_id",
-  "engine",
-  "min_reward",
-  "max_reward",
-  "unrewarded",
-  "min_staleness",
-  "stuck_s",
-  "metadata",
-];
-const TYPING_MS = 250;
 export const DEFAULT_ORDER = { sort: "updated_at", order: "desc" };
 
 /** The most wanted lists, each an address of its own. */
@@ -34,20 +19,10 @@ export const PRESETS = [
   { title: "Staleness 2 or more", query: { min_staleness: "2", sort: "staleness", order: "desc" } },
 ];
 
-/** @param {URLSearchParams} query @returns {ListQuery} */
-export function listQueryOf(query) {
-  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "sort", "order"]) };
-}
-
 /** @param {ListQuery} query @returns {Values} without the default order, for a short address */
 export function addressOf(query) {
   const { sort, order, ...filters } = query;
   return sort === DEFAULT_ORDER.sort && order === DEFAULT_ORDER.order ? filters : query;
-}
-
-/** @param {ListQuery} query @returns {boolean} */
-export function isFiltered(query) {
-  return FILTERS.some((name) => query[name]);
 }
 
 /** Does time or a gate change what matches, without an event? @param {ListQuery} query @returns {boolean} */
@@ -59,7 +34,6 @@ export function needsPolling({ state = "", stuck_s, min_staleness }) {
  * As the server decides it.
  * @param {SessionRow} row
  * @param {ListQuery} query
- * @returns {boolean}
  */
 export function matches(row, query) {
   const number = (/** @type {string} */ name) => (query[name] ? Number(query[name]) : null);
@@ -67,7 +41,7 @@ export function matches(row, query) {
   const [behind, stuck] = [number("min_staleness"), number("stuck_s")];
   return (
     (!query.q || row.session_id.startsWith(query.q)) &&
-    (!query.state || isInState(row, query.state)) &&
+    (!query.state || (query.state === "open" ? row.status : row.state) === query.state) &&
     (query.sort !== "running_since" || row.running_since !== null) &&
     (!query.group_id || row.group_id === query.group_id) &&
     (!query.tag || row.tags.includes(query.tag)) &&
@@ -80,17 +54,11 @@ export function matches(row, query) {
   );
 }
 
-/** @param {SessionRow} row @param {string} state */
-function isInState(row, state) {
-  return state === "open" ? row.status === "open" : row.state === state;
-}
-
 /**
  * Does a row belong among the loaded ones, in the list's order? Otherwise it is on a later page.
  * @param {SessionRow} row
  * @param {SessionRow} last of the loaded ones
  * @param {ListQuery} query
- * @returns {boolean}
  */
 export function isBefore(row, last, query) {
   const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"staleness"|"running_since"} */ (query.sort);
@@ -99,70 +67,46 @@ export function isBefore(row, last, query) {
   return query.order === "asc" ? own < other : own > other;
 }
 
-/** A text without the sign is no filter yet. @returns {HTMLInputElement} */
-function metadataField() {
-  const made = textField("metadata");
-  made.setAttribute("placeholder", "task=chess");
-  made.setAttribute("pattern", "[^=]+=.*");
-  return made;
-}
-
-/** The form above the session list. It acts while one types, and always shows what the address says. */
-export class FilterForm {
-  /**
-   * @param {AbortSignal} closed
-   * @param {(filters: Values) => void} onChange
-   */
+/** The form above the session list; its names are the parameters of GET /ui/api/sessions. */
+export class FilterForm extends QueryForm {
+  /** @param {AbortSignal} closed @param {(filters: Values) => void} onChange */
   constructor(closed, onChange) {
-    this.engines = choice("engine", []);
-    this.engines.classList.add("wide");
-    this.element = h(
+    const engines = h("select", { name: "engine", class: "wide" }, h("option", { value: "" }, "any"));
+    const form = h(
       "form",
       { class: "filters", role: "search", "aria-label": "Filter sessions" },
       field("Session id begins with", textField("q")),
       field("State", choice("state", Object.keys(STATES))),
       field("Group", textField("group_id")),
       field("Tag", textField("tag")),
-      field("Engine", this.engines),
+      field("Engine", engines),
       field("Reward from", numberField("min_reward", { step: "any" })),
       field("to", numberField("max_reward", { step: "any" })),
       checkbox("unrewarded", "no reward"),
       field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
-      field("Metadata key=value", metadataField()),
+      // A text without the sign is no filter yet.
+      field("Metadata key=value", textField("metadata", { placeholder: "task=chess", pattern: "[^=]+=.*" })),
     );
-    this.box = foldedForm(closed, this.element);
-    let timer = 0;
-    const act = () => {
-      clearTimeout(timer);
-      if (this.element.checkValidity()) onChange(readForm(this.element));
-    };
-    this.element.addEventListener("input", (event) => {
-      clearTimeout(timer);
-      const isTyped = event.target instanceof HTMLInputElement && event.target.type !== "checkbox";
-      if (isTyped) timer = setTimeout(act, TYPING_MS);
-      else act();
-    });
-    this.element.addEventListener("submit", (event) => {
-      event.preventDefault();
-      act();
-    });
-    closed.addEventListener("abort", () => clearTimeout(timer));
+    super(closed, onChange, "input", form);
+    this.engines = engines;
+  }
+
+  /** @param {URLSearchParams} query @returns {ListQuery} */
+  listQueryOf(query) {
+    const { sort, order } = DEFAULT_ORDER;
+    return { ...this.queryOf(query), sort: query.get("sort") || sort, order: query.get("order") || order };
   }
 
   /** @param {ListQuery} query */
   set(query) {
     if (query.engine) this.setEngines([query.engine]);
-    writeForm(this.element, query, document.activeElement);
+    super.set(query, document.activeElement);
   }
 
   /** @param {string[]} urls that can be chosen */
   setEngines(urls) {
     const known = new Set([...this.engines.options].map((option) => option.value));
     for (const url of urls) if (!known.has(url)) this.engines.append(h("option", { value: url }, url));
-  }
-
-  focus() {
-    focusField(this.element, "q");
   }
 }

@@ -1,9 +1,9 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
-import { badge, button, figure, h, replace, setBadge, setText, STATES } from "./dom.js";
+import { badge, button, figure, h, renew, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
-import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
+import { badgeCell, column, linkCell, numberColumn, sinceCell, smallTable } from "./rows.js";
 import { recall, remember } from "./view.js";
 import { visibleText } from "./visible.js";
 
@@ -17,17 +17,8 @@ const MOST_NAMED = 3;
 /** Where one thing is looked at: the strip is folded there, until somebody wants it. */
 const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint"];
 
-/**
- * The counts of sessions, and the list that each leads to.
- * @type {{key: keyof Overview["sessions"], label: string, query: {state?: string}, hint?: string}[]}
- */
-const COUNTS = [
-  { key: "active", label: "Active", query: {}, hint: "A turn was opened or committed in the last minute" },
-  { key: "running", label: "Running", query: { state: "running" }, hint: STATES.running?.hint },
-  { key: "paused", label: "Paused", query: { state: "paused" }, hint: STATES.paused?.hint },
-  { key: "idle", label: "Idle", query: { state: "idle" }, hint: STATES.idle?.hint },
-  { key: "closed", label: "Closed", query: { state: "closed" }, hint: STATES.closed?.hint },
-];
+/** The counts of sessions: each leads to its list. */
+const COUNTS = /** @type {const} */ (["active", "running", "paused", "idle", "closed"]);
 
 /**
  * The strip, and the button that folds it: that names an engine which is not well, also while the strip is folded.
@@ -94,10 +85,12 @@ function group(...parts) {
   return { element, show: (overview) => parts.forEach((part) => part.show(overview)) };
 }
 
-/** @param {COUNTS[number]} of @returns {Part} */
-function counted({ key, label, query, hint }) {
-  const isAlert = (/** @type {Overview} */ { sessions }) => key === "paused" && sessions.paused > 0;
-  return live(label, ({ sessions }) => compact(sessions[key]), { href: sessionsHref(query), hint: () => hint ?? "", isAlert });
+/** @param {COUNTS[number]} key @returns {Part} */
+function counted(key) {
+  const label = key.charAt(0).toUpperCase() + key.slice(1);
+  const href = sessionsHref(key === "active" ? {} : { state: key });
+  const hint = () => STATES[key]?.hint ?? "A turn was opened or committed in the last minute";
+  return live(label, ({ sessions }) => compact(sessions[key]), { href, hint, isAlert: ({ sessions }) => key === "paused" && sessions.paused > 0 });
 }
 
 /** @returns {Part} */
@@ -127,19 +120,13 @@ function engines() {
   const summary = h("summary");
   const table = smallTable("Engines", engineColumns(), (engine) => engine.url);
   const element = h("div", { class: "group engines" }, h("details", null, summary, table.element));
-  let shown = "";
-  return {
-    element,
-    show: ({ engines: all }) => {
-      table.rows.show(all);
-      const parts = engineParts(all);
-      const now = JSON.stringify(parts);
-      if (now === shown) return;
-      shown = now;
-      const label = h("span", { class: "label" }, `Engines (${all.length})`);
-      replace(summary, label, parts.map(({ text, tone }) => badge(text, tone)));
-    },
+  const show = (/** @type {Overview} */ { engines: all }) => {
+    table.rows.show(all);
+    const parts = engineParts(all);
+    const label = () => h("span", { class: "label" }, `Engines (${all.length})`);
+    renew(summary, parts, () => [label(), parts.map(({ text, tone }) => badge(text, tone))]);
   };
+  return { element, show };
 }
 
 /**
@@ -149,12 +136,7 @@ function engines() {
  */
 function engineParts(all) {
   if (!all.length) return [{ text: "none: set TURNLOG_UPSTREAMS or POST /engines", tone: "warn" }];
-  /** @type {Map<string, Engine[]>} */
-  const byState = new Map();
-  for (const engine of all) {
-    const state = engine.state === "draining" ? "draining" : engine.health;
-    byState.set(state, [...(byState.get(state) ?? []), engine]);
-  }
+  const byState = Map.groupBy(all, (engine) => (engine.state === "draining" ? "draining" : engine.health));
   return [...byState].map(([state, some]) => {
     const tone = HEALTH[state] ?? "warn";
     const names = some.slice(0, MOST_NAMED).map(engineName).join(", ");
@@ -179,16 +161,12 @@ function engineColumns() {
       width: "auto",
       fill: badgeCell((engine) => engine.health, (engine) => HEALTH[engine.health]),
     },
-    { title: "State", width: "auto", fill: textCell((engine) => engine.state) },
-    { title: "In flight", number: true, fill: textCell((engine) => count(engine.in_flight)) },
-    {
-      title: "Weights",
-      number: true,
-      fill: textCell((engine) => `${visibleText(String(engine.weight_version ?? "–"))}${regressed(engine)}`),
-    },
-    { title: "Dialect", width: "auto", fill: textCell((engine) => engine.dialect ?? "–") },
+    column("State", (engine) => engine.state, { width: "auto" }),
+    numberColumn("In flight", (engine) => count(engine.in_flight)),
+    numberColumn("Weights", (engine) => `${visibleText(String(engine.weight_version ?? "–"))}${regressed(engine)}`),
+    column("Dialect", (engine) => engine.dialect ?? "–", { width: "auto" }),
     { title: "Since", number: true, fill: sinceCell((engine) => engine.since) },
-    { title: "Last error", width: "auto", fill: textCell((engine) => visibleText(engine.last_error ?? "–")) },
+    column("Last error", (engine) => visibleText(engine.last_error ?? "–"), { width: "auto" }),
   ];
 }
 
@@ -214,20 +192,14 @@ function weights() {
 function errors() {
   const recent = h("ul", { class: "errors" });
   const element = h("div", { class: "group" }, figure("Errors, last minute", recent));
-  let shown = "";
-  return {
-    element,
-    show: (overview) => {
-      const found = Object.entries(overview.errors).sort((a, b) => b[1] - a[1]);
-      const totals = Object.entries(overview.errors_total).map(([code, number]) => `${code}: ${count(number)}`);
-      element.title = totals.length ? `Since the start: ${totals.join(", ")}` : "None since the start";
-      const now = JSON.stringify(found);
-      if (now === shown) return;
-      shown = now;
-      const items = found.map(([code, number]) => h("li", null, h("code", null, code), ` ${count(number)}`));
-      replace(recent, items.length ? items : h("li", null, badge("none", "good")));
-    },
+  const show = (/** @type {Overview} */ overview) => {
+    const found = Object.entries(overview.errors).sort((a, b) => b[1] - a[1]);
+    const totals = Object.entries(overview.errors_total).map(([code, number]) => `${code}: ${count(number)}`);
+    element.title = totals.length ? `Since the start: ${totals.join(", ")}` : "None since the start";
+    const item = (/** @type {[string, number]} */ [code, number]) => h("li", null, h("code", null, code), ` ${count(number)}`);
+    renew(recent, found, () => (found.length ? found.map(item) : h("li", null, badge("none", "good"))));
   };
+  return { element, show };
 }
 
 /** @returns {Part} */

@@ -5,27 +5,16 @@ import { h } from "./dom.js";
 /** @import {Attributes} from "./dom.js" */
 /** @typedef {Record<string, string>} Values only the fields that are filled */
 
+const TYPING_MS = 250;
+
 /** @param {string} title @param {HTMLElement} control */
 export function field(title, control) {
   return h("label", null, title, control);
 }
 
-/**
- * A form that a narrow page folds until somebody wants it; a wide one always shows it.
- * @param {AbortSignal} closed
- * @param {HTMLFormElement} form
- * @returns {HTMLElement}
- */
-export function foldedForm(closed, form) {
-  const wide = window.matchMedia("(min-width: 701px)");
-  const box = h("details", { class: "filterbox", open: wide.matches }, h("summary", null, "Filters"), form);
-  wide.addEventListener("change", () => (box.open = wide.matches), { signal: closed });
-  return box;
-}
-
-/** @param {string} name */
-export function textField(name) {
-  return h("input", { name, type: "search", class: "wide", spellcheck: "false" });
+/** @param {string} name @param {Attributes} [attributes] */
+export function textField(name, attributes) {
+  return h("input", { name, type: "search", class: "wide", spellcheck: "false", ...attributes });
 }
 
 /** @param {string} name @param {Attributes} [attributes] */
@@ -47,54 +36,71 @@ export function choice(name, values, unset = "any") {
   return h("select", { name }, h("option", { value: "" }, unset), values.map((value) => h("option", { value }, value)));
 }
 
-/** @param {HTMLFormElement} form @returns {Values} */
-export function readForm(form) {
-  /** @type {Values} */
-  const values = {};
-  for (const [name, value] of new FormData(form)) {
-    if (typeof value === "string" && value.trim()) values[name] = value.trim();
+/** A form that is a query: it acts when it is changed, and always shows what the address says. A narrow page folds it. */
+export class QueryForm {
+  /**
+   * @param {AbortSignal} closed
+   * @param {(values: Values) => void} onChange
+   * @param {"input"|"change"} event which lets it act: while one types, or once a field is left
+   * @param {HTMLFormElement} form
+   */
+  constructor(closed, onChange, event, form) {
+    this.form = form;
+    const wide = window.matchMedia("(min-width: 701px)");
+    const box = h("details", { class: "filterbox", open: wide.matches }, h("summary", null, "Filters"), form);
+    wide.addEventListener("change", () => (box.open = wide.matches), { signal: closed });
+    this.box = box;
+    let timer = 0;
+    const act = () => {
+      clearTimeout(timer);
+      if (form.checkValidity()) onChange(this.read());
+    };
+    form.addEventListener(event, ({ target }) => {
+      clearTimeout(timer);
+      const isTyped = event === "input" && target instanceof HTMLInputElement && target.type !== "checkbox";
+      if (isTyped) timer = setTimeout(act, TYPING_MS);
+      else act();
+    });
+    form.addEventListener("submit", (submitted) => {
+      submitted.preventDefault();
+      act();
+    });
+    closed.addEventListener("abort", () => clearTimeout(timer));
   }
-  return values;
-}
 
-/** @param {HTMLFormElement} form @returns {(HTMLInputElement|HTMLSelectElement)[]} its fields */
-export function controlsOf(form) {
-  return [...form.elements].filter((one) => one instanceof HTMLInputElement || one instanceof HTMLSelectElement);
-}
-
-/**
- * @param {HTMLFormElement} form
- * @param {Values} values
- * @param {Element|null} [kept] a field that stays as it is
- */
-export function writeForm(form, values, kept) {
-  for (const control of controlsOf(form)) {
-    if (control === kept) continue;
-    const value = values[control.name] ?? "";
-    if (control instanceof HTMLInputElement && control.type === "checkbox") control.checked = value === "true";
-    else control.value = value;
+  get controls() {
+    return [...this.form.elements].filter((one) => one instanceof HTMLInputElement || one instanceof HTMLSelectElement);
   }
-}
 
-/**
- * The values that an address names.
- * @param {URLSearchParams} query
- * @param {string[]} names
- * @returns {Values}
- */
-export function valuesOf(query, names) {
-  /** @type {Values} */
-  const values = {};
-  for (const name of names) {
-    const value = query.get(name);
-    if (value) values[name] = value;
+  /** @returns {Values} */
+  read() {
+    /** @type {Values} */
+    const values = {};
+    for (const [name, value] of new FormData(this.form)) {
+      if (typeof value === "string" && value.trim()) values[name] = value.trim();
+    }
+    return values;
   }
-  return values;
-}
 
-/** @param {HTMLFormElement} form @param {string} name where the cursor goes */
-export function focusField(form, name) {
-  const box = form.closest("details");
-  if (box) box.open = true;
-  /** @type {HTMLElement} */ (form.elements.namedItem(name)).focus();
+  /** @param {Values} values @param {Element|null} [kept] a field that stays as it is */
+  set(values, kept) {
+    for (const control of this.controls) {
+      if (control === kept) continue;
+      const value = values[control.name] ?? "";
+      if (control instanceof HTMLInputElement && control.type === "checkbox") control.checked = value === "true";
+      else control.value = value;
+    }
+  }
+
+  /** What an address names of the form's fields. @param {URLSearchParams} query @returns {Values} */
+  queryOf(query) {
+    const named = this.controls.map(({ name }) => [name, query.get(name) ?? ""]);
+    return Object.fromEntries(named.filter(([, value]) => value));
+  }
+
+  /** Put the cursor into the first field. */
+  focus() {
+    this.box.open = true;
+    this.controls[0]?.focus();
+  }
 }

@@ -41,7 +41,6 @@ export function compact(value) {
  * A number with a fixed number of decimals, so that a column of them is aligned.
  * @param {number|null|undefined} value
  * @param {number} [decimals]
- * @returns {string}
  */
 export function decimal(value, decimals = 3) {
   if (value == null) return DASH;
@@ -97,7 +96,6 @@ export function iso(at) {
  * A `<time>` that says how long ago something was, and is kept up to date.
  * @param {number|null|undefined} at epoch seconds
  * @param {"ago"|"for"} [style] "3 s ago", or "3 s" for what is still going on
- * @returns {HTMLElement}
  */
 export function since(at, style = "ago") {
   const element = document.createElement("time");
@@ -145,9 +143,7 @@ function tick(element) {
 function coarse(seconds) {
   const s = Math.max(0, Math.floor(seconds));
   if (s < 60) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min`;
-  if (s < 86400) return `${Math.floor(s / 3600)} h ${pad(Math.floor((s % 3600) / 60))} min`;
-  return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+  return s < 3600 ? `${Math.floor(s / 60)} min` : duration(s);
 }
 
 /** @param {number} value @returns {string} */

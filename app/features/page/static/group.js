@@ -3,13 +3,13 @@
 import { get } from "./api.js";
 import { rewardPlot } from "./chart.js";
 import { copyCurl } from "./copy.js";
-import { badge, bar, fact, folded, h, message, replace } from "./dom.js";
+import { badge, bar, fact, folded, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, ranges } from "./format.js";
-import { queryOf, rolloutsHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickColumn, textCell } from "./rows.js";
+import { queryOf, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { actionsCell, badgeCell, durationCell, errorsCell, pickColumn, sessionColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
 import { LongTable } from "./table.js";
-import { noGroup, View } from "./view.js";
+import { View } from "./view.js";
 import { textBlock, visible, visibleText } from "./visible.js";
 
 /** @import {Attempt, ChatMessage, Group, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
@@ -28,8 +28,7 @@ const EPSILON = 1e-6;
 export class GroupView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { id, query }) {
-    super(root);
-    this.id = id;
+    super(root, "group", id);
     this.path = `/groups/${encodeURIComponent(id)}`;
     /** @type {Row[]} */
     this.rows = [];
@@ -38,8 +37,24 @@ export class GroupView extends View {
     this.facts = h("div", { class: "facts" });
     this.task = h("div");
     this.plot = h("div");
-    this.shown = "";
-    this.holder = h("div", { class: "holder" });
+    /** @type {string[]} components of the reward that have a column */
+    this.names = [];
+    const pick = pickColumn(this.picked, () => {
+      const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
+      this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
+      this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
+    });
+    this.columns = (/** @type {string[]} */ names) => [pick, ...columns(names)];
+    this.table = new LongTable(this.closed, {
+      label: "Attempts",
+      columns: this.columns([]),
+      keyOf: (/** @type {Row} */ row) => row.session_id,
+      onSort: (sort, order) => {
+        setQuery({ sort, order });
+        this.onQuery(new URLSearchParams({ sort, order }));
+      },
+    });
+    this.holder = h("div", { class: "holder", hidden: true }, this.table.element);
     this.side = h("a", { href: rolloutsHref(id) }, "Side by side");
     replace(
       root,
@@ -56,11 +71,6 @@ export class GroupView extends View {
     );
     this.onQuery(query);
     this.refresh();
-  }
-
-  /** @param {string} code */
-  absent(code) {
-    return code === "not_found" ? noGroup(this.id) : null;
   }
 
   /** @param {URLSearchParams} query */
@@ -97,7 +107,7 @@ export class GroupView extends View {
           about: about[one.session_id],
           ...advantage(one, group.statistics),
         }));
-        this.#showPlot(group);
+        renew(this.plot, [group.attempts, group.statistics], () => plot(group.attempts, group.statistics));
         this.#showRows();
       },
     );
@@ -115,21 +125,14 @@ export class GroupView extends View {
     if (blocks.length) replace(this.task, h("details", { class: "panel", open: true }, h("summary", null, "Task"), blocks));
   }
 
-  /** @param {Group} group */
-  #showPlot({ attempts, statistics }) {
-    const now = JSON.stringify([attempts, statistics]);
-    if (now === this.shown) return;
-    this.shown = now;
-    replace(this.plot, plot(attempts, statistics));
-  }
-
   #showRows() {
     if (!this.rows.length) return;
     const names = [...new Set(this.rows.flatMap(({ about }) => Object.keys(about?.components ?? {})))].slice(0, MOST_COMPONENTS);
-    if (!this.table || names.join() !== this.names?.join()) this.#newTable(names);
+    if (names.join() !== this.names.join()) this.table.setColumns(this.columns(names));
+    this.names = names;
+    this.holder.hidden = false;
     const { table, sort, order } = this;
-    if (!table) return;
-    const value = table.options.columns.map((column) => /** @type {ValueColumn} */ (column)).find(({ title }) => title === sort)?.value;
+    const value = this.columns(names).map((column) => /** @type {ValueColumn} */ (column)).find(({ title }) => title === sort)?.value;
     const rank = (/** @type {Row} */ row) => (value ? (value(row) ?? null) : null);
     const sign = order === "desc" ? -1 : 1;
     const rows = [...this.rows].sort((a, b) => {
@@ -139,28 +142,6 @@ export class GroupView extends View {
     table.setOrder(sort ?? "", order ?? "asc");
     table.show(rows, rows.length, false);
     table.setFoot(amount(rows.length, "attempt"));
-  }
-
-  /** @param {string[]} names of components of the reward */
-  #newTable(names) {
-    this.names = names;
-    this.tableLife?.abort();
-    this.tableLife = new AbortController();
-    const pick = pickColumn(this.picked, () => {
-      const picked = this.rows.map((row) => row.session_id).filter((one) => this.picked.has(one));
-      this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
-      this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
-    });
-    this.table = new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
-      label: "Attempts",
-      columns: [pick, ...columns(names)],
-      keyOf: (row) => row.session_id,
-      onSort: (sort, order) => {
-        setQuery({ sort, order });
-        this.onQuery(new URLSearchParams({ sort, order }));
-      },
-    });
-    replace(this.holder, this.table.element);
   }
 }
 
@@ -184,12 +165,14 @@ function plot(attempts, statistics) {
   return h("details", { class: "panel", open: true }, h("summary", null, "Rewards"), content);
 }
 
-/** @param {Group} group @returns {HTMLElement[]} */
+/** @param {Group} group */
 function facts(group) {
   const { attempts, statistics } = group;
   const missing = missingOf(attempts);
   const closed = attempts.filter((one) => one.status !== "open").length;
-  const found = [
+  const flag = (/** @type {string} */ text) => h("span", { class: "flag" }, `▲ ${text}`);
+  const isFlat = statistics?.zero_variance && statistics.count > 1;
+  return [
     fact("Attempts", count(attempts.length)),
     fact("Closed", count(closed)),
     fact("Rewarded", count(statistics?.count ?? 0)),
@@ -197,23 +180,14 @@ function facts(group) {
     fact("Std. dev.", decimal(statistics?.std)),
     fact("Min, max", `${decimal(statistics?.min)}, ${decimal(statistics?.max)}`),
     fact("State", group.complete ? badge("complete", "good") : badge("not complete", "muted")),
+    isFlat && fact("Variance", flag("zero: all rewards are equal, a group-relative advantage is 0")),
+    missing.length > 0 && fact("Missing attempts", flag(ranges(missing))),
   ];
-  if (statistics?.zero_variance && statistics.count > 1) {
-    found.push(fact("Variance", flag("zero: all rewards are equal, a group-relative advantage is 0")));
-  }
-  if (missing.length) found.push(fact("Missing attempts", flag(ranges(missing))));
-  return found;
-}
-
-/** @param {string} text */
-function flag(text) {
-  return h("span", { class: "flag" }, `▲ ${text}`);
 }
 
 /**
  * Numbers below the highest attempt that no session has; counted from 0 where there is a 0, else from 1.
  * @param {Attempt[]} attempts
- * @returns {number[]}
  */
 function missingOf(attempts) {
   const numbers = new Set(attempts.map((one) => one.attempt).filter((one) => one !== null));
@@ -239,18 +213,13 @@ function columns(names) {
   });
   return [
     number("Attempt", (row) => row.attempt, { first: "asc", width: "76px" }),
-    {
-      title: "Session",
-      isHeader: true,
-      width: "140px",
-      fill: linkCell((one) => one.session_id, (one) => sessionHref(one.session_id)),
-    },
+    sessionColumn({ width: "140px" }),
     { title: "State", width: "94px", fill: badgeCell((one) => one.state) },
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((one) => one.about?.actions ?? []) },
     number("Turns", (one) => one.about?.turns, { width: "60px" }),
     number("Tokens", (one) => one.about?.tokens, { text: compact, hint: "Of live turns, each once", width: "68px" }),
     number("Sampled", (one) => one.about?.output_tokens, { text: compact, width: "80px", hint: "Tokens that its turns sampled" }),
-    number("Duration", secondsOf, {
+    number("Duration", ({ about }) => (about?.ended_at == null ? null : about.ended_at - about.started_at), {
       width: "84px",
       hint: "From its creation to the end of its newest turn", fill: durationCell((one) => one.state === "running" || one.state === "paused") }),
     { title: "Finish", hint: "Why the newest turn ended", width: "72px", fill: textCell((one) => visibleText(one.about?.finish_reason ?? "–")) },
@@ -264,9 +233,4 @@ function columns(names) {
     }),
     ...names.map((name) => number(name, (one) => one.about?.components[name], { text: decimal, hint: "Component of the reward" })),
   ];
-}
-
-/** @param {Row} row @returns {number|null} */
-function secondsOf({ about }) {
-  return about?.ended_at == null ? null : about.ended_at - about.started_at;
 }

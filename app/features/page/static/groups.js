@@ -1,13 +1,11 @@
 /** All groups: which have no variance, which lack attempts. */
 
-import { get } from "./api.js";
-import { copyCurl } from "./copy.js";
-import { bar, button, chip, h, message, replace, setText } from "./dom.js";
+import { button, chip, h, message, replace, setText } from "./dom.js";
 import { count, decimal, ranges } from "./format.js";
 import { groupHref, queryOf } from "./route.js";
-import { badgeCell, linkCell, textCell } from "./rows.js";
+import { badgeCell, column, linkCell, numberColumn } from "./rows.js";
 import { LongTable } from "./table.js";
-import { View } from "./view.js";
+import { every, View } from "./view.js";
 import { visibleText } from "./visible.js";
 
 /** @import {GroupPage, GroupRow, SessionRow} from "../ui_types.d.ts" */
@@ -46,16 +44,11 @@ export class GroupsView extends View {
     });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
     this.total = h("span", { role: "status" });
-    const copy = copyCurl(() => ({ path: "/groups", parameters: { limit: PAGE } }));
-    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
-    replace(
-      root,
-      h("h1", { class: "visually-hidden" }, "Groups"),
-      bar(this.chips, [this.total, again, copy]),
-      this.problem,
-      this.table.element,
-    );
-    this.every(REFRESH_MS, () => this.#poll());
+    const tools = this.tools(() => ({ path: "/groups", parameters: { limit: PAGE } }));
+    this.fill("Groups", this.chips, [this.total, tools], this.table.element);
+    every(this.closed, REFRESH_MS, () => {
+      if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
+    });
     this.onQuery(query);
     this.refresh();
   }
@@ -88,27 +81,22 @@ export class GroupsView extends View {
     this.#show();
   }
 
-  #poll() {
-    if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
-  }
-
   #more() {
     if (this.nextCursor && !this.requests.isRunning) this.#read(this.nextCursor);
   }
 
   /** @param {string|null} cursor */
   #read(cursor) {
-    const request = async (/** @type {AbortSignal} */ signal) => {
-      this.#show();
-      return /** @type {GroupPage} */ (await get("/groups", { limit: PAGE, cursor }, signal));
-    };
-    return this.read(request, (page) => {
+    const request = { path: "/groups", parameters: { limit: PAGE, cursor } };
+    const reading = this.read(request, (/** @type {GroupPage} */ page) => {
       const known = cursor === null ? [] : this.groups;
       this.groups = [...new Map([...known, ...page.groups].map((group) => [group.group_id, group])).values()];
       this.nextCursor = page.next_cursor;
       this.isLoaded = true;
       this.#show();
     });
+    this.#show();
+    return reading;
   }
 
   #show() {
@@ -152,12 +140,7 @@ function tone(group) {
 
 /** @returns {Column<GroupRow>[]} */
 function columns() {
-  const number = (/** @type {string} */ title, /** @type {(group: GroupRow) => string} */ text, width = "88px") => ({
-    title,
-    width,
-    number: true,
-    fill: textCell(text),
-  });
+  const [narrow, wide] = [{ width: "88px" }, { width: "96px" }];
   return [
     {
       title: "Group",
@@ -165,17 +148,13 @@ function columns() {
       fill: linkCell((group) => visibleText(group.group_id), (group) => groupHref(group.group_id)),
     },
     { title: "State", width: "150px", fill: badgeCell(verdict, tone) },
-    number("Sessions", (group) => count(group.sessions)),
-    number("Closed", (group) => count(group.closed)),
-    number("Rewarded", (group) => count(group.rewarded)),
-    number("Mean", (group) => decimal(group.mean), "96px"),
-    number("Std. dev.", (group) => decimal(group.std), "96px"),
-    number("Min", (group) => decimal(group.min), "96px"),
-    number("Max", (group) => decimal(group.max), "96px"),
-    {
-      title: "Missing attempts",
-      width: "150px",
-      fill: textCell((group) => ranges(group.missing_attempts) || "–"),
-    },
+    numberColumn("Sessions", (group) => count(group.sessions), narrow),
+    numberColumn("Closed", (group) => count(group.closed), narrow),
+    numberColumn("Rewarded", (group) => count(group.rewarded), narrow),
+    numberColumn("Mean", (group) => decimal(group.mean), wide),
+    numberColumn("Std. dev.", (group) => decimal(group.std), wide),
+    numberColumn("Min", (group) => decimal(group.min), wide),
+    numberColumn("Max", (group) => decimal(group.max), wide),
+    column("Missing attempts", (group) => ranges(group.missing_attempts) || "–", { width: "150px" }),
   ];
 }

@@ -18,9 +18,15 @@ const PLACES = { s: "#/", g: "#/groups", v: "#/versions", f: "#/search", e: "#/e
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */
-export function isWriting(target) {
+function isWriting(target) {
   if (!(target instanceof HTMLElement)) return false;
   return target.isContentEditable || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName);
+}
+
+/** @param {KeyboardEvent} event @returns {boolean} without a modifier, in no field and no dialog */
+export function isForPage(event) {
+  const isModified = event.ctrlKey || event.metaKey || event.altKey;
+  return !isModified && !isWriting(event.target) && !document.querySelector("dialog[open]");
 }
 
 /** @param {() => void} goToFilter what `/` does */

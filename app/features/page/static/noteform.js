@@ -1,6 +1,6 @@
 /** The form in which a person writes a session's note and tags. */
 
-import { ApiError, put } from "./api.js";
+import { ApiError, send } from "./api.js";
 import { announce, button, h, replace } from "./dom.js";
 import { field } from "./form.js";
 
@@ -70,24 +70,19 @@ export class NoteForm {
     this.goBack();
   }
 
-  /** What differs from what was there; nothing if nothing does. */
-  #changes() {
+  async #submit() {
     const tags = (this.tags.value.match(TAGS) ?? []).map(unquoted).filter(Boolean);
-    return {
+    const changes = Object.entries({
       ...(this.note.value !== this.shown && { note: this.note.value.trim() }),
       ...(JSON.stringify(tags) !== JSON.stringify(this.before.tags) && { tags }),
-    };
-  }
-
-  async #submit() {
-    const changes = Object.entries(this.#changes());
+    });
     if (!changes.length) {
       this.#close();
       return;
     }
     this.save.disabled = true;
     try {
-      for (const [name, value] of changes) await put(`${this.path}/${name}`, { value }, this.closed);
+      for (const [name, value] of changes) await send("PUT", `${this.path}/${name}`, { value }, this.closed);
     } catch (error) {
       if (this.closed.aborted) return;
       if (!(error instanceof ApiError)) throw error;

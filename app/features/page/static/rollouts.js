@@ -2,17 +2,16 @@
 
 import { get } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { difference } from "./diff.js";
-import { divergence } from "./divergence.js";
-import { badge, bar, button, h, replace, scrollRegion, setText } from "./dom.js";
+import { difference, divergence } from "./diff.js";
+import { badge, bar, button, h, refill, replace, scrollRegion, setText } from "./dom.js";
 import { amount, compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
 import { groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
-import { noGroup, View } from "./view.js";
+import { View } from "./view.js";
 import { actionText, named, parsed, visible, visibleText } from "./visible.js";
 
 /** @import {ChatMessage, Child, Entry, Group, Mark, Rollout, SessionRow} from "../ui_types.d.ts" */
-/** @import {Divergence} from "./divergence.js" */
+/** @import {Divergence} from "./diff.js" */
 /** @import {Place} from "./view.js" */
 
 /** Columns at a time, and rollouts that are read at once; a larger group has pages. */
@@ -38,8 +37,7 @@ const SORTS = {
 export class RolloutsView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { id, query }) {
-    super(root);
-    this.id = id;
+    super(root, "group", id);
     /** @type {string[]} every rollout, in the order of attempts or of the address */
     this.keys = [];
     this.from = 0;
@@ -84,11 +82,6 @@ export class RolloutsView extends View {
     const place = SORTS[this.order.value || "attempt"] ?? (() => 0);
     const found = this.keys.slice(this.from, this.from + COLUMNS).map((key) => this.byKey.get(key) ?? newColumn(key));
     return found.sort((a, b) => place(a) - place(b) || 0);
-  }
-
-  /** @param {string} code */
-  absent(code) {
-    return code === "not_found" ? noGroup(this.id) : null;
   }
 
   /** @param {URLSearchParams} query */
@@ -169,9 +162,7 @@ export class RolloutsView extends View {
       this.#show();
     };
     if (left > 0) rows.push(h("tr", null, h("th", { colspan: columns.length + 1 }, button(`${count(left)} more steps`, more))));
-    const focused = document.activeElement?.getAttribute("data-step");
-    replace(this.body, rows);
-    if (focused) /** @type {HTMLElement|null} */ (this.body.querySelector(`[data-step="${focused}"]`))?.focus({ preventScroll: true });
+    refill(this.body, rows);
     this.#showBar(columns, steps, earliest);
   }
 

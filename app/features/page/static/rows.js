@@ -1,8 +1,9 @@
 /** Table rows that are kept by key and filled in place: unchanged rows are not touched, so focus and selection stay. */
 
-import { badge, h, scrollRegion, setBadge, setText } from "./dom.js";
+import { arrange, badge, h, replace, scrollRegion, setBadge, setText } from "./dom.js";
 import { count, duration, setSince, since } from "./format.js";
-import { actionText } from "./visible.js";
+import { groupHref, sessionHref } from "./route.js";
+import { actionText, visibleText } from "./visible.js";
 
 /** @import {Action, Summary} from "../ui_types.d.ts" */
 
@@ -22,7 +23,7 @@ import { actionText } from "./visible.js";
 /**
  * @template Row
  * @typedef {object} Line a row in the document
- * @property {Row} row
+ * @property {Row|null} row null: it is not filled yet
  * @property {HTMLTableRowElement} element
  * @property {HTMLElement[]} cells
  */
@@ -48,44 +49,22 @@ export class Rows {
    * @param {(element: HTMLTableRowElement, row: Row, index: number) => void} [decorate]
    */
   show(rows, decorate) {
-    const wanted = new Set(rows.map(this.keyOf));
-    for (const [key, line] of this.lines) {
-      if (wanted.has(key)) continue;
-      line.element.remove();
-      this.lines.delete(key);
-    }
-    const focused = document.activeElement;
-    let next = this.body.firstElementChild;
-    rows.forEach((row, index) => {
-      const line = this.#line(row);
-      decorate?.(line.element, row, index);
-      if (line.element === next) next = next.nextElementSibling;
-      else this.body.insertBefore(line.element, next);
-    });
-    if (focused instanceof HTMLElement && focused !== document.activeElement && this.body.contains(focused)) {
-      focused.focus({ preventScroll: true });
-    }
-  }
-
-  /** @param {Row} row @returns {Line<Row>} */
-  #line(row) {
-    const key = this.keyOf(row);
-    let line = this.lines.get(key);
-    if (!line) {
-      const cells = this.columns.map(newCell);
-      line = { row, element: h("tr", { dataset: { key } }, cells), cells };
-      this.lines.set(key, line);
-      this.#fill(line);
-    } else if (line.row !== row) {
+    const lines = rows.map((row, index) => {
+      const key = this.keyOf(row);
+      const line = this.lines.get(key) ?? this.#newLine(key);
+      if (line.row !== row) line.cells.forEach((cell, at) => this.columns[at]?.fill(cell, row));
       line.row = row;
-      this.#fill(line);
-    }
-    return line;
+      decorate?.(line.element, row, index);
+      return line;
+    });
+    arrange(this.body, lines.map(({ element }) => element));
+    this.lines = new Map(lines.map((line) => [line.element.dataset.key ?? "", line]));
   }
 
-  /** @param {Line<Row>} line */
-  #fill({ cells, row }) {
-    cells.forEach((cell, index) => this.columns[index]?.fill(cell, row));
+  /** @param {string} key @returns {Line<Row>} */
+  #newLine(key) {
+    const cells = this.columns.map(newCell);
+    return { row: null, element: h("tr", { dataset: { key } }, cells), cells };
   }
 }
 
@@ -96,9 +75,9 @@ function newCell(column) {
 }
 
 /**
- * @template Row
- * @param {Column<Row>[]} columns
- * @param {(column: Column<Row>) => void} [onSort]
+ * @template {Omit<Column<any>, "fill">} Title
+ * @param {Title[]} columns
+ * @param {(column: Title) => void} [onSort]
  * @returns {HTMLTableRowElement} the header's row
  */
 export function headerRow(columns, onSort) {
@@ -140,6 +119,39 @@ export function textCell(text) {
 }
 
 /**
+ * A column of text.
+ * @template Row
+ * @param {string} title
+ * @param {(row: Row) => string} text
+ * @param {Partial<Column<Row>>} [more]
+ * @returns {Column<Row>}
+ */
+export function column(title, text, more) {
+  return { title, fill: textCell(text), ...more };
+}
+
+/** @template Row @param {string} title @param {(row: Row) => string} text @param {Partial<Column<Row>>} [more] @returns {Column<Row>} */
+export function numberColumn(title, text, more) {
+  return column(title, text, { width: "76px", number: true, ...more });
+}
+
+/**
+ * @template {{session_id: string}} Row
+ * @param {Partial<Column<Row>>} more
+ * @param {(row: Row) => string} [href]
+ * @returns {Column<Row>}
+ */
+export function sessionColumn(more, href = (row) => sessionHref(row.session_id)) {
+  return { title: "Session", isHeader: true, fill: linkCell((row) => row.session_id, href), ...more };
+}
+
+/** @template {{group_id: string|null}} Row @param {string} width @returns {Column<Row>} */
+export function groupColumn(width) {
+  const fill = linkCell((/** @type {Row} */ row) => row.group_id && visibleText(row.group_id), (row) => groupHref(row.group_id ?? ""));
+  return { title: "Group", width, fill };
+}
+
+/**
  * @template Row
  * @param {(row: Row) => string|null} text null: nothing
  * @param {(row: Row) => string} href
@@ -149,11 +161,7 @@ export function linkCell(text, href) {
   return (cell, row) => {
     const now = text(row);
     if (now == null) return setText(cell, "–");
-    let link = cell.querySelector("a");
-    if (!link) {
-      link = h("a", { href: href(row) });
-      cell.replaceChildren(link);
-    }
+    const link = cell.querySelector("a") ?? replace(cell).appendChild(h("a"));
     link.setAttribute("href", href(row));
     setText(link, now);
     cell.title = now;
@@ -186,13 +194,12 @@ export function pickColumn(picked, onPick) {
   const fill = (cell, { session_id: id }) => {
     let box = cell.querySelector("input");
     if (!box) {
-      box = h("input", { type: "checkbox", "aria-label": `pick ${id}` });
-      box.addEventListener("change", ({ target }) => {
-        if (/** @type {HTMLInputElement} */ (target).checked) picked.add(id);
-        else picked.delete(id);
+      const made = h("input", { type: "checkbox", "aria-label": `pick ${id}` });
+      made.addEventListener("change", () => {
+        picked[made.checked ? "add" : "delete"](id);
         onPick();
       });
-      cell.replaceChildren(box);
+      cell.replaceChildren((box = made));
     }
     box.checked = picked.has(id);
   };

@@ -1,9 +1,9 @@
 /** Search: messages, tool calls and results over all sessions; each hit leads to its turn. */
 
-import { ApiError, get } from "./api.js";
+import { ApiError } from "./api.js";
 import { copyCurl } from "./copy.js";
 import { announce, badge, bar, button, h, message, replace, setText } from "./dom.js";
-import { choice, field, focusField, foldedForm, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { choice, field, numberField, QueryForm, textField } from "./form.js";
 import { count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery } from "./route.js";
 import { View } from "./view.js";
@@ -14,11 +14,9 @@ import { named, visible } from "./visible.js";
 /** @import {Place} from "./view.js" */
 
 const PAGE = 20;
-const TYPING_MS = 300;
 const ROLES = ["system", "developer", "user", "assistant", "tool"];
-/** The fields' names are the parameters of GET /search; those that need no other are the first ones. */
+/** The fields' names are the parameters of GET /search; these need no other. */
 const ENOUGH = ["q", "role", "tool", "finish_reason"];
-const FIELDS = [...ENOUGH, "metadata", "status", "group_id", "attempt", "engine", "min_staleness", "tag"];
 
 export class SearchView extends View {
   /** @param {HTMLElement} root @param {Place} place */
@@ -30,15 +28,14 @@ export class SearchView extends View {
     this.hits = [];
     /** @type {string|null} */
     this.cursor = null;
-    this.form = fields();
+    this.form = new QueryForm(this.closed, (values) => this.#open(values), "input", fields());
     this.found = h("span", { role: "status" });
     this.list = h("ol", { class: "hits" });
     this.foot = h("div", { class: "foot" });
-    this.#listen();
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Search"),
-      foldedForm(this.closed, this.form),
+      this.form.box,
       bar(this.found, copyCurl(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } }))),
       this.problem,
       this.list,
@@ -50,34 +47,20 @@ export class SearchView extends View {
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.#open(valuesOf(query, FIELDS));
+    this.#open(this.form.queryOf(query));
   }
 
   onFilterKey() {
-    focusField(this.form, "q");
+    this.form.focus();
   }
 
   onReset() {}
-
-  #listen() {
-    let timer = 0;
-    this.form.addEventListener("input", () => {
-      clearTimeout(timer);
-      timer = setTimeout(() => this.#open(readForm(this.form)), TYPING_MS);
-    });
-    this.form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      clearTimeout(timer);
-      this.#open(readForm(this.form));
-    });
-    this.closed.addEventListener("abort", () => clearTimeout(timer));
-  }
 
   /** @param {Values} query */
   #open(query) {
     this.query = query;
     setQuery(query);
-    writeForm(this.form, query, document.activeElement);
+    this.form.set(query, document.activeElement);
     this.refresh();
   }
 
@@ -96,16 +79,13 @@ export class SearchView extends View {
   /** @param {string|null} cursor */
   #read(cursor) {
     setText(this.found, "Searching …");
-    const parameters = { ...this.query, limit: PAGE, cursor };
-    return this.read(
-      async (signal) => /** @type {SearchPage} */ (await get("/search", parameters, signal)),
-      (page) => {
-        this.hits = cursor === null ? page.hits : [...this.hits, ...page.hits];
-        this.cursor = page.next_cursor;
-        announce(`${count(this.hits.length)} hits`);
-        this.#show(page);
-      },
-    );
+    const request = { path: "/search", parameters: { ...this.query, limit: PAGE, cursor } };
+    return this.read(request, (/** @type {SearchPage} */ page) => {
+      this.hits = cursor === null ? page.hits : [...this.hits, ...page.hits];
+      this.cursor = page.next_cursor;
+      announce(`${count(this.hits.length)} hits`);
+      this.#show(page);
+    });
   }
 
   /** @param {unknown} error */
@@ -131,14 +111,11 @@ export class SearchView extends View {
   }
 }
 
-/** @returns {HTMLFormElement} */
 function fields() {
-  const words = textField("q");
-  words.setAttribute("placeholder", 'refund "order 17" -test');
   return h(
     "form",
     { class: "filters", role: "search", "aria-label": "Search messages" },
-    field("Words", words),
+    field("Words", textField("q", { placeholder: 'refund "order 17" -test' })),
     field("Role", choice("role", ROLES)),
     field("Tool", textField("tool")),
     field("Finish reason", textField("finish_reason")),

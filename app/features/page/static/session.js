@@ -1,9 +1,8 @@
 /** One session: what its agent did, turn by turn, and what there is to know of each; now or after any of its events. */
 
 import { ActionList, rowsOf, timesOf } from "./actionlist.js";
-import { get } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { badge, button, folded, h, message, replace } from "./dom.js";
+import { badge, button, folded, h, message, renew, replace } from "./dom.js";
 import { EventsTab } from "./events.js";
 import { amount, clock, compact, count, decimal, duration, since } from "./format.js";
 import { NoteForm } from "./noteform.js";
@@ -12,7 +11,7 @@ import { StagesTab } from "./stages.js";
 import { TokensTab } from "./tokens.js";
 import { TreeTab } from "./tree.js";
 import { TurnTab } from "./turn.js";
-import { noSession, View } from "./view.js";
+import { SessionPart, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {Budget, Child, Reward, Session, SessionRow} from "../ui_types.d.ts" */
@@ -22,9 +21,8 @@ import { named, textBlock } from "./visible.js";
 const MOST_CHECKPOINTS = 5;
 
 /** @typedef {"turn"|"tokens"|"stages"|"events"|"tree"} TabName */
-/** @typedef {(turn: number|null, branch: number|null, seq?: number|null) => void} Pick show another turn, or a branch's newest */
 /** @typedef {{element: HTMLElement, update: (session: Session, at: {turn: number|null, branch: number|null, seq: number|null}) => void}} Tab */
-/** @type {Record<TabName, new (closed: AbortSignal, id: string, pick: Pick) => Tab>} */
+/** @type {Record<TabName, new (...given: ConstructorParameters<typeof SessionPart>) => Tab>} */
 const TABS = { turn: TurnTab, tokens: TokensTab, stages: StagesTab, events: EventsTab, tree: TreeTab };
 
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
@@ -64,8 +62,7 @@ function placeOf(query) {
 export class SessionView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { id, query }) {
-    super(root);
-    this.id = id;
+    super(root, "session", id);
     this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
     /** @type {Session|null} as it is shown */
     this.session = null;
@@ -75,8 +72,6 @@ export class SessionView extends View {
     /** Without a turn in the address: has one been in flight? Then the newest is shown. */
     this.isFollowing = false;
     this.at = placeOf(query);
-    /** @type {Map<Element, string>} */
-    this.keys = new Map();
     /** @type {Partial<Record<TabName, Tab>>} made when they are first shown */
     this.made = {};
     this.head = h("div", { class: "sessionhead" });
@@ -101,13 +96,8 @@ export class SessionView extends View {
         h("div", { class: "panes" }, this.list.element, h("section", { class: "pane", "aria-label": "Turn" }, this.tabs, this.content)),
       ),
     );
-    this.list.search.addEventListener("input", () => this.#turnTab.mark(this.list.search.value.trim()));
+    this.list.search.addEventListener("input", () => /** @type {TurnTab} */ (this.#tab("turn")).mark(this.list.search.value.trim()));
     this.refresh();
-  }
-
-  /** @param {string} code */
-  absent(code) {
-    return code === "session_not_found" ? noSession(this.id) : null;
   }
 
   /** @param {SessionRow[]} rows */
@@ -157,10 +147,6 @@ export class SessionView extends View {
     return this.isFollowing ? Math.max(...all) : (turns[0]?.turn ?? failed[0]?.turn ?? null);
   }
 
-  get #turnTab() {
-    return /** @type {TurnTab} */ (this.#tab("turn"));
-  }
-
   /** @param {TabName} name @returns {Tab} */
   #tab(name) {
     return (this.made[name] ??= new TABS[name](this.closed, this.id, (turn, branch, seq) => this.#pick(turn, branch, seq)));
@@ -174,7 +160,7 @@ export class SessionView extends View {
     this.list.update(session, { turn, branch });
     const names = /** @type {TabName[]} */ (Object.keys(TABS)).filter((one) => one !== "tree" || session.tree);
     const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn: this.at.turn, branch, seq, tab: one === "turn" ? null : one });
-    this.#renew(this.tabs, [names, this.at, branch], () =>
+    renew(this.tabs, [names, this.at, branch], () =>
       names.map((one) => h("a", { href: href(one), "aria-current": one === name ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
     );
     const tab = this.#tab(name);
@@ -186,14 +172,11 @@ export class SessionView extends View {
   }
 
   refresh() {
-    return this.read(
-      async (signal) => /** @type {Session} */ (await get(this.path, { seq: this.at.seq }, signal)),
-      (session) => {
-        this.session = session;
-        this.lastRead = Math.max(this.lastRead, session.last_seq);
-        this.#show(session);
-      },
-    );
+    return this.read({ path: this.path, parameters: { seq: this.at.seq } }, (/** @type {Session} */ session) => {
+      this.session = session;
+      this.lastRead = Math.max(this.lastRead, session.last_seq);
+      this.#show(session);
+    });
   }
 
   /** @param {Session} session */
@@ -203,27 +186,10 @@ export class SessionView extends View {
       session.problems.map((one) => message("error", `${one.part} cannot be shown`, h("p", null, one.message))),
     );
     this.#mark(session);
-    this.#renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward], () => this.#head(session));
+    renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward], () => this.#head(session));
     replace(this.brief, session.tags.length > 0 && ["· ", named(session.tags.join(", ")), " "], session.note && ["· ", named(session.note)]);
     const { config, metadata, turn_rewards: rewards, note, tags, budgets, limit, checkpoints, seq } = session;
-    this.#renew(this.more, [config, metadata, rewards, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
-  }
-
-  /**
-   * Only where it differs: somebody may have unfolded it, or be about to press a button in it.
-   * @param {Element} box
-   * @param {unknown[]} parts what it shows
-   * @param {() => Child} make
-   */
-  #renew(box, parts, make) {
-    const key = JSON.stringify(parts);
-    if (this.keys.get(box) === key) return;
-    this.keys.set(box, key);
-    // By its words: a tag that is added is a link before the button that had the focus.
-    const focused = [...box.querySelectorAll("a, button")].find((one) => one === document.activeElement)?.textContent;
-    replace(box, make());
-    const again = focused == null ? undefined : [...box.querySelectorAll("a, button")].find((one) => one.textContent === focused);
-    /** @type {HTMLElement|undefined} */ (again)?.focus();
+    renew(this.more, [config, metadata, rewards, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
   }
 
   /** @param {Session} session @returns {Child} */

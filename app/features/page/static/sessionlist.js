@@ -4,7 +4,6 @@
  * A changed row is shown in its place at once. Rows do not come, go or move until the list is read anew.
  */
 
-import { get } from "./api.js";
 import { DEFAULT_ORDER, isBefore, matches } from "./filters.js";
 import { Summaries } from "./summaries.js";
 import { LatestRequest } from "./view.js";
@@ -94,16 +93,15 @@ export class SessionList {
 
   /** @param {string|null} cursor @param {number} limit */
   async #read(cursor, limit) {
-    const request = async (/** @type {AbortSignal} */ signal) => {
-      if (cursor === null) this.hasNews = false;
-      this.onChange();
-      const parameters = { ...this.query, columns: this.columns, limit, cursor };
-      return /** @type {SessionPage} */ (await get("/ui/api/sessions", parameters, signal));
-    };
-    await this.requests.run(request, (page) => this.#keep(page, cursor === null), (error) => {
+    if (cursor === null) this.hasNews = false;
+    const request = { path: "/ui/api/sessions", parameters: { ...this.query, columns: this.columns, limit, cursor } };
+    const keep = (/** @type {SessionPage} */ page) => this.#keep(page, cursor === null);
+    const reading = this.requests.run(request, keep, (error) => {
       this.error = error;
       this.onChange();
     });
+    this.onChange();
+    await reading;
   }
 
   /** @param {SessionPage} page @param {boolean} isFirst */

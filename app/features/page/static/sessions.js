@@ -1,15 +1,15 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { copyCurl } from "./copy.js";
 import { announce, bar, button, chip, failure, h, message, replace, setText, showDialog } from "./dom.js";
-import { addressOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
+import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
-import { groupHref, sessionHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { actionsCell, badgeCell, durationCell, errorsCell, linkCell, pickColumn, sinceCell, textCell } from "./rows.js";
+import { sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { actionsCell, badgeCell, column, durationCell, errorsCell, groupColumn } from "./rows.js";
+import { numberColumn, pickColumn, sessionColumn, sinceCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
-import { View } from "./view.js";
+import { every, View } from "./view.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Overview, SessionRow} from "../ui_types.d.ts" */
@@ -30,7 +30,14 @@ export class SessionsView extends View {
     this.picked = new Set();
     /** @type {{hidden: string[], metadata: string}} titles, and keys of metadata with commas in between */
     this.chosen = { hidden: HIDDEN, metadata: "", ...JSON.parse(localStorage.getItem(CHOSEN) ?? "{}") };
-    this.table = this.#newTable("");
+    this.table = new LongTable(this.closed, {
+      label: "Sessions",
+      columns: this.#shownColumns(""),
+      keyOf: (/** @type {SessionRow} */ row) => row.session_id,
+      onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
+      onNearEnd: () => this.list.error || this.list.more(),
+      onInSight: (rows) => this.list.summaries.want(rows),
+    });
     this.form = new FilterForm(this.closed, (filters) => {
       const { sort, order } = this.list.query;
       this.#open({ sort, order, ...filters });
@@ -39,19 +46,18 @@ export class SessionsView extends View {
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: "#/rollouts", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    const copy = copyCurl(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
+    const tools = this.tools(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
-    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar(this.presets, [this.compare, this.changes, this.total, choose, again, copy]),
+      bar(this.presets, [this.compare, this.changes, this.total, choose, tools]),
       this.problem,
       this.table.element,
     );
-    this.every(POLL_MS, () => this.#poll());
-    this.#open(listQueryOf(query));
+    every(this.closed, POLL_MS, () => this.#poll());
+    this.onQuery(query);
   }
 
   /** @param {string} sort @returns {Column<SessionRow>[]} those that are chosen, and the one that the list is sorted by */
@@ -62,25 +68,9 @@ export class SessionsView extends View {
     return [pickColumn(this.picked, () => this.#showPicked()), ...shown, ...keys.map((key) => this.#metadataColumn(key))];
   }
 
-  /** @param {string} sort @returns {LongTable<SessionRow>} */
-  #newTable(sort) {
-    this.tableLife?.abort();
-    /** Ends the table: another choice of columns makes another one. */
-    this.tableLife = new AbortController();
-    return new LongTable(AbortSignal.any([this.closed, this.tableLife.signal]), {
-      label: "Sessions",
-      columns: this.#shownColumns(sort),
-      keyOf: (row) => row.session_id,
-      onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
-      onNearEnd: () => this.list.error || this.list.more(),
-      onInSight: (rows) => this.list.summaries.want(rows),
-    });
-  }
-
   #chooseColumns() {
-    const metadata = textField("metadata");
+    const metadata = textField("metadata", { placeholder: "task, env.name" });
     metadata.value = this.chosen.metadata;
-    metadata.setAttribute("placeholder", "task, env.name");
     const boxes = columns().slice(1).map(({ title }) => {
       const box = h("input", { type: "checkbox" });
       box.checked = !this.chosen.hidden.includes(title);
@@ -102,12 +92,8 @@ export class SessionsView extends View {
 
   /** @param {string} key @returns {Column<SessionRow>} */
   #metadataColumn(key) {
-    return {
-      title: visibleText(key),
-      hint: "Of the metadata",
-      width: "130px",
-      fill: textCell((row) => visibleText(this.list.metadata.get(row.session_id)?.[key] ?? "–")),
-    };
+    const text = (/** @type {SessionRow} */ row) => visibleText(this.list.metadata.get(row.session_id)?.[key] ?? "–");
+    return column(visibleText(key), text, { hint: "Of the metadata", width: "130px" });
   }
 
   #showPicked() {
@@ -120,15 +106,14 @@ export class SessionsView extends View {
   async #open(query) {
     setQuery(addressOf(query));
     this.form.set(query);
-    const titles = (/** @type {Column<SessionRow>[]} */ of) => of.map(({ title }) => title).join();
-    if (titles(this.#shownColumns(query.sort)) !== titles(this.table.options.columns)) {
-      const old = this.table;
-      this.table = this.#newTable(query.sort);
-      old.element.replaceWith(this.table.element);
-    }
+    const columns = this.#shownColumns(query.sort);
+    const titles = (/** @type {Column<SessionRow>[]|undefined} */ of) => of?.map(({ title }) => title).join();
+    if (titles(columns) !== titles(this.table.columns)) this.table.setColumns(columns);
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
-    replace(this.presets, presetLinks(query));
+    const here = sessionsHref(addressOf(query));
+    const presets = PRESETS.map(({ title, query: preset }) => ({ title, href: sessionsHref(preset) }));
+    replace(this.presets, presets.map(({ title, href }) => chip(href, title, href === here)));
     await this.list.open(query, this.chosen.metadata);
     if (!this.list.error) announce(`${count(this.list.total)} sessions`);
   }
@@ -149,7 +134,7 @@ export class SessionsView extends View {
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.#open(listQueryOf(query));
+    this.#open(this.form.listQueryOf(query));
   }
 
   onFilterKey() {
@@ -191,8 +176,8 @@ export class SessionsView extends View {
 }
 
 /** @param {ListQuery} query @returns {HTMLElement} */
-function nothing(query) {
-  if (isFiltered(query)) {
+function nothing({ sort, order, ...filters }) {
+  if (Object.keys(filters).length) {
     const all = h("a", { href: "#/" }, "Show all sessions");
     return message("empty", "No session matches these filters.", h("p", null, all));
   }
@@ -204,89 +189,52 @@ function nothing(query) {
   );
 }
 
-/** @param {ListQuery} query @returns {HTMLElement[]} */
-function presetLinks(query) {
-  const here = sessionsHref(addressOf(query));
-  return PRESETS.map(({ title, query: preset }) => {
-    const href = sessionsHref(preset);
-    return chip(href, title, href === here);
-  });
-}
-
 /** Before somebody chooses. */
 const HIDDEN = ["Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn"];
 
-/** @param {Partial<Column<SessionRow>> & {title: string}} column @returns {Column<SessionRow>} */
-function number(column) {
-  return { width: "76px", number: true, fill: () => {}, ...column };
-}
-
 /** @returns {Column<SessionRow>[]} */
 function columns() {
+  const isRunning = (/** @type {SessionRow} */ row) => row.state === "running" || row.state === "paused";
   return [
-    {
-      title: "Session",
-      width: "156px",
-      isHeader: true,
-      fill: linkCell((row) => row.session_id, (row) => sessionHref(row.session_id)),
-    },
+    sessionColumn({ width: "156px" }),
     { title: "State", width: "88px", fill: badgeCell((row) => row.state) },
-    {
-      title: "Task",
-      hint: "The first line of its first user message",
-      fill: textCell((row) => visibleText(row.about?.task || "–")),
-    },
+    column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "The first line of its first user message" }),
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },
-    number({ title: "Turns", width: "60px", sort: "turns", fill: textCell((row) => count(row.turns)) }),
-    number({
-      title: "Tokens",
+    numberColumn("Turns", (row) => count(row.turns), { width: "60px", sort: "turns" }),
+    numberColumn("Tokens", (row) => compact(row.about?.tokens), {
       width: "66px",
       hint: "Length of the newest turn's sequence",
-      fill: textCell((row) => compact(row.about?.tokens)),
     }),
-    number({
+    {
       title: "Duration",
       width: "82px",
+      number: true,
       hint: "From its creation to the end of its newest turn, or until now",
-      fill: durationCell((row) => row.state === "running" || row.state === "paused"),
-    }),
-    {
-      title: "Finish",
-      width: "76px",
-      hint: "Why the newest turn ended",
-      fill: textCell((row) => visibleText(row.about?.finish_reason ?? "–")),
+      fill: durationCell(isRunning),
     },
-    number({ title: "Errors", width: "62px", hint: "Turns that were refused or abandoned", fill: errorsCell }),
-    number({ title: "Reward", width: "72px", sort: "reward", fill: textCell((row) => decimal(row.reward)) }),
+    column("Finish", (row) => visibleText(row.about?.finish_reason ?? "–"), { width: "76px", hint: "Why the newest turn ended" }),
+    { title: "Errors", width: "62px", number: true, hint: "Turns that were refused or abandoned", fill: errorsCell },
+    numberColumn("Reward", (row) => decimal(row.reward), { width: "72px", sort: "reward" }),
+    groupColumn("112px"),
+    numberColumn("Attempt", (row) => count(row.attempt), { width: "72px" }),
     {
-      title: "Group",
-      width: "112px",
-      fill: linkCell((row) => row.group_id && visibleText(row.group_id), (row) => groupHref(row.group_id ?? "")),
-    },
-    number({ title: "Attempt", width: "72px", fill: textCell((row) => count(row.attempt)) }),
-    number({
       title: "In turn",
       hint: "How long the open turn has been open",
       width: "84px",
+      number: true,
       sort: "running_since",
       first: "asc",
       fill: sinceCell((row) => row.running_since, "for"),
-    }),
-    number({ title: "Weights", fill: textCell((row) => visibleText(String(row.weight_version ?? "–"))) }),
-    number({
-      title: "Staleness",
+    },
+    numberColumn("Weights", (row) => visibleText(String(row.weight_version ?? "–"))),
+    numberColumn("Staleness", (row) => count(row.staleness), {
       hint: "Weight versions behind the newest",
       width: "90px",
       sort: "staleness",
-      fill: textCell((row) => count(row.staleness)),
     }),
-    { title: "Engine", width: "160px", fill: textCell((row) => row.engine?.replace(/^https?:\/\//, "") ?? "–") },
-    {
-      title: "Note and tags",
-      width: "160px",
-      fill: textCell((row) => visibleText([...row.tags, row.note].filter(Boolean).join(", "))),
-    },
-    number({ title: "Created", width: "112px", sort: "created_at", fill: sinceCell((row) => row.created_at) }),
-    number({ title: "Changed", width: "96px", sort: "updated_at", fill: sinceCell((row) => row.updated_at) }),
+    column("Engine", (row) => row.engine?.replace(/^https?:\/\//, "") ?? "–", { width: "160px" }),
+    column("Note and tags", (row) => visibleText([...row.tags, row.note].filter(Boolean).join(", ")), { width: "160px" }),
+    { title: "Created", width: "112px", number: true, sort: "created_at", fill: sinceCell((row) => row.created_at) },
+    { title: "Changed", width: "96px", number: true, sort: "updated_at", fill: sinceCell((row) => row.updated_at) },
   ];
 }

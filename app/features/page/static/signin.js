@@ -1,6 +1,6 @@
 /** Sign-in: the token goes to the server once and comes back as a cookie that no script can read. */
 
-import { ApiError, post } from "./api.js";
+import { ApiError, send } from "./api.js";
 import { h, replace } from "./dom.js";
 import { View } from "./view.js";
 
@@ -39,7 +39,7 @@ export class SignInView extends View {
   async #submit() {
     this.button.disabled = true;
     try {
-      await post("/ui/sign-in", { token: this.token.value });
+      await send("POST", "/ui/sign-in", { token: this.token.value });
       this.done();
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;

@@ -1,7 +1,8 @@
 /** Where a turn's time went in this server: its stages, of all turns on one scale. */
 
-import { button, h, replace, setText } from "./dom.js";
+import { button, h, refill, replace, setText } from "./dom.js";
 import { clock, count, milliseconds } from "./format.js";
+import { SessionPart } from "./view.js";
 import { named } from "./visible.js";
 
 /** @import {Child, Session, Stages, Turn} from "../ui_types.d.ts" */
@@ -17,23 +18,13 @@ function total(timing) {
   return STAGES.reduce((sum, stage) => sum + timing[stage], 0);
 }
 
-export class StagesTab {
-  /** @param {AbortSignal} closed @param {string} id of the session @param {(turn: number|null, branch: number|null) => void} pick */
-  constructor(closed, id, pick) {
-    this.pick = pick;
-    this.body = h("tbody");
-    this.detail = h("p", { class: "stagedetail" });
-    this.pager = h("p", { class: "note" });
-    const titles = ["Turn", "Stages", "Total", "Opened"].map((name) => h("th", { scope: "col" }, name));
-    this.element = h(
-      "div",
-      { class: "stagesview" },
-      legend(),
-      this.detail,
-      this.pager,
-      h("table", { class: "timeline" }, h("thead", null, h("tr", null, titles)), this.body),
-    );
-  }
+export class StagesTab extends SessionPart {
+  body = h("tbody");
+  detail = h("p", { class: "stagedetail" });
+  pager = h("p", { class: "note" });
+  titles = ["Turn", "Stages", "Total", "Opened"].map((name) => h("th", { scope: "col" }, name));
+  table = h("table", { class: "timeline" }, h("thead", null, h("tr", null, this.titles)), this.body);
+  element = h("div", { class: "stagesview" }, legend(), this.detail, this.pager, this.table);
 
   /** @param {Session} session @param {{turn: number|null, branch: number|null}} at */
   update({ turns }, { turn: picked, branch }) {
@@ -41,9 +32,7 @@ export class StagesTab {
     const first = Math.max(0, Math.min(at - ROWS / 2, turns.length - ROWS));
     const shown = turns.slice(first, first + ROWS);
     const scale = Math.max(1e-6, ...shown.map(({ timing }) => (timing ? total(timing) : 0)));
-    const focused = this.body.contains(document.activeElement) ? document.activeElement?.textContent : null;
-    replace(this.body, shown.map((turn) => this.#row(turn, scale, turn.turn === picked, branch)));
-    if (focused) [...this.body.querySelectorAll("button")].find((one) => one.textContent === focused)?.focus({ preventScroll: true });
+    refill(this.body, shown.map((turn) => this.#row(turn, scale, turn.turn === picked, branch)));
     setText(this.pager, turns.length > ROWS ? `${count(first + 1)} to ${count(first + shown.length)} of ${count(turns.length)}, around the chosen one` : "");
     const turn = turns[at];
     replace(this.detail, turn ? explained(turn) : "No turn is committed yet.");

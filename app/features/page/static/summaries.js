@@ -30,14 +30,13 @@ export class Summaries {
     this.asked = new Map();
     /** @type {Map<string, number>} */
     this.wanted = new Map();
-    /** @type {number|undefined} */
-    this.timer = undefined;
+    this.timer = 0;
   }
 
   /** @param {SessionRow[]} rows that are in sight */
   want(rows) {
     for (const { session_id: id, version } of rows) if (this.asked.get(id) !== version) this.wanted.set(id, version);
-    if (this.wanted.size) this.timer ??= setTimeout(() => this.#read(), SOON_MS);
+    if (this.wanted.size) this.timer ||= setTimeout(() => this.#read(), SOON_MS);
   }
 
   async #read() {
@@ -54,7 +53,7 @@ export class Summaries {
       if (!this.closed.aborted && !(error instanceof ApiError)) throw error;
       for (const id of ids) this.asked.delete(id);
     }
-    this.timer = undefined;
+    this.timer = 0;
     if (!this.closed.aborted) this.want([]);
   }
 }

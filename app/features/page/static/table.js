@@ -1,7 +1,7 @@
 /** A long table: only the rows in sight are in the document. Its headers sort it, j and k walk through it. */
 
 import { h, replace, scrollRegion } from "./dom.js";
-import { isWriting } from "./keys.js";
+import { isForPage } from "./keys.js";
 import { headerRow, Rows } from "./rows.js";
 
 const ROW_PX = 28;
@@ -38,6 +38,29 @@ function leastWidth(columns) {
   return `${widths.reduce((sum, one) => sum + one, 0)}px`;
 }
 
+/**
+ * Render what scrolls at the next frame: after each scroll and change of size, and when somebody asks for it.
+ * @param {AbortSignal} closed
+ * @param {Element} scroller
+ * @param {() => void} render
+ * @returns {() => void} to ask for it
+ */
+export function rendersSoon(closed, scroller, render) {
+  let frame = 0;
+  const soon = () => {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(render);
+  };
+  const sizes = new ResizeObserver(soon);
+  sizes.observe(scroller);
+  scroller.addEventListener("scroll", soon, { passive: true });
+  closed.addEventListener("abort", () => {
+    cancelAnimationFrame(frame);
+    sizes.disconnect();
+  });
+  return soon;
+}
+
 /** @template Row */
 export class LongTable {
   /** @param {AbortSignal} closed @param {TableOptions<Row>} options */
@@ -47,22 +70,18 @@ export class LongTable {
     this.rows = [];
     /** @type {string|null} */
     this.current = null;
-    this.frame = 0;
     this.isBusy = true;
     this.pointedAt = -POINTED_MS;
     this.above = h("td");
     this.below = h("td");
     this.body = h("tbody");
-    this.head = headerRow(options.columns, (column) => this.#press(column));
+    this.widths = h("colgroup");
+    this.head = h("thead");
     this.table = h(
       "table",
-      {
-        class: "virtual",
-        "aria-label": options.label,
-        style: { "min-width": leastWidth(options.columns) },
-      },
-      h("colgroup", null, options.columns.map(({ width }) => h("col", { style: width ? { width } : null }))),
-      h("thead", null, this.head),
+      { class: "virtual", "aria-label": options.label },
+      this.widths,
+      this.head,
       h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.above)),
       this.body,
       h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.below)),
@@ -71,8 +90,19 @@ export class LongTable {
     this.element = scrollRegion(options.label, this.table, this.foot);
     this.element.classList.add("fill");
     this.lines = new Rows(this.body, options.columns, options.keyOf);
-    this.sizes = new ResizeObserver(() => this.#renderSoon());
+    this.setColumns(options.columns);
+    this.renderSoon = rendersSoon(closed, this.element, () => this.#render());
     this.#listen(closed);
+  }
+
+  /** @param {Column<Row>[]} columns */
+  setColumns(columns) {
+    this.columns = columns;
+    this.table.style.minWidth = leastWidth(columns);
+    replace(this.widths, columns.map(({ width }) => h("col", { style: width ? { width } : null })));
+    replace(this.head, headerRow(columns, (column) => this.#press(column)));
+    replace(this.body);
+    this.lines = new Rows(this.body, columns, this.options.keyOf);
   }
 
   get isAtTop() {
@@ -93,7 +123,7 @@ export class LongTable {
     this.rows = rows;
     this.isBusy = isBusy;
     this.table.setAttribute("aria-rowcount", String(total + 1));
-    this.#renderSoon();
+    this.renderSoon();
   }
 
   /** @param {...Child} children below the last row */
@@ -103,14 +133,13 @@ export class LongTable {
 
   /** @param {string} sort @param {string} order */
   setOrder(sort, order) {
-    for (const cell of this.head.children) {
-      const isIt = cell instanceof HTMLElement && cell.dataset.sort === sort && sort !== "";
+    for (const cell of this.head.querySelectorAll("th")) {
+      const isIt = cell.dataset.sort === sort && sort !== "";
       const mark = isIt ? (order === "asc" ? " ▲" : " ▼") : "";
       const button = cell.querySelector("button");
       if (!button) continue;
       button.dataset.mark = mark;
-      if (isIt) cell.setAttribute("aria-sort", order === "asc" ? "ascending" : "descending");
-      else cell.removeAttribute("aria-sort");
+      cell.ariaSort = isIt ? (order === "asc" ? "ascending" : "descending") : null;
     }
   }
 
@@ -120,28 +149,13 @@ export class LongTable {
 
   /** @param {AbortSignal} closed */
   #listen(closed) {
-    this.element.addEventListener("scroll", () => this.#renderSoon(), { passive: true });
-    this.sizes.observe(this.element);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
-    closed.addEventListener("abort", () => {
-      cancelAnimationFrame(this.frame);
-      this.sizes.disconnect();
-    });
-    this.body.addEventListener("pointermove", () => {
-      this.pointedAt = performance.now();
-    });
-    this.body.addEventListener("pointerleave", () => {
-      this.pointedAt = -POINTED_MS;
-    });
+    this.body.addEventListener("pointermove", () => (this.pointedAt = performance.now()));
+    this.body.addEventListener("pointerleave", () => (this.pointedAt = -POINTED_MS));
     this.body.addEventListener("focusin", (event) => {
       const line = /** @type {Element} */ (event.target).closest("tr");
       this.#choose(line?.dataset.key ?? null);
     });
-  }
-
-  #renderSoon() {
-    cancelAnimationFrame(this.frame);
-    this.frame = requestAnimationFrame(() => this.#render());
   }
 
   #render() {
@@ -154,15 +168,14 @@ export class LongTable {
       element.setAttribute("aria-rowindex", String(first + index + 2));
       this.#markCurrent(element);
     });
-    this.element.setAttribute("aria-busy", String(this.isBusy));
+    this.element.ariaBusy = String(this.isBusy);
     this.options.onInSight?.(this.rows.slice(first, end));
     if (end > this.rows.length - NEAR_ROWS) this.options.onNearEnd?.();
   }
 
   /** @param {HTMLTableRowElement} element */
   #markCurrent(element) {
-    if (element.dataset.key === this.current) element.setAttribute("aria-current", "true");
-    else element.removeAttribute("aria-current");
+    element.ariaCurrent = element.dataset.key === this.current ? "true" : null;
   }
 
   /** @param {string|null} key */
@@ -173,16 +186,15 @@ export class LongTable {
 
   /** @param {Column<Row>} column */
   #press(column) {
-    const cell = [...this.head.children].find((one) => /** @type {HTMLElement} */ (one).dataset.sort === column.sort);
-    const now = cell?.getAttribute("aria-sort");
+    const cell = [...this.head.querySelectorAll("th")].find((one) => one.dataset.sort === column.sort);
+    const now = cell?.ariaSort;
     const turned = now === "ascending" ? "desc" : "asc";
     this.options.onSort?.(column.sort ?? "", now ? turned : (column.first ?? "desc"));
   }
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target) || !this.rows.length) return;
-    if (document.querySelector("dialog[open]")) return;
+    if (!isForPage(event) || !this.rows.length) return;
     const at = this.rows.findIndex((row) => this.options.keyOf(row) === this.current);
     const last = this.rows.length - 1;
     const isInside = this.element.contains(document.activeElement);
@@ -204,7 +216,6 @@ export class LongTable {
     else if (top + 2 * HEAD_PX + ROW_PX > scrollTop + clientHeight) {
       this.element.scrollTop = top + 2 * HEAD_PX + ROW_PX - clientHeight;
     }
-    cancelAnimationFrame(this.frame);
     this.#render();
     const row = this.rows[index];
     const line = row && this.lines.lines.get(this.options.keyOf(row));

@@ -1,17 +1,16 @@
 /** A branch's tokens, as a trainer gets them: what was sampled, the prompts folded, the least likely named. */
 
-import { get } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { button, failure, h, message, replace, svg } from "./dom.js";
+import { button, failure, h, message, refill, replace, svg } from "./dom.js";
 import { count, ranges } from "./format.js";
-import { isWriting } from "./keys.js";
+import { isForPage } from "./keys.js";
 import { figure, legend, shadeOf, share } from "./logprobs.js";
 import { changeQuery, wholeNumber } from "./route.js";
 import { CAUSES } from "./tree.js";
-import { LatestRequest } from "./view.js";
+import { LatestRequest, SessionPart } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
-/** @import {Child, Scale, Session, Token, TokenPage, Tree, TurnRange, Unlikely} from "../ui_types.d.ts" */
+/** @import {Scale, Session, Token, TokenPage, Tree, TurnRange, Unlikely} from "../ui_types.d.ts" */
 /** @typedef {{token: Token, text: string|null, columns: Record<string, number|null>}} Known */
 
 /** Sampled tokens in the document at a time, and tokens of a prompt that is opened. */
@@ -61,33 +60,16 @@ function branchWith(tree, turn) {
   return last ? null : (turns.get(turn ?? 0)?.branch ?? null);
 }
 
-/** Give an element other children, and one of them the focus that its predecessor had. @param {Element} box @param {...Child} children */
-function renew(box, ...children) {
-  const fields = () => [...box.querySelectorAll("select, button, input")];
-  const place = fields().findIndex((one) => one === document.activeElement);
-  replace(box, children);
-  if (place >= 0) /** @type {HTMLElement|undefined} */ (fields()[place])?.focus({ preventScroll: true });
-}
-
-export class TokensTab {
-  /**
-   * @param {AbortSignal} closed
-   * @param {string} sessionId
-   * @param {(turn: number|null, branch: number|null) => void} pick
-   */
-  constructor(closed, sessionId, pick) {
-    this.path = `/ui/api/sessions/${encodeURIComponent(sessionId)}/tokens`;
-    this.pick = pick;
-    this.requests = new LatestRequest(closed);
-    this.prompts = new LatestRequest(closed);
+export class TokensTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
+    this.path += "/tokens";
+    this.prompts = new LatestRequest(this.closed);
     /** @type {TokenPage|null} the row's turns and outline, and sampled tokens from `start` on */
     this.row = null;
-    /** @type {Session|null} */
-    this.session = null;
     /** What is asked for: a branch (null: the newest turn's) after an event. @type {Record<string, number|null>} */
     this.place = { seq: null, branch: null };
-    /** @type {number|null} */
-    this.turn = null;
     this.version = 0;
     this.start = 0;
     /** The token that has, or had last, the focus; also in the address. */
@@ -114,7 +96,7 @@ export class TokensTab {
       h("section", null, h("h2", null, "Least likely ", h("kbd", null, "u"), " ", h("kbd", null, "U")), this.least),
     );
     this.element = h("div", { class: "tokens-tab" }, this.head, this.bar, this.legend, this.problem, this.body);
-    this.#listen(closed);
+    this.#listen(this.closed);
   }
 
   /** @param {Session} session @param {{turn: number|null, branch: number|null, seq: number|null}} place */
@@ -135,11 +117,8 @@ export class TokensTab {
   /** @param {LatestRequest} requests @param {object} wish @param {(page: TokenPage) => void} show */
   #get(requests, wish, show) {
     const again = () => this.#get(requests, wish, show);
-    return requests.run(
-      async (signal) => /** @type {TokenPage} */ (await get(this.path, { ...this.place, ...wish }, signal)),
-      show,
-      (error) => replace(this.problem, failure(error, again)),
-    );
+    const request = { path: this.path, parameters: { ...this.place, ...wish } };
+    return requests.run(request, show, (error) => replace(this.problem, failure(error, again)));
   }
 
   /** @param {() => void} [then] */
@@ -189,7 +168,7 @@ export class TokensTab {
     this.body.hidden = this.bar.hidden = this.legend.hidden = row.total === 0;
     this.#showHead(row);
     this.#showBar(row);
-    renew(this.least, row.outline?.least.map((one) => this.#unlikely(one)));
+    refill(this.least, row.outline?.least.map((one) => this.#unlikely(one)));
     const drawn = JSON.stringify([row.branch, row.start, row.tokens.length, Object.keys(row.columns)]);
     if (this.drawn === drawn) return;
     this.drawn = drawn;
@@ -231,7 +210,7 @@ export class TokensTab {
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
     const { sampled = 0, in_loss: inLoss = 0 } = outline ?? {};
     const setting = h("code", null, "TURNLOG_TOKENIZER");
-    renew(
+    refill(
       this.head,
       names.length > 1 && field("branch", (value) => this.pick(null, Number(value)), names),
       scales.length > 0 && field("colour", recolour, scales),
@@ -251,7 +230,7 @@ export class TokensTab {
       return button(sign, go, { "aria-label": name, disabled: place < 0 || place >= sampled });
     };
     const shown = `${count(before + 1)} to ${count(before + tokens.length)} of ${count(sampled)} sampled`;
-    renew(
+    refill(
       this.pager,
       sampled > PAGE && turnTo("‹", "earlier tokens", before - PAGE),
       sampled > PAGE && h("span", { class: "note" }, shown),
@@ -316,7 +295,7 @@ export class TokensTab {
     };
     const paths = Object.entries(parts).map(([name, d]) => svg("path", { class: name, d }));
     const picture = { viewBox: `0 0 ${BAR} 10`, preserveAspectRatio: "none", "aria-hidden": "true" };
-    if (total) renew(this.bar, svg("svg", picture, paths), range);
+    if (total) refill(this.bar, svg("svg", picture, paths), range);
   }
 
   /** @param {Unlikely} token */
@@ -422,8 +401,7 @@ export class TokensTab {
       next.focus();
     });
     const onKey = (/** @type {KeyboardEvent} */ event) => {
-      const isPlain = !event.ctrlKey && !event.metaKey && !event.altKey && !isWriting(event.target);
-      if (!isPlain || event.key.toLowerCase() !== "u" || !this.element.checkVisibility()) return;
+      if (!isForPage(event) || event.key.toLowerCase() !== "u" || !this.element.checkVisibility()) return;
       const places = (this.row?.outline?.least ?? []).map((one) => one.at).sort((a, b) => a - b);
       const here = this.at ?? -1;
       const next = event.key === "u" ? places.find((at) => at > here) : places.findLast((at) => at < here);

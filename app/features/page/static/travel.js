@@ -12,8 +12,7 @@ export class Travel {
     this.onMove = onMove;
     this.seq = 1;
     this.last = 1;
-    /** @type {number|undefined} */
-    this.settling = undefined;
+    this.settling = 0;
     this.slider = h("input", {
       type: "range",
       min: "1",
@@ -57,7 +56,7 @@ export class Travel {
     this.seq = seq;
     this.last = last;
     this.slider.max = this.field.max = String(last);
-    if (this.settling === undefined) this.slider.value = String(seq);
+    if (!this.settling) this.slider.value = String(seq);
     if (document.activeElement !== this.field || !isLive) this.field.value = String(seq);
     this.slider.setAttribute("aria-valuetext", `event ${seq} of ${last}`);
     setText(this.of, `of ${last}`);
@@ -75,7 +74,7 @@ export class Travel {
   /** @param {number} seq */
   #go(seq) {
     clearTimeout(this.settling);
-    this.settling = undefined;
+    this.settling = 0;
     const wanted = Math.max(1, Math.min(Math.trunc(seq) || 1, this.last));
     announce(`event ${wanted} of ${this.last}`);
     this.onMove(wanted);

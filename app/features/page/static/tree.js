@@ -1,10 +1,9 @@
 /** A session's tree as a graph: a row a branch, a dot a turn, and whose loss each turn is in. */
 
-import { get } from "./api.js";
 import { button, folded, h, replace, scrollRegion, svg } from "./dom.js";
 import { amount, count, ranges } from "./format.js";
 import { sideBySideHref } from "./route.js";
-import { LatestRequest } from "./view.js";
+import { SessionPart } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
 /** @import {Session, Tree, TreeBranch, TreeTurn} from "../ui_types.d.ts" */
@@ -34,16 +33,10 @@ const RIGHT = { ArrowRight: 1, ArrowLeft: -1 };
 /** Characters of a title. */
 const TITLE = 60;
 
-export class TreeTab {
-  /**
-   * @param {AbortSignal} closed
-   * @param {string} sessionId
-   * @param {(turn: number|null, branch: number|null) => void} pick
-   */
-  constructor(closed, sessionId, pick) {
-    this.id = sessionId;
-    this.pick = pick;
-    this.requests = new LatestRequest(closed);
+export class TreeTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
     /** Titles by branch, of so many branches. @type {Map<number, string>} */
     this.titles = new Map();
     this.titled = 0;
@@ -70,9 +63,8 @@ export class TreeTab {
     if (this.titled === tree.branches.length) return;
     this.titled = tree.branches.length;
     this.requests.run(
-      async (signal) =>
-        /** @type {Tree} */ (await get(`/sessions/${encodeURIComponent(this.id)}/tree`, {}, signal)),
-      ({ branches }) => {
+      { path: `/sessions/${encodeURIComponent(this.id)}/tree` },
+      (/** @type {Tree} */ { branches }) => {
         this.titles = new Map(branches.flatMap((one) => (one.title === null ? [] : [[one.branch, one.title]])));
         this.#draw();
       },

@@ -6,7 +6,7 @@ import { copyCurl } from "./copy.js";
 import { badge, button, failure, folded, h, message, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
-import { LatestRequest } from "./view.js";
+import { every, LatestRequest, SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {Child, FailedTurn, OpenTurn, Session, Transcript, Turn, TurnMessages} from "../ui_types.d.ts" */
@@ -18,32 +18,24 @@ const SHOWN = 50;
 /** A turn in flight is looked at again so often. */
 const AGAIN_MS = 2000;
 
-export class TurnTab {
-  /** @param {AbortSignal} closed @param {string} id of the session @param {(turn: number|null, branch: number|null) => void} pick */
-  constructor(closed, id, pick) {
-    this.id = id;
-    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
-    this.pick = pick;
-    this.requests = new LatestRequest(closed);
-    this.prompts = new LatestRequest(closed);
+export class TurnTab extends SessionPart {
+  /** @param {ConstructorParameters<typeof SessionPart>} given */
+  constructor(...given) {
+    super(...given);
+    this.prompts = new LatestRequest(this.closed);
     this.isRendered = false;
     /** @type {Map<string, TurnMessages>} */
     this.kept = new Map();
     /** What is shown: the turn, what followed it, how. */
     this.key = "";
-    /** @type {Session|null} */
-    this.session = null;
-    /** @type {number|null} */
-    this.turn = null;
     /** What is searched for, and marked. */
     this.marked = "";
     this.element = h("div", { class: "turnview" });
-    closed.addEventListener("abort", () => CSS.highlights?.delete("found"));
-    const again = setInterval(() => {
+    this.closed.addEventListener("abort", () => CSS.highlights?.delete("found"));
+    every(this.closed, AGAIN_MS, () => {
       // A request that takes longer than this is waited for, not made again.
-      if (!document.hidden && !this.requests.isRunning && this.session?.open_turns.some((one) => one.turn === this.turn)) this.#read();
-    }, AGAIN_MS);
-    closed.addEventListener("abort", () => clearInterval(again));
+      if (!this.requests.isRunning && this.session?.open_turns.some((one) => one.turn === this.turn)) this.#read();
+    });
   }
 
   /** @param {Session} session @param {{turn: number|null}} at */
@@ -161,8 +153,8 @@ export class TurnTab {
       if (content.hasChildNodes()) return;
       replace(content, "Loading …");
       this.prompts.run(
-        async (signal) => /** @type {Transcript} */ (await get(`${this.path}/conversation`, { seq: session.seq, turn: turn.turn }, signal)),
-        (transcript) => this.#showPrompt(content, transcript, turn, SHOWN),
+        { path: `${this.path}/conversation`, parameters: { seq: session.seq, turn: turn.turn } },
+        (/** @type {Transcript} */ transcript) => this.#showPrompt(content, transcript, turn, SHOWN),
         (error) => replace(content, failure(error)),
       );
     });
@@ -202,14 +194,17 @@ function list(elements) {
   return h("ol", { class: "conversation" }, elements);
 }
 
+/** @param {number} turn @param {...Child} facts */
+function head(turn, ...facts) {
+  return h("div", { class: "panelhead" }, h("h2", null, `Turn ${turn}`), ...facts);
+}
+
 /** @param {Turn} turn @param {Session} session @param {HTMLElement} rendering */
 function turnHead(turn, { session_id: id, seq, last_seq }, rendering) {
   const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
   return [
-    h(
-      "div",
-      { class: "panelhead" },
-      h("h2", null, `Turn ${turn.turn}`),
+    head(
+      turn.turn,
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
@@ -228,10 +223,8 @@ function turnHead(turn, { session_id: id, seq, last_seq }, rendering) {
 function failedTurn({ turn, fence, kind, reason, status, detail, kept_bytes, opened_at, ended_at }, id) {
   const href = url(`/sessions/${encodeURIComponent(id)}/rejected/${fence}`);
   return [
-    h(
-      "div",
-      { class: "panelhead" },
-      h("h2", null, `Turn ${turn}`),
+    head(
+      turn,
       badge(kind, kind === "rejected" ? "bad" : "warn"),
       opened_at !== null && h("span", null, `after ${milliseconds((ended_at - opened_at) * 1000)}`),
       since(ended_at),
@@ -247,10 +240,8 @@ function failedTurn({ turn, fence, kind, reason, status, detail, kept_bytes, ope
 function openTurn(open, own) {
   const told = { gate: "waits at a gate", engine: "is generated", claim: "begins", prepare: "is prepared", validate: "is validated", commit: "is written", reply: "is sent" };
   return [
-    h(
-      "div",
-      { class: "panelhead" },
-      h("h2", null, `Turn ${open.turn}`),
+    head(
+      open.turn,
       badge("in flight", "running"),
       since(Math.min(open.opened_at, serverNow()), "for"),
       own && h("span", null, told[/** @type {keyof told} */ (own.state ?? "engine")]),

@@ -1,10 +1,13 @@
 /** What all views share: their end, their requests, and how they keep up with changes. */
 
-import { ApiError } from "./api.js";
-import { failure, h, message, replace } from "./dom.js";
+import { ApiError, get } from "./api.js";
+import { copyCurl } from "./copy.js";
+import { bar, button, failure, h, message, replace } from "./dom.js";
 import { visibleText } from "./visible.js";
 
-/** @import {Child, Overview, SessionRow} from "../ui_types.d.ts" */
+/** @import {Child, Overview, Session, SessionRow} from "../ui_types.d.ts" */
+/** @import {Command} from "./copy.js" */
+/** @import {Parameters} from "./route.js" */
 
 /**
  * @typedef {object} Place the part of the address that a view needs, and the newest overview
@@ -12,6 +15,22 @@ import { visibleText } from "./visible.js";
  * @property {URLSearchParams} query
  * @property {() => Overview|null} overview
  */
+
+/**
+ * A request: several, or a GET of JSON, whose type is that of the parameter of what shows it.
+ * @template T
+ * @typedef {((signal: AbortSignal) => Promise<T>)|{path: string, parameters?: Parameters}} Asked
+ */
+
+/**
+ * What stands in place of a view if what its address names does not exist; the view is shown as soon as it does.
+ * @type {Record<string, {code: string, why: string, all: string}>} `code`: of the refusal
+ */
+const MISSING = {
+  session: { code: "session_not_found", why: "Check the spelling: an id is matched exactly.", all: "#/" },
+  group: { code: "not_found", why: "No session has this group_id.", all: "#/groups" },
+  checkpoint: { code: "not_found", why: "It may have been deleted.", all: "#/checkpoints" },
+};
 
 /** A view is read anew at most so often, and never more than a part of the time that reading takes. */
 const REFRESH_MS = 500;
@@ -57,8 +76,8 @@ export class LatestRequest {
 
   /**
    * @template T
-   * @param {(signal: AbortSignal) => Promise<T>} request
-   * @param {(value: T) => void|Promise<void>} done
+   * @param {Asked<T>} request
+   * @param {(value: T) => void} done
    * @param {(error: unknown) => void} failed neither is called once the request is aborted
    */
   async run(request, done, failed) {
@@ -68,7 +87,8 @@ export class LatestRequest {
     this.current = current;
     let value;
     try {
-      value = await request(signal);
+      const got = typeof request === "function" ? request(signal) : get(request.path, request.parameters, signal);
+      value = /** @type {T} */ (await got);
     } catch (error) {
       if (signal.aborted) return;
       this.current = null;
@@ -77,7 +97,27 @@ export class LatestRequest {
     }
     if (signal.aborted) return;
     this.current = null;
-    await done(value);
+    done(value);
+  }
+}
+
+/** A part of a session's view. */
+export class SessionPart {
+  /**
+   * @param {AbortSignal} closed
+   * @param {string} id of the session
+   * @param {(turn: number|null, branch: number|null, seq?: number|null) => void} pick show another turn, or a branch's newest
+   */
+  constructor(closed, id, pick) {
+    this.closed = closed;
+    this.id = id;
+    this.pick = pick;
+    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
+    this.requests = new LatestRequest(closed);
+    /** @type {Session|null} as it is shown */
+    this.session = null;
+    /** @type {number|null} that is shown */
+    this.turn = null;
   }
 }
 
@@ -88,9 +128,11 @@ export class View {
   /** @type {ChildNode[]|null} the view's parts, while it only says that there is nothing of this name */
   #hidden = null;
 
-  /** @param {HTMLElement} root what the view fills */
-  constructor(root) {
+  /** @param {HTMLElement} root what the view fills @param {string} [kind] of what its address names @param {string} [id] its name */
+  constructor(root, kind = "", id = "") {
     this.root = root;
+    this.kind = kind;
+    this.id = id;
     /** Aborted when the view is left. Listeners, timers and requests end with it. */
     this.closed = this.#life.signal;
     this.requests = new LatestRequest(this.closed);
@@ -100,6 +142,16 @@ export class View {
 
   close() {
     this.#life.abort();
+  }
+
+  /** What every list has to the right. @param {() => Command} request */
+  tools(request) {
+    return [button("Refresh", () => this.refresh(), { class: "quiet" }), copyCurl(request)];
+  }
+
+  /** Show a list, whose title only a screen reader needs. @param {string} title @param {Child} left @param {Child} right @param {...Child} content */
+  fill(title, left, right, ...content) {
+    replace(this.root, h("h1", { class: "visually-hidden" }, title), bar(left, right), this.problem, content);
   }
 
   /** Sessions changed. @param {SessionRow[]} rows */
@@ -130,37 +182,30 @@ export class View {
   /**
    * Read, then show; the problem of an earlier request disappears.
    * @template T
-   * @param {(signal: AbortSignal) => Promise<T>} request
-   * @param {(value: T) => void|Promise<void>} show
+   * @param {Asked<T>} request
+   * @param {(value: T) => void} show
    */
   read(request, show) {
     const done = (/** @type {T} */ value) => {
       replace(this.problem);
       if (this.#hidden) replace(this.root, this.#hidden);
       this.#hidden = null;
-      return show(value);
+      show(value);
     };
     return this.requests.run(request, done, (error) => this.onFailure(error));
   }
 
   /** A request failed. @param {unknown} error */
   onFailure(error) {
-    const missing = error instanceof ApiError ? this.absent(error.code) : null;
-    if (missing) {
+    const about = MISSING[this.kind];
+    if (about && error instanceof ApiError && error.code === about.code) {
       this.#hidden ??= [...this.root.childNodes];
-      replace(this.root, message("empty", ...missing));
+      const all = h("a", { href: about.all }, `All ${this.kind}s`);
+      const title = `There is no ${this.kind} “${visibleText(this.id)}”.`;
+      replace(this.root, message("empty", title, h("p", null, about.why), h("p", null, all)));
       return;
     }
     replace(this.problem, failure(error, () => this.refresh()));
-  }
-
-  /**
-   * What stands in place of the view if what its address names does not exist; it is shown as soon as it does.
-   * @param {string} code of the refusal
-   * @returns {[string, ...Child[]]|null} a title and more; null: the refusal says something else
-   */
-  absent(code) {
-    return null;
   }
 
   /** Something changed: refresh, then pause. Changes that come meanwhile are read together after the pause. */
@@ -177,25 +222,10 @@ export class View {
     } while (this.isBehind && !this.closed.aborted);
     this.#isFollowing = false;
   }
-
-  /** While somebody looks, do this again and again. @param {number} ms @param {() => void} action */
-  every(ms, action) {
-    const timer = setInterval(() => document.hidden || action(), ms);
-    this.closed.addEventListener("abort", () => clearInterval(timer));
-  }
 }
 
-/** @param {string} id @returns {[string, ...Child[]]} the message of a view of a session that does not exist */
-export function noSession(id) {
-  return [
-    `There is no session “${visibleText(id)}”.`,
-    h("p", null, "Check the spelling: an id is matched exactly."),
-    h("p", null, h("a", { href: "#/" }, "All sessions")),
-  ];
-}
-
-/** @param {string} id @returns {[string, ...Child[]]} the message of a view of a group that does not exist */
-export function noGroup(id) {
-  const all = h("p", null, h("a", { href: "#/groups" }, "All groups"));
-  return [`There is no group “${visibleText(id)}”.`, h("p", null, "No session has this group_id."), all];
+/** While somebody looks, do this again and again. @param {AbortSignal} closed @param {number} ms @param {() => void} action */
+export function every(closed, ms, action) {
+  const timer = setInterval(() => document.hidden || action(), ms);
+  closed.addEventListener("abort", () => clearInterval(timer));
 }

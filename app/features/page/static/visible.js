@@ -76,19 +76,14 @@ export function named(name) {
   return [...visible(text.slice(0, boundary(text, NAMED))), `… (${text.length} characters)`];
 }
 
-/** @param {string} text @returns {string} the same for attributes and titles, where no element can be */
-export function visibleText(text) {
-  return text.replace(ODD, nameOf);
+/** The same for attributes and titles, where no element can be. @param {string} text @param {(character: string) => string} [spell] */
+export function visibleText(text, spell = nameOf) {
+  return text.replace(ODD, spell);
 }
 
 /** @param {Action} action @returns {string} `bash: pytest -q`, or the text */
 export function actionText({ tool, text }) {
   return visibleText(tool === null ? text : text ? `${tool}: ${text}` : tool);
-}
-
-/** @param {string} text @param {(character: string) => string} spell @returns {string} with its odd characters spelled */
-export function replaceOdd(text, spell) {
-  return text.replace(ODD, spell);
 }
 
 /** @param {string} text @param {number} at @returns {number} `at`, or one more where it would split a character */
@@ -102,7 +97,6 @@ function boundary(text, at) {
  *
  * @param {string} text
  * @param {string} [kind] a class
- * @returns {HTMLElement}
  */
 export function textBlock(text, kind = "") {
   const block = h("pre", { class: `text ${kind}`, dir: "auto", tabindex: text.length > SCROLLS ? "0" : null });
