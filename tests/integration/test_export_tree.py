@@ -18,7 +18,7 @@ from ops.simulator.process import SimulatorProcess
 from tests.tools.export_digest.requests import Player, play
 from turnlog import Turnlog, attention_mask, attention_slices, pack_trees, unpack_tree
 
-TREES = 100
+TREES = 40
 PLAIN = {"tool_calls": False, "reasoning": False}
 Row = dict[str, Any]
 
