@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.kept_server import KeptServer
 from integration.stand import Stand, until
 from integration.tito import tokenizer_folder
 
 from e2e.harnesses import HARNESSES
+from ops.server import KeptServer
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.kept_server import KeptServer
 from integration.stand import until, user
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import metric_files
-from ops.server import ServerProcess
+from ops.server import KeptServer, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long

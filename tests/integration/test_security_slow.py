@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from helpers.kept_server import KeptServer
 from starlette.types import Receive, Scope, Send
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
@@ -26,7 +25,7 @@ from app.api.replies import error_parts
 from app.api.tokens import Tokens
 from app.api.turns import send_reply
 from app.errors import AppError, BodyGivenUp
-from ops.server import ServerProcess
+from ops.server import KeptServer, ServerProcess
 
 pytestmark = pytest.mark.anyio
 
