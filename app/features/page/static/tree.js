@@ -1,6 +1,6 @@
 /** A session's tree as a graph: a row a branch, a dot a turn, and whose loss each turn is in. */
 
-import { button, folded, h, replace, scrollRegion, svg } from "./dom.js";
+import { button, folded, h, renew, replace, scrollRegion, svg } from "./dom.js";
 import { amount, count, ranges } from "./format.js";
 import { sideBySideHref } from "./route.js";
 import { SessionPart } from "./view.js";
@@ -46,10 +46,11 @@ export class TreeTab extends SessionPart {
     this.key = "";
     this.goal = "";
     this.head = h("div", { class: "treehead" });
-    this.told = h("p", { class: "note" });
+    this.told = h("span");
+    this.title = h("div", { class: "treetitle" });
     this.box = scrollRegion("Tree");
     this.text = h("ul", { class: "plain" });
-    this.element = h("div", { class: "tree-tab" }, this.head, this.box, this.told, folded("As text", this.text));
+    this.element = h("div", { class: "tree-tab" }, this.head, this.box, h("p", { class: "note" }, this.told, this.title), folded("As text", this.text));
     this.box.addEventListener("keydown", (event) => this.#onKey(event));
   }
 
@@ -101,7 +102,7 @@ export class TreeTab extends SessionPart {
     if (hadFocus && again) /** @type {SVGElement} */ (again).focus({ preventScroll: true });
     if (goal !== this.goal) again?.scrollIntoView({ block: "nearest", inline: "center" });
     this.goal = goal;
-    replace(this.text, rows.map((row) => row.branch && h("li", null, this.#tell(tree, row.branch, row.own))));
+    replace(this.text, rows.map((row) => row.branch && h("li", null, this.#tell(tree, row.branch, row.own), h("div", { class: "treetitle" }, this.#titleOf(row.branch)))));
   }
 
   /** @param {Tree} tree @param {string} name */
@@ -110,8 +111,7 @@ export class TreeTab extends SessionPart {
     const looks = Object.entries(LOOKS).map(([look, text]) => h("li", null, svg("svg", picture, mark(look, 7)), text));
     const fit = () => this.#zoomTo(this.box.clientWidth / (this.width ?? 1));
     const rows = tree.branches.filter((one) => one.exported).length;
-    replace(
-      this.head,
+    renew(this.head, [name, rows, this.opened.size > 0], () => [
       h("span", { class: "note" }, `${name}, ${count(rows)} rows`),
       h("ul", { class: "legend" }, looks),
       h(
@@ -122,16 +122,23 @@ export class TreeTab extends SessionPart {
         button("fit", fit),
         this.opened.size > 0 && button("fold", () => (this.opened.clear(), this.#draw())),
       ),
-    );
+    ]);
     const branch = tree.branches.find((one) => one.branch === this.#branch(tree));
     const own = tree.turns.filter((one) => one.branch === branch?.branch);
-    replace(this.told, branch && this.#tell(tree, branch, own));
+    // The titles come later: the link is not made anew under somebody's click.
+    renew(this.told, [tree, branch], () => branch && this.#tell(tree, branch, own));
+    replace(this.title, branch && this.#titleOf(branch));
   }
 
   /** @param {Tree} tree @returns {number|null} of what is picked */
   #branch(tree) {
     const turn = tree.turns.find((one) => one.turn === this.place?.turn);
     return turn?.branch ?? this.place?.branch ?? tree.main_branch;
+  }
+
+  /** @param {TreeBranch} branch */
+  #titleOf({ branch }) {
+    return this.titles.has(branch) && named(this.titles.get(branch));
   }
 
   /** @param {Tree} tree @param {TreeBranch} branch @param {TreeTurn[]} own */
@@ -151,7 +158,6 @@ export class TreeTab extends SessionPart {
       `: ${amount(own.length, "turn")}, ${count(tokens)} tokens; `,
       reason === null ? `its row trains ${trained.length ? `turns ${ranges(trained)}` : "no turn"}` : `no row: ${reason}`,
       other != null && [" · ", h("a", { href: sideBySideHref(pair) }, `compare with branch ${other}`)],
-      this.titles.has(branch) && h("div", { class: "treetitle" }, named(this.titles.get(branch))),
     ];
   }
 
