@@ -143,7 +143,7 @@ def test_verify_goes_on_and_names_sessions_and_tables(whole: Whole, tmp_path: Pa
     url = f"sqlite+aiosqlite:///{damaged.path}"
     report = asyncio.run(verify_url(url))
     assert report.sessions == len(whole.session_ids)
-    # Where the last page of a content is zeros, SQLite reads it: what it says is wrong then, and a problem all the same.
+    # SQLite reads zeros in the last page of a content: its session is then no unreadable one, but a problem.
     assert set(report.unreadable) <= damaged.lost_with_replay <= {problem.session_id for problem in report.problems}
     assert {"events", "turns", "blobs", "chunks"} == set(report.damaged_tables)
     done = run_module("turnlog.cli", "verify", "--database-url", url, environment=os.environ)
