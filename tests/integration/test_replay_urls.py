@@ -63,8 +63,10 @@ def test_the_same_rows(stand: Stand) -> None:
 def test_wrong_bytes_are_not_given(stand: Stand) -> None:
     talks = [stand.talk(), stand.talk()]
     with Turnlog(stand.base_url) as client:
-        for talk in talks:
-            talk.say(f"Hello from {talk.id}", sim=LARGE)
+        for number, talk in enumerate(talks):
+            talk.say(
+                "Hello", sim={"experts": {**LARGE["experts"], "experts": 2**31 - 1 - number}}
+            )  # other ids for sure
         found = [next(iter(client.export(session_id=talk.id, replay="urls"))) for talk in talks]
     links, others = (row["replay_urls"]["routed_experts"] for row in found)
     other = others["chunks"][0]["url"]
