@@ -55,8 +55,10 @@ HARNESSES = (
         makes_up_ids=True,
     ),
     Harness("x-multi-turn-session-id"),
+    Harness("x-smg-routing-key"),
 )
-"""Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's, a generic one. The first one present is used."""
+"""Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's, a generic one, that of SGLang's router. The first one
+present is used."""
 
 AGENT, PARENT, FINAL = "x-turnlog-agent-id", "x-turnlog-parent-session-id", "x-dynamo-session-final"
 """Headers that are valid with any harness and take precedence over the harness's own."""

@@ -46,6 +46,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     """
 
     shape: ClassVar[EngineShape] = "chat"
+    key: ClassVar[str | None] = None
 
     messages: Sequence[msgspec.Raw]
     tools: msgspec.Raw | None
@@ -67,11 +68,10 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """As `ChatRequest`, with a prompt instead of messages: as `text` or as `ids`."""
+    """As `ChatRequest`, with a prompt instead of messages: as `text` or as `ids`. `key` is a retry's, where the body
+    has one."""
 
     shape: ClassVar[EngineShape] = "completions"
-    protocol: ClassVar[str] = "completions"
-    echo: ClassVar[bytes | None] = None
     refusal: ClassVar[str | None] = None
     left_out: ClassVar[Sequence[str]] = ()
 
@@ -80,6 +80,9 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     params: dict[str, msgspec.Raw]
     stream: bool
     control: SessionControl | None = None
+    protocol: str = "completions"
+    echo: bytes | None = None
+    key: str | None = None
 
 
 class _Message(msgspec.Struct):

@@ -345,6 +345,7 @@ class LiveChat:
 class Chat:
     name = "chat"
     route = "/v1/chat/completions"
+    methods: tuple[str, ...] = ("POST",)
     is_native = True
     has_layouts = True
     history: History = "linear"

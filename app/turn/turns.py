@@ -41,7 +41,7 @@ from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
 from app.turn.client_reply import shown, shown_kinds
 from app.turn.engine_call import adapter_of
-from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage
+from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage, hash_key
 from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
 from app.turn.points import TurnPath
 from app.upstream.dialects import asked_for
@@ -240,6 +240,8 @@ class Turns:
         if config.capture == "text" and request.ids is not None:
             raise Unsupported("a session that captures text alone takes no token ids")
         turn.request, turn.large = request, large
+        if request.key is not None and turn.retry_key is None:
+            turn.retry_key = hash_key(request.key)
         turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
 
     def _read(self, turn: InFlightTurn, entry: CacheEntry) -> None:

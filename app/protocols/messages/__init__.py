@@ -50,6 +50,7 @@ EXAMPLE: Schema = {
 class Messages:
     name = "messages"
     route = "/v1/messages"
+    methods: tuple[str, ...] = ("POST",)
     is_native = False
     has_layouts = True
     history: History = "tree"
