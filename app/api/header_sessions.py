@@ -279,8 +279,9 @@ def session_of_request(
         if without_session == "refuse":
             expected = ", ".join(harness.session for harness in HARNESSES)
             raise InvalidRequest(
-                f"no session: send one of the headers {expected}, nvext.session_control or its own token "
-                "(TURNLOG_WITHOUT_SESSION=record gives a turn one of its own)"
+                "no session: use the url that POST /sessions returns as the base URL, or name the session in a header "
+                f"({expected}) or in nvext.session_control, or send its own token as the API key "
+                "(TURNLOG_WITHOUT_SESSION=record gives a request that names none a session of its own)"
             )
         session_id = _made_up(headers)
     main = given[harness.session] if harness is not None else session_id

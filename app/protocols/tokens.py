@@ -47,12 +47,18 @@ SGLANGS_LIMIT = msgspec.Raw(b"128")
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """SGLang's sampling parameters that a completion calls otherwise."""
 
-_NOT_VLLMS = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params", "mm_placeholders")
+_NOT_VLLMS = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 _NOT_SGLANGS = (
     *("text", "input_embeds", "image_data", "video_data", "audio_data", "session_params", "token_ids_logprob"),
     *("return_hidden_states", "bootstrap_room"),
 )
 """Fields of a prompt that is not one list of ids, and of values that a completion does not give."""
+
+_NOT_COMPLETIONS = ("extra_args", "bad_words", "logprob_token_ids", "structural_tag")
+"""Sampling parameters that an engine's completion would drop in silence."""
+
+_OF_ENGINES = ("stream_options", "detokenize", "output_kind", "flat_logprobs", "output_text_buffer_length")
+"""What says how an engine hands its tokens over."""
 
 _SAMPLING: Schema = {"type": "object", "description": "As the engine's own route takes them; `n` is 1."}
 
@@ -95,11 +101,13 @@ SGLANG_EXAMPLE: Schema = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_t
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What of the request its reply needs. `prompt` are the ids to repeat; `is_legacy`: as vLLM's demo server."""
+    """What of the request its reply needs. `prompt` are the ids to repeat; `has_text`: vLLM's `output_mode` text;
+    `is_legacy`: as vLLM's demo server."""
 
     request_id: str | None = None
     prompt: msgspec.Raw = _NULL
     logprobs: bool = True
+    has_text: bool = False
     is_legacy: bool = False
 
 
@@ -108,6 +116,7 @@ _WANTED = msgspec.json.Decoder(Wanted)
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[msgspec.Raw]
+    tokens: list[str] = []
     top_logprobs: list[dict[str, msgspec.Raw] | None] | None = None
 
 
@@ -160,21 +169,24 @@ _USAGE = msgspec.json.Decoder(_Usage)
 
 
 def _sampling(fields: Fields) -> Fields:
-    """The members of `sampling_params`. Raises InvalidRequest, Unsupported."""
+    """The members of `sampling_params` that are set, and a limit that is set to null. Raises InvalidRequest,
+    Unsupported."""
     raw = fields.pop("sampling_params", _NULL)
     if bytes(raw) == b"null":
         return {}
     if bytes(raw)[:1] != b"{":
         raise InvalidRequest("sampling_params must be an object")
     value_of(raw, "sampling_params")
-    return _FIELDS.decode(raw)
+    sampling = {_RENAMED.get(name, name): value for name, value in _FIELDS.decode(raw).items()}
+    _refuse(sampling, _NOT_COMPLETIONS)
+    return {name: value for name, value in sampling.items() if name == "max_tokens" or bytes(value) != b"null"}
 
 
 def _refuse(fields: Fields, names: Sequence[str]) -> None:
     """Remove the fields; raises Unsupported for one that asks for something."""
     for name in names:
         if name in fields and value_of(fields.pop(name), name) not in (None, False, "", [], {}):
-            raise Unsupported(f"{name}: a session's prompt is one list of token ids")
+            raise Unsupported(f"{name} cannot be carried to an engine's completion of one list of token ids")
 
 
 def _key(fields: Fields, name: str) -> str | None:
@@ -215,17 +227,18 @@ def parse_vllm(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     ids = _ids(fields, "token_ids")
     params = {"max_tokens": _NULL, **_sampling(fields)}
     _refuse(fields, _NOT_VLLMS)
-    if value_of(fields.pop("output_mode", None), "output_mode") not in (None, "tokens"):
-        raise Unsupported("output_mode must be tokens")
+    mode = value_of(fields.pop("output_mode", None), "output_mode")
+    if mode not in (None, "tokens", "text"):
+        raise InvalidRequest("output_mode must be tokens or text")
     stream = flag(fields.pop("stream", None), "stream")
     key = _key(fields, "request_id")
     repeats = flag(fields.pop("return_token_ids", None), "return_token_ids")
-    for name in ("stream_options", "detokenize", "output_kind"):
+    for name in _OF_ENGINES:
         fields.pop(name, None)
         params.pop(name, None)
     prompt = msgspec.Raw(b"[" + ids.text + b"]") if repeats else _NULL
-    # The client reads the rows of every reply whose engine gives them.
-    return _request(ids, {**fields, **params}, many_values, VllmGenerate.name, stream, key, Wanted(key, prompt))
+    wanted = Wanted(key, prompt, has_text=mode == "text")
+    return _request(ids, {**fields, **params}, many_values, VllmGenerate.name, stream, key, wanted)
 
 
 def parse_sglang(
@@ -237,7 +250,7 @@ def parse_sglang(
         return _parse_legacy(fields, many_values)
     _refuse(fields, _NOT_SGLANGS)
     ids = _ids(fields, "input_ids")
-    sampling = {_RENAMED.get(name, name): raw for name, raw in _sampling(fields).items()}
+    sampling = _sampling(fields)
     stream = flag(fields.pop("stream", None), "stream")
     key = _key(fields, "rid")
     wants_logprobs = flag(fields.pop("return_logprob", None), "return_logprob")
@@ -261,30 +274,26 @@ def _parse_legacy(fields: Fields, many_values: bool) -> CompletionRequest:
 
 
 def vllm_reply(reply: CommittedReply) -> dict[str, Any]:
-    """vLLM's reply. `token` and `token_id` are both there: clients of one or the other version read either."""
+    """vLLM's reply."""
     completion, wanted = _REPLY.decode(reply.body), _WANTED.decode(reply.echo or b"{}")
     [choice] = completion.choices
-    tops = choice.logprobs.top_logprobs or [None] * len(choice.token_ids)
-    content = [
-        {**_named(token, logprob), "top_logprobs": [_named(_id_in(name), lp, name) for name, lp in (top or {}).items()]}
-        for token, logprob, top in zip(choice.token_ids, choice.logprobs.token_logprobs, tops, strict=True)
-    ]
-    own = _own_versions(completion, choice)
+    text = {"text": choice.text} if wanted.has_text else {}
     return {
         "request_id": wanted.request_id or completion.id,
         "model": completion.model,
         "created": completion.created,
-        "output_mode": "tokens",
+        "output_mode": "text" if wanted.has_text else "tokens",
         "choices": [
             {
                 "index": 0,
+                **text,
                 "token_ids": choice.token_ids,
-                "logprobs": {"content": content},
+                "logprobs": {"content": _content(choice, wanted.has_text)},
                 "finish_reason": choice.finish_reason,
                 "stop_reason": _stop(choice),
                 "routed_experts": _experts(completion, choice),
                 "sampling_mask": choice.sampling_mask,
-                "weight_versions": own,
+                "weight_versions": _own_versions(completion, choice),
             }
         ],
         "prompt_logprobs": choice.prompt_logprobs,
@@ -294,9 +303,24 @@ def vllm_reply(reply: CommittedReply) -> dict[str, Any]:
     }
 
 
-def _named(token: int | None, logprob: msgspec.Raw, name: str | None = None) -> dict[str, Any]:
+def _content(choice: _Choice, has_text: bool) -> list[dict[str, Any]]:
+    """The sampled tokens, with `token` and `token_id`: clients of one or another version read either."""
+    tops = choice.logprobs.top_logprobs or [None] * len(choice.token_ids)
+    names: list[str | None] = list(choice.logprobs.tokens) if has_text else []
+    names += [None] * (len(choice.token_ids) - len(names))
+    return [
+        {
+            **_named(token, logprob, name),
+            "top_logprobs": [_named(_id_in(one), lp, one) for one, lp in (top or {}).items()],
+        }
+        for token, name, logprob, top in zip(choice.token_ids, names, choice.logprobs.token_logprobs, tops, strict=True)
+    ]
+
+
+def _named(token: int | None, logprob: msgspec.Raw, name: str | None) -> dict[str, Any]:
     text = name if name is not None else f"token_id:{token}"
-    return {"token": text, "token_id": token, "logprob": logprob, "bytes": None, "rank": None}
+    spelled = None if name is None else list(name.encode())
+    return {"token": text, "token_id": token, "logprob": logprob, "bytes": spelled, "rank": None}
 
 
 def _id_in(name: str) -> int | None:

@@ -80,6 +80,8 @@ def test_what_a_reply_says_beside_its_tokens(every: Stand) -> None:
     assert (choice["index"], choice["finish_reason"]) == (0, "length")
     assert reply["usage"]["completion_tokens"] == len(choice["token_ids"]) == 8
     assert Client(every, VLLM).turn(5)["prompt_token_ids"] is None
+    spelled = Client(every, VLLM).send([5], output_mode="text").json()["choices"][0]
+    assert "".join(entry["token"] for entry in spelled["logprobs"]["content"]) == spelled["text"]
     reply = Client(every, SGLANG).turn(5, 6, 7, rid="mine")
     assert isinstance(reply["text"], str)
     meta = reply["meta_info"]
@@ -156,7 +158,8 @@ def test_put_and_the_demo_servers_variant(every: Stand) -> None:
         (VLLM, {"token_ids": []}, (400, "invalid_request"), "token_ids"),
         (VLLM, {"token_ids": [[5]]}, (400, "invalid_request"), "token_ids"),
         (VLLM, {"sampling_params": [1]}, (400, "invalid_request"), "sampling_params"),
-        (VLLM, {"output_mode": "message"}, (400, "unsupported"), "output_mode"),
+        (VLLM, {"output_mode": "message"}, (400, "invalid_request"), "output_mode"),
+        (VLLM, {"sampling_params": {"bad_words": ["x"]}}, (400, "unsupported"), "bad_words"),
         (SGLANG, {"sampling_params": {"n": 2}}, (400, "unsupported"), "n must be 1"),
         (SGLANG, {"input_ids": [[5, 6], [7]]}, (400, "invalid_request"), "input_ids"),
         (SGLANG, {"input_ids": None, "text": "Hi"}, (400, "unsupported"), "text"),
