@@ -338,8 +338,7 @@ class LiveChat:
         return chunks_of(fields, [{**first, "delta": unsent}, last])
 
     def error(self, error: ErrorFields) -> bytes:
-        """Without `[DONE]`, which would end the stream as if it were whole."""
-        return event(msgspec.Raw(openai_error(error)))
+        return error_event(error)
 
 
 class Chat:
@@ -370,4 +369,9 @@ class Chat:
         return openai_error(error)
 
     def error_event(self, error: ErrorFields) -> bytes:
-        return event(msgspec.Raw(openai_error(error))) + DONE
+        return error_event(error)
+
+
+def error_event(error: ErrorFields) -> bytes:
+    """Without `[DONE]`, which would end the stream as if it were whole."""
+    return event(msgspec.Raw(openai_error(error)))

@@ -47,7 +47,7 @@ from app.upstream.dialects import (
 )
 from app.upstream.generate import GENERATE, Fields, generate_body
 from app.upstream.http import EngineError
-from app.upstream.streams import STREAM, Push, ReplyStream
+from app.upstream.streams import STREAM, Push, ReplyStream, limit_of
 from workers import codec
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
@@ -373,10 +373,10 @@ class EngineCalls:
 
     def _open_stream(self, turn: InFlightTurn, call: EngineCall) -> OpenStream:
         """What reads the reply of a stream."""
-        staged, push = turn.staged, call.push
+        staged, push, limit = turn.staged, call.push, limit_of(call.params)
         if staged is None:
-            return lambda engine, version, logprobs_of: ReplyStream(push)
-        return partial(staged.stream, push)
+            return lambda engine, version, logprobs_of: ReplyStream(push, limit)
+        return partial(staged.stream, push, limit)
 
     def _may_send(self, turn: InFlightTurn) -> bool:
         """Ask the gates at the last moment, when a connection is ready."""

@@ -109,9 +109,10 @@ class StreamKeeper(Protocol):
     """Keeps the tokens of a stream that the engine sends (resume)."""
 
     def stream(
-        self, push: Push | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
+        self, push: Push | None, limit: int | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
     ) -> StreamReader:
-        """What reads the next stream of this engine, whose weight version is `version` if known."""
+        """What reads the next stream of this engine, of at most `limit` tokens; its weight version is `version` if
+        known."""
 
     def cut(self) -> EngineReply | None:
         """What had come when the engine died; None: nothing."""
