@@ -274,6 +274,14 @@ class UpstreamInvalid(AppError):
     meaning = "a 200 that lacks what was asked for, is malformed, too large or a redirect"
 
 
+class GenerationFailed(UpstreamInvalid):
+    """The engine told in a 200 that it failed: the client gets what it told, as if it had come with this status."""
+
+    def __init__(self, message: str, told_status: int, told: bytes) -> None:
+        super().__init__(message)
+        self.told_status, self.told = told_status, told
+
+
 class WorkerCrash(AppError):
     """Validating the reply crashed two worker processes in a row, so the reply is discarded."""
 

@@ -27,13 +27,14 @@ from app.domain.left_out import bounded
 from app.domain.request import ChatRequest, IdsField, chat_body, completion_body, join_object, value_of
 from app.domain.session import Session, engine_session_of
 from app.domain.split import ITEMS
-from app.errors import ClaimLost, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
+from app.errors import ClaimLost, GenerationFailed, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
 from app.fleet.engines import PATHS, OpenStream
 from app.sessions.cache import require_open
 from app.store.log import StoredBlob
 from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
 from app.turn.large_bodies import INLINE_BYTES
 from app.upstream import headers as http_headers
+from app.upstream.body import Body
 from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import (
     FIRST_ROW_NAMES,
@@ -411,7 +412,7 @@ class EngineCalls:
         self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
     ) -> ValidatedReply | None:
         """Validate one generation, the turn's `answer` from now on; None for an engine's own error, which is passed to
-        the client. Raises as `ReplyValidator.validate`."""
+        the client, also where it comes with a 200. Raises as `ReplyValidator.validate`."""
         engines = self._services.engines
         answer.headers = http_headers.to_client(answer.headers)
         turn.answer = answer
@@ -428,6 +429,9 @@ class EngineCalls:
             # The engine may have been restarted with other settings since it was asked whether it takes ids.
             engines.forget_ids_field(answer.engine)
             raise
+        except GenerationFailed as failed:
+            answer.status, answer.body = failed.told_status, Body([failed.told])
+            return None
         if named is None and engine.lacks_id(answer.body):
             raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
         if crash_points.ARMED:

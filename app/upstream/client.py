@@ -58,8 +58,8 @@ SLICE = 16 << 10
 """Bytes of a stream that are read in one go, some ten to a hundred events."""
 
 STREAM_SHARE, STREAM_BURST_S = 0.2, 0.02
-"""A stream may take this share of the event loop, and so many seconds at once; what comes faster waits in the kernel. An
-engine that generates takes a hundredth of it, and what it has not used while nothing came is not kept."""
+"""A stream may take this share of the event loop, and so many seconds at once; what comes faster waits in the kernel.
+An engine that generates takes a hundredth of it, and what it has not used while nothing came is not kept."""
 
 TARGETS = 1024
 """How many URLs are kept in the form in which they are sent."""

@@ -22,6 +22,7 @@ import msgspec
 from app.domain.request import join_object
 from app.upstream.deltas import Delta, JoinedMessage
 from workers.parse_json import NULL, Fields, Rejected, is_null, no_contradiction
+from workers.parse_parts import FAILED
 
 Push = Callable[[bytes, Delta], None]
 """Takes the reply as its first chunk gives it, with an empty message, and the next delta."""
@@ -96,8 +97,6 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 _LIMITS = msgspec.json.Decoder(_Limits)
 _TOLD = msgspec.json.Decoder(_Told | None)
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_ERROR = b'"error"'
-"""The finish reason of a generation that failed: OpenRouter's, and of proxies before engines."""
 
 PAST_LIMIT = 16
 """So many tokens may come past a request's limit: an engine that verifies drafts may end a few late."""
@@ -258,7 +257,7 @@ class ReplyStream(EventReader):
         delta = _DELTA.decode(choice.pop("delta", msgspec.Raw(b"{}")))
         ids, logprobs = choice.pop("token_ids", None), choice.pop("logprobs", None)
         content = None if logprobs is None or is_null(logprobs) else _FIELDS.decode(logprobs).get("content")
-        if bytes(choice.get("finish_reason", NULL)) == _ERROR:
+        if bytes(choice.get("finish_reason", NULL)) == FAILED:
             raise CutStream(told_error(choice.get("error")))
         self._take(delta, ids, content)
         self._choice.update(_values(choice))

@@ -12,7 +12,7 @@ from app import crash_points
 from app.domain import bounds
 from app.domain.calls import sampled_calls
 from app.domain.request import ChatRequest, join_object
-from app.errors import UpstreamInvalid, UpstreamUnauthorized, UpstreamUnreachable
+from app.errors import GenerationFailed, UpstreamInvalid, UpstreamUnauthorized, UpstreamUnreachable
 from app.fleet.engines import UNUSABLE, failure, require_status
 from app.text_upstreams import TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
@@ -55,7 +55,11 @@ class TextCalls(EngineCalls):
             answer = turn.answer = await self._asked(turn, upstream)
         if answer.status == 200:
             turn.received = answer.body
-            turn.reply = await self._validated(turn, answer)
+            try:
+                turn.reply = await self._validated(turn, answer)
+            except GenerationFailed as failed:
+                answer.status, answer.body = failed.told_status, Body([failed.told])
+                return
             if crash_points.ARMED:
                 crash_points.reach("after_judged")
 
