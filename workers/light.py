@@ -160,6 +160,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
         start < len(_PROMPT)
         or job.protocol != "chat"
         or job.wish is not None
+        or job.beginning
         or any(spec.required and spec.kind != rows_kind for spec in job.payload_specs)
     ):
         return None

@@ -42,7 +42,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     `refusal` says why the request cannot begin a turn of its own; it may still repeat one. `has_object_arguments`: tool
     arguments came as objects, which clients normalise. `stream_mode` is the request's own, removed from `params`.
     `layout` is that of a long body, `prefix` what was known of its history by its bytes. `left_out` is what of the
-    request no engine is sent (`app.domain.left_out`).
+    request no engine is sent (`app.domain.left_out`). `beginning` is the message that begins the reply, which is none
+    of `messages` (`app.domain.prefill`).
     """
 
     shape: ClassVar[EngineShape] = "chat"
@@ -64,6 +65,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     layout: KnownBody | None = None
     prefix: HistoryPrefix | None = None
     left_out: Sequence[str] = ()
+    beginning: bytes | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -74,6 +76,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     echo: ClassVar[bytes | None] = None
     refusal: ClassVar[str | None] = None
     left_out: ClassVar[Sequence[str]] = ()
+    beginning: ClassVar[bytes | None] = None
 
     text: str | None
     ids: TokenIds | None

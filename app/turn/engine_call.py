@@ -209,6 +209,8 @@ class EngineCalls:
                 turn.stored, images = _without_images(turn.session, new)
                 turn.shared = (*turn.shared, *images)
                 break
+        if request.beginning is not None:
+            messages = [*messages, request.beginning]
         return EngineCall("chat", params, tools, messages, None, rid, wish=wish)
 
     def _other_params(self, turn: InFlightTurn) -> bytes:
@@ -241,6 +243,9 @@ class EngineCalls:
                 turn.prompt = await token_in.given(turn, request.ids)
             elif turn.template is not None and isinstance(history, RequestHistory):
                 turn.prompt = await token_in.built(turn, turn.template, history)
+                if request.beginning is not None:
+                    dialect = self._services.engines.dialect
+                    turn.prompt = await token_in.begun(turn.template, turn.prompt, request.beginning, dialect)
                 left_out += await token_in.silent(history, turn.plan.base_messages)
         turn.call.ids = turn.call.prompt = turn.prompt
         turn.call.origin = "built" if request.ids is None else "client"

@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from app.domain import prefill
 from app.domain.completion import RequestPrompt
 from app.domain.events import Capture
-from app.domain.history import RequestHistory
+from app.domain.history import RequestHistory, digest
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash, require_own
-from app.domain.rules import RULES
+from app.domain.rules import RULES, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
@@ -239,6 +240,8 @@ class Turns:
             request = with_pinned(request, config)
         if config.capture == "text" and request.ids is not None:
             raise Unsupported("a session that captures text alone takes no token ids")
+        if prefill.CONTINUES in request.params and isinstance(request, ChatRequest):
+            request = prefill.with_beginning(request)
         turn.request, turn.large = request, large
         turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
 
@@ -259,13 +262,26 @@ class Turns:
             turn.history = RequestPrompt(request)
         history = turn.history
         history.check(entry.index, session, turn.agent_id)
-        turn.body_hash = canonical_hash(request, history.whole_hash)
-        turn.partial_reply, turn.partial_hash = history.partial_reply, None
-        if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
-            turn.partial_hash = canonical_hash(request, before)
+        if request.beginning is not None:
+            self._read_beginning(turn, request.beginning)
+        else:
+            turn.body_hash = canonical_hash(request, history.whole_hash)
+            turn.partial_reply, turn.partial_hash = history.partial_reply, None
+            if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
+                turn.partial_hash = canonical_hash(request, before)
         turn.session = session
         if self._services.token_in.prompts is not None and not session.is_text:
             turn.template = self._services.token_in.template_of(request)
+
+    def _read_beginning(self, turn: InFlightTurn, beginning: bytes) -> None:
+        """Tell the request by its history and by the reply's beginning, which in Messages may be what came of one."""
+        request, history = turn.request, turn.history
+        assert isinstance(request, ChatRequest)
+        turn.body_hash = canonical_hash(request, running_hash(history.whole_hash, digest(beginning)))
+        turn.partial_reply = turn.partial_hash = None
+        if request.protocol == "messages":
+            turn.partial_reply = msgspec.json.decode(beginning)
+            turn.partial_hash = canonical_hash(prefill.unprefilled(request), history.whole_hash)
 
     def _require_upstream(self, session_id: str, upstream: str) -> None:
         """Raises NoUpstream for a session whose upstream is no longer there."""

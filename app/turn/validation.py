@@ -18,6 +18,7 @@ from app.domain.calls import sampled_calls
 from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind
 from app.domain.history import RequestHistory
 from app.domain.request import has_more_than_text
+from app.domain.rules import EMPTY_REPLY
 from app.domain.session import Session
 from app.errors import GenerationFailed, Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
 from app.settings import Settings
@@ -76,6 +77,7 @@ class ReplyValidator:
             is_part=call.is_part,
             ids_field=call.ids_field if call.ids_field not in (None, "input_ids") else "",
             wish=call.wish,
+            beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
         read = None
         if not settings.replay and len(answer.body) + sum(map(len, new)) <= settings.inline_max_bytes:
@@ -90,7 +92,7 @@ class ReplyValidator:
         size = len(result.message)
         if size >= settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
+        message_hash, calls_hash, bare_hash = reply_hashes(turn.history, result)
         # Tokens without a reported weight version get the one known at dispatch.
         unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
         return msgspec.structs.replace(
@@ -170,6 +172,16 @@ class ReplyValidator:
             parent=parent,
             own=own if session.config.retain == "sampled" else None,
         )
+
+
+def reply_hashes(history: TurnHistory, result: ValidatedReply) -> tuple[str, str | None, str | None]:
+    """As `RequestHistory.reply_hashes`. A client that began the reply may send back what came of it alone: that is then
+    its other spelling."""
+    message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
+    if result.rest:
+        own, _, bare = history.reply_hashes(result.rest)
+        bare_hash = None if own == EMPTY_REPLY else bare or own
+    return message_hash, calls_hash, bare_hash
 
 
 class Weighed:
