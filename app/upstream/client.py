@@ -235,26 +235,41 @@ class EngineClient:
 
     async def _read_stream(self, connection: Connection, grow: Grow, stream: StreamReader) -> Body:
         """The stream's bytes count as the reply's: what is kept of them is less."""
-        size, left_s = 0, STREAM_BURST_S
+        size = 0
         loop = asyncio.get_running_loop()
-        began = ended = loop.time()
+        began = loop.time()
+        pace = Pace(began)
         async for piece in _plain_pieces(connection):
             size += len(piece)
             if size > self._max_bytes:
                 raise TooLarge(f"more than {self._max_bytes} bytes")
             grow(len(piece))
             for at in range(0, len(piece), SLICE):
-                started, before = loop.time(), ended
+                started = loop.time()
                 stream.feed(piece[at : at + SLICE])
-                ended = loop.time()
-                left_s = min(left_s + STREAM_SHARE * (started - before), STREAM_BURST_S) - (ended - started)
-                if left_s < 0 or at + SLICE < len(piece):
-                    await asyncio.sleep(max(-left_s / STREAM_SHARE, 0))
+                rest_s = pace.rest(started, loop.time())
+                if rest_s or at + SLICE < len(piece) or connection.pieces:
+                    await asyncio.sleep(rest_s)
             if not stream.is_live and not connection.is_complete:
                 connection.pause_reading()
                 await asyncio.sleep(min(REST_SHARE * (loop.time() - began), MAX_REST_S))
                 connection.resume_reading()
         return Body([stream.reply()])
+
+
+class Pace:
+    """How fast a stream may be read that began at `ended` (seconds)."""
+
+    def __init__(self, ended: float) -> None:
+        self._ended = ended
+        self._left_s = STREAM_BURST_S
+
+    def rest(self, started: float, ended: float) -> float:
+        """A slice was read from `started` to `ended`: how long the next one waits."""
+        earned = STREAM_SHARE * (started - self._ended)
+        self._left_s = min(self._left_s + earned, STREAM_BURST_S) - (ended - started)
+        self._ended = ended
+        return max(-self._left_s / STREAM_SHARE, 0)
 
 
 def target_of(url: str) -> tuple[Origin, str]:

@@ -294,11 +294,13 @@ def test_limits_count_what_the_vendor_says(stand: Stand) -> None:
 FAULTS = {
     **dict.fromkeys(
         (
-            *("empty_200", "not_json", "truncated_json", "bad_utf8", "not_object", "error_200", "no_choices"),
+            *("empty_200", "not_json", "truncated_json", "bad_utf8", "not_object", "no_choices"),
             *("two_choices", "message_null", "duplicate_choices", "deep_nesting"),
         ),
         (502, "upstream_invalid"),
     ),
+    "error_200": (500, 500),
+    "finish_error": (502, 502),
     "status_429": (429, 429),
     "status_500": (500, 500),
     "redirect": (502, "upstream_invalid"),
@@ -316,6 +318,9 @@ def test_a_vendor_that_fails(stand: Stand, protocol: str) -> None:
             assert reply.json().get("error", reply.json())["code"] == code
         assert reply.headers.get("retry-after") == ("1" if fault == "status_429" else None)
         assert "openai-organization" not in reply.headers
+        if fault in ("error_200", "finish_error"):
+            assert "simulated" in reply.text  # The vendor's own reason, which a retry may mend.
+            assert "x-should-retry" not in reply.headers
     unknown = talk.chat([user("Hello")], sim={}, nonsense=1)
     assert (unknown.status_code, "nonsense" in unknown.text) == (400, True)
     assert talk.committed() == []
@@ -331,6 +336,15 @@ def test_a_vendor_that_fails(stand: Stand, protocol: str) -> None:
     nobody = judge(stand, protocol, upstream="gone", model="any").chat([user("Hello")])
     assert nobody.status_code == 502
     assert KEY not in stand.server.log_path.read_text()
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
+def test_a_content_in_parts_of_text_is_text(stand: Stand, protocol: str) -> None:
+    talk = judge(stand, protocol)
+    reply = talk.say("Hello", sim={"fault": "content_parts", "text": "Well then", "reasoning": False})
+    assert "Well then" in reply.text
+    talk.say("And?", sim={"text": "So", "reasoning": False})
+    assert messages_of(talk) == [["Hello", "Well then", "And?", "So"]]
 
 
 REFUSED = (

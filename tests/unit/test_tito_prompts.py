@@ -60,6 +60,26 @@ def test_a_prompt_is_int32_and_the_tokenizers_own_rendering(
     assert prompts.decode(ids) == tokenizer.decode(rendering)
 
 
+@pytest.mark.parametrize("text", ["The answer is (", "It is ", " a", "\n"])
+def test_a_replys_beginning_is_cut_as_transformers_cuts_it_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, prompts: Prompts, family: str, text: str
+) -> None:
+    """vLLM asks transformers; SGLang splices the text in, whatever the template makes of it."""
+    spliced = prompts.beginning(text, {}, is_spliced=True)
+    assert prompts.decode(spliced) == text
+    try:
+        ids = prompts.first(QUESTION, None, {}) + prompts.beginning(text, {}, is_spliced=False)
+    except Unsupported:
+        assert family not in ("qwen2.5", "qwen3-2507") or not text.strip()
+        return
+    tokenizer = load(tokenizer_folder(tmp_path_factory, family))
+    pinned = {"preserve_thinking": True} if family in ("qwen3.6", "qwen3.8") else {}
+    begun = [*QUESTION, {"role": "assistant", "content": text}]
+    assert ids.tolist() == tokenizer.apply_chat_template(
+        begun, continue_final_message=True, tokenize=True, return_dict=False, **pinned
+    )
+
+
 @pytest.mark.parametrize("text", ["Yes.", " Yes ", "Yes\n", "Yes \n\n", "é🙂", "1000"])
 @pytest.mark.parametrize("new", ["No.", "\n No", " \n", "é\u0301", "10"])
 def test_no_boundary_merges_whatever_stands_at_it(
