@@ -401,7 +401,7 @@ def _without(fields: Fields, names: Collection[str]) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _short(texts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _live_deltas(texts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """What has come of a message at once, as deltas."""
     raw = {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in texts.items()}
     return (delta["delta"] for delta in _deltas(raw, None, is_last=True))
@@ -419,7 +419,7 @@ class LiveChat:
             texts = {"role": "assistant", **texts}
             self._sent.add("role")
         self._sent.update(texts)
-        deltas = [*_short(texts)] if texts else []
+        deltas = [*_live_deltas(texts)] if texts else []
         for call in map(self._ids.of, delta.get("tool_calls", ())):
             deltas += [{"tool_calls": [{**piece, "index": call["index"]}]} for piece in call_pieces(call)]
         return b"".join(map(self._chunk, deltas))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -20,21 +20,22 @@ Fields = Mapping[str, msgspec.Raw]
 Parts = Sequence[bytes | memoryview]
 Range = tuple[int, int]
 
-_LOGPROBS = ("logprobs", "return_logprob")
-_PROMPT_IDS = ("return_prompt_token_ids", "return_token_ids")
-_OUTPUT_IDS = ("return_token_ids",)
+_OUTPUT_IDS = ("token_ids", "response_token_ids")
 
-ASKED_BY: Mapping[str, Sequence[str]] = {
-    "logprobs": _LOGPROBS,
-    "prompt_token_ids": _PROMPT_IDS,
-    "token_ids": _OUTPUT_IDS,
-    "response_token_ids": _OUTPUT_IDS,
-    "meta_info": ("return_meta_info",),
-    "weight_versions": ("return_weight_versions",),
+ASKS: Mapping[str, Sequence[str]] = {
+    "logprobs": ("logprobs",),
+    "return_logprob": ("logprobs",),
+    "return_prompt_token_ids": ("prompt_token_ids",),
+    "return_token_ids": ("prompt_token_ids", *_OUTPUT_IDS),
+    "return_meta_info": ("meta_info",),
+    "return_weight_versions": ("weight_versions",),
     "kv_transfer_params": ("kv_transfer_params",),
 }
-"""What Turnlog asks engines for beside payloads, by the parameters with which a client asks for it, whatever the
-engine's dialect. `logprobs` of a completion is a number, of which 0 asks too."""
+"""By parameter, in either engine's spelling, the values that a client asks for with it. A completion's `logprobs` is a
+number, of which 0 asks too."""
+
+ASKED_FOR = frozenset(name for names in ASKS.values() for name in names)
+"""What Turnlog asks engines for, beside payloads."""
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -60,48 +61,59 @@ describe(_Reply, dict[str, msgspec.Raw])
 def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
     """A valid reply with null for each value that Turnlog asked for and these parameters do not; all else is the
     engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are long."""
-    asked = asked_for(params) | {name for name in ASKED_BY if _asks(params, name)}
-    unasked = [place for place in places if place.kind not in asked]
+    asked: set[str] = set(asked_for(params))
+    for name in ASKS.keys() & params.keys():
+        if bytes(params[name]) not in (b"null", b"false"):
+            asked.update(ASKS[name])
+    if bytes(params.get("top_logprobs", b"")).lstrip(b"0").isdigit():
+        asked.add("logprobs")  # Some harnesses, and pinned parameters, have it alone.
+    names = ASKED_FOR - asked
+    if not places:
+        return [_with_nulls(body.joined(), _hidden(body.joined(), names, params))] if names else body.pieces
     hidden: list[Range] = []
-    if names := ASKED_BY.keys() - asked:
+    if names:
         # The long values are left out of what is decoded, also those that the client gets.
         long_values = sorted(places, key=lambda place: place.start)
         text = b"".join(body.without([(place.start, place.end) for place in long_values]))
         hidden = [_in_body(start, end, long_values) for start, end in _hidden(text, names, params)]
-        unasked = [place for place in unasked if not any(start <= place.start < end for start, end in hidden)]
-    return body.without([*hidden, *((place.start, place.end) for place in unasked)])
+    for place in places:
+        if place.kind not in asked and not any(start <= place.start < end for start, end in hidden):
+            hidden.append((place.start, place.end))
+    return body.without(hidden)
 
 
-def _asks(params: Fields, name: str) -> bool:
-    """Some harnesses send `top_logprobs` alone."""
-    if name == "logprobs" and bytes(params.get("top_logprobs", b"")).lstrip(b"0").isdigit():
-        return True
-    return any(bytes(params.get(asking, b"null")) not in (b"null", b"false") for asking in ASKED_BY[name])
-
-
-def _hidden(text: bytes, names: Collection[str], params: Fields) -> Iterator[Range]:
-    """The places of these members of a reply, or of its choice, that are not null."""
+def _hidden(text: bytes, names: Collection[str], params: Fields) -> list[Range]:
+    """The places of these members of a reply, and of its choice, that are not null."""
     reply = _REPLY.decode(text)
-    base = scan.address(memoryview(text))
+    values: list[msgspec.Raw] = []
     for home in (reply, *reply.choices):
         for name in home.__struct_fields__:
             if name in names and (value := getattr(home, name)) != NULL:
-                asked = _asked_in_meta(value, params) if name == "meta_info" else ()
-                for hidden in asked or (value,):
-                    start = scan.address(memoryview(hidden)) - base
-                    yield start, start + len(memoryview(hidden))
+                values += _unasked_in_meta(value, params) if name == "meta_info" else (value,)
+    views = [memoryview(value) for value in values]
+    base = scan.address(memoryview(text)) if views else 0
+    starts = [scan.address(view) - base for view in views]
+    return [(start, start + len(view)) for start, view in zip(starts, views, strict=True)]
 
 
-def _asked_in_meta(meta: msgspec.Raw, params: Fields) -> Sequence[msgspec.Raw]:
-    """SGLang's `meta_info` is also where payloads and the prompt's logprobs are. If the client asked for some that
-    stand in it: its other members; else nothing."""
+def _with_nulls(text: bytes, places: Sequence[Range]) -> bytes:
+    parts, done = [], 0
+    for start, end in sorted(places):
+        parts += (text[done:start], b"null")
+        done = end
+    return b"".join((*parts, text[done:]))
+
+
+def _unasked_in_meta(meta: msgspec.Raw, params: Fields) -> Sequence[msgspec.Raw]:
+    """All of SGLang's `meta_info`; but if it holds a payload or the prompt's logprobs, for which the client asked, its
+    other members."""
     kinds = asked_for(params)
     kept = {name for kind, name in NAMES["sglang"].items() if kind in kinds}
     if asks_for_prompt(logprob_wish(params)):
         kept |= {"input_token_logprobs", "input_top_logprobs"}
     members = _META.decode(meta) if kept else {}
     if kept.isdisjoint(members):
-        return ()
+        return (meta,)
     return [value for name, value in members.items() if name not in kept and value != NULL]
 
 

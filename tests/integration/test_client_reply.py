@@ -10,7 +10,7 @@ import httpx
 import pytest
 from helpers.streams import assembled
 
-from app.turn.client_reply import ASKED_BY
+from app.turn.client_reply import ASKED_FOR
 from integration.places import Places
 from integration.routing import EXPERTS, KINDS, POSITIONS, Recorded, recorded, text_of, without
 from integration.stand import user
@@ -158,7 +158,7 @@ def usual(request: pytest.FixtureRequest, places: Places) -> Iterator[Recorded]:
         yield made
 
 
-HIDDEN = (*ASKED_BY, "routed_experts")
+HIDDEN = (*ASKED_FOR, "routed_experts")
 IDS = {"return_token_ids": True}
 
 

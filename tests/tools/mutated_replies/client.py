@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
-from app.turn.client_reply import ASKED_BY
+from app.turn.client_reply import ASKED_FOR
 from tests.tools.mutated_replies import checks, wishes
 from tests.tools.mutated_replies.checks import Taken
 from tests.tools.mutated_replies.engine import Engine, Order, Served
@@ -130,7 +130,7 @@ class Client:
         session.taken.append(Taken(number, answer.turn, sent, reading))
         unasked = {*KINDS} - session.habit.asks
         if not session.habit.asks_for_all:
-            unasked |= ASKED_BY.keys()
+            unasked |= ASKED_FOR
         yield from checks.client_reply(sent, answer.body, () if self._phase.verbatim else sorted(unasked))
 
     def _refused(
