@@ -56,7 +56,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         '`{"turns": 50, "tokens": 100000, "context": 32768, "seconds": 1800}`',
         "on_disconnect": "the turn of a client that left goes on and commits; or `abort_after:<seconds>`",
         "stream_keepalive_s": "how often a waiting stream gets a comment; 0: never",
-        "client_reply": "[which values of the reply](api.md#a-turn) are `null`",
+        "client_reply": "without what Turnlog [asked for and the client did not](api.md#a-turn); or `verbatim`",
         "tokenizer": "a folder or hub name: Turnlog builds prompts as token ids ([Token-in, token-out](tito.md))",
         "tito_family": "or a [family](tito.md#models), whose template arguments are then pinned",
         "samples_versions": "weight versions in [`/samples`](api.md#samples)",

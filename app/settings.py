@@ -188,7 +188,7 @@ class Settings(BaseSettings):
     payloads: str = "database"
     payloads_timeout_s: float = Field(default=120, gt=0, le=3600)
     payloads_keep_s: float = Field(default=600, ge=0, le=30 * 86400)
-    client_reply: Literal["auto", "verbatim", "lean", "asked"] = "auto"
+    client_reply: Literal["asked", "verbatim"] = "asked"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
     on_disconnect: str = "finish"
     max_request_bytes: Size = Field(default=64 * MIB, ge=1024)

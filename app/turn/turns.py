@@ -40,13 +40,15 @@ from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
 from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
-from app.turn.client_reply import shown, shown_kinds
+from app.turn.client_reply import Parts, shown
 from app.turn.engine_call import adapter_of
 from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage
-from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
+from app.turn.large_bodies import INLINE_BYTES, INLINE_VALUES, large_bytes, large_history
 from app.turn.points import TurnPath
+from app.upstream.body import Body
 from app.upstream.dialects import asked_for
-from workers.reply import ValidatedReply
+from workers.parse_parts import REPLAY
+from workers.reply import PayloadRange, ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -180,7 +182,7 @@ class Turns:
                     await claims.commit(turn, turn.reply, is_alone=self.in_flight == 1)
                     is_settled = True
                     stages.marks.append((TurnStage.REPLY, stages.clock()))
-                    reply = self._reply(turn, turn.reply)
+                    reply = await self._reply(turn, turn.reply)
             except TurnCancelled:
                 error = await self._cancelled(turn)
                 turn.failure = error.code, str(error)
@@ -329,19 +331,18 @@ class Turns:
 
     async def _stored_reply(self, turn: InFlightTurn, number: int) -> TurnReply:
         """The reply, once it is on disk. Raises SessionClosed, SessionUnreadable, StoreUnavailable."""
-        cache, session_id, request = self._services.cache, turn.session_id, turn.request
+        cache, session_id = self._services.cache, turn.session_id
         session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
             await self._services.writer.submit(Settled(session_id))
-        mode = self._services.settings.client_reply
-        kinds = shown_kinds(asked_for(request.params), mode)
+        kinds = REPLAY if self._is_verbatim(turn) else asked_for(turn.request.params)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         turn.waiter.grow(len(body))
         return TurnReply(
             status,
             headers,
-            shown([body], request.params, mode),
+            await self._shown(turn, Body([body]), ()),
             turn=number,
             replayed=True,
             rolled_back=RULES[session.history].rolled_back(session, number),
@@ -388,26 +389,34 @@ class Turns:
 
     # reply
 
-    def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
-        """The engine's reply without what the client did not ask for, or what no other protocol has."""
-        mode, request, body = self._services.settings.client_reply, turn.request, turn.answer
-        hidden: list[tuple[int, int]] = []
-        if reply.places:
-            kinds = shown_kinds(asked_for(request.params), mode)
-            hidden = [(place.start, place.end) for place in reply.places if place.kind not in kinds]
-        if reply.prompt is not None and not PROTOCOLS[request.protocol].is_native:
-            hidden.append((reply.prompt.start, reply.prompt.end))
-        parts = body.body.without(hidden) if hidden else body.body.pieces
+    async def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
+        places = reply.places if reply.prompt is None else [*reply.places, reply.prompt]
         return TurnReply(
             200,
-            body.headers,
-            shown(parts, request.params, mode) if mode == "asked" else parts,
+            turn.answer.headers,
+            await self._shown(turn, turn.answer.body, places),
             turn=turn.opened.turn,
             is_aborted=reply.finish_reason == "abort",
             rolled_back=len(turn.plan.discarded),
             left_out=turn.left_out,
             given_ids=turn.given_ids,
         )
+
+    def _is_verbatim(self, turn: InFlightTurn) -> bool:
+        """A text upstream was asked for nothing but what its client asked for."""
+        return turn.session.is_text or self._services.settings.client_reply == "verbatim"
+
+    async def _shown(self, turn: InFlightTurn, body: Body, places: Sequence[PayloadRange]) -> Parts:
+        """The reply, whose long values are at these places, without what the client did not ask for, or what no other
+        protocol has."""
+        if not PROTOCOLS[turn.request.protocol].is_native:
+            return body.without([(place.start, place.end) for place in places])
+        if self._is_verbatim(turn):
+            return body.pieces
+        decoded_bytes = len(body) - sum(place.end - place.start for place in places)
+        if decoded_bytes <= INLINE_BYTES:
+            return shown(body, places, turn.request.params)
+        return await asyncio.to_thread(shown, body, places, turn.request.params)
 
     # the process's turns
 

@@ -42,6 +42,7 @@ def stand(sglang: SimulatorProcess, vendor: SimulatorProcess, places: Places) ->
         "judge": {"url": f"{vendor.base_url}/v1/", "key_env": "KEY_OF_THE_JUDGE", "model": "large"},
         "stranger": {"url": vendor.base_url, "key": "canary-wrong-key", "model": "large"},
         "gone": f"http://127.0.0.1:{free_port()}",
+        "local": {"url": sglang.base_url, "key": "Expected", "model": "simulator"},
     }
     environment = {
         "TURNLOG_TEXT_UPSTREAMS": json.dumps(upstreams),
@@ -347,8 +348,24 @@ def test_a_content_in_parts_of_text_is_text(stand: Stand, protocol: str) -> None
     assert messages_of(talk) == [["Hello", "Well then", "And?", "So"]]
 
 
+@pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
+def test_a_key_that_is_a_word_is_hidden_in_errors_alone(stand: Stand, protocol: str) -> None:
+    talk = judge(stand, protocol, upstream="local")
+    text = "As Expected"
+    call = {"name": "look", "arguments": '{"at": "Expected"}'}
+    reply = talk.say("Hello", tools=[tool_of(protocol)], sim={"text": text, "reasoning": False, "calls": [call]})
+    assert reply.text.count("Expected") == 2
+    [row] = talk.rows(format="messages")
+    message = row["messages"][-1]
+    assert message["content"] == text
+    assert message["tool_calls"][0]["function"]["arguments"] == call["arguments"]
+    refused = judge(stand, upstream="local").chat([user("Hello")], temperature="hot")
+    assert refused.status_code == 400
+    assert "(hidden) `float | null`, got `str`" in refused.text
+
+
 REFUSED = (
-    ({"capture": "text"}, 400, "upstream must be one of gone, judge, stranger"),
+    ({"capture": "text"}, 400, "upstream must be one of gone, judge, local, stranger"),
     ({"capture": "text", "upstream": "nobody"}, 400, "upstream must be one of"),
     ({"capture": "text", "upstream": "gone"}, 400, "model is missing"),
     ({"capture": "text", "upstream": "judge", "adapter": "one"}, 400, "adapter is for sessions of engines"),

@@ -65,6 +65,16 @@ def test_tokens_that_can_be_guessed(clean_environment: Environment, tmp_path: Pa
     assert "canary" not in json.dumps(findings)
 
 
+def test_keys_of_upstreams_that_are_words(clean_environment: Environment, tmp_path: Path) -> None:
+    upstreams = {name: {"url": "http://x", "key": key} for name, key in (("a", "canary"), ("b", "canary" * 3))}
+    url = f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}"
+    clean_environment(DATABASE_URL=url, TEXT_UPSTREAMS=json.dumps(upstreams))
+    findings = examined(code=1)
+    [word] = [what for what in of(findings, "settings", "warning") if "TEXT_UPSTREAMS" in what]
+    assert word.startswith("TURNLOG_TEXT_UPSTREAMS: the key of a has fewer than 16 characters")
+    assert "canary" not in json.dumps(findings)
+
+
 def test_everybody_is_an_admin(clean_environment: Environment, tmp_path: Path) -> None:
     clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}", TRUSTED_NETWORKS="0.0.0.0/0")
     [open_to_all] = of(examined(code=1), "tokens", "problem")

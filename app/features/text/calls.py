@@ -14,7 +14,7 @@ from app.domain.calls import sampled_calls
 from app.domain.request import ChatRequest, join_object
 from app.errors import GenerationFailed, UpstreamInvalid, UpstreamUnauthorized, UpstreamUnreachable
 from app.fleet.engines import UNUSABLE, failure, require_status
-from app.text_upstreams import TextUpstream
+from app.text_upstreams import SHORT_KEY, TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
 from app.turn.in_flight import InFlightTurn, TurnStage
 from app.turn.validation import reply_hashes
@@ -31,7 +31,7 @@ ROUTES = {"chat": "/chat/completions", "completions": "/completions"}
 """Below an upstream's base URL."""
 
 HIDDEN = b"(hidden)"
-"""In place of an upstream's key, where its reply repeats that."""
+"""In place of an upstream's key, where its answer repeats that."""
 
 
 class TextCalls(EngineCalls):
@@ -126,8 +126,14 @@ class TextCalls(EngineCalls):
 
 
 def _hide(answer: EngineReply, key: str) -> None:
-    """Proxies and debugging upstreams repeat a request's headers."""
+    """Proxies and debugging upstreams repeat a request's headers. A short key (`EMPTY`, `ollama`) may be a word of the
+    reply, and is hidden in the body of an error alone."""
+    is_word = len(key) < SHORT_KEY
+    if is_word and answer.status == 200:
+        return
     body, secret = answer.body.joined(), key.encode()
     if secret in body:
         answer.body = Body([body.replace(secret, HIDDEN)])
+    if is_word:
+        return
     answer.headers = [(name, value.replace(key, HIDDEN.decode())) for name, value in answer.headers]
