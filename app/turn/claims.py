@@ -20,6 +20,7 @@ from app.domain.session import Session, fold, rid_of
 from app.errors import (
     AppError,
     ClaimLost,
+    ClientGone,
     HistoryMismatch,
     OverBudget,
     Restored,
@@ -168,7 +169,7 @@ class Claims:
         """Claim the session at `entry`'s version; None if it is claimed.
 
         Raises TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy and OverBudget (these
-        two take precedence over the others), RollbackTooDeep, HistoryMismatch.
+        two take precedence over the others), RollbackTooDeep, HistoryMismatch; ClientGone.
         """
         session, session_id, settings = entry.session, turn.session_id, self._settings
         is_tree = session.history == "tree"
@@ -192,6 +193,7 @@ class Claims:
             incarnation=incarnation,
             body_hash=turn.body_hash,
             retry_key=turn.retry_key,
+            retry_count=turn.retry_count,
             protocol=turn.request.protocol,
             adapter=turn.adapter,
             agent_id=turn.agent_id,
@@ -216,6 +218,8 @@ class Claims:
         if session.budgets and self._points.limits is not None:
             turn.plan = plan
             claim = await self._points.limits.claiming(turn, session, claim)
+        if not turn.has_client:
+            raise ClientGone("the client went away before its turn was begun")
         if crash_points.ARMED:
             crash_points.reach("before_claim")
         self._known[session_id, at] = self._known.get((session_id, at), 0) + 1
