@@ -55,6 +55,5 @@ class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
                 rewards="turn",
                 group_id=uid,
                 attempt=attempt,
-                on_divergence="segment",
             )
         return [_Output(**row) for row in rows]
