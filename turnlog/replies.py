@@ -102,7 +102,8 @@ class SaidAnnotation(TypedDict):
 
 class SaidMessage(TypedDict):
     """A message that turn `turn` of agent `agent_id` brought, with its index in the conversation. `sampled`: an engine
-    generated it. If `message` is null, `error` says why. `reward` and `annotations` are the turn's, beside its reply."""
+    generated it. If `message` is null, `error` says why. `reward` and `annotations` are those of the turn.
+    """
 
     index: int
     turn: int

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from turnlog.client import AsyncSession, AsyncTurnlog
+from turnlog import AsyncSession, AsyncTurnlog
 from turnlog.errors import Conflict, NotFound
 
 REWARD = {"verl": "reward_score", "skyrl": "rewards"}

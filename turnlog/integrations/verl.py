@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
-from turnlog.client import AsyncSession, AsyncTurnlog
+from turnlog import AsyncSession, AsyncTurnlog
 from turnlog.integrations.rollouts import name_of, played
 
 
