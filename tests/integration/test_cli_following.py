@@ -86,10 +86,7 @@ def test_help_takes_little_time(tmp_path: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
     heavy = ("httpx", "numpy", "sqlalchemy", "pyarrow", "fastapi", "app", "ops")
-    code = (
-        f"from turnlog.cli.commands import app_of; app_of(); print([name for name in {heavy} if name in sys.modules])"
-    )
-    assert printed(code) == "[]"
+    assert loaded("from turnlog.cli.commands import app_of; app_of()", heavy) == "[]"
 
 
 @pytest.mark.parametrize(
@@ -109,9 +106,8 @@ def test_a_command_imports_what_it_needs(arguments: list[str], heavy: tuple[str,
 
 def loaded(code: str, heavy: tuple[str, ...]) -> str:
     """Which of these modules a process has imported that ran the code; its last line."""
-    code = (
-        f"import atexit, sys\natexit.register(lambda: print([name for name in {heavy} if name in sys.modules]))\n{code}"
-    )
+    at_end = f"atexit.register(lambda: print([name for name in {heavy} if name in sys.modules]))"
+    code = f"import atexit, sys\n{at_end}\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     return done.stdout.splitlines()[-1]
 
