@@ -75,8 +75,8 @@ async def _look(
     if isinstance(info, str):
         return [problem(area, info, "start it, or correct TURNLOG_UPSTREAMS; engines remove URL takes one out")]
     parts = urlsplit(url)
-    root = await _asked(client, f"{parts.scheme}://{parts.netloc}/", headers)
-    if not isinstance(root, str) and _fields(root.body.joined()).get("service") == "turnlog":
+    health = await _asked(client, f"{parts.scheme}://{parts.netloc}/health", headers)
+    if not isinstance(health, str) and _fields(health.body.joined()).keys() >= {"session_server_instance_id", "writer"}:
         # It passes /v1/models on, so that it would look like its own engine.
         return [problem(area, "another Turnlog is there, no engine", "name its engines in TURNLOG_UPSTREAMS instead")]
     models = await _asked(client, f"{url}/v1/models", headers)
