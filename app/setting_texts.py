@@ -65,7 +65,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     "Replay payloads": {
         "replay": "[replay payloads](api.md#replay-payloads) to ask engines for",
         "replay_incremental": "ask for new rows only",
-        "moe_layers": "the shape of a row of `routed_experts`, with the next; both, or none",
+        "moe_layers": "the shape of a row of `routed_experts`, with the next: set both, or neither",
         "moe_topk": "as above",
         "max_replay_bytes": "replay payloads of one session; past it the longest idle leaves' are tombstoned",
         "payloads": "where large replay payloads go: `database`, `s3://bucket/prefix`, `gs://bucket/prefix`, "
@@ -92,7 +92,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     },
     "Access": {
         "public_url": "what a session's `url` begins with; by default the request's address",
-        "admin_token": "the bearer token that every request then needs; several with commas, the first is current: "
+        "admin_token": "the bearer token that every request then requires; several with commas, the first is current: "
         "[Rotation](security.md#rotation)",
         "session_secret": "the secret behind sessions' own tokens; several with commas",
         "session_params": "more [request fields](security.md#who-is-served) that a session's token may use, with "

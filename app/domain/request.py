@@ -186,7 +186,7 @@ def require_own(
         raise Forbidden("nvext.session_control: a session's token may name that session alone")
     for name in sorted((TRUSTED_ALONE | SETTABLE.difference(allowed)) & request.params.keys()):
         if bytes(request.params[name]) != b"null":
-            raise Forbidden(f"{name}: not with a session's token, but with the admin's")
+            raise Forbidden(f"{name}: requires the admin's token")
     engine_session = request.params.get(ENGINE_SESSION)
     if engine_session is not None and bytes(engine_session) not in (b"null", *map(msgspec.json.encode, own)):
         raise Forbidden(f"{ENGINE_SESSION}: a session's token may name that session alone")

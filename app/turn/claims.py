@@ -115,6 +115,7 @@ class Claims:
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
         self._known: dict[tuple[str, float], int] = {}
+        self._has_told_of_mismatch = False
         self._looking: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
 
@@ -179,10 +180,13 @@ class Claims:
             raise Restored.of(session_id, undone)
         try:
             plan = turn.history.join(session, entry.index, turn.agent_id)
-        except (RollbackTooDeep, HistoryMismatch):
+        except (RollbackTooDeep, HistoryMismatch) as error:
             await self._require_not_held(session)
             if session.budgets and self._points.limits is not None:
                 await self._points.limits.require_left(session)
+            if isinstance(error, HistoryMismatch) and not self._has_told_of_mismatch:
+                self._has_told_of_mismatch = True  # an agent that replaces its history is refused every time
+                log.warning("session %s: %s", session_id, error)
             raise
         if self._own_number is None:
             self._own_number = self._incarnation()

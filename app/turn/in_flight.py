@@ -360,7 +360,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
     def cancel_error(self) -> AppError:
         """What the client of a cancelled turn is told."""
         if self.cancel_reason == "session_closed":
-            return SessionClosed(f"session {self.session_id} was closed during the turn")
+            return SessionClosed.of(self.session_id, "was closed during the turn")
         return ClientGone("the client disconnected, which ended its turn")
 
 

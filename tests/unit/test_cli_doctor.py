@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from app.store.engine import sqlite_lock
 from ops.server import free_port
-from turnlog.cli.commands import app
+from turnlog.cli.commands import app_of
 from turnlog.cli.doctor import postgres, store
 from turnlog.cli.doctor.findings import Level
 
@@ -25,7 +25,7 @@ Environment = Callable[..., None]
 def examined(*arguments: str, code: int) -> list[dict[str, Any]]:
     """What the command found. The address is one where nobody listens."""
     given = ["doctor", "--url", f"http://127.0.0.1:{free_port()}", "--json", *arguments]
-    result = CliRunner().invoke(app, given)
+    result = CliRunner().invoke(app_of(), given)
     assert result.exit_code == code, (result.output, result.exception)
     assert result.stderr == ""
     said = json.loads(result.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +200,16 @@ def test_what_is_no_tokenizer_stops_the_start_in_one_line(tmp_path: Path) -> Non
     with pytest.raises(StartupError, match="no tokenizer can be loaded") as error:
         Prompts.load(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("package", ["transformers", "jinja2"])
+def test_a_package_that_is_not_there_stops_the_start(
+    tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_with(tmp_path / "t", "{{ messages }}")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(StartupError, match=f"TURNLOG_TOKENIZER needs the package {package}: pip install"):
+        Prompts.load(str(folder))
 
 
 def test_a_tokenizer_without_a_template_stops_the_start(tmp_path: Path) -> None:
