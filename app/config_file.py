@@ -52,7 +52,7 @@ def read_config(known: Collection[str]) -> ConfigFile:
     try:
         values = {name: _as_text(value) for name, value in chosen.items()}
     except TypeError:  # a date, which JSON does not have either
-        raise StartupError(f"{path}: accepted is text, a number, true or false, a list or a table") from None
+        raise StartupError(f"{path}: expected text, a number, true or false, a list or a table") from None
     return ConfigFile(path, values, lines)
 
 

@@ -127,5 +127,5 @@ def mistakes() -> list[str]:
     form = re.fullmatch(r"([a-z_]+)(:[1-9][0-9]{0,8}(:stop)?)?", wanted)
     if wanted and (form is None or form[1] not in POINTS):
         points = ", ".join(POINTS)
-        return [f"{VARIABLE}={wanted!r}: accepted is <point>[:<times>[:stop]] with a point of {points}"]
+        return [f"{VARIABLE}={wanted!r}: expected <point>[:<times>[:stop]] with a point of {points}"]
     return []

@@ -10,7 +10,7 @@ is None, the header is not sent. A message holds ids, lengths and limits, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from app.domain.events import LimitName
@@ -82,6 +82,13 @@ class HistoryMismatch(InvalidRequest):
         "an assistant message that the session did not produce there, or nothing sampled in common with the history"
     )
 
+    @classmethod
+    def of(cls, why: str) -> HistoryMismatch:
+        return cls(
+            f'{why}. Create the session with history="tree", where each conversation is a branch, or a session for '
+            "each conversation"
+        )
+
 
 class Unauthorized(AppError):
     status, code, type, retry = 401, "unauthorized", "authentication_error", False
@@ -116,6 +123,12 @@ class SessionArchived(SessionNotFound):
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
     meaning = "the session was closed or erased, also during the turn"
+
+    @classmethod
+    def of(cls, session_id: str, became: str) -> Self:
+        """`became`: closed, and how, or erased."""
+        where = f"GET /sessions/{session_id}/messages and /export?session_id={session_id} still have its content"
+        return cls(f"session {session_id} {became}" + ("" if became.endswith("erased") else f"; {where}"))
 
 
 class SessionReclaimed(SessionClosed):
@@ -272,6 +285,14 @@ class UpstreamInvalid(AppError):
 
     status, code, type = 502, "upstream_invalid", "upstream_error"
     meaning = "a 200 that lacks what was asked for, is malformed, too large or a redirect"
+
+
+class GenerationFailed(UpstreamInvalid):
+    """The engine told in a 200 that it failed: the client gets what it told, as if it had come with this status."""
+
+    def __init__(self, message: str, told_status: int, told: bytes) -> None:
+        super().__init__(message)
+        self.told_status, self.told = told_status, told
 
 
 class WorkerCrash(AppError):

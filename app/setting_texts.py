@@ -56,7 +56,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         '`{"turns": 50, "tokens": 100000, "context": 32768, "seconds": 1800}`',
         "on_disconnect": "the turn of a client that left goes on and commits; or `abort_after:<seconds>`",
         "stream_keepalive_s": "how often a waiting stream gets a comment; 0: never",
-        "client_reply": "[which values of the reply](api.md#a-turn) are `null`",
+        "client_reply": "without what Turnlog [asked for and the client did not](api.md#a-turn); or `verbatim`",
         "tokenizer": "a folder or hub name: Turnlog builds prompts as token ids ([Token-in, token-out](tito.md))",
         "tito_family": "or a [family](tito.md#models), whose template arguments are then pinned",
         "samples_versions": "weight versions in [`/samples`](api.md#samples)",
@@ -65,7 +65,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     "Replay payloads": {
         "replay": "[replay payloads](api.md#replay-payloads) to ask engines for",
         "replay_incremental": "ask for new rows only",
-        "moe_layers": "the shape of a row of `routed_experts`, with the next; both, or none",
+        "moe_layers": "the shape of a row of `routed_experts`, with the next: set both, or neither",
         "moe_topk": "as above",
         "max_replay_bytes": "replay payloads of one session; past it the longest idle leaves' are tombstoned",
         "payloads": "where large replay payloads go: `database`, `s3://bucket/prefix`, `gs://bucket/prefix`, "
@@ -92,7 +92,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     },
     "Access": {
         "public_url": "what a session's `url` begins with; by default the request's address",
-        "admin_token": "the bearer token that every request then needs; several with commas, the first is current: "
+        "admin_token": "the bearer token that every request then requires; several with commas, the first is current: "
         "[Rotation](security.md#rotation)",
         "session_secret": "the secret behind sessions' own tokens; several with commas",
         "session_params": "more [request fields](security.md#who-is-served) that a session's token may use, with "

@@ -188,7 +188,7 @@ class Settings(BaseSettings):
     payloads: str = "database"
     payloads_timeout_s: float = Field(default=120, gt=0, le=3600)
     payloads_keep_s: float = Field(default=600, ge=0, le=30 * 86400)
-    client_reply: Literal["auto", "verbatim", "lean", "asked"] = "auto"
+    client_reply: Literal["asked", "verbatim"] = "asked"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
     on_disconnect: str = "finish"
     max_request_bytes: Size = Field(default=64 * MIB, ge=1024)
@@ -285,7 +285,7 @@ class Settings(BaseSettings):
     @classmethod
     def _keys(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if info.data.get("webhooks") and not value:
-            raise PydanticCustomError(SEVERAL, "TURNLOG_WEBHOOKS: accepted is it with TURNLOG_WEBHOOK_SECRET")
+            raise PydanticCustomError(SEVERAL, "TURNLOG_WEBHOOKS requires TURNLOG_WEBHOOK_SECRET")
         try:
             for secret in value:
                 patterns.webhook_key(secret)
@@ -322,7 +322,9 @@ class Settings(BaseSettings):
     @classmethod
     def _both_or_none(cls, value: int | None, info: ValidationInfo) -> int | None:
         if "moe_layers" in info.data and (info.data["moe_layers"] is None) != (value is None):
-            raise PydanticCustomError(SEVERAL, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
+            raise PydanticCustomError(
+                SEVERAL, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK require each other: set both, or neither"
+            )
         return value
 
     @field_validator("upstreams")
@@ -355,7 +357,7 @@ class Settings(BaseSettings):
         if url.drivername not in DRIVERS:
             raise ValueError(f"a URL that begins with one of {', '.join(d + '://' for d in DRIVERS)}")
         if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
-            raise ValueError("a file: a store in memory would lose every session")
+            raise ValueError("a file, because a store in memory would lose every session")
         return value
 
     @field_validator("payloads")
@@ -505,10 +507,12 @@ def _one_line(problem: Mapping[str, Any], config: ConfigFile) -> str:
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))
+    if wanted.startswith(("greater", "less")):
+        wanted = f"a number {wanted}"
     if can_be_off(Settings.model_fields[setting]):
         wanted += ", or off"
     place = config.place(setting) if setting in config.values else name
-    return f"{place}={value!r}: accepted is {wanted}"
+    return f"{place}={value!r}: expected {wanted}"
 
 
 def _without_password(url: str) -> str:

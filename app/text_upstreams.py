@@ -13,6 +13,9 @@ from app.domain import patterns
 
 WANTED = 'JSON such as {"judge": {"url": "https://api.example.com/v1", "key_env": "JUDGE_KEY", "model": "large"}}'
 
+SHORT_KEY = 16
+"""Characters. A shorter key is probably a word that stands for none, and is not hidden in replies."""
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

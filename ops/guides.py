@@ -118,12 +118,22 @@ def _printed(process: subprocess.Popen[str], place: str | None, restart: Restart
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the pages. Returns 0 if all ran to their end, else 1, with the output of failed pages on standard error."""
+    """Run the pages. Returns 0 if all ran to their end, else 1, with the output of failed pages on standard error.
+
+    Exits with 2 if a page, or what a page needs, is not there.
+    """
     parser = argparse.ArgumentParser(prog="python -m ops.guides", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the page's packages")
     parser.add_argument("--engine", metavar="URL", help="of a running engine; without it a simulator is started")
     options = parser.parse_args(arguments)
+    if shutil.which(options.python) is None:
+        parser.error(f"--python: there is no program {options.python}")
+    for page in options.pages:
+        if not page.is_file():
+            parser.error(f"there is no page {page}")
+        if absent := missing(page.read_text(), options.python):
+            parser.error(f"{page} needs what is not there: {', '.join(absent)}")
     failed = 0
     with contextlib.ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-guides-"))

@@ -110,7 +110,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from turnlog.client import (
+    from turnlog.client.names import (
         Acknowledged,
         AdapterState,
         AsyncEvents,
@@ -217,6 +217,6 @@ else:
         """The client is imported at first use: `turnlog --help` needs neither httpx nor numpy."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from turnlog import client
+        from turnlog.client import names
 
-        return getattr(client, name)
+        return getattr(names, name)

@@ -43,6 +43,7 @@ class TurnOpened(_Event):
     agent_id: NotRequired[str | None]
     history: NotRequired[Literal["linear", "tree"] | None]
     reserved: NotRequired[int | None]
+    retry_count: NotRequired[int]
 
 
 class VersionSpan(TypedDict):
@@ -132,6 +133,7 @@ class TurnAbandoned(_Event):
 class ReplyUndelivered(_Event):
     type: Literal["ReplyUndelivered"]
     turn: int
+    is_unknown: NotRequired[bool]
 
 
 class ReplyRedelivered(_Event):

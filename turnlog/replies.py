@@ -86,6 +86,51 @@ class Annotations(TypedDict):
     annotations: list[ListedAnnotation]
 
 
+class SaidAnnotation(TypedDict):
+    """An annotation with its `value`; of a column what it is, not its numbers."""
+
+    name: str
+    seq: int
+    at: float
+    writer: str | None
+    value: NotRequired[Any]
+    dtype: NotRequired[Literal["float32", "int32"]]
+    over: NotRequired[Literal["output", "own"]]
+    length: NotRequired[int]
+    absent: NotRequired[int]
+
+
+class SaidMessage(TypedDict):
+    """A message that turn `turn` of agent `agent_id` brought, with its index in the conversation. `sampled`: an engine
+    generated it. If `message` is null, `error` says why. `reward` and `annotations` are those of the turn.
+    """
+
+    index: int
+    turn: int
+    agent_id: str | None
+    sampled: bool
+    message: dict[str, Any] | None
+    error: NotRequired[str]
+    reward: NotRequired[TurnReward]
+    annotations: NotRequired[list[SaidAnnotation]]
+
+
+class SaidPage(TypedDict):
+    """A page of the conversation up to turn `turn`, the oldest message first; `turn` is null where there is none.
+
+    `reward` and `annotations` are the session's. A session's own token is given neither, nor those of its turns.
+    """
+
+    session_id: str
+    status: SessionStatus
+    branch: int | None
+    turn: int | None
+    messages: list[SaidMessage]
+    next_cursor: str | None
+    reward: NotRequired[TurnReward | None]
+    annotations: NotRequired[list[SaidAnnotation]]
+
+
 class ListedSession(TypedDict):
     """`version` is the number of the last event. `state` is the status, or what an open session is doing."""
 

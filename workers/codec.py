@@ -88,7 +88,8 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     ids with `separator` between them; and the values in `cuts`. All positions count in the remaining text. `rid` and
     `own` (raw JSON) are what Turnlog added to this request only. `ids_field` is the field of a chat
     that the prompt's ids were sent in; empty for `input_ids`, and where none were sent. `tokens` are
-    the turn's tokens, if they have no frame of their own.
+    the turn's tokens, if they have no frame of their own. `beginning` is the request's last message,
+    with which the reply's begins, if its client began it.
     """
 
     messages: list[bytes]
@@ -103,6 +104,7 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     cuts: list[Cut] = []
     ids_field: str = ""
     tokens: StoredTokens | None = None
+    beginning: bytes = b""
 
 
 class Messages(msgspec.Struct, frozen=True):

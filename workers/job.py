@@ -19,6 +19,7 @@ from workers.codec import TOKEN_BYTES, Cut, Exchange, StoredTokens
 from workers.parse import REPLAY, Parsed, PromptDiffers, Rejected, parse_reply
 from workers.parse_parts import NAMES
 from workers.parse_prompt import LONG_PROMPT, PROMPT, CutPrompt, KnownText, Prompt
+from workers.prefill import whole_message
 from workers.reply import Job, PayloadRange, ValidatedReply
 
 WINDOW = 64 << 10
@@ -230,10 +231,13 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
     suffix_tokens, output_tokens = len(parsed.suffix_ids) // TOKEN_BYTES, len(parsed.output_ids) // TOKEN_BYTES
     if parsed.counts is not None:
         suffix_tokens, output_tokens = parsed.counts
-    token_frame, exchange = codec.pack_turn(_exchange(job, reply, edits, parsed.base + suffix_tokens))
+    message, rest = parsed.message, b""
+    if job.beginning:
+        message, rest = whole_message(job.beginning, parsed.message), parsed.message
+    token_frame, exchange = codec.pack_turn(_exchange(job, reply, message, edits, parsed.base + suffix_tokens))
     return ValidatedReply(
         dialect=parsed.dialect,
-        message=parsed.message,
+        message=message,
         base=parsed.base,
         suffix_tokens=suffix_tokens,
         output_tokens=output_tokens,
@@ -249,6 +253,7 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
         miscounted=parsed.miscounted,
         speculative=parsed.speculative,
         prompt=reply.prompt,
+        rest=rest,
     )
 
 
@@ -392,7 +397,7 @@ def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
     return []
 
 
-def _exchange(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -> Exchange:
+def _exchange(job: Job, reply: _Reply, message: bytes, edits: list[_Edit], prompt_tokens: int) -> Exchange:
     """The stored form of the reply, without what is stored elsewhere."""
     text, prompt = reply.text, reply.parsed.prompt_text
     separator = reply.separator
@@ -415,7 +420,7 @@ def _exchange(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -
         done = edit.end
     return Exchange(
         messages=job.messages,
-        message=reply.parsed.message,
+        message=message,
         reply=b"".join((*parts, text[done:])),
         headers=job.headers,
         status=job.status,
@@ -426,4 +431,5 @@ def _exchange(job: Job, reply: _Reply, edits: list[_Edit], prompt_tokens: int) -
         cuts=cuts,
         ids_field=job.ids_field,
         tokens=StoredTokens(reply.parsed.suffix_ids, reply.parsed.output_ids, reply.parsed.logprobs, reply.parsed.top),
+        beginning=job.beginning,
     )

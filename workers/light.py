@@ -160,6 +160,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
         start < len(_PROMPT)
         or job.protocol != "chat"
         or job.wish is not None
+        or job.beginning
         or any(spec.required and spec.kind != rows_kind for spec in job.payload_specs)
     ):
         return None
@@ -241,6 +242,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
         has_content = message.content is not None or message.tool_calls or message.reasoning_content
         if (
             is_odd
+            or choice.finish_reason == "error"
             or job.dialect not in ("auto", dialect)
             or tokens < 2
             or usage.prompt_tokens not in (None, tokens)

@@ -49,6 +49,10 @@ Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB, le=MAX_LOGPROB)]
 CachedTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
+FAILED = b'"error"'
+"""The finish reason, as JSON, of a generation that failed although the engine, or a proxy before it, answered 200."""
+
+
 class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Output tokens [start, end) of one turn were sampled under the weight version `version`."""
 
@@ -162,13 +166,16 @@ def _fields(raw: msgspec.Raw, where: str) -> Fields:
 
 
 def finish_reason(choice: Fields, meta: Fields) -> str | None:
-    """The finish reason of the choice, else of SGLang's `meta_info`. Raises Rejected."""
+    """The finish reason of the choice, else of SGLang's `meta_info`. Raises Rejected, also for a generation that
+    failed."""
     reason = value_at(choice.get("finish_reason"), "choices[0].finish_reason")
     if reason is None and "finish_reason" in meta:
         reason = value_at(meta["finish_reason"], "choices[0].meta_info.finish_reason")
         reason = reason.get("type") if isinstance(reason, dict) else reason
     if reason is not None and not isinstance(reason, str):
         raise Rejected("choices[0].finish_reason must be a string")
+    if reason == "error":
+        raise Rejected("choices[0].finish_reason is error: the generation failed")
     return reason
 
 

@@ -48,7 +48,8 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """The input of validation, and what is stored with the reply: see `parse_reply` and the fields' types.
 
-    `sent` is empty if the prompt was not sent as ids.
+    `sent` is empty if the prompt was not sent as ids. `beginning` is the message that the reply goes on with, if its
+    client began it.
     """
 
     dialect: Literal["auto", "sglang", "vllm", "openai"]
@@ -64,6 +65,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     ids_field: str = ""
     is_part: bool = False
     wish: LogprobWish | None = None
+    beginning: bytes = b""
 
 
 class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +75,8 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     `base` known tokens and `suffix_tokens` others; `sequence` describes prompt and output together, for the next turn.
     `tokens` and `exchange` are compressed frames (`codec.pack_turn`). `output_ids` are set if the prompt was sent as
     ids, since the next one will be too. Of text alone (`openai`) there are only the
-    numbers, the upstream's. A `miscounted` reply is valid only if its request carries images. `places` are those of its
+    numbers, the upstream's. `rest` is the engine's message where the client began it, and `message` both. A
+    `miscounted` reply is valid only if its request carries images. `places` are those of its
     payloads in the body, `prompt` that of the prompt's ids, if they are long.
 
     What the caller adds: `engine` was asked at `requested_at` (seconds since the epoch) with weight version
@@ -101,6 +104,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     miscounted: str | None = None
     speculative: Speculative | None = None
     prompt: PayloadRange | None = None
+    rest: bytes = b""
     engine: str = ""
     requested_at: float = 0.0
     message_hash: str = ""

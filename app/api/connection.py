@@ -8,6 +8,9 @@ authorisation needs (`limits.PEER`).
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
+import struct
 import sys
 from typing import Protocol, cast
 
@@ -45,6 +48,15 @@ theirs after 5 s, other clients after 15 to 60, proxies after 60."""
 UVICORNS_KEEP_ALIVE_S = 5
 """uvicorn's default. A client's pool that keeps connections equally long would use closed ones."""
 
+_WATCHED = getattr(select, "POLLRDHUP", select.POLLIN)
+"""What tells the end of a connection although bytes before it are unread: macOS adds POLLHUP to POLLIN."""
+
+_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+_TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
+_LAST_DATA_RECV = 52
+"""Offset of `tcpi_last_data_recv`, in ms, in Linux's `struct tcp_info`."""
+
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 DROPPED_BODIES = 2
@@ -53,9 +65,10 @@ limit reads its 413."""
 
 
 class OnDelivery(Protocol):
-    """Learns whether a reply was handed to the kernel."""
+    """Learns whether a reply was handed to the kernel. None, after True: it may not have been read, since the
+    connection was reset before its next request, or cut off because its client had stopped reading."""
 
-    def __call__(self, *, delivered: bool) -> None: ...
+    def __call__(self, *, delivered: bool | None) -> None: ...
 
 
 class _ClosedAfterBody:
@@ -95,6 +108,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """The connection has ended."""
 
     _on_delivery: OnDelivery | None = None
+    _is_handed_over = False
+    _is_cut_off = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -114,31 +129,60 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_timeout()
         self._cancel_stall_timeout()
         self.is_lost = True
-        self._settle(delivered=exc is None)
+        on_delivery = self._on_delivery
+        has_unsent = exc is not None and self.flow.write_paused and not self._is_handed_over
+        self._settle(delivered=not has_unsent)
+        if on_delivery is not None and not has_unsent and (exc is not None or self._is_cut_off):
+            on_delivery(delivered=None)
         super().connection_lost(exc)
 
     def when_handed_over(self, on_delivery: OnDelivery) -> None:
         """Call `on_delivery` once it is known whether all that was written was handed to the kernel.
 
-        Call this right after a reply's last part was sent. uvloop writes at the end of an iteration of its loop, so it
-        is known when the client sends its next request, or when the connection ends: in order, or with an error.
+        Call this right after a reply's last part was sent. If the kernel has not taken it at once, it is known when the
+        client sends its next request, or when the connection ends: in order, or with an error. Until then an error also
+        says that the client may not have read what the kernel took.
         """
         if self.is_lost:
             on_delivery(delivered=False)
-        elif not self.transport.get_write_buffer_size():
+            return
+        if self._on_delivery is not None:
+            self._settle(delivered=True)
+        self._on_delivery = on_delivery
+        self._is_handed_over = not self.transport.get_write_buffer_size()
+        if self._is_handed_over:
             on_delivery(delivered=True)
-        else:
-            if self._on_delivery is not None:
-                self._settle(delivered=True)
-            self._on_delivery = on_delivery
+
+    def is_gone(self) -> bool:
+        """Has the client ended the connection? The end may lie in the socket behind bytes that are not read yet, as
+        after a freeze. A client that has ended only its sending counts as gone, as uvicorn closes its connection."""
+        if self.is_lost:
+            return True
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _WATCHED)
+        return any(event & _ENDED for _, event in poll.poll(0))
+
+    def data_age_s(self) -> float | None:
+        """How long ago the client's last byte came; None if the kernel does not tell: a Unix socket, macOS."""
+        if self.is_lost or _TCP_INFO is None:
+            return None
+        try:
+            info = self.transport.get_extra_info("socket").getsockopt(
+                socket.IPPROTO_TCP, _TCP_INFO, _LAST_DATA_RECV + 4
+            )
+        except OSError:
+            return None
+        age_ms: int = struct.unpack_from("=I", info, _LAST_DATA_RECV)[0]
+        return age_ms / 1000
 
     def drop(self) -> None:
         """Close the connection at once, without what the client has not read."""
+        self._is_cut_off = True
         self.transport.abort()
 
     def _settle(self, *, delivered: bool) -> None:
         on_delivery, self._on_delivery = self._on_delivery, None
-        if on_delivery is not None:
+        if on_delivery is not None and not (delivered and self._is_handed_over):
             on_delivery(delivered=delivered)
 
     def take_body(self, scope: Scope, most: int) -> bytes | None:
@@ -275,7 +319,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_timeout = self.loop.call_later(STALLED_S, self.transport.abort)
+        self._stall_timeout = self.loop.call_later(STALLED_S, self.drop)
 
     def resume_writing(self) -> None:
         self._cancel_stall_timeout()

@@ -290,7 +290,9 @@ class Guard:
             return Forbidden("another site's page sent this") if _is_foreign(headers) else None
         token = _token(headers)
         if token is None:
-            return None if self._is_signed_in(method, path, headers) else Unauthorized("a bearer token is needed")
+            return (
+                None if self._is_signed_in(method, path, headers) else Unauthorized("a request requires a bearer token")
+            )
         if isinstance(token, AppError):
             return token
         if self._tokens.is_admin(token):
@@ -327,7 +329,7 @@ def _token(headers: AuthHeaders) -> bytes | Unauthorized | None:
         scheme, _, token = value.partition(b" ")
         tokens.add(token.strip(b" \t") if scheme.lower() == b"bearer" else b"")
     if len(bearers) > 1 or len(keys) > 1 or b"" in tokens:
-        return Unauthorized("one Authorization header with a bearer token, or one x-api-key, is needed")
+        return Unauthorized("expected one Authorization header with a bearer token, or one x-api-key")
     if len(tokens) > 1:
         return Unauthorized("Authorization and x-api-key hold different tokens: send one of them, or the same in both")
     return tokens.pop() if tokens else None

@@ -197,16 +197,16 @@ def _of_text(config: SessionConfig, upstreams: Mapping[str, str | None]) -> Sess
     Raises Unsupported where there are none, InvalidRequest.
     """
     if config.capture != "text":
-        raise InvalidRequest('upstream is for a session with capture "text"')
+        raise InvalidRequest('upstream requires capture "text"')
     if not upstreams:
-        raise Unsupported('capture "text" needs TURNLOG_TEXT_UPSTREAMS')
+        raise Unsupported('capture "text" requires TURNLOG_TEXT_UPSTREAMS')
     if config.upstream is None or config.upstream not in upstreams:
         raise InvalidRequest(f"upstream must be one of {', '.join(sorted(upstreams))}")
     model = config.model or upstreams[config.upstream]
     if model is None:
         raise InvalidRequest(f"model is missing: upstream {config.upstream} has no default")
     if config.adapter is not None:
-        raise InvalidRequest('adapter is for sessions of engines, not for capture "text"')
+        raise InvalidRequest('adapter requires capture "tokens"')
     return msgspec.structs.replace(config, model=model)
 
 

@@ -25,7 +25,7 @@ from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header,
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
-from app.errors import AppError, SessionNotFound
+from app.errors import AppError, ClientGone, SessionNotFound
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.sse import SEARCHED, is_set, wants_stream
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("turnlog.chat")
 
 _ID = re.compile(ID)
+
+COUNT_DIGITS = 9
+"""Digits of a retry count that are read: what they say fits the database's integers."""
 
 SMALL_BODY = 64 << 10
 """Bytes of a body that is sent in one piece."""
@@ -127,6 +130,8 @@ class TurnRequest:
         session = await app.turns.large_bodies.run(
             _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields, unnamed)
         )
+        if head.connection is not None and head.connection.is_gone():
+            raise ClientGone("the client went away before its session was looked for")
         await session.ensure(app, self._token_session)
         if session.is_unnamed:
             head.own_headers.append((HARNESSES[0].session, session.session_id))
@@ -149,7 +154,7 @@ class TurnRequest:
         else:
             streams = (len(body) > SEARCHED or b'"stream"' in body) and wants_stream(body)
         live = LiveStream() if streams else None
-        waiter = Waiter(reservation.grow, self._watch, self._token_session, self._is_lost, live)
+        waiter = Waiter(reservation.grow, self._watch, self._token_session, head.connection, live)
         if settings.on_disconnect != "finish":
             self._watch(waiter)
         headers = head.headers
@@ -160,7 +165,7 @@ class TurnRequest:
         elif not AGENT_HEADERS.isdisjoint(headers):
             turn.agent_id = agent_of(self._headers)
         if b"idempotency-key" in headers or b"x-stainless-retry-count" in headers:
-            turn.retry_key, turn.is_retry = retry_mark(self._headers)
+            turn.retry_key, turn.retry_count = retry_mark(self._headers)
         call = turns.take(turn, protocol, body, continued)
         del turn  # It holds the engine's reply and payloads, which a client that reads slowly must not keep.
         if session is not None:
@@ -180,9 +185,6 @@ class TurnRequest:
         await self._deliver(session_id, reply, sending)
         self._stages.ended_at = self._stages.clock()
         return _outcome(reply)
-
-    def _is_lost(self) -> bool:
-        return self._head.connection is not None and self._head.connection.is_lost
 
     async def _deliver(self, session_id: str, reply: TurnReply, sending: Coroutine[Any, Any, None]) -> None:
         """Send a turn's reply: whether it was delivered decides what a retry of the turn gets."""
@@ -325,13 +327,13 @@ def _outcome(reply: TurnReply) -> str:
     return ABORTED if reply.is_aborted else COMMITTED
 
 
-def retry_mark(headers: Headers) -> tuple[str | None, bool]:
-    """The marks of a retry: the hash of `Idempotency-Key`, and is `x-stainless-retry-count` at least 1?"""
+def retry_mark(headers: Headers) -> tuple[str | None, int]:
+    """The marks of a retry: the hash of `Idempotency-Key`, and `x-stainless-retry-count`, 0 if that is no number."""
     key = None
-    is_retry = False
+    count = 0
     for name, value in headers:
         if name == "idempotency-key" and value:
             key = hash_key(value)
         elif name == "x-stainless-retry-count":
-            is_retry = not value.strip("0123456789") and bool(value.strip("0"))
-    return key, is_retry
+            count = 0 if value.strip("0123456789") else int(value.lstrip("0")[:COUNT_DIGITS] or 0)
+    return key, count

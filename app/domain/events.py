@@ -248,6 +248,7 @@ class TurnOpened(Event, frozen=True):
     `adapter` is the adapter that the turn is for, if Turnlog knows of one. `agent_id` names the agent that sent the
     request, if it said so. `history` is the session's from now on, where its creator left that to the first turn.
     `reserved`: the turn counts against limits, and may sample so many tokens (0: no limit on tokens holds).
+    `retry_count` is how many attempts at this request came before, by its client's count.
     """
 
     turn: int
@@ -260,6 +261,7 @@ class TurnOpened(Event, frozen=True):
     agent_id: str | None = None
     history: History | None = None
     reserved: int | None = None
+    retry_count: int = 0
 
 
 class TurnCommitted(Event, frozen=True):
@@ -396,9 +398,13 @@ class TurnAbandoned(Event, frozen=True):
 
 
 class ReplyUndelivered(Event, frozen=True):
-    """The connection that awaited the turn's reply ended before the reply's last byte was handed to the kernel."""
+    """The connection that awaited the turn's reply ended before the reply's last byte was handed to the kernel.
+
+    `is_unknown`: it was handed over, to a retry, but the connection was reset, so it may not have been read.
+    """
 
     turn: int
+    is_unknown: bool = False
 
 
 class ReplyRedelivered(Event, frozen=True):

@@ -42,7 +42,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     `refusal` says why the request cannot begin a turn of its own; it may still repeat one. `has_object_arguments`: tool
     arguments came as objects, which clients normalise. `stream_mode` is the request's own, removed from `params`.
     `layout` is that of a long body, `prefix` what was known of its history by its bytes. `left_out` is what of the
-    request no engine is sent (`app.domain.left_out`).
+    request no engine is sent (`app.domain.left_out`). `beginning` is the message that begins the reply, which is none
+    of `messages` (`app.domain.prefill`).
     """
 
     shape: ClassVar[EngineShape] = "chat"
@@ -65,6 +66,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     layout: KnownBody | None = None
     prefix: HistoryPrefix | None = None
     left_out: Sequence[str] = ()
+    beginning: bytes | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -74,6 +76,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     shape: ClassVar[EngineShape] = "completions"
     refusal: ClassVar[str | None] = None
     left_out: ClassVar[Sequence[str]] = ()
+    beginning: ClassVar[bytes | None] = None
 
     text: str | None
     ids: TokenIds | None
@@ -186,7 +189,7 @@ def require_own(
         raise Forbidden("nvext.session_control: a session's token may name that session alone")
     for name in sorted((TRUSTED_ALONE | SETTABLE.difference(allowed)) & request.params.keys()):
         if bytes(request.params[name]) != b"null":
-            raise Forbidden(f"{name}: not with a session's token, but with the admin's")
+            raise Forbidden(f"{name}: requires the admin's token")
     engine_session = request.params.get(ENGINE_SESSION)
     if engine_session is not None and bytes(engine_session) not in (b"null", *map(msgspec.json.encode, own)):
         raise Forbidden(f"{ENGINE_SESSION}: a session's token may name that session alone")

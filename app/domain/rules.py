@@ -431,7 +431,7 @@ def superseded(session: Session) -> set[int]:
 def _compared(session: Session, leaf: Turn, request: RequestHistory) -> Plan:
     """Where a request joins that does not simply continue the newest turn. Raises as `Linear.join`."""
     if leaf.shape == "completions":
-        return diverging(session, HistoryMismatch("the session's last turn is a completion, not a chat"))
+        return diverging(session, HistoryMismatch.of("the session's last turn is a completion, not a chat"))
     history = session.message_chain(leaf.number)
     equal = _equal_messages(history, request, session.config.rollback_window)
     if equal >= leaf.message_count:
@@ -475,14 +475,14 @@ def _refusal(
     """
     roles = [request.message(index)["role"] for index in range(equal, len(request))]
     if "assistant" in roles:
-        return HistoryMismatch(
+        return HistoryMismatch.of(
             f"messages[{equal}] is not the stored message at that place (matcher {session.config.matcher}), and "
             f"an assistant message follows that this session never produced there; "
             f"{equal} of {len(request)} messages match"
         )
     repeats_input = equal == len(request) == superseded[0].message_count - 1
     if not (follows_sampled or repeats_input):
-        return HistoryMismatch(
+        return HistoryMismatch.of(
             f"the request begins another conversation: {equal} of {len(request)} messages match (matcher "
             f"{session.config.matcher}), none of them sampled in this session, and it repeats no turn's input"
         )

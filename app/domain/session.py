@@ -60,7 +60,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What later turns need to know of a committed one. `message_count` and `token_count` include its reply.
 
     `opened_seq` and `seq` are of its `TurnOpened` (0 for a copied turn, which has none) and its `TurnCommitted`, which
-    process `incarnation` wrote at `committed_at`.
+    process `incarnation` wrote at `committed_at`. `retry_count` as in `TurnOpened`.
     """
 
     number: int
@@ -96,6 +96,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     given_ids: GivenIds | None = None
     odd_ids: bool = False
     odd_arguments: bool = False
+    retry_count: int = 0
 
     @property
     def shape(self) -> EngineShape:
@@ -273,6 +274,7 @@ class OpenTurn(msgspec.Struct, frozen=True, array_like=True):
     adapter: str | None = None
     agent_id: str | None = None
     reserved: int | None = None
+    retry_count: int = 0
 
 
 class Affinity(msgspec.Struct, frozen=True, array_like=True):
@@ -307,11 +309,12 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     are the per-session blobs that a turn may refer to again. `payloads` are the replay payloads, by turn, that have not
     been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that of the root of its rollout.
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
-    once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
-    `is_reclaimed`: it was closed because it was idle. `undone` are the turns that a restore has undone, and
-    `undone_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields.
-    `annotations` are those of each turn by their names, under 0 those of the session; `note` and `tags` are the values
-    of two of these. `images` are the blobs of its images by their SHA-256; `blobs` has none of them.
+    once such a reply was given to a retry, None if that one may not have been read. `history` says who may attach
+    where; None until the first turn decides. `is_reclaimed`: it was closed because it was idle. `undone` are the turns
+    that a restore has undone, and `undone_payloads` their replay payloads that have not been tombstoned; they are in
+    none of the other fields. `annotations` are those of each turn by their names, under 0 those of the session; `note`
+    and `tags` are the values of two of these. `images` are the blobs of its images by their SHA-256; `blobs` has none
+    of them.
 
     `budgets` are the sessions whose limits its turns count against: itself, the root of its rollout. `spent_turns` and
     `spent_tokens` are what it has used of them. `reached` are the limits that ended or refused something, by the turn
@@ -339,7 +342,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     fork: ForkRef | None = None
     last_turn: int = 0
     branches: int = 0
-    deliveries: dict[int, bool] = {}
+    deliveries: dict[int, bool | None] = {}
     history: History | None = "linear"
     is_reclaimed: bool = False
     undone: Turns = EMPTY
@@ -497,6 +500,7 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             event.adapter,
             event.agent_id,
             event.reserved,
+            event.retry_count,
         )
         return msgspec.structs.replace(
             session,
@@ -597,8 +601,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case TurnRejected() | TurnAbandoned():
             return {"open_turns": {number: held for number, held in session.open_turns.items() if number != event.turn}}
         case ReplyUndelivered() | ReplyRedelivered():
-            given = isinstance(event, ReplyRedelivered)
-            return {"deliveries": {**session.deliveries, event.turn: given}}
+            told = isinstance(event, ReplyRedelivered) or (None if event.is_unknown else False)
+            return {"deliveries": {**session.deliveries, event.turn: told}}
         case RolledBack():
             return {}
         case RolloutJoined():
@@ -712,6 +716,7 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Se
         agent_id=event.agent_id,
         opened_seq=0 if held is None else held.fence,
         incarnation=0 if held is None else held.incarnation,
+        retry_count=0 if held is None else held.retry_count,
         committed_at=recorded.at,
         echo=event.echo,
         calls_hash=event.calls_hash,

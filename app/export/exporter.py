@@ -253,8 +253,8 @@ def load_picker(path: str | None) -> Picker | None:
         picker = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise StartupError(
-            f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function that can be imported: {error}"
+            f"TURNLOG_PICKER={path!r}: expected the dotted path of a function that can be imported: {error}"
         ) from error
     if not callable(picker):
-        raise StartupError(f"TURNLOG_PICKER={path!r}: accepted is the dotted path of a function; this is none")
+        raise StartupError(f"TURNLOG_PICKER={path!r}: expected the dotted path of a function, which this is not")
     return cast(Picker, picker)

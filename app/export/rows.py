@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from app.domain import images
 from app.domain.branches import Branches, Loss, Picker, branch_rows
 from app.domain.columns import Column, align, unpack
-from app.domain.events import AnnotationWritten, ChunkRef, ReplayKind, TurnCommitted, UnknownEvent, shape_of
+from app.domain.events import AnnotationWritten, ChunkRef, ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.groups import Root
 from app.domain.samples import RoutingOf, Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
@@ -35,6 +35,7 @@ from app.export.row import (
 )
 from app.export.top import top_of
 from app.sessions import replay_payloads as replay
+from app.sessions.conversation import as_messages
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events
 from workers import codec
@@ -372,14 +373,6 @@ class SessionRows:
         """The kinds of payloads that any turn of the sample has brought."""
         brought = {ref.kind for span in sample.turns for ref in self._known.events[span.turn].payloads}
         return [kind for kind in REPLAY if kind in brought]
-
-
-def as_messages(protocol: str, said: Messages) -> list[bytes]:
-    """A turn's new messages and its reply; a completion's texts become a user's and an assistant's message."""
-    if shape_of(protocol) == "chat":
-        return [*said.messages, said.message]
-    prompt = [b'{"role":"user","content":' + text + b"}" for text in said.messages]
-    return [*prompt, b'{"role":"assistant","content":' + said.message + b"}"]
 
 
 def _engines(event: TurnCommitted) -> Sequence[str]:

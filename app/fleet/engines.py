@@ -235,6 +235,8 @@ class Engines:
                 except ProbeRefused as refused:
                     reply = msgspec.structs.replace(refused.reply)
                 except UNUSABLE as error:
+                    if rid and isinstance(error, BadStream) and not isinstance(error, CutStream):
+                        await self.abort(rid)  # It may generate on: its stream was left, not ended.
                     raise self._told(member, error) from error
                 finally:
                     member.in_flight -= 1

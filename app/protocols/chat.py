@@ -28,7 +28,9 @@ from app.domain.request import (
 )
 from app.errors import Unsupported
 from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
+from app.protocols.engine_reply import TokenLogprob
 from app.protocols.errors import ErrorFields, openai_error
+from app.protocols.pieces import PIECE, Logprobs, pieces_of, text_pieces
 from app.protocols.sse import KEEPALIVE, event
 from workers.parse_parts import REPLAY
 
@@ -243,57 +245,144 @@ _WITH_CONTENT = frozenset(("index", "logprobs"))
 """Fields of a choice that come with its content; the others (such as `finish_reason`) come with the last chunk."""
 
 
+_TEXTS = frozenset(("content", "reasoning_content", "reasoning"))
+"""A message's texts, whose tokens may have logprobs."""
+
 Fields = dict[str, msgspec.Raw]
 
 _CHUNK = msgspec.Raw(b'"chat.completion.chunk"')
+_NULL = msgspec.Raw(b"null")
+_TEXT = msgspec.json.Decoder(str)
+_STRINGS = msgspec.json.Decoder(list[str])
+_ENTRIES = msgspec.json.Decoder(list[msgspec.Raw])
+_TOKENS = msgspec.json.Decoder(list[TokenLogprob])
 
 
 def as_stream(body: bytes) -> bytes:
     """A whole reply as chunks and `[DONE]`; unchanged JSON stays raw.
 
     A chat: the message without its tool calls, each call as a head and its arguments, then the end. Clients take only
-    the first of several calls in a chunk (Codex 0.58), or join their arguments (LiteLLM's adapter for Messages). A
-    completion is one chunk.
+    the first of several calls in a chunk (Codex 0.58), or join their arguments (LiteLLM's adapter for Messages).
     """
     reply = _without(_FIELDS.decode(body), _NOT_IN_A_CHUNK)
-    choices = _CHOICES.decode(reply["choices"])
-    if not any("message" in choice for choice in choices):
-        return event({**reply, "choices": [_without(choice, _NOT_IN_A_CHUNK) for choice in choices]}) + DONE
-    return chunks_of(reply, [part for choice in choices for part in _parts(choice)])
+    [choice] = _CHOICES.decode(reply["choices"])
+    if "message" in choice:
+        return chunks_of(reply, list(_parts(choice)))
+    return chunks_of(reply, list(_completion_parts(_without(choice, _NOT_IN_A_CHUNK))), reply["object"])
 
 
-def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]]) -> bytes:
+def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]], kind: msgspec.Raw = _CHUNK) -> bytes:
     """The parts as chunks, to the end of the stream; the last has also what no other repeats."""
     *first, last = parts
-    repeated = repeated_fields(reply)
+    repeated = repeated_fields(reply, kind)
     chunks = [{**repeated, "choices": [part]} for part in first]
-    chunks.append({**_without(reply, _NOT_IN_A_CHUNK), "object": _CHUNK, "choices": [last]})
+    chunks.append({**_without(reply, _NOT_IN_A_CHUNK), "object": kind, "choices": [last]})
     return b"".join(map(event, chunks)) + DONE
 
 
-def repeated_fields(reply: Fields) -> Fields:
+def repeated_fields(reply: Fields, kind: msgspec.Raw = _CHUNK) -> Fields:
     """What each chunk of a reply has."""
-    return {**{name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}, "object": _CHUNK}
+    return {**{name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}, "object": kind}
 
 
-def parts_of(reply: Fields) -> list[dict[str, Any]]:
-    """A chat's only choice: the message without its calls, the calls' pieces, and the end."""
-    [choice] = _CHOICES.decode(reply["choices"])
-    return list(_parts(choice))
-
-
-def _parts(choice: Fields) -> Iterator[dict[str, Any]]:
-    """A chat's choice, split over several chunks."""
-    delta = _FIELDS.decode(choice["message"])
-    calls = msgspec.json.decode(delta.pop("tool_calls", b"null")) or []
-    index = choice.get("index", 0)
-    with_content = {name: value for name, value in choice.items() if name in _WITH_CONTENT}
-    yield {"index": index, **with_content, "delta": delta, "finish_reason": None}
+def _parts(choice: Fields, sent: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """A chat's choice, split over several chunks. `sent` are the message's fields that need not be."""
+    message = _without(_FIELDS.decode(choice["message"]), sent)
+    calls = msgspec.json.decode(message.pop("tool_calls", b"null")) or []
+    begun = {"index": choice.get("index", 0), "finish_reason": None}
+    for delta in _deltas(message, choice.get("logprobs"), not calls):
+        yield {**begun, **delta}
     for number, call in enumerate(calls):
         for piece in call_pieces(call):
-            delta_of_call = {"tool_calls": [{**piece, "index": number}]}
-            yield {"index": index, "delta": delta_of_call, "finish_reason": None}
-    yield {"index": index, "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_WITH_CONTENT))}
+            yield {**begun, "delta": {"tool_calls": [{**piece, "index": number}]}}
+    yield {"index": begun["index"], "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_WITH_CONTENT))}
+
+
+def _deltas(message: Fields, raw: msgspec.Raw | None, is_last: bool) -> Iterator[dict[str, Any]]:
+    """A message without calls as deltas, the first of which has what is no text; logprobs beside their text.
+    `is_last` as in `pieces_of`."""
+    logprobs = None if raw is None else _logprobs(raw)
+    with_all = {} if raw is None or logprobs is not None else {"logprobs": raw}
+    if logprobs is None and sum(map(len, map(bytes, message.values()))) <= PIECE:
+        yield {**with_all, "delta": message}
+        return
+    texts = {name: _TEXT.decode(value) for name, value in message.items() if _is_text(name, value)}
+    # Clients show reasoning first, and it was sampled first, but engines name it after the content.
+    ordered = sorted(texts.items(), key=lambda text: text[0] == "content")
+    head: Mapping[str, Any] = _without(message, texts)
+    for piece in pieces_of(ordered, logprobs, is_last):
+        text = {piece.name: piece.text} if piece.name else {}
+        yield {**with_all, **({"logprobs": piece.logprobs} if piece.logprobs else {}), "delta": {**head, **text}}
+        with_all, head = {}, {}
+    if head:
+        yield {**with_all, "delta": head}
+
+
+def _is_text(name: str, value: msgspec.Raw) -> bool:
+    """A field that clients join piece by piece, unless it is short and none of those that each reply may have."""
+    raw = bytes(value)
+    return raw[:1] == b'"' and name != "role" and (name in _TEXTS or len(raw) > PIECE)
+
+
+def _logprobs(raw: msgspec.Raw) -> Logprobs | None:
+    """A chat's logprobs; None if there are none, or in another shape than OpenAI's."""
+    if raw == _NULL:
+        return None
+    try:
+        fields = _FIELDS.decode(raw)
+        entries = _ENTRIES.decode(fields["content"])
+    except (msgspec.ValidationError, KeyError):
+        return None
+    if not entries:
+        return None
+    others = _without(fields, ("content",))
+    return Logprobs(
+        _spelled(fields["content"], len(entries)),
+        [len(bytes(entry)) for entry in entries],
+        lambda first, last: {**({} if first else others), "content": entries[first:last]},
+    )
+
+
+def _spelled(content: msgspec.Raw, count: int) -> list[bytes]:
+    """Unknown tokens of an engine that spells entries in its own way make up no text."""
+    try:
+        return [token.spelled() for token in _TOKENS.decode(content)]
+    except msgspec.ValidationError:
+        return [b""] * count
+
+
+def _completion_parts(choice: Fields) -> Iterator[dict[str, Any]]:
+    """A completion's choice: in one chunk, or in several that have its text and logprobs and one with the end."""
+    logprobs = _completion_logprobs(choice.get("logprobs", _NULL))
+    if logprobs is None and len(bytes(choice["text"])) <= PIECE:
+        yield choice
+        return
+    empty = {"logprobs": None} if logprobs is not None else {}
+    begun = {"index": choice.get("index", 0), "finish_reason": None}
+    for piece in pieces_of([("text", _TEXT.decode(choice["text"]))], logprobs):
+        yield {**begun, "text": piece.text, "logprobs": piece.logprobs}
+    yield {**choice, **empty, "text": ""}
+
+
+def _completion_logprobs(raw: msgspec.Raw) -> Logprobs | None:
+    """A completion's logprobs, which are lists of one length; None if there are none, or in another shape."""
+    if raw == _NULL:
+        return None
+    try:
+        fields = _FIELDS.decode(raw)
+        tokens = _STRINGS.decode(fields["tokens"])
+        lists = {
+            name: entries for name, value in fields.items() if value != _NULL and (entries := _ENTRIES.decode(value))
+        }
+    except (msgspec.ValidationError, KeyError):
+        return None
+    if not tokens or any(len(entries) != len(tokens) for entries in lists.values()):
+        return None
+    return Logprobs(
+        [token.encode() for token in tokens],
+        [sum(len(bytes(entry)) for entry in row) for row in zip(*lists.values(), strict=True)],
+        lambda first, last: {**fields, **{name: entries[first:last] for name, entries in lists.items()}},
+    )
 
 
 def call_pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -303,11 +392,19 @@ def call_pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield call
         return
     yield {**call, "function": {**function, "arguments": ""}}
-    yield {"function": {"arguments": function["arguments"]}}
+    arguments = function["arguments"]
+    for piece in text_pieces(arguments) if isinstance(arguments, str) else (arguments,):
+        yield {"function": {"arguments": piece}}
 
 
 def _without(fields: Fields, names: Collection[str]) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
+
+
+def _live_deltas(texts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What has come of a message at once, as deltas."""
+    raw = {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in texts.items()}
+    return (delta["delta"] for delta in _deltas(raw, None, is_last=True))
 
 
 class LiveChat:
@@ -322,7 +419,7 @@ class LiveChat:
             texts = {"role": "assistant", **texts}
             self._sent.add("role")
         self._sent.update(texts)
-        deltas = [texts] if texts else []
+        deltas = [*_live_deltas(texts)] if texts else []
         for call in map(self._ids.of, delta.get("tool_calls", ())):
             deltas += [{"tool_calls": [{**piece, "index": call["index"]}]} for piece in call_pieces(call)]
         return b"".join(map(self._chunk, deltas))
@@ -333,13 +430,11 @@ class LiveChat:
     def end(self, reply: CommittedReply) -> bytes:
         """The message's fields that were not sent, the logprobs, and the end."""
         fields = _FIELDS.decode(reply.body)
-        first, *_, last = parts_of(fields)
-        unsent = {name: value for name, value in first["delta"].items() if name not in self._sent}
-        return chunks_of(fields, [{**first, "delta": unsent}, last])
+        [choice] = _CHOICES.decode(fields["choices"])
+        return chunks_of(fields, list(_parts(choice, {*self._sent, "tool_calls"})))
 
     def error(self, error: ErrorFields) -> bytes:
-        """Without `[DONE]`, which would end the stream as if it were whole."""
-        return event(msgspec.Raw(openai_error(error)))
+        return error_event(error)
 
 
 class Chat:
@@ -347,6 +442,7 @@ class Chat:
     route = "/v1/chat/completions"
     methods: tuple[str, ...] = ("POST",)
     is_native = True
+    gives_payloads = False
     has_layouts = True
     history: History = "linear"
     keepalive = KEEPALIVE
@@ -371,4 +467,9 @@ class Chat:
         return openai_error(error)
 
     def error_event(self, error: ErrorFields) -> bytes:
-        return event(msgspec.Raw(openai_error(error))) + DONE
+        return error_event(error)
+
+
+def error_event(error: ErrorFields) -> bytes:
+    """Without `[DONE]`, which would end the stream as if it were whole."""
+    return event(msgspec.Raw(openai_error(error)))

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from app.protocols.pieces import tokens_of
+
 
 class Counts(msgspec.Struct, frozen=True):
     """Numbers of tokens. `cached` are those of the prompt that the engine did not compute again."""
@@ -72,18 +74,27 @@ def read_reply(body: bytes) -> ReplyFields:
     )
 
 
-class _Alternative(msgspec.Struct):
+Bytes = bytes
+
+
+class TokenLogprob(msgspec.Struct):
+    """An entry of a chat's `logprobs`, or of its `top_logprobs`."""
+
     token: str
     logprob: float
     bytes: list[int] | None = None
+    top_logprobs: list[TokenLogprob] | None = None
 
-
-class _Token(_Alternative, kw_only=True):
-    top_logprobs: list[_Alternative] | None = None
+    def spelled(self) -> Bytes:
+        """The token's bytes; none if the engine gives numbers that are no bytes."""
+        try:
+            return self.token.encode() if self.bytes is None else Bytes(self.bytes)
+        except ValueError:
+            return b""
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
+    content: list[TokenLogprob] | None = None
 
 
 class _LogprobChoice(msgspec.Struct):
@@ -98,27 +109,21 @@ _LOGPROBS = msgspec.json.Decoder(_LogprobReply)
 
 
 def text_logprobs(body: bytes, text: str) -> list[dict[str, Any]]:
-    """The logprobs of the tokens that make up `text`, which ends the reply's own text; none where it is no run of
-    whole tokens, as where a parser has changed it."""
+    """The logprobs of the tokens that make up `text`, which ends the reply's own text, as Responses spells them; none
+    where it is no run of whole tokens."""
     [choice] = _LOGPROBS.decode(body).choices
     tokens = (None if choice.logprobs is None else choice.logprobs.content) or []
-    ends, whole = [0], b""
-    for token in tokens:
-        whole += bytes(token.bytes) if token.bytes is not None else token.token.encode()
-        ends.append(len(whole))
-    at, sought = whole.rfind(text.encode()), text.encode()
-    if not sought or at not in ends or at + len(sought) not in ends:
+    place = tokens_of(text, [token.spelled() for token in tokens])
+    if place is None:
         return []
-    # A token without bytes of its own belongs to what is before it.
-    first, last = len(ends) - 1 - ends[::-1].index(at), ends.index(at + len(sought))
     return [
         {**_shown(token), "top_logprobs": [_shown(one) for one in token.top_logprobs or ()]}
-        for token in tokens[first:last]
+        for token in tokens[slice(*place)]
     ]
 
 
-def _shown(one: _Alternative) -> dict[str, Any]:
-    spelled = one.token.encode() if one.bytes is None else bytes(one.bytes)
+def _shown(one: TokenLogprob) -> dict[str, Any]:
+    spelled = one.spelled()
     return {"token": spelled.decode("utf-8", "replace"), "bytes": list(spelled), "logprob": one.logprob}
 
 

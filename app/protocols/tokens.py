@@ -397,6 +397,7 @@ class _WholeStream(Completions):
 class VllmGenerate(_WholeStream):
     name = "vllm_generate"
     route = "/inference/v1/generate"
+    gives_payloads = True
     parse = staticmethod(parse_vllm)
     schema = VLLM_REQUEST
     example = VLLM_EXAMPLE

@@ -323,11 +323,11 @@ def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
     if entry is None:
         raise SessionNotFound.of(session_id)
     if entry.session.status == "closed" and entry.session.is_reclaimed:
-        raise SessionReclaimed(f"session {session_id} was closed because it was idle")
+        raise SessionReclaimed.of(session_id, "was closed because it was idle")
     if entry.session.status == "undone":
         raise Restored.of(session_id)
     if entry.session.status != "open":
-        raise SessionClosed(f"session {session_id} is {entry.session.status}")
+        raise SessionClosed.of(session_id, f"is {entry.session.status}")
     return entry
 
 

@@ -308,7 +308,7 @@ def refusal(session_id: str, status: str | None) -> AppError:
         return SessionNotFound.of(session_id)
     if status == "undone":
         return Restored.of(session_id)
-    return SessionClosed(f"session {session_id} is {status}")
+    return SessionClosed.of(session_id, f"is {status}")
 
 
 def _of_closed_root(session_id: str, status: str | None) -> SessionClosed:

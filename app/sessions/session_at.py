@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from app.domain.events import Recorded, TurnCommitted, UnknownEvent
+from app.domain.events import AnnotationWritten, Recorded, TurnCommitted, UnknownEvent
 from app.domain.session import Session, states
 from app.errors import InvalidRequest, NotFound, SessionNotFound, SessionUnreadable
 from app.store import reads
@@ -35,6 +35,21 @@ class SessionAt(NamedTuple):
         recorded = self.events[self.session.turn(number).seq - 1]
         assert isinstance(recorded.event, TurnCommitted)
         return recorded.at, recorded.event
+
+    def said_of(self, turn: int) -> list[dict[str, Any]]:
+        """The annotations of a turn (0: of the session) with their values; of a column what it is, not its numbers."""
+        said: list[dict[str, Any]] = []
+        for name, one in sorted(self.session.annotations.get(turn, {}).items()):
+            event = self.events[one.seq - 1].event
+            assert isinstance(event, AnnotationWritten)
+            column = one.column
+            content = (
+                {"value": event.value}
+                if column is None
+                else {"dtype": column.dtype, "over": column.over, "length": column.length, "absent": column.absent}
+            )
+            said.append({"name": name, "seq": one.seq, "at": one.at, "writer": one.writer, **content})
+        return said
 
 
 async def session_at(database: Database, session_id: str, seq: int | None = None, *, whole: bool = False) -> SessionAt:

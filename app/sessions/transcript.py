@@ -133,6 +133,8 @@ async def _request(
         tools = None if event.tools is None else blobs[event.tools]
         if any(turn.odd_arguments for turn in session.turns):
             sent = [sendable(raw) for raw in messages]
+        if exchange.beginning:
+            sent = [*sent, exchange.beginning]
         body = chat_body(params, tools, sent, exchange.rid, exchange.own, ids, exchange.ids_field or "input_ids")
     else:
         text = "".join(msgspec.json.decode(part, type=str) for part in messages)

@@ -427,6 +427,25 @@ class NoteDelivery(BaseOperation, frozen=True):
         return advance_head(tx, self.session_id, self.at, [self.event])
 
 
+class AbsorbAttempt(BaseOperation, frozen=True):
+    """A late attempt at a committed turn's request is to be given its reply; False if it may not.
+
+    Its bytes came `age_s` seconds ago, and must have come before the commit, by the database's clock. A turn absorbs
+    at most `most` attempts, whichever processes they are late at.
+    """
+
+    durable: ClassVar[bool] = False
+    runs_inline: ClassVar[bool] = True
+    session_id: str
+    turn: int
+    most: int
+    age_s: float
+
+    def apply(self, tx: Tx) -> bool:
+        given = {"sid": self.session_id, "number": self.turn, "most": self.most, "age_s": self.age_s}
+        return tx.one(sql.absorb_attempt, given) is not None
+
+
 class AbandonDead(BaseOperation, frozen=True):
     """Abandon up to `most` open turns of dead processes, for sessions after `after`; returns the last id seen."""
 

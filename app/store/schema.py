@@ -32,7 +32,7 @@ from sqlalchemy import (
 )
 
 from app.store.broken import Content
-from app.store.dialect import current_tx
+from app.store.dialect import current_tx, now
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -259,10 +259,13 @@ turns = Table(
     Column("protocol", String(16), nullable=False),
     Column("tokens", Content),
     Column("exchange", Content),
+    Column("written_at", Double, server_default=now(), nullable=False),
+    Column("absorbed", Integer, server_default="0", nullable=False),
     PrimaryKeyConstraint("session_id", "turn", "choice_index"),
 )
 """A committed turn's content, null once erased: its tokens, and its messages and reply. A small turn's tokens are
-in `exchange`, and `tokens` is null."""
+in `exchange`, and `tokens` is null. `written_at` is the database's clock; `absorbed` counts the late attempts at its
+request that were given its reply."""
 
 blobs = Table(
     "blobs",

@@ -214,7 +214,7 @@ class SqliteWriter:
 
     def _open(self) -> None:
         if sqlite3.sqlite_version_info < MIN_SQLITE:
-            raise StartupError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
+            raise StartupError(f"SQLite {sqlite3.sqlite_version} is too old: Turnlog requires 3.35 or newer")
         connection = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             for pragma in PRAGMAS:

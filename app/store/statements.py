@@ -75,6 +75,18 @@ insert_blob = insert(blobs)
 insert_chunk = insert(chunks)
 insert_refused_reply = insert(refused_replies)
 
+absorb_attempt = (
+    update(turns)
+    .where(
+        turns.c.session_id == bindparam("sid"),
+        turns.c.turn == bindparam("number"),
+        turns.c.absorbed < bindparam("most"),
+        turns.c.written_at > now() - bindparam("age_s", type_=Double),
+    )
+    .values(absorbed=turns.c.absorbed + 1)
+    .returning(turns.c.turn)
+)
+
 head = select(
     sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash, sessions.c.turns
 ).where(of_session(sessions))

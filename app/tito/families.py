@@ -38,4 +38,4 @@ def pinned(family: str, reads: frozenset[str]) -> dict[str, Any]:
 def check_family(name: str) -> None:
     """Raises StartupError, which names the value and the accepted ones."""
     if name != "auto" and name not in FAMILIES:
-        raise StartupError(f"TURNLOG_TITO_FAMILY={name!r}: accepted are auto, {', '.join(FAMILIES)}")
+        raise StartupError(f"TURNLOG_TITO_FAMILY={name!r}: expected auto, or one of {', '.join(FAMILIES)}")

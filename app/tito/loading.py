@@ -36,21 +36,22 @@ def tokenizer(path_or_name: str) -> tuple[Any, frozenset[int]]:
 def _transformers() -> ModuleType:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Otherwise it warns that PyTorch is missing.
     try:
+        importlib.import_module("jinja2")  # transformers asks for it only when it renders the first template
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise StartupError(f"TURNLOG_TOKENIZER needs the package transformers: {install('tito')}") from error
+        raise StartupError(f"TURNLOG_TOKENIZER needs the package {error.name}: {install('tito')}") from error
 
 
 def _tokenizer(transformers: ModuleType, path_or_name: str) -> Any:
     load = transformers.AutoTokenizer.from_pretrained
     try:
         return load(path_or_name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         if Path(path_or_name).exists():
             raise _not_loaded(path_or_name, error) from error
     try:
         return load(path_or_name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise _not_loaded(path_or_name, error) from error
 
 

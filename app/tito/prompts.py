@@ -99,6 +99,22 @@ class Prompts:
         """A whole prompt with the generation prompt. Raises InvalidRequest and Unsupported, without content."""
         return self._encode(self._render(messages, tools, arguments, generation_prompt=True))
 
+    def beginning(self, text: str, arguments: Mapping[str, Any], *, is_spliced: bool) -> array[int]:
+        """The ids of a reply's beginning, behind a prompt. SGLang splices them in so; vLLM renders a message of the
+        assistant and cuts it behind its text, which may be other ids: without `is_spliced`, raises Unsupported then."""
+        ids = self._encode(text)
+        if is_spliced:
+            return ids
+        asked, every = [{"role": "user", "content": _WORD}], {**arguments, **self._pinned}
+        begun = normalise.messages([*asked, {"role": "assistant", "content": text}], self.findings.message_format)
+        prompt = self._template.render(begun[:1], None, every, generation_prompt=True)
+        whole = self._template.render(begun, None, every, generation_prompt=False)
+        if not whole.startswith(prompt + text) or self._encode(prompt + text) != self._encode(prompt) + ids:
+            raise Unsupported(
+                "continue_final_message: the chat template renders the message otherwise than a reply that begins so"
+            )
+        return ids
+
     def after(
         self,
         last: int,

@@ -20,6 +20,7 @@ from app.domain.session import Session, fold, rid_of
 from app.errors import (
     AppError,
     ClaimLost,
+    ClientGone,
     HistoryMismatch,
     OverBudget,
     Restored,
@@ -114,6 +115,7 @@ class Claims:
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
         self._known: dict[tuple[str, float], int] = {}
+        self._has_told_of_mismatch = False
         self._looking: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
 
@@ -168,7 +170,7 @@ class Claims:
         """Claim the session at `entry`'s version; None if it is claimed.
 
         Raises TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy and OverBudget (these
-        two take precedence over the others), RollbackTooDeep, HistoryMismatch.
+        two take precedence over the others), RollbackTooDeep, HistoryMismatch; ClientGone.
         """
         session, session_id, settings = entry.session, turn.session_id, self._settings
         is_tree = session.history == "tree"
@@ -178,10 +180,13 @@ class Claims:
             raise Restored.of(session_id, undone)
         try:
             plan = turn.history.join(session, entry.index, turn.agent_id)
-        except (RollbackTooDeep, HistoryMismatch):
+        except (RollbackTooDeep, HistoryMismatch) as error:
             await self._require_not_held(session)
             if session.budgets and self._points.limits is not None:
                 await self._points.limits.require_left(session)
+            if isinstance(error, HistoryMismatch) and not self._has_told_of_mismatch:
+                self._has_told_of_mismatch = True  # an agent that replaces its history is refused every time
+                log.warning("session %s: %s", session_id, error)
             raise
         if self._own_number is None:
             self._own_number = self._incarnation()
@@ -192,6 +197,7 @@ class Claims:
             incarnation=incarnation,
             body_hash=turn.body_hash,
             retry_key=turn.retry_key,
+            retry_count=turn.retry_count,
             protocol=turn.request.protocol,
             adapter=turn.adapter,
             agent_id=turn.agent_id,
@@ -216,6 +222,8 @@ class Claims:
         if session.budgets and self._points.limits is not None:
             turn.plan = plan
             claim = await self._points.limits.claiming(turn, session, claim)
+        if not turn.has_client:
+            raise ClientGone("the client went away before its turn was begun")
         if crash_points.ARMED:
             crash_points.reach("before_claim")
         self._known[session_id, at] = self._known.get((session_id, at), 0) + 1

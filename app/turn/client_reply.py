@@ -1,4 +1,4 @@
-"""How much of an engine's reply its client gets: TURNLOG_CLIENT_REPLY."""
+"""What of an engine's reply its client gets: TURNLOG_CLIENT_REPLY."""
 
 from __future__ import annotations
 
@@ -7,52 +7,124 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.request import join_object
+from app.upstream.body import Body
+from app.upstream.dialects import asked_for, asks_for_prompt, logprob_wish
+from workers import scan
 from workers.codec import describe
-from workers.parse import REPLAY
+from workers.parse_json import NULL
+from workers.parse_parts import NAMES
+from workers.reply import PayloadRange
 
-Mode = Literal["auto", "verbatim", "lean", "asked"]
+Mode = Literal["asked", "verbatim"]
 Fields = Mapping[str, msgspec.Raw]
 Parts = Sequence[bytes | memoryview]
+Range = tuple[int, int]
 
-ASKS_FOR_LOGPROBS = ("logprobs", "return_logprob", "return_meta_info")
-"""Parameters with which a client asks for log-probabilities; `logprobs` of a completion is a number."""
+_OUTPUT_IDS = ("token_ids", "response_token_ids")
 
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-describe(dict[str, msgspec.Raw], list[dict[str, msgspec.Raw]])
+ASKS: Mapping[str, Sequence[str]] = {
+    "logprobs": ("logprobs",),
+    "return_logprob": ("logprobs",),
+    "return_prompt_token_ids": ("prompt_token_ids",),
+    "return_token_ids": ("prompt_token_ids", *_OUTPUT_IDS),
+    "return_meta_info": ("meta_info",),
+    "return_weight_versions": ("weight_versions",),
+    "kv_transfer_params": ("kv_transfer_params",),
+}
+"""By parameter, in either engine's spelling, the values that a client asks for with it. A completion's `logprobs` is a
+number, of which 0 asks too."""
 
-
-def shown_kinds(requested_payloads: Collection[str], mode: Mode) -> Collection[str]:
-    """The payload kinds that the client's reply keeps, of those that it asked for."""
-    return {"auto": requested_payloads, "asked": requested_payloads, "verbatim": REPLAY, "lean": ()}[mode]
-
-
-def shown(parts: Parts, params: Fields, mode: Mode) -> Parts:
-    """A valid reply as the client gets it, its payloads apart, which `shown_kinds` decides.
-
-    With `asked`, log-probabilities and `kv_transfer_params` that the client's parameters do not name are null, and the
-    rest is compact; else the parts are unchanged.
-    """
-    if mode != "asked":
-        return parts
-    hides_logprobs = not any(_is_set(params, name) for name in ASKS_FOR_LOGPROBS)
-    reply = _FIELDS.decode(b"".join(parts))
-    if hides_logprobs:
-        choices = [join_object(_without_logprobs(choice)) for choice in _CHOICES.decode(reply["choices"])]
-        reply["choices"] = msgspec.Raw(b"[" + b",".join(choices) + b"]")
-    if "kv_transfer_params" in reply and not _is_set(params, "kv_transfer_params"):
-        reply["kv_transfer_params"] = msgspec.Raw(b"null")
-    return [join_object({name: bytes(raw) for name, raw in reply.items()})]
+ASKED_FOR = frozenset(name for names in ASKS.values() for name in names)
+"""What Turnlog asks engines for, beside payloads."""
 
 
-def _is_set(params: Fields, name: str) -> bool:
-    return bytes(params.get(name, b"null")) not in (b"null", b"false")
+class _Choice(msgspec.Struct, gc=False):
+    logprobs: msgspec.Raw = NULL
+    prompt_token_ids: msgspec.Raw = NULL
+    token_ids: msgspec.Raw = NULL
+    response_token_ids: msgspec.Raw = NULL
+    weight_versions: msgspec.Raw = NULL
+    meta_info: msgspec.Raw = NULL
 
 
-def _without_logprobs(choice: Fields) -> dict[str, bytes]:
-    """The choice with null for each list of log-probabilities, of SGLang's `meta_info` too."""
-    members = {name: b"null" if name.endswith("logprobs") else bytes(raw) for name, raw in choice.items()}
-    if members.get("meta_info", b"null")[:1] == b"{":
-        members["meta_info"] = join_object(_without_logprobs(_FIELDS.decode(members["meta_info"])))
-    return members
+class _Reply(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+    prompt_token_ids: msgspec.Raw = NULL
+    kv_transfer_params: msgspec.Raw = NULL
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+_META = msgspec.json.Decoder(dict[str, msgspec.Raw])
+describe(_Reply, dict[str, msgspec.Raw])
+
+
+def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
+    """A valid reply with null for each value that Turnlog asked for and these parameters do not; all else is the
+    engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are long."""
+    asked: set[str] = set(asked_for(params))
+    for name in ASKS.keys() & params.keys():
+        if bytes(params[name]) not in (b"null", b"false"):
+            asked.update(ASKS[name])
+    if bytes(params.get("top_logprobs", b"")).lstrip(b"0").isdigit():
+        asked.add("logprobs")  # Some harnesses, and pinned parameters, have it alone.
+    names = ASKED_FOR - asked
+    if not places:
+        return [_with_nulls(body.joined(), _hidden(body.joined(), names, params))] if names else body.pieces
+    hidden: list[Range] = []
+    if names:
+        # The long values are left out of what is decoded, also those that the client gets.
+        long_values = sorted(places, key=lambda place: place.start)
+        text = b"".join(body.without([(place.start, place.end) for place in long_values]))
+        hidden = [_in_body(start, end, long_values) for start, end in _hidden(text, names, params)]
+    for place in places:
+        if place.kind not in asked and not any(start <= place.start < end for start, end in hidden):
+            hidden.append((place.start, place.end))
+    return body.without(hidden)
+
+
+def _hidden(text: bytes, names: Collection[str], params: Fields) -> list[Range]:
+    """The places of these members of a reply, and of its choice, that are not null."""
+    reply = _REPLY.decode(text)
+    values: list[msgspec.Raw] = []
+    for home in (reply, *reply.choices):
+        for name in home.__struct_fields__:
+            if name in names and (value := getattr(home, name)) != NULL:
+                values += _unasked_in_meta(value, params) if name == "meta_info" else (value,)
+    views = [memoryview(value) for value in values]
+    base = scan.address(memoryview(text)) if views else 0
+    starts = [scan.address(view) - base for view in views]
+    return [(start, start + len(view)) for start, view in zip(starts, views, strict=True)]
+
+
+def _with_nulls(text: bytes, places: Sequence[Range]) -> bytes:
+    parts, done = [], 0
+    for start, end in sorted(places):
+        parts += (text[done:start], b"null")
+        done = end
+    return b"".join((*parts, text[done:]))
+
+
+def _unasked_in_meta(meta: msgspec.Raw, params: Fields) -> Sequence[msgspec.Raw]:
+    """All of SGLang's `meta_info`; but if it holds a payload or the prompt's logprobs, for which the client asked, its
+    other members."""
+    kinds = asked_for(params)
+    kept = {name for kind, name in NAMES["sglang"].items() if kind in kinds}
+    if asks_for_prompt(logprob_wish(params)):
+        kept |= {"input_token_logprobs", "input_top_logprobs"}
+    members = _META.decode(meta) if kept else {}
+    if kept.isdisjoint(members):
+        return (meta,)
+    return [value for name, value in members.items() if name not in kept and value != NULL]
+
+
+def _in_body(start: int, end: int, cut: Sequence[PayloadRange]) -> Range:
+    """The place in the body of what is at [start, end) where null replaces these values."""
+    before = inside = 0
+    for place in cut:
+        longer = place.end - place.start - len(b"null")
+        at = place.start - before - inside
+        if at < start:
+            before += longer
+        elif at < end:
+            inside += longer
+    return start + before, end + before + inside

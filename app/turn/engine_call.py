@@ -27,13 +27,14 @@ from app.domain.left_out import bounded
 from app.domain.request import ChatRequest, IdsField, chat_body, completion_body, join_object, value_of
 from app.domain.session import Session, engine_session_of
 from app.domain.split import ITEMS
-from app.errors import ClaimLost, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
+from app.errors import ClaimLost, GenerationFailed, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
 from app.fleet.engines import PATHS, OpenStream
 from app.sessions.cache import require_open
 from app.store.log import StoredBlob
 from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
 from app.turn.large_bodies import INLINE_BYTES
 from app.upstream import headers as http_headers
+from app.upstream.body import Body
 from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import (
     FIRST_ROW_NAMES,
@@ -47,7 +48,7 @@ from app.upstream.dialects import (
 )
 from app.upstream.generate import GENERATE, Fields, generate_body
 from app.upstream.http import EngineError
-from app.upstream.streams import STREAM, Push, ReplyStream
+from app.upstream.streams import STREAM, Push, ReplyStream, limit_of
 from workers import codec
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
@@ -208,6 +209,8 @@ class EngineCalls:
                 turn.stored, images = _without_images(turn.session, new)
                 turn.shared = (*turn.shared, *images)
                 break
+        if request.beginning is not None:
+            messages = [*messages, request.beginning]
         return EngineCall("chat", params, tools, messages, None, rid, wish=wish)
 
     def _other_params(self, turn: InFlightTurn) -> bytes:
@@ -240,6 +243,9 @@ class EngineCalls:
                 turn.prompt = await token_in.given(turn, request.ids)
             elif turn.template is not None and isinstance(history, RequestHistory):
                 turn.prompt = await token_in.built(turn, turn.template, history)
+                if request.beginning is not None:
+                    dialect = self._services.engines.dialect
+                    turn.prompt = await token_in.begun(turn.template, turn.prompt, request.beginning, dialect)
                 left_out += await token_in.silent(history, turn.plan.base_messages)
         turn.call.ids = turn.call.prompt = turn.prompt
         turn.call.origin = "built" if request.ids is None else "client"
@@ -373,10 +379,10 @@ class EngineCalls:
 
     def _open_stream(self, turn: InFlightTurn, call: EngineCall) -> OpenStream:
         """What reads the reply of a stream."""
-        staged, push = turn.staged, call.push
+        staged, push, limit = turn.staged, call.push, limit_of(call.params)
         if staged is None:
-            return lambda engine, version, logprobs_of: ReplyStream(push)
-        return partial(staged.stream, push)
+            return lambda engine, version, logprobs_of: ReplyStream(push, limit)
+        return partial(staged.stream, push, limit)
 
     def _may_send(self, turn: InFlightTurn) -> bool:
         """Ask the gates at the last moment, when a connection is ready."""
@@ -411,7 +417,7 @@ class EngineCalls:
         self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
     ) -> ValidatedReply | None:
         """Validate one generation, the turn's `answer` from now on; None for an engine's own error, which is passed to
-        the client. Raises as `ReplyValidator.validate`."""
+        the client, also where it comes with a 200. Raises as `ReplyValidator.validate`."""
         engines = self._services.engines
         answer.headers = http_headers.to_client(answer.headers)
         turn.answer = answer
@@ -428,6 +434,9 @@ class EngineCalls:
             # The engine may have been restarted with other settings since it was asked whether it takes ids.
             engines.forget_ids_field(answer.engine)
             raise
+        except GenerationFailed as failed:
+            answer.status, answer.body = failed.told_status, Body([failed.told])
+            return None
         if named is None and engine.lacks_id(answer.body):
             raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
         if crash_points.ARMED:

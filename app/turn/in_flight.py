@@ -49,6 +49,18 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
+class Connection(Protocol):
+    """A client's connection."""
+
+    def is_gone(self) -> bool:
+        """Has the client ended it, even if its request has not been read up to that end?"""
+        ...
+
+    def data_age_s(self) -> float | None:
+        """How long ago the client's last byte came; None if that is not known."""
+        ...
+
+
 class EngineChoice(Protocol):
     """What a client has said of its turn's engine (session control)."""
 
@@ -109,9 +121,10 @@ class StreamKeeper(Protocol):
     """Keeps the tokens of a stream that the engine sends (resume)."""
 
     def stream(
-        self, push: Push | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
+        self, push: Push | None, limit: int | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
     ) -> StreamReader:
-        """What reads the next stream of this engine, whose weight version is `version` if known."""
+        """What reads the next stream of this engine, of at most `limit` tokens; its weight version is `version` if
+        known."""
 
     def cut(self) -> EngineReply | None:
         """What had come when the engine died; None: nothing."""
@@ -157,9 +170,9 @@ class TurnReply(msgspec.Struct, frozen=True):
 class InFlightTurn(msgspec.Struct, eq=False):
     """A request for a turn, and what is known of it so far: each step adds to it.
 
-    `retry_key` (hashed) and `is_retry` are the marks of a retry: an idempotency key, or the OpenAI
-    SDKs' retry count. `new_history` becomes the session's where its first turn decides that.
-    `headers` are the client's.
+    `retry_key` (hashed) and `retry_count` are the marks of a retry: an idempotency key, and the
+    OpenAI SDKs' count of the attempts before this one. `new_history` becomes the session's where its first turn
+    decides that. `headers` are the client's.
     """
 
     session_id: str
@@ -167,7 +180,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
     stages: Stages
     headers: Headers = []
     retry_key: str | None = None
-    is_retry: bool = False
+    retry_count: int = 0
     agent_id: str | None = None
     new_history: History = "linear"
 
@@ -250,9 +263,16 @@ class InFlightTurn(msgspec.Struct, eq=False):
     # Claimed, where limits hold for it.
     limit: TurnLimit | None = None
 
+    # The committed turn that has absorbed it, a late attempt (`Retries.repeated`).
+    absorbed_by: int | None = None
+
+    @property
+    def is_retry(self) -> bool:
+        return self.retry_count > 0
+
     @property
     def has_client(self) -> bool:
-        """Is a client known to wait for the reply?"""
+        """Does a client still wait for the reply, as far as its connection tells?"""
         return any(not waiter.is_gone for waiter in self.waiters)
 
     @property
@@ -340,7 +360,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
     def cancel_error(self) -> AppError:
         """What the client of a cancelled turn is told."""
         if self.cancel_reason == "session_closed":
-            return SessionClosed(f"session {self.session_id} was closed during the turn")
+            return SessionClosed.of(self.session_id, "was closed during the turn")
         return ClientGone("the client disconnected, which ended its turn")
 
 
@@ -348,24 +368,19 @@ def _no_watch(waiter: Waiter) -> None:
     """For clients that report their disconnect without being watched."""
 
 
-def _is_connected() -> bool:
-    """For clients whose connection cannot be looked at."""
-    return False
-
-
 class Waiter(msgspec.Struct, eq=False):
     """A client that waits for a turn, its own or one that it joined.
 
     `grow` reserves memory for the reply. `watch` arranges that `client_disconnected` is called; it
     is needed only at a gate, since other turns go on without their client. `token_session` is the
-    session whose token authorised the request. `is_lost` tells whether the client's connection has
-    ended. `live` takes its own turn's deltas.
+    session whose token authorised the request. `connection` is None if it cannot be looked at.
+    `live` takes its own turn's deltas.
     """
 
     grow: Callable[[int], None]
     watch: Callable[[Waiter], None] = _no_watch
     token_session: str | None = None
-    is_lost: Callable[[], bool] = _is_connected
+    connection: Connection | None = None
     live: LiveStream | None = None
     flight: InFlightTurn | None = None
     departure: asyncio.Future[None] | None = None
@@ -374,7 +389,7 @@ class Waiter(msgspec.Struct, eq=False):
 
     @property
     def is_gone(self) -> bool:
-        return self.is_disconnected or self.is_lost()
+        return self.is_disconnected or (self.connection is not None and self.connection.is_gone())
 
     def wait_for(self, flight: InFlightTurn) -> None:
         """Wait for a turn, this client's own or one that it joins."""

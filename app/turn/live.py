@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from app.domain.events import StreamMode
-from app.upstream.streams import Delta
+from app.upstream.deltas import Delta
 
 
 class LiveStream:

@@ -2,8 +2,11 @@
 
 A reply is delivered where a child turn exists, or once its last byte was handed to the kernel, which only the process
 that sent it knows. It is undelivered where its connection ended before, which is written down, and where the process
-that committed it died within a minute. What cannot be told counts as delivered for a request without a mark, and as
-undelivered for one that its client marks as a retry.
+that committed it died within a minute. What cannot be told, as after a reset of its connection, counts as delivered for
+a request without a mark, and as undelivered for one that its client marks as a retry.
+
+In a linear session an attempt that comes late, behind a retry of it that was committed, repeats that turn too: else it
+would undo what its client was told.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
 from app.store import incarnations, reads
 from app.store.log import Appended
-from app.store.log_turns import NoteDelivery
+from app.store.log_turns import AbsorbAttempt, NoteDelivery
 from app.store.ports import Writer
 from app.tasks import cancelled
 from app.turn.in_flight import InFlightTurn
@@ -35,6 +38,9 @@ REMEMBERED = 1 << 16
 
 UNREAD_S = 60.0
 """A reply that a process committed in the last so many seconds before it died may not have been delivered."""
+
+AGE_ERROR_S = 0.02
+"""How much older than it is a connection's newest byte may seem: the kernel counts in ticks of up to 10 ms."""
 
 _Key = tuple[str, int]
 
@@ -63,7 +69,7 @@ class Retries:
         self._replaying: set[_Key] = set()
         self._noting: set[asyncio.Task[None]] = set()
         self._writing: set[tuple[str, ReplyUndelivered | ReplyRedelivered]] = set()
-        self._sent: OrderedDict[_Key, bool] = OrderedDict()
+        self._sent: OrderedDict[_Key, bool | None] = OrderedDict()
 
     # what a request repeats
 
@@ -81,6 +87,8 @@ class Retries:
 
     async def repeated(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
         """The committed turn whose reply the request is to be given. Raises IdempotencyMismatch."""
+        if turn.waiter.is_gone and not turn.has_client:
+            return None  # The reply would count as on its way, and a retry whose client waits would generate.
         if turn.retry_key is not None:
             number = entry.keyed.get(turn.retry_key)
             first = None if number is None else entry.session.turn(number)
@@ -95,7 +103,31 @@ class Retries:
                     return earlier.number
             elif await self._is_undelivered(entry, earlier, died_after):
                 return earlier.number
-        return await self._resumed(entry, turn, died_after)
+        number = await self._resumed(entry, turn, died_after)
+        return number if number is not None else await self._absorbing(entry, turn)
+
+    async def _absorbing(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
+        """The turn that a later attempt at the same request, by its client's count, has committed after this one came.
+
+        In a tree, equal requests are samples.
+        """
+        session, connection = entry.session, turn.waiter.connection
+        if session.is_tree or connection is None:
+            return None
+        for number in entry.index.with_body(turn.body_hash):
+            later = session.turn(number)
+            if later.retry_count <= turn.retry_count or later.agent_id != turn.agent_id:
+                continue
+            if turn.absorbed_by == number:
+                return number
+            age_s = connection.data_age_s()
+            if age_s is None:
+                return None
+            attempt = AbsorbAttempt(session.session_id, number, later.retry_count, age_s - AGE_ERROR_S)
+            if await self._writer.submit(attempt):
+                turn.absorbed_by = number
+                return number
+        return None
 
     async def _resumed(self, entry: CacheEntry, turn: InFlightTurn, died_after: dict[int, float | None]) -> int | None:
         """The turn whose undelivered reply begins with the request's last message: its client got no more of it."""
@@ -131,15 +163,17 @@ class Retries:
         """Is the reply known to have been delivered, or on its way to a client that waits for it?"""
         key = entry.session.session_id, turn.number
         is_on_its_way = key in self._sending or key in self._replaying
-        return is_on_its_way or self._sent.get(key, False) or entry.session.deliveries.get(turn.number, False)
+        return is_on_its_way or self._sent.get(key) is True or entry.session.deliveries.get(turn.number) is True
 
     async def _is_undelivered(self, entry: CacheEntry, turn: Turn, died_after: dict[int, float | None]) -> bool:
         """`died_after`: what is known of other processes, by incarnation."""
         if self._is_delivered(entry, turn):
             return False
         key = entry.session.session_id, turn.number
-        if self._sent.get(key) is False or turn.number in entry.session.deliveries:
-            return True
+        if key in self._sent:
+            return self._sent[key] is False
+        if turn.number in entry.session.deliveries:
+            return entry.session.deliveries[turn.number] is False
         if turn.incarnation in (0, self._incarnation()):
             return False
         if turn.incarnation not in died_after:
@@ -157,25 +191,28 @@ class Retries:
         key = session_id, turn
         self._sending[key] = self._sending.get(key, 0) + 1
 
-    def record_delivery(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
-        """The reply has left, or its connection ended before it had. Only what is not as usual is written down, in the
-        background."""
+    def record_delivery(self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool) -> None:
+        """The reply has left, or its connection ended before it had; None, after True: it may not have been read. Only
+        what is not as usual is written down, in the background."""
         event = self._delivery_event(session_id, turn, delivered=delivered, is_replay=is_replay)
         if event is not None:
             task = asyncio.create_task(self._note(session_id, event))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
 
-    async def sent(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
+    async def sent(self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool) -> None:
         """As `record_delivery`; what is written down is on its way when this returns."""
         event = self._delivery_event(session_id, turn, delivered=delivered, is_replay=is_replay)
         if event is not None:
             await self._note(session_id, event)
 
     def _delivery_event(
-        self, session_id: str, turn: int, *, delivered: bool, is_replay: bool
+        self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool
     ) -> ReplyUndelivered | ReplyRedelivered | None:
         key = session_id, turn
+        if delivered is None:
+            self._remember(key, None)
+            return ReplyUndelivered(turn, is_unknown=True) if is_replay else None
         self._replaying.discard(key)
         others = self._sending.pop(key) - 1
         if others:
@@ -200,7 +237,7 @@ class Retries:
         """What is not written down by now is lost: the retry then generates once more."""
         await cancelled(*self._noting)
 
-    def _remember(self, key: _Key, delivered: bool) -> None:
+    def _remember(self, key: _Key, delivered: bool | None) -> None:
         self._sent[key] = delivered
         self._sent.move_to_end(key)
         if len(self._sent) > REMEMBERED:
@@ -237,6 +274,10 @@ def has_key(turn: InFlightTurn, key: str | None, body_hash: str) -> bool:
 
 def _already_recorded(session: Session, event: ReplyUndelivered | ReplyRedelivered) -> bool:
     """A reply that was given again stays so; in a linear session only the newest turn is told."""
-    told = session.deliveries.get(event.turn)
+    told = session.deliveries
     is_past = session.leaf is not None and session.leaf.number > event.turn and not session.is_tree
-    return is_past or told is True or told is isinstance(event, ReplyRedelivered)
+    if is_past or event.turn not in told:
+        return is_past
+    if isinstance(event, ReplyUndelivered):
+        return told[event.turn] is None if event.is_unknown else told[event.turn] is not None
+    return told[event.turn] is True

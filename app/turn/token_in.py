@@ -16,11 +16,12 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from app.domain import decide
+from app.domain import decide, prefill
 from app.domain.history import RequestHistory
 from app.domain.images import holds_images
 from app.domain.left_out import SILENT_MESSAGE, left_out_at
@@ -53,9 +54,9 @@ AT_ONCE = 1 << 16
 """How many ids are written as text at once: 6 ms."""
 
 _BUILT_HERE: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (None, True),
+    prefill.GENERATION_PROMPT: (None, True),
     "chat_template": (None,),
-    "continue_final_message": (None, False),
+    prefill.CONTINUES: (None, False),
     "documents": (None, []),
 }
 """Fields with which a client asks its engine for another prompt, and the values that ask for nothing."""
@@ -87,7 +88,8 @@ class TokenIn:
         template = _template(request.params, request.tools)
         self.prompts.check_arguments(template_arguments(request.params))
         for name, accepted in _BUILT_HERE.items():
-            if value_of(request.params.get(name), name) not in accepted:
+            is_begun = request.beginning is not None and name in prefill.PARAMS
+            if not is_begun and value_of(request.params.get(name), name) not in accepted:
                 raise Unsupported(f"{name} is not possible where the server builds the prompt")
         transfer = value_of(request.params.get(KV_FIELD), KV_FIELD)
         if isinstance(transfer, dict) and transfer.get(KV_MEMBER) is not None:
@@ -143,6 +145,14 @@ class TokenIn:
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
         text = await self._run(size, _whole_prompt_text, self.prompts, messages, template.offered, template.arguments)
         return PromptIds(text, None)
+
+    async def begun(self, template: TemplateInputs, prompt: PromptIds, beginning: bytes, dialect: str) -> PromptIds:
+        """The prompt with the reply's beginning behind it, as engines of this dialect have it. Raises Unsupported."""
+        assert self.prompts is not None
+        render = partial(self.prompts.beginning, is_spliced=dialect == "sglang")
+        ids = await self._run(len(beginning), render, msgspec.json.decode(beginning)["content"], template.arguments)
+        text = b",".join(filter(None, (prompt.text, _long_id_text(ids))))
+        return msgspec.structs.replace(prompt, text=text)
 
     async def silent(self, incoming: RequestHistory, base: int) -> list[str]:
         """The new messages, from `base` on, that the chat template renders as nothing (`app.domain.left_out`)."""

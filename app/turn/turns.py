@@ -16,20 +16,21 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from app.domain import prefill
 from app.domain.completion import RequestPrompt
 from app.domain.events import Capture
-from app.domain.history import RequestHistory
+from app.domain.history import RequestHistory, digest
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash, require_own
-from app.domain.rules import RULES
+from app.domain.rules import RULES, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
@@ -39,13 +40,15 @@ from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
 from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
-from app.turn.client_reply import shown, shown_kinds
+from app.turn.client_reply import Parts, shown
 from app.turn.engine_call import adapter_of
 from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage, hash_key
-from app.turn.large_bodies import INLINE_VALUES, large_bytes, large_history
+from app.turn.large_bodies import INLINE_BYTES, INLINE_VALUES, large_bytes, large_history
 from app.turn.points import TurnPath
+from app.upstream.body import Body
 from app.upstream.dialects import asked_for
-from workers.reply import ValidatedReply
+from workers.parse_parts import REPLAY
+from workers.reply import PayloadRange, ValidatedReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -179,7 +182,7 @@ class Turns:
                     await claims.commit(turn, turn.reply, is_alone=self.in_flight == 1)
                     is_settled = True
                     stages.marks.append((TurnStage.REPLY, stages.clock()))
-                    reply = self._reply(turn, turn.reply)
+                    reply = await self._reply(turn, turn.reply)
             except TurnCancelled:
                 error = await self._cancelled(turn)
                 turn.failure = error.code, str(error)
@@ -239,6 +242,8 @@ class Turns:
             request = with_pinned(request, config)
         if config.capture == "text" and request.ids is not None:
             raise Unsupported("a session that captures text alone takes no token ids")
+        if prefill.CONTINUES in request.params and isinstance(request, ChatRequest):
+            request = prefill.with_beginning(request)
         turn.request, turn.large = request, large
         if request.key is not None and turn.retry_key is None:
             turn.retry_key = hash_key(request.key)
@@ -261,13 +266,26 @@ class Turns:
             turn.history = RequestPrompt(request)
         history = turn.history
         history.check(entry.index, session, turn.agent_id)
-        turn.body_hash = canonical_hash(request, history.whole_hash)
-        turn.partial_reply, turn.partial_hash = history.partial_reply, None
-        if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
-            turn.partial_hash = canonical_hash(request, before)
+        if request.beginning is not None:
+            self._read_beginning(turn, request.beginning)
+        else:
+            turn.body_hash = canonical_hash(request, history.whole_hash)
+            turn.partial_reply, turn.partial_hash = history.partial_reply, None
+            if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
+                turn.partial_hash = canonical_hash(request, before)
         turn.session = session
         if self._services.token_in.prompts is not None and not session.is_text:
             turn.template = self._services.token_in.template_of(request)
+
+    def _read_beginning(self, turn: InFlightTurn, beginning: bytes) -> None:
+        """Tell the request by its history and by the reply's beginning, which in Messages may be what came of one."""
+        request, history = turn.request, turn.history
+        assert isinstance(request, ChatRequest)
+        turn.body_hash = canonical_hash(request, running_hash(history.whole_hash, digest(beginning)))
+        turn.partial_reply = turn.partial_hash = None
+        if request.protocol == "messages":
+            turn.partial_reply = msgspec.json.decode(beginning)
+            turn.partial_hash = canonical_hash(prefill.unprefilled(request), history.whole_hash)
 
     def _require_upstream(self, session_id: str, upstream: str) -> None:
         """Raises NoUpstream for a session whose upstream is no longer there."""
@@ -315,19 +333,18 @@ class Turns:
 
     async def _stored_reply(self, turn: InFlightTurn, number: int) -> TurnReply:
         """The reply, once it is on disk. Raises SessionClosed, SessionUnreadable, StoreUnavailable."""
-        cache, session_id, request = self._services.cache, turn.session_id, turn.request
+        cache, session_id = self._services.cache, turn.session_id
         session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
             await self._services.writer.submit(Settled(session_id))
-        mode = self._services.settings.client_reply
-        kinds = shown_kinds(asked_for(request.params), mode)
+        kinds = self._payloads(turn)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         turn.waiter.grow(len(body))
         return TurnReply(
             status,
             headers,
-            shown([body], request.params, mode),
+            await self._shown(turn, Body([body]), ()),
             turn=number,
             replayed=True,
             rolled_back=RULES[session.history].rolled_back(session, number),
@@ -374,26 +391,41 @@ class Turns:
 
     # reply
 
-    def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
-        """The engine's reply without what the client did not ask for, or what no other protocol has."""
-        mode, request, body = self._services.settings.client_reply, turn.request, turn.answer
-        hidden: list[tuple[int, int]] = []
-        if reply.places:
-            kinds = shown_kinds(asked_for(request.params), mode)
-            hidden = [(place.start, place.end) for place in reply.places if place.kind not in kinds]
-        if reply.prompt is not None and not PROTOCOLS[request.protocol].is_native:
-            hidden.append((reply.prompt.start, reply.prompt.end))
-        parts = body.body.without(hidden) if hidden else body.body.pieces
+    async def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
+        places = reply.places if reply.prompt is None else [*reply.places, reply.prompt]
         return TurnReply(
             200,
-            body.headers,
-            shown(parts, request.params, mode) if mode == "asked" else parts,
+            turn.answer.headers,
+            await self._shown(turn, turn.answer.body, places),
             turn=turn.opened.turn,
             is_aborted=reply.finish_reason == "abort",
             rolled_back=len(turn.plan.discarded),
             left_out=turn.left_out,
             given_ids=turn.given_ids,
         )
+
+    def _is_verbatim(self, turn: InFlightTurn) -> bool:
+        """A text upstream was asked for nothing but what its client asked for."""
+        return turn.session.is_text or self._services.settings.client_reply == "verbatim"
+
+    def _payloads(self, turn: InFlightTurn) -> Collection[str]:
+        """The kinds of replay payload that the reply keeps."""
+        if self._is_verbatim(turn) or PROTOCOLS[turn.request.protocol].gives_payloads:
+            return REPLAY
+        return asked_for(turn.request.params)
+
+    async def _shown(self, turn: InFlightTurn, body: Body, places: Sequence[PayloadRange]) -> Parts:
+        """The reply, whose long values are at these places, without what the client did not ask for, or what no other
+        protocol has."""
+        if not PROTOCOLS[turn.request.protocol].is_native:
+            kinds = self._payloads(turn)
+            return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
+        if self._is_verbatim(turn):
+            return body.pieces
+        decoded_bytes = len(body) - sum(place.end - place.start for place in places)
+        if decoded_bytes <= INLINE_BYTES:
+            return shown(body, places, turn.request.params)
+        return await asyncio.to_thread(shown, body, places, turn.request.params)
 
     # the process's turns
 

@@ -6,6 +6,7 @@ smaller ones are validated inline. The cost is in logprob triples and ids; base6
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from typing import cast
@@ -17,8 +18,9 @@ from app.domain.calls import sampled_calls
 from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind
 from app.domain.history import RequestHistory
 from app.domain.request import has_more_than_text
+from app.domain.rules import EMPTY_REPLY
 from app.domain.session import Session
-from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
+from app.errors import GenerationFailed, Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
 from app.settings import Settings
 from app.store.log import StoredChunk
 from app.turn.engine_call import EngineCall
@@ -26,6 +28,7 @@ from app.turn.in_flight import InFlightTurn, TurnHistory
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import returns
+from app.upstream.odd_replies import Failure, failure_in, with_text
 from workers import job, light
 from workers.job import LongValues
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
@@ -74,6 +77,7 @@ class ReplyValidator:
             is_part=call.is_part,
             ids_field=call.ids_field if call.ids_field not in (None, "input_ids") else "",
             wish=call.wish,
+            beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
         read = None
         if not settings.replay and len(answer.body) + sum(map(len, new)) <= settings.inline_max_bytes:
@@ -88,7 +92,7 @@ class ReplyValidator:
         size = len(result.message)
         if size >= settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
+        message_hash, calls_hash, bare_hash = reply_hashes(turn.history, result)
         # Tokens without a reported weight version get the one known at dispatch.
         unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
         return msgspec.structs.replace(
@@ -114,7 +118,26 @@ class ReplyValidator:
 
     async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
         """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
-        makes that of all tokens is returned."""
+        makes that of all tokens is returned.
+
+        A content in text parts becomes text, in the answer too. Raises as `validate`, GenerationFailed.
+        """
+        try:
+            return await self._judged(work, answer, new_bytes, text)
+        except Rejected as error:
+            mended, failure = await asyncio.to_thread(_looked_at, answer.body.joined())
+            refusal = error
+        if failure is not None:
+            raise GenerationFailed(f"{answer.engine} ended the generation with an error", *failure) from refusal
+        try:
+            if mended is not None:
+                answer.body = Body([mended])
+                return await self._judged(work, answer, new_bytes, text)
+        except Rejected as error:
+            refusal = error
+        raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {refusal}") from refusal
+
+    async def _judged(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
         engine, body = answer.engine, answer.body
         try:
             known_bytes = 0 if work.known is None else work.known.text_bytes
@@ -129,8 +152,6 @@ class ReplyValidator:
             return read or job.work_whole(work, memoryview(whole), long_values)
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
-        except Rejected as error:
-            raise UpstreamInvalid(f"{engine} returned a malformed reply: {error}") from error
         except Crashed as error:
             raise WorkerCrash(f"judging the reply of {engine} failed twice: {error}") from error
         except (PoolError, OSError) as error:
@@ -153,6 +174,16 @@ class ReplyValidator:
         )
 
 
+def reply_hashes(history: TurnHistory, result: ValidatedReply) -> tuple[str, str | None, str | None]:
+    """As `RequestHistory.reply_hashes`. A client that began the reply may send back what came of it alone: that is then
+    its other spelling."""
+    message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
+    if result.rest:
+        own, _, bare = history.reply_hashes(result.rest)
+        bare_hash = None if own == EMPTY_REPLY else bare or own
+    return message_hash, calls_hash, bare_hash
+
+
 class Weighed:
     """Does validating a body and compressing `new_bytes` of messages cost at most as much as `limit` bytes of triples?
 
@@ -171,6 +202,11 @@ class Weighed:
         if long_values.prompt is not None:
             light += min(long_values.prompt.end - long_values.prompt.start, known_bytes)
         self.is_light = weight - light + light // LIGHTER <= limit
+
+
+def _looked_at(body: bytes) -> tuple[bytes | None, Failure | None]:
+    """What is made of a reply that was refused; runs on a thread."""
+    return with_text(body), failure_in(body)
 
 
 def _has_images(history: TurnHistory) -> bool:

@@ -68,6 +68,13 @@ REST_SHARE, MAX_REST_S = 0.02, 0.1
 """Where nobody waits for the deltas of a stream, its bytes are left with the kernel for this share of the time that it
 has run, at most so many seconds: each read costs as much as reading ten tokens."""
 
+SLICE = 16 << 10
+"""Bytes of a stream that are read in one go, some ten to a hundred events."""
+
+STREAM_SHARE, STREAM_BURST_S = 0.2, 0.02
+"""A stream may take this share of the event loop, and so many seconds at once; what comes faster waits in the kernel.
+An engine that generates takes a hundredth of it, and what it has not used while nothing came is not kept."""
+
 TARGETS = 1024
 """How many URLs are kept in the form in which they are sent."""
 
@@ -245,17 +252,38 @@ class EngineClient:
         size = 0
         loop = asyncio.get_running_loop()
         began = loop.time()
+        pace = Pace(began)
         async for piece in _plain_pieces(connection):
             size += len(piece)
             if size > self._max_bytes:
                 raise TooLarge(f"more than {self._max_bytes} bytes")
             grow(len(piece))
-            stream.feed(piece)
+            for at in range(0, len(piece), SLICE):
+                started = loop.time()
+                stream.feed(piece[at : at + SLICE])
+                rest_s = pace.rest(started, loop.time())
+                if rest_s or at + SLICE < len(piece) or connection.pieces:
+                    await asyncio.sleep(rest_s)
             if not stream.is_live and not connection.is_complete:
                 connection.pause_reading()
                 await asyncio.sleep(min(REST_SHARE * (loop.time() - began), MAX_REST_S))
                 connection.resume_reading()
         return Body([stream.reply()])
+
+
+class Pace:
+    """How fast a stream may be read that began at `ended` (seconds)."""
+
+    def __init__(self, ended: float) -> None:
+        self._ended = ended
+        self._left_s = STREAM_BURST_S
+
+    def rest(self, started: float, ended: float) -> float:
+        """A slice was read from `started` to `ended`: how long the next one waits."""
+        earned = STREAM_SHARE * (started - self._ended)
+        self._left_s = min(self._left_s + earned, STREAM_BURST_S) - (ended - started)
+        self._ended = ended
+        return max(-self._left_s / STREAM_SHARE, 0)
 
 
 def target_of(url: str) -> tuple[Origin, str]:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import msgspec
 
 from app.domain.request import join_object
-from app.upstream.streams import BadStream, CutStream, EventReader
+from app.upstream.streams import BadStream, CutStream, EventReader, require_no_error, require_within, told_error
 from workers.parse_json import is_null
 from workers.parse_parts import REPLAY
 
@@ -130,14 +130,15 @@ _ABORT = b'{"type":"abort","message":"The engine did not finish it"}'
 
 
 class GenerateStream(EventReader):
-    """One stream. `tokens` is how many have come."""
+    """One stream. `tokens` is how many have come, of which the request allows `limit`."""
 
     is_live = False
     has_calls = False
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         super().__init__()
         self.tokens = 0
+        self._limit = limit
         self._texts: list[str] = []
         self._tokens: list[str] = []
         self._triples: list[bytes] = []
@@ -167,8 +168,7 @@ class GenerateStream(EventReader):
 
     def _read(self, data: bytes) -> None:
         event = _EVENT.decode(data)
-        if not is_null(event.error):
-            raise CutStream("the engine ended the stream with an error")
+        require_no_error(event.error)
         if self.has_ended:
             raise BadStream("the stream went on after its finish reason")
         meta = {name: bytes(raw) for name, raw in event.meta_info.items()}
@@ -181,9 +181,12 @@ class GenerateStream(EventReader):
             self._tokens += [text for _, _, text in triples]
             self._logprobs += [_entry(bytes(logprob), text) for logprob, _, text in triples]
         self.tokens += len(triples)
+        require_within(self.tokens, self._limit)
         self._texts.append(event.text)
         self._meta = meta
         self._finish = _FINISH.decode(meta.get("finish_reason", b"null"))
+        if self._finish is not None and self._finish.type == "error":
+            raise CutStream(told_error(None))
 
     def _text(self, finish: _Finish) -> str:
         """Without a stop string, whose beginning may have been sent before it was known to be one."""

@@ -13,16 +13,16 @@ first and the last, which are as many as tokens, only what every one has is deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from app.domain.request import join_object
-from workers.parse_json import Fields, Rejected, is_null, no_contradiction
-
-Delta = Mapping[str, Any]
-"""A piece of the message: `content`, `reasoning` or `reasoning_content`, `tool_calls`; nothing in it is null."""
+from app.upstream.deltas import Delta, JoinedMessage
+from workers.parse_json import NULL, Fields, Rejected, is_null, no_contradiction
+from workers.parse_parts import FAILED
 
 Push = Callable[[bytes, Delta], None]
 """Takes the reply as its first chunk gives it, with an empty message, and the next delta."""
@@ -61,15 +61,16 @@ _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _DELTA = msgspec.json.Decoder(dict[str, Any])
 
 
-class _Called(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
+class _Limits(msgspec.Struct):
+    max_completion_tokens: Any = None
+    max_tokens: Any = None
 
 
-class _CallDelta(msgspec.Struct):
-    index: int
-    id: Any = None
-    function: _Called | None = None
+class _Told(msgspec.Struct):
+    """An engine's error."""
+
+    code: Any = None
+    type: Any = None
 
 
 class _Logprobs(msgspec.Struct):
@@ -93,6 +94,13 @@ class _Chunk(msgspec.Struct):
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
+_LIMITS = msgspec.json.Decoder(_Limits)
+_TOLD = msgspec.json.Decoder(_Told | None)
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+PAST_LIMIT = 16
+"""So many tokens may come past a request's limit: an engine that verifies drafts may end a few late."""
+
 _ONCE = (b'"choices":', b'"delta":', b'"token_ids":', b'"content":[')
 """Names that such a chunk has once; what has one twice is read field by field. No text can have them in it."""
 
@@ -145,18 +153,18 @@ class EventReader:
 
 
 class ReplyStream(EventReader):
-    """One stream. `push` gets each delta as soon as it has come. `tokens` is how many have come."""
+    """One stream. `push` gets each delta as soon as it has come. `tokens` is how many have come, of which the request
+    allows `limit`."""
 
-    def __init__(self, push: Push | None = None) -> None:
+    def __init__(self, push: Push | None = None, limit: int | None = None) -> None:
         super().__init__()
         self.tokens = 0
+        self._limit = limit
         self._push = push
         self._root: dict[str, bytes] = {}
         self._begun = b""
         self._choice: dict[str, bytes] = {}
-        self._message: dict[str, Any] = {"role": "assistant"}
-        self._texts: dict[str, list[str]] = {}
-        self._calls: list[dict[str, Any]] = []
+        self._message = JoinedMessage()
         self._lists: dict[str, list[bytes]] = {"token_ids": [], "logprobs": []}
 
     @property
@@ -176,16 +184,19 @@ class ReplyStream(EventReader):
     def reply(self) -> bytes:
         """The whole reply. Raises BadStream if the stream has ended before."""
         self._require_whole(self.has_ended)
-        return self._whole(self._root, self._choice)
+        try:
+            return self._whole(self._root, self._choice)
+        except Rejected as error:
+            raise BadStream(str(error)) from error
 
     @property
     def has_calls(self) -> bool:
         """Has a tool call begun?"""
-        return bool(self._calls)
+        return self._message.has_calls
 
     def begun(self) -> bytes:
         """The reply so far, as if the engine had aborted it after these tokens, without the calls that have begun."""
-        self._calls = []
+        self._message.drop_calls()
         prompt = _count_items(self._root.get("prompt_token_ids", b"[]"))
         usage = {"prompt_tokens": prompt, "completion_tokens": self.tokens, "total_tokens": prompt + self.tokens}
         choice = {**self._choice, "finish_reason": b'"abort"'}
@@ -196,7 +207,7 @@ class ReplyStream(EventReader):
             "stop_reason": b"null",
             **end,
             "index": b"0",
-            "message": msgspec.json.encode(self._whole_message()),
+            "message": msgspec.json.encode(self._message.whole()),
             "token_ids": b"[" + b",".join(self._lists["token_ids"]) + b"]",
             "logprobs": b'{"content":[' + b",".join(self._lists["logprobs"]) + b"]}",
         }
@@ -220,8 +231,7 @@ class ReplyStream(EventReader):
         return True
 
     def _chunk(self, chunk: Fields) -> None:
-        if not is_null(chunk.get("error")):
-            raise CutStream("the engine ended the stream with an error")
+        require_no_error(chunk.get("error"))
         choices = _RAWS.decode(chunk.pop("choices", msgspec.Raw(b"[]")))
         chunk["object"] = msgspec.Raw(b'"chat.completion"')
         self._root.update(_values(chunk))
@@ -247,16 +257,24 @@ class ReplyStream(EventReader):
         delta = _DELTA.decode(choice.pop("delta", msgspec.Raw(b"{}")))
         ids, logprobs = choice.pop("token_ids", None), choice.pop("logprobs", None)
         content = None if logprobs is None or is_null(logprobs) else _FIELDS.decode(logprobs).get("content")
+        if bytes(choice.get("finish_reason", NULL)) == FAILED:
+            raise CutStream(told_error(choice.get("error")))
         self._take(delta, ids, content)
         self._choice.update(_values(choice))
+        if self.has_ended and (calls := self._message.rest()):
+            self._push_news({"tool_calls": calls})
 
     def _take(self, delta: dict[str, Any], ids: msgspec.Raw | None, logprobs: msgspec.Raw | None) -> None:
         """What each chunk has."""
         if inner := self._join("token_ids", ids):
             self.tokens += inner.count(b",") + 1
         self._join("logprobs", logprobs)
-        news = dict(self._news(delta))
-        if news and self._push is not None:
+        require_within(self.tokens, self._limit)
+        if news := self._message.add(delta):
+            self._push_news(news)
+
+    def _push_news(self, news: Delta) -> None:
+        if self._push is not None:
             self._push(self._begun, news)
 
     def _join(self, name: str, raw: msgspec.Raw | None) -> bytes:
@@ -270,46 +288,34 @@ class ReplyStream(EventReader):
             self._lists[name].append(inner)
         return inner
 
-    def _news(self, delta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Adds a delta to the message; yields what is new."""
-        for name, value in delta.items():
-            if value is None or name == "role":
-                continue
-            if name == "tool_calls":
-                if calls := [self._call(call) for call in msgspec.convert(value, list[_CallDelta])]:
-                    yield name, calls
-                continue
-            if not isinstance(value, str):
-                raise BadStream(f"{name} of a delta is not a text")
-            self._texts.setdefault(name, []).append(value)
-            if value:
-                yield name, value
 
-    def _call(self, delta: _CallDelta) -> dict[str, Any]:
-        """Adds a piece of a tool call; returns it without what its call has already."""
-        called = delta.function or _Called()
-        arguments = called.arguments or ""
-        if delta.index == len(self._calls):
-            function = {"name": called.name or "", "arguments": arguments}
-            self._calls.append({"id": delta.id, "type": "function", "function": {**function, "arguments": [arguments]}})
-            return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
-        if not 0 <= delta.index < len(self._calls):
-            raise BadStream("the tool calls of a stream are out of order")
-        self._calls[delta.index]["function"]["arguments"].append(arguments)
-        return {"index": delta.index, "function": {"arguments": arguments}}
+def require_no_error(error: msgspec.Raw | None) -> None:
+    """Raises CutStream for an event's `error`, with which an engine ends a stream, also without `[DONE]`."""
+    if not is_null(error):
+        raise CutStream(told_error(error))
 
-    def _whole_message(self) -> dict[str, Any]:
-        """As vLLM's parsers leave it: the content is null only beside reasoning or calls."""
-        texts = {name: "".join(parts) for name, parts in self._texts.items()}
-        content = texts.pop("content", "")
-        message = {**self._message, "content": content, **{name: text or None for name, text in texts.items()}}
-        for call in self._calls:
-            call["function"]["arguments"] = "".join(call["function"]["arguments"])
-        if self._calls:
-            message["tool_calls"] = self._calls
-        if not content and any(value for name, value in message.items() if name != "role"):
-            message["content"] = None
-        return message
+
+def told_error(error: msgspec.Raw | None) -> str:
+    """What may be told of an engine's error: a code and a type, but no message, which may repeat the prompt."""
+    try:
+        told = _TOLD.decode(error or NULL)
+    except UNREADABLE:
+        told = None
+    words = [] if told is None else [str(one) for one in (told.code, told.type) if isinstance(one, str | int)]
+    shown = ", ".join(word for word in words if _WORD.fullmatch(word))
+    return "the engine ended the generation with an error" + (f" ({shown})" if shown else "")
+
+
+def limit_of(params: bytes) -> int | None:
+    """How many tokens a chat's parameters allow, as both engines read them."""
+    limits = _LIMITS.decode(params)
+    return next((limit for limit in msgspec.structs.astuple(limits) if type(limit) is int), None)
+
+
+def require_within(tokens: int, limit: int | None) -> None:
+    """Raises BadStream where an engine goes on past the request's limit."""
+    if limit is not None and tokens > limit + PAST_LIMIT:
+        raise BadStream(f"{tokens} tokens came, and the request allows {limit}")
 
 
 def _count_items(raw: bytes) -> int:

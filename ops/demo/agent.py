@@ -132,6 +132,8 @@ class Agent:
             messages=self.messages,
             tools=DESCRIPTIONS,
             stream=self.stream,
+            logprobs=True,
+            extra_body={"return_meta_info": True, "return_prompt_token_ids": True},
             extra_headers={"Idempotency-Key": key},
             timeout=openai.NOT_GIVEN if self.timeout_s is None else self.timeout_s,
         )

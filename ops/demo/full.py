@@ -267,7 +267,7 @@ class _Talk:
         """The reply; None if the turn was to fail."""
         session, player = self.player.session, self.player
         await _plan(player.sims, session.id, messages[-1]["content"], turn, self.rng)
-        body = {**session.request(messages), **turn.fields}
+        body = {**session.request(messages), **turn.fields, "return_meta_info": True}
         headers = {"x-turnlog-agent-id": self.agent} if self.agent else {}
         response = await player.http.post(f"/sessions/{session.id}/v1/chat/completions", json=body, headers=headers)
         if turn.fault and response.status_code != 200:

@@ -112,10 +112,13 @@ class Engine:
         """Answer a chat request; ``None`` if the client disconnected. ``request_id`` and ``session`` are headers'."""
         try:
             request = self._read(body)
+            begun = ""
+            if request.continue_final_message:
+                begun = msgspec.json.decode(request.messages.pop())["content"]
             conversation = self.template.read(request.messages, request.tools)
             request = self._planned(request, conversation, session)
             order = self.faults.take(request.sim)
-            prompt = self._prompt(request, conversation)
+            prompt = self._prompt(request, conversation, begun)
         except _REFUSALS as error:
             return self._refused(error)
         over_s = self._latency_of(request) if request.stream and self.config.dialect == "vllm" else 0.0
@@ -276,11 +279,14 @@ class Engine:
         self._dialect.check(request)
         return request
 
-    def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
+    def _prompt(self, request: ChatRequest, conversation: Conversation, begun: str) -> Encoded:
+        """``begun`` is the beginning of the reply, which the engine continues."""
         raw = request.prompt_ids(self.config.dialect) if self.config.token_in else b""
         if self.config.dialect == "sglang" and not raw:
             sglang.check_history(conversation)
         prompt = self._ids_of(raw) if raw else self.template.prompt(conversation)
+        if begun and not raw:
+            prompt = Encoded.of([*prompt.ids(), *self.tokenizer.ids(begun)])
         self._check_start(request, prompt)
         return prompt
 

@@ -260,6 +260,24 @@ def _fail(value: dict[str, Any]) -> None:
     value["error"] = {"message": "simulated failure", "type": "InternalServerError", "param": None, "code": 500}
 
 
+def _end_with_error(value: dict[str, Any]) -> None:
+    """A generation that failed, as OpenRouter and proxies tell it: with what had come of it."""
+    choice = _choice(value)
+    if choice.get("finish_reason") is None:
+        raise LookupError
+    choice["finish_reason"] = "error"
+    choice["error"] = {"code": 502, "message": "simulated idle timeout"}
+
+
+def _split_content(value: dict[str, Any]) -> None:
+    """A content in parts of text."""
+    choice = _choice(value)
+    message = choice.get("message", choice.get("delta", choice))
+    text = message["text" if message is choice else "content"]
+    parts = [{"type": "text", "text": piece} for piece in (text[:1], text[1:])]
+    message["text" if message is choice else "content"] = parts
+
+
 FAULTS: dict[str, Fault] = {
     "status_500": Fault(_status(500, "simulated failure"), generates=False),
     "status_503": Fault(_status(503, "simulated overload"), generates=False),
@@ -307,6 +325,8 @@ FAULTS: dict[str, Fault] = {
     "misaligned_experts": Fault(_edited(_recut_experts(lambda raw: raw + b"\0" * 5))),
     "wrong_experts_rows": Fault(_edited(_recut_experts(lambda raw: raw[:-4]))),
     "error_200": Fault(_edited(_fail)),
+    "finish_error": Fault(_edited(_end_with_error)),
+    "content_parts": Fault(_edited(_split_content)),
     "drip": Fault(_delivered(Delivery.DRIP)),
     "reset": Fault(_delivered(Delivery.RESET)),
     "abort": Fault(lambda reply, order: reply, finish="abort"),

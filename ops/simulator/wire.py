@@ -174,6 +174,7 @@ class ChatRequest(Request, kw_only=True):
     top_logprobs: int | msgspec.UnsetType | None = msgspec.UNSET
     input_ids: Raw = Raw(b"")
     kv_transfer_params: KvTransfer | None = None
+    continue_final_message: bool | None = None
     return_meta_info: bool = False
     return_prompt_token_ids: bool = False
     return_indexer_topk: bool = False

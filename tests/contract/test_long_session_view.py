@@ -11,8 +11,8 @@ from helpers.store import Store
 from sqlalchemy import insert
 
 from app.domain.events import Event, encode, name_of
-from app.features.page import conversation
-from app.features.page.conversation import MAX_MESSAGES, Conversations
+from app.sessions import conversation
+from app.sessions.conversation import MAX_MESSAGES, Conversations
 from app.sessions.session_view import SessionViews
 from app.store.schema import events, turns
 from workers import codec

@@ -43,6 +43,26 @@ def test_a_page_runs(path: Path, stand: Stand) -> None:
     assert printed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["docs/nope.md"], "there is no page docs/nope.md"),
+        (["docs/guides/codex.md", "--python", "/no/python"], "--python: there is no program /no/python"),
+        (["docs/guides/codex.md"], "docs/guides/codex.md needs what is not there: codex"),
+    ],
+)
+def test_what_is_not_there_is_told_in_a_line(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = guides.shutil.which
+    monkeypatch.setattr(guides.shutil, "which", lambda name: None if name == "codex" else found(name))
+    with pytest.raises(SystemExit) as ended:
+        guides.main(arguments)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
 class Owner:
     """Holds the ports while it lives."""
 

@@ -14,6 +14,9 @@ from fault.agents import Agent
 LONGEST = 5
 """Live turns of a session before it is closed."""
 
+ASKED = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
+"""What an author has to ask for in order to know its turns' tokens."""
+
 Row = dict[str, Any]
 
 
@@ -99,7 +102,7 @@ class Author(Agent):
         again = self._now.live[0].messages[-2]["content"] if self._now.live and not kept else None
         said = again or f"{self.requests} {self.rng.random()}"
         sim = {"completion_tokens": self.rng.randrange(5, 40), "tool_calls": False, "reasoning": False}
-        reply = self.say(said, sim=sim)
+        reply = self.say(said, sim=sim, **ASKED)
         choice = reply.json()["choices"][0]
         sampled = choice["meta_info"]["output_token_logprobs"]
         turn = Turn(

@@ -47,8 +47,8 @@ def crowd(processes: Processes, count: int, step: Callable[[Agent], object]) -> 
 def serving(
     folder: Path, count: int, database_url: str, engine_url: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Processes]:
-    """All of them start at once, each with one worker."""
-    environment = {"TURNLOG_WORKERS": "1", **(environment or {})}
+    """All of them start at once, each with one worker. Replies have the ids and logprobs to compare rows with."""
+    environment = {"TURNLOG_WORKERS": "1", "TURNLOG_CLIENT_REPLY": "verbatim", **(environment or {})}
     servers = [
         ServerProcess(folder, upstreams=[engine_url], database_url=database_url, environment=environment)
         for _ in range(count)

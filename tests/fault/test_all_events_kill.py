@@ -17,7 +17,7 @@ from sqlalchemy import text
 
 from fault.processes import Processes, serving
 from ops.simulator.process import SimulatorProcess
-from turnlog.client import Session, Turnlog
+from turnlog import Session, Turnlog
 
 pytestmark = pytest.mark.long
 

@@ -13,12 +13,12 @@ from typing import Any
 from helpers.warm import popen
 from typer.testing import CliRunner, Result
 
-from turnlog.cli.commands import app
+from turnlog.cli.commands import app_of
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
     """A command that must end with this exit code. Its output is as wide as it likes, whatever runs the tests says."""
-    result = CliRunner(env={"COLUMNS": None}).invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner(env={"COLUMNS": None}).invoke(app_of(), [str(argument) for argument in arguments])
     assert result.exit_code == code, (result.exit_code, result.output, result.exception)
     return result
 

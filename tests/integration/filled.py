@@ -13,7 +13,7 @@ from helpers.store import Store, claim, create, end_incarnation, reward
 from app.domain.events import BlobsTombstoned
 from app.store.engine import Database
 from app.store.log_sessions import CloseIdle, FreeReplay
-from turnlog.cli.commands import app as cli
+from turnlog.cli.commands import app_of
 
 
 async def fill(database: Database) -> None:
@@ -58,7 +58,7 @@ def execute(url: str, statement: str) -> None:
 def replay(arguments: list[str]) -> int:
     """The exit code of `turnlog replay`."""
     try:
-        cli(["replay", *arguments], prog_name="turnlog")
+        app_of("replay")(["replay", *arguments], prog_name="turnlog")
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0

@@ -235,8 +235,9 @@ def serving(
 
     In a folder alone the store is SQLite; a `TURNLOG_DATABASE_URL` in the environment is brought up to date first.
     The server has one worker unless the environment says another number: each takes a quarter of a second to start.
+    Replies are the engine's, with the ids and logprobs that rows are compared with (test_client_reply.py: others).
     """
-    environment = {"TURNLOG_WORKERS": "1", **(environment or {})}
+    environment = {"TURNLOG_WORKERS": "1", "TURNLOG_CLIENT_REPLY": "verbatim", **(environment or {})}
     place = where if isinstance(where, Place) else Place(where)
     with contextlib.ExitStack() as database:
         place.folder.mkdir(parents=True, exist_ok=True)

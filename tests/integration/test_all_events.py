@@ -16,7 +16,7 @@ from integration.places import Places
 from integration.stand import Stand, error_of, serving, until
 from integration.test_export_running import multiply
 from ops.simulator.process import SimulatorProcess
-from turnlog.client import AsyncTurnlog, PositionGone, Turnlog
+from turnlog import AsyncTurnlog, PositionGone, Turnlog
 
 Line = dict[str, Any]
 

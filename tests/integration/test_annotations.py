@@ -170,9 +170,9 @@ def test_a_column_comes_back_as_it_was_written(stand: Stand) -> None:
 
 DEEP = "[" * 70 + "]" * 70
 VALUES: dict[str, tuple[str, str]] = {
-    "nothing": ("{}", "null is no value"),
+    "nothing": ("{}", "must not be null"),
     "empty": ("", "the body"),
-    "null": ('{"value": null}', "null is no value"),
+    "null": ('{"value": null}', "must not be null"),
     "both": ('{"value": 1, "values": [1, 2, 3], "over": "output"}', "exclude"),
     "unknown field": ('{"value": 1, "other": 2}', "other"),
     "infinite": ('{"value": [1e999]}', "value.0"),

@@ -90,6 +90,13 @@ def test_something_else_at_the_address(stand: Stand, clean_environment: Environm
     assert "is not Turnlog" in what or "is this Turnlog's address?" in what
 
 
+def test_another_turnlog_is_no_engine(stand: Stand, clean_environment: Environment, sqlite_url: str) -> None:
+    other = stand.server.base_url
+    clean_environment(DATABASE_URL=sqlite_url, UPSTREAMS=f"{other},{other}/sessions/some")
+    whole = whats(answer("doctor", code=1)["findings"], "engine", "problem")
+    assert whole == ["another Turnlog is there, no engine"] * 2
+
+
 def test_objects_without_their_setting(clean_environment: Environment, sqlite_url: str) -> None:
     with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection, connection:
         connection.execute("INSERT INTO store_meta VALUES ('objects', 's3://old/place')")

@@ -86,11 +86,30 @@ def test_help_takes_little_time(tmp_path: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
     heavy = ("httpx", "numpy", "sqlalchemy", "pyarrow", "fastapi", "app", "ops")
-    code = f"import sys, turnlog.cli.commands; print([name for name in {heavy} if name in sys.modules])"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
-    )
-    assert loaded.stdout == "[]\n"
+    assert loaded("from turnlog.cli.commands import app_of; app_of()", heavy) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (["--version"], ("typer", "pydantic", "rich", "httpx")),
+        # A closed port: all that the command needs is imported before it is refused.
+        (
+            ["sessions", "--url", "http://127.0.0.1:9"],
+            ("numpy", "pygments", "turnlog.cli.doctor", "turnlog.cli.export"),
+        ),
+    ],
+)
+def test_a_command_imports_what_it_needs(arguments: list[str], heavy: tuple[str, ...]) -> None:
+    assert loaded(f"import turnlog.cli; sys.argv[1:] = {arguments}; turnlog.cli.main()", heavy) == "[]"
+
+
+def loaded(code: str, heavy: tuple[str, ...]) -> str:
+    """Which of these modules a process has imported that ran the code; its last line."""
+    at_end = f"atexit.register(lambda: print([name for name in {heavy} if name in sys.modules]))"
+    code = f"import atexit, sys\n{at_end}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    return done.stdout.splitlines()[-1]
 
 
 def test_completion_knows_the_commands(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from integration.proxy import RecordingProxy
 from integration.stand import Stand, serving, user
 from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
-from turnlog import AsyncTurnlog, Turnlog
-from turnlog.client import (
+from turnlog import (
+    AsyncTurnlog,
     Conflict,
     EnginesFailed,
     Forbidden,
@@ -28,6 +28,7 @@ from turnlog.client import (
     NotTurnlog,
     Session,
     SessionClosed,
+    Turnlog,
     Unauthorized,
     Unreachable,
 )

@@ -10,18 +10,19 @@ import httpx
 import pytest
 from helpers.streams import assembled
 
+from app.turn.client_reply import ASKED_FOR
 from integration.places import Places
 from integration.routing import EXPERTS, KINDS, POSITIONS, Recorded, recorded, text_of, without
 from integration.stand import user
 from ops.simulator.process import SimulatorProcess
 
-Mode = Literal["auto", "verbatim", "lean"]
+Mode = Literal["asked", "verbatim"]
 RETURN = {EXPERTS: "return_routed_experts", POSITIONS: "return_indexer_topk"}
 RETRY = {"x-stainless-retry-count": "1"}
 WISHES: list[tuple[str, ...]] = [(), (EXPERTS,), (POSITIONS,), KINDS]
 
 
-@pytest.fixture(scope="module", params=["auto", "verbatim", "lean"])
+@pytest.fixture(scope="module", params=["asked", "verbatim"])
 def mode(request: pytest.FixtureRequest) -> Mode:
     found: Mode = request.param
     return found
@@ -44,11 +45,11 @@ def npy(mode: Mode, vllm: SimulatorProcess, places: Places) -> Iterator[Recorded
 
 
 def given(mode: Mode, sent: bytes, asked: tuple[str, ...]) -> bytes:
-    """What a client that asked for these kinds must be given of the engine's bytes."""
-    if mode == "verbatim":
-        return sent
-    hidden = KINDS if mode == "lean" else [kind for kind in KINDS if kind not in asked]
-    return without(sent, *hidden)
+    """What a client that asked for these kinds, and for all else but payloads, must be given of the engine's bytes."""
+    return sent if mode == "verbatim" else without(sent, *(kind for kind in KINDS if kind not in asked))
+
+
+ALL = dict.fromkeys(("logprobs", "return_token_ids", "return_meta_info", "return_weight_versions"), True)
 
 
 @pytest.mark.parametrize("asked", WISHES)
@@ -58,7 +59,7 @@ def test_only_the_values_that_were_not_asked_for_are_missing(
 ) -> None:
     wish = {"experts": {"nested": nested}, "indexer_topk": {"nested": nested}}
     talk = line.talk()
-    body: dict[str, Any] = {**{RETURN[kind]: True for kind in asked}, "sim": wish}
+    body: dict[str, Any] = {**ALL, **{RETURN[kind]: True for kind in asked}, "sim": wish}
     reply = talk.say("Hello", **body)
     sent = line.sent
     assert all(text_of(sent, kind) not in (None, b"null") for kind in KINDS)
@@ -83,15 +84,15 @@ def _own(reply: httpx.Response) -> dict[str, str]:
 @pytest.mark.parametrize("wish", [True, False])
 def test_a_npy_value_is_cut_out_alike(npy: Recorded, mode: Mode, wish: bool) -> None:
     talk = npy.talk()
-    reply = talk.say("Hello", return_routed_experts=wish)
+    reply = talk.say("Hello", **ALL, return_routed_experts=wish)
     assert reply.content == given(mode, npy.sent, (EXPERTS,) if wish else ())
-    again = talk.chat([user("Hello")], headers=RETRY, return_routed_experts=wish)
+    again = talk.chat([user("Hello")], headers=RETRY, **ALL, return_routed_experts=wish)
     assert again.content == reply.content
 
 
 def test_a_retry_of_an_older_turn_has_null_for_what_was_tombstoned(line: Recorded, mode: Mode) -> None:
     talk = line.talk(rollback_window=0)
-    key, body = {"idempotency-key": "first"}, {RETURN[kind]: True for kind in KINDS}
+    key, body = {"idempotency-key": "first"}, {**ALL, **{RETURN[kind]: True for kind in KINDS}}
     talk.say("One", headers=key, **body)
     sent = line.sent
     talk.say("Two")
@@ -124,7 +125,7 @@ def test_large_values_are_cut_out_alike(line: Recorded, mode: Mode, asked: tuple
     """Megabytes, over many pieces."""
     wish = {"experts": {"layers": 40, "top_k": 8, "experts": 256}, "completion_tokens": 1200}
     talk = line.talk()
-    body: dict[str, Any] = {**{RETURN[kind]: True for kind in asked}, "sim": wish}
+    body: dict[str, Any] = {**ALL, **{RETURN[kind]: True for kind in asked}, "sim": wish}
     reply = talk.say("Hello", **body)
     assert len(line.sent) > 2_000_000
     assert reply.content == given(mode, line.sent, asked)
@@ -139,35 +140,66 @@ def bare(mode: Mode, sglang: SimulatorProcess, places: Places) -> Iterator[Recor
 
 
 def test_a_reply_without_payloads_is_the_engines_bytes(bare: Recorded) -> None:
-    assert bare.talk().say("Hello").content == bare.sent
+    assert bare.talk().say("Hello", **ALL).content == bare.sent
 
 
 def test_what_comes_unasked_is_not_shown(bare: Recorded, mode: Mode) -> None:
-    reply = bare.talk().say("Hello", sim={"experts": {"unasked": True}, "indexer_topk": {}})
+    reply = bare.talk().say("Hello", **ALL, sim={"experts": {"unasked": True}, "indexer_topk": {}})
     assert all(text_of(bare.sent, kind) for kind in KINDS)
     assert reply.content == given(mode, bare.sent, ())
 
 
 @pytest.fixture(scope="module", params=["sglang", "vllm"])
-def only_asked(request: pytest.FixtureRequest, places: Places) -> Iterator[Recorded]:
+def usual(request: pytest.FixtureRequest, places: Places) -> Iterator[Recorded]:
+    """A server with the default setting."""
     engine: SimulatorProcess = request.getfixturevalue(request.param)
-    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_CLIENT_REPLY": "asked"}
+    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_CLIENT_REPLY": ""}
     with recorded(places.new("asked"), engine.base_url, environment) as made:
         yield made
 
 
-@pytest.mark.parametrize("asked", [{}, {"logprobs": True}, {"logprobs": False, "return_routed_experts": True}])
-def test_only_what_was_asked_for_is_given(only_asked: Recorded, asked: dict[str, bool]) -> None:
-    talk = only_asked.talk()
-    reply = talk.say("Hello", **asked)
-    expected = json.loads(given("auto", only_asked.sent, (EXPERTS,) if asked.get(RETURN[EXPERTS]) else ()))
-    if not asked.get("logprobs"):
-        for home in (expected["choices"][0], expected["choices"][0].get("meta_info", {})):
-            home.update({name: None for name in home if name.endswith("logprobs")})
-    assert reply.json() == expected
-    assert (text_of(reply.content, EXPERTS) not in (None, b"null")) == (RETURN[EXPERTS] in asked)
-    assert talk.chat([user("Hello")], headers=RETRY, **asked).content == reply.content
+HIDDEN = (*ASKED_FOR, "routed_experts")
+IDS = {"return_token_ids": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("body", "params"), [({}, {}), ({"logprobs": True}, {}), (IDS, {}), ({}, {"top_logprobs": 2})])
+def test_only_what_was_asked_for_is_given(
+    usual: Recorded, body: dict[str, Any], params: dict[str, Any], stream: bool
+) -> None:
+    talk = usual.talk(params=params)
+    reply = talk.chat([user("Hello")], stream=stream, **body)
+    sent = json.loads(usual.sent)
+    gets_logprobs, gets_ids = bool(params) or body not in ({}, IDS), body == IDS
+    if stream:
+        whole = assembled(reply.text)
+        logprobs = whole["choices"][0]["logprobs"]
+        wanted = sent["choices"][0]["logprobs"]["content"]
+        assert (logprobs and len(logprobs["content"])) == (len(wanted) if gets_logprobs else None)
+        assert whole["choices"][0]["message"]["content"] == sent["choices"][0]["message"]["content"]
+    else:
+        for home in (sent, sent["choices"][0]):
+            kept = {"logprobs": gets_logprobs, "token_ids": gets_ids, "prompt_token_ids": gets_ids}
+            home.update({name: None for name in HIDDEN if name in home and not kept.get(name)})
+        assert reply.json() == sent
+    again = talk.chat([user("Hello")], headers=RETRY, stream=stream, **body)
+    assert (again.headers["x-turnlog-replayed"], again.content) == ("true", reply.content)
+    # The record and the row have it all.
+    assert talk.state()["records"][0]["response"] == json.loads(usual.sent)
     [row] = talk.rows()
-    assert all(
-        logprob < 0 for logprob, is_sampled in zip(row["logprobs"], row["sampled_mask"], strict=True) if is_sampled
-    )
+    assert len([one for one in row["logprobs"] if one < 0]) == sum(row["sampled_mask"]) > 0
+
+
+@pytest.mark.parametrize("protocol", ["messages", "responses"])
+def test_other_protocols_have_their_counts_and_logprobs(usual: Recorded, protocol: str) -> None:
+    """They are rendered from what a client of a chat would have to ask for."""
+    talk = usual.stand.talk(protocol)
+    asked: dict[str, Any] = {"headers": {"idempotency-key": "k"}, "sim": {"text": "one two three", "reasoning": False}}
+    if protocol == "responses":
+        asked["include"] = ["message.output_text.logprobs"]
+    reply = talk.say("Hello", **asked)
+    again = talk.chat([user("Hello")], **asked)
+    assert (again.headers["x-turnlog-replayed"], again.content) == ("true", reply.content)
+    assert reply.json()["usage"]["output_tokens"] > 0
+    if protocol == "responses":
+        assert reply.json()["output"][0]["content"][0]["logprobs"]

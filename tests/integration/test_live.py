@@ -159,6 +159,7 @@ BROKEN = {
     "missing_meta_info": (200, "upstream_invalid"),
     "nan_logprob": (502, "upstream_invalid"),
     "error_200": (502, "upstream_unreachable"),
+    "finish_error": (200, "upstream_unreachable"),
 }
 """The status before anything was said, and the reason in the log."""
 

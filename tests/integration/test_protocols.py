@@ -168,11 +168,69 @@ def test_a_context_error_is_the_protocols_own(stand: Stand, protocol: str) -> No
         assert (error["message"], error["code"]) == (message, "context_length_exceeded")
 
 
-def test_a_prefill_is_refused(stand: Stand) -> None:
+PREFILL: dict[str, dict[str, Any]] = {
+    "chat": {"continue_final_message": True, "add_generation_prompt": False},
+    "messages": {},
+    "responses": {},
+}
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+@pytest.mark.parametrize("protocol", PREFILL)
+def test_a_reply_that_its_client_begins_is_one_message_with_the_rest(stand: Stand, protocol: str, history: str) -> None:
+    talk = stand.talk(protocol, history=history)
+    talk.say("One", sim=PLAIN)
+    asked, begun = [*talk.messages, user("Sun?")], {"role": "assistant", "content": "The best answer is ("}
+    item = {**begun, "type": "message", "status": "in_progress"} if protocol == "responses" else begun
+    sim, key = {**PLAIN, "text": "B) Helios"}, {"idempotency-key": history}
+    first = talk.chat([*asked, item], headers=key, sim=sim, **PREFILL[protocol])
+    assert first.status_code == 200, first.text
+    assert "B) Helios" in first.text
+    assert begun["content"] not in first.text
+    again = talk.chat([*asked, item], headers=key, sim=sim, **PREFILL[protocol])
+    assert (again.headers["x-turnlog-replayed"], again.content) == ("true", first.content)
+    # What the engine was sent, and is told of it later.
+    request = talk.state()["records"][1]["request"]
+    assert request["messages"][-1] == begun
+    assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
+    # The client sends back the whole message, or what came of it.
+    for sent in ("The best answer is (B) Helios", "B) Helios"):
+        after = talk.chat([*asked, {"role": "assistant", "content": sent}, user("Sure?")], sim=PLAIN)
+        assert after.status_code == 200, after.text
+    assert [turn["parent"] for turn in talk.tree()["turns"] if turn["turn"] > 1] == [
+        1,
+        *[2] * (len(talk.tree()["turns"]) - 2),
+    ]
+    for row in talk.rows():
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 3
+        assert row["messages"][3]["content"] == "The best answer is (B) Helios"
+        # The beginning is the prompt's, and no token of it is in the loss.
+        spans = [(turn["output_start"], turn["end"]) for turn in row["turns"]]
+        assert [sum(row["loss_mask"][start:end]) for start, end in spans][1] in (0, spans[1][1] - spans[1][0])
+        assert sum(row["sampled_mask"]) == sum(end - start for start, end in spans)
+
+
+def test_a_reply_with_another_beginning_is_another_turn(stand: Stand) -> None:
+    talk = stand.talk(history="tree")
+    for begun in ("A", "B"):
+        answer = talk.chat(
+            [user("Go"), {"role": "assistant", "content": begun}],
+            headers={"x-stainless-retry-count": "1"},
+            sim=PLAIN,
+            **PREFILL["chat"],
+        )
+        assert "x-turnlog-replayed" not in answer.headers
+    assert [turn["parent"] for turn in talk.tree()["turns"]] == [0, 0]
+
+
+def test_a_beginning_that_cannot_be_continued_is_refused_by_name(stand: Stand) -> None:
     talk = stand.talk("messages")
     talk.say("One", sim=PLAIN)
-    refused = talk.chat([*talk.messages, user("Two"), {"role": "assistant", "content": "It"}])
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    begun = {"role": "assistant", "content": [thought, {"type": "text", "text": "It"}]}
+    refused = talk.chat([*talk.messages, user("Two"), begun])
     assert shape_of("messages", refused)[::2] == (400, "invalid_request")
+    assert "continue_final_message" in refused.text
     assert len(talk.committed()) == 1
 
 

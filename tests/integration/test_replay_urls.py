@@ -15,7 +15,7 @@ from integration.places import Places
 from integration.routing import BOTH, KINDS
 from integration.stand import Stand, serving
 from ops.simulator.process import SimulatorProcess
-from turnlog.client import NotTurnlog, Turnlog, Unreachable, fetch_payload
+from turnlog import NotTurnlog, Turnlog, Unreachable, fetch_payload
 
 
 @pytest.fixture(scope="module")

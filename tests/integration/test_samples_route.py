@@ -282,7 +282,7 @@ def test_rows_that_do_not_cover_the_sample_are_null_with_the_reason(stand: Stand
     [sample] = meta["samples"]
     check(tensors, meta, talk.rows())
     assert sorted(sample["nulls"]) == ["rollout_indexer_topk", "rollout_routed_experts"]
-    assert "are needed" in sample["metadata"]["turnlog"]["routed_experts_missing"]
+    assert "; expected " in sample["metadata"]["turnlog"]["routed_experts_missing"]
     assert "indexer_topk_missing" not in sample["metadata"]["turnlog"]
 
 

@@ -155,8 +155,8 @@ def test_all_wrong_settings_are_told_at_once() -> None:
     wrong = {"TURNLOG_WORKERS": "many", "TURNLOG_LEASE_S": "0", "TURNLOG_UPSTREAM": "http://127.0.0.1:1"}
     expected = [
         "turnlog: TURNLOG_UPSTREAM is not a setting: did you mean TURNLOG_UPSTREAMS?",
-        "turnlog: TURNLOG_WORKERS='many': accepted is a valid integer",
-        "turnlog: TURNLOG_LEASE_S='0': accepted is greater than or equal to 1",
+        "turnlog: TURNLOG_WORKERS='many': expected a valid integer",
+        "turnlog: TURNLOG_LEASE_S='0': expected a number greater than or equal to 1",
     ]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
     for arguments in (

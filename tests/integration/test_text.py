@@ -42,6 +42,7 @@ def stand(sglang: SimulatorProcess, vendor: SimulatorProcess, places: Places) ->
         "judge": {"url": f"{vendor.base_url}/v1/", "key_env": "KEY_OF_THE_JUDGE", "model": "large"},
         "stranger": {"url": vendor.base_url, "key": "canary-wrong-key", "model": "large"},
         "gone": f"http://127.0.0.1:{free_port()}",
+        "local": {"url": sglang.base_url, "key": "Expected", "model": "simulator"},
     }
     environment = {
         "TURNLOG_TEXT_UPSTREAMS": json.dumps(upstreams),
@@ -294,11 +295,13 @@ def test_limits_count_what_the_vendor_says(stand: Stand) -> None:
 FAULTS = {
     **dict.fromkeys(
         (
-            *("empty_200", "not_json", "truncated_json", "bad_utf8", "not_object", "error_200", "no_choices"),
+            *("empty_200", "not_json", "truncated_json", "bad_utf8", "not_object", "no_choices"),
             *("two_choices", "message_null", "duplicate_choices", "deep_nesting"),
         ),
         (502, "upstream_invalid"),
     ),
+    "error_200": (500, 500),
+    "finish_error": (502, 502),
     "status_429": (429, 429),
     "status_500": (500, 500),
     "redirect": (502, "upstream_invalid"),
@@ -316,6 +319,9 @@ def test_a_vendor_that_fails(stand: Stand, protocol: str) -> None:
             assert reply.json().get("error", reply.json())["code"] == code
         assert reply.headers.get("retry-after") == ("1" if fault == "status_429" else None)
         assert "openai-organization" not in reply.headers
+        if fault in ("error_200", "finish_error"):
+            assert "simulated" in reply.text  # The vendor's own reason, which a retry may mend.
+            assert "x-should-retry" not in reply.headers
     unknown = talk.chat([user("Hello")], sim={}, nonsense=1)
     assert (unknown.status_code, "nonsense" in unknown.text) == (400, True)
     assert talk.committed() == []
@@ -333,8 +339,33 @@ def test_a_vendor_that_fails(stand: Stand, protocol: str) -> None:
     assert KEY not in stand.server.log_path.read_text()
 
 
+@pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
+def test_a_content_in_parts_of_text_is_text(stand: Stand, protocol: str) -> None:
+    talk = judge(stand, protocol)
+    reply = talk.say("Hello", sim={"fault": "content_parts", "text": "Well then", "reasoning": False})
+    assert "Well then" in reply.text
+    talk.say("And?", sim={"text": "So", "reasoning": False})
+    assert messages_of(talk) == [["Hello", "Well then", "And?", "So"]]
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
+def test_a_key_that_is_a_word_is_hidden_in_errors_alone(stand: Stand, protocol: str) -> None:
+    talk = judge(stand, protocol, upstream="local")
+    text = "As Expected"
+    call = {"name": "look", "arguments": '{"at": "Expected"}'}
+    reply = talk.say("Hello", tools=[tool_of(protocol)], sim={"text": text, "reasoning": False, "calls": [call]})
+    assert reply.text.count("Expected") == 2
+    [row] = talk.rows(format="messages")
+    message = row["messages"][-1]
+    assert message["content"] == text
+    assert message["tool_calls"][0]["function"]["arguments"] == call["arguments"]
+    refused = judge(stand, upstream="local").chat([user("Hello")], temperature="hot")
+    assert refused.status_code == 400
+    assert "(hidden) `float | null`, got `str`" in refused.text
+
+
 REFUSED = (
-    ({"capture": "text"}, 400, "upstream must be one of gone, judge, stranger"),
+    ({"capture": "text"}, 400, "upstream must be one of gone, judge, local, stranger"),
     ({"capture": "text", "upstream": "nobody"}, 400, "upstream must be one of"),
     ({"capture": "text", "upstream": "gone"}, 400, "model is missing"),
     ({"capture": "text", "upstream": "judge", "adapter": "one"}, 400, "adapter is for sessions of engines"),

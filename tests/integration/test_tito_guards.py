@@ -229,5 +229,5 @@ def test_a_short_turn_does_not_wait_for_long_prompts(tito: Stand) -> None:
 
 def test_a_family_that_there_is_not_stops_the_start_without_a_tokenizer_too(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path, upstreams=(CLOSED,), environment={"TURNLOG_TITO_FAMILY": "nonsense"}).migrate()
-    with pytest.raises(ServerDidNotStart, match="TURNLOG_TITO_FAMILY='nonsense': accepted are auto"):
+    with pytest.raises(ServerDidNotStart, match="TURNLOG_TITO_FAMILY='nonsense': expected auto"):
         server.start()

@@ -263,13 +263,25 @@ def test_tools_that_are_not_offered_at_first_are_not_shown_and_then_begin_a_segm
     require_consistent(tito, talk)
 
 
-def test_a_message_that_is_to_be_continued_is_unsupported(tito: Stand) -> None:
+def test_a_reply_that_its_client_begins_is_continued_as_ids(tito: Stand) -> None:
+    """The template of the simulator begins a reply as it renders a message of the assistant, so both engines can."""
     talk = tito.talk()
-    unfinished = [user("Hello"), {"role": "assistant", "content": "I would"}]
-    response = talk.chat(unfinished, continue_final_message=True, add_generation_prompt=False)
-    assert error_of(response) == (400, "unsupported")
-    assert talk.generations() == 0
-    talk.say("Hello")
+    talk.say("Hello", sim=NO_CALLS)
+    begun = [*talk.messages, user("And?"), {"role": "assistant", "content": "I would"}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "sim": {**NO_CALLS, "text": " not"}}
+    assert talk.chat(begun, **fields).status_code == 200
+    talk.messages = [*begun[:-1], {"role": "assistant", "content": "I would not"}]
+    talk.say("Why?", sim=NO_CALLS)
+    prompts = sent_ids(tito, talk)
+    assert text_of(prompts[1]).endswith(f"{GENERATION}I would")
+    assert prompts[2][: len(prompts[1])] == prompts[1]
+    [row] = talk.rows()
+    assert [turn["end"] - turn["output_start"] for turn in row["turns"]] == [
+        len(output_of(record["response"])) for record in talk.state()["records"]
+    ]
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 3
+    assert row["messages"][3]["content"] == "I would not"
+    require_consistent(tito, talk)
 
 
 def test_in_a_tree_a_fork_continues_its_parents_ids_and_a_new_beginning_is_rendered(tito: Stand) -> None:

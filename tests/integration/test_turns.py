@@ -165,3 +165,17 @@ def test_a_session_header_is_judged_like_an_id(stand: Stand) -> None:
     stand.http.delete(closed.path)
     response = stand.http.post("/v1/chat/completions", json=body, headers={"x-session-id": closed.id})
     assert error_of(response) == (404, "session_closed")
+
+
+def test_another_conversation_is_told_what_to_do_and_the_log_says_so_once(stand: Stand) -> None:
+    for _ in range(2):
+        talk = stand.talk()
+        talk.say("Hello")
+        refused = talk.chat([{"role": "system", "content": "Sum up."}, user("All of it")])
+        assert error_of(refused) == (400, "history_mismatch")
+        said = refused.json()["error"]["message"]
+        assert "another conversation: 0 of 2 messages match" in said
+        assert 'Create the session with history="tree"' in said
+        assert "or a session for each conversation" in said
+    logged = [json.loads(line) for line in stand.server.log_path.read_text().splitlines() if "history=" in line]
+    assert [line["level"] for line in logged if "Create the session with" in line["event"]] == ["warning"]

@@ -63,9 +63,9 @@ def commands() -> Iterator[str]:
     """Each command with its options and arguments."""
     import typer.main
 
-    from turnlog.cli.commands import app
+    from turnlog.cli.commands import app_of
 
-    yield from _commands("turnlog", typer.main.get_command(app))
+    yield from _commands("turnlog", typer.main.get_command(app_of()))
 
 
 def _commands(name: str, command: Any) -> Iterator[str]:

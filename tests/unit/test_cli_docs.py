@@ -9,7 +9,7 @@ import typer.main
 from typer.core import TyperArgument, TyperOption
 from typer.core import TyperGroup as Group
 
-from turnlog.cli.commands import app
+from turnlog.cli.commands import app_of
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 COMMON = {"--url", "--token", "--json", "--help", "-h"}
@@ -19,7 +19,7 @@ ELSEWHERE = {"--install-completion", "--shell", "--stop-timeout"}
 def options() -> dict[str, list[TyperArgument | TyperOption]]:
     """Of each command, its own and those of the commands below it."""
     found = {}
-    for name, command in typer.main.get_group(app).commands.items():
+    for name, command in typer.main.get_group(app_of()).commands.items():
         below = command.commands.values() if isinstance(command, Group) else ()
         found[name] = [parameter for each in (command, *below) for parameter in each.params]
     return found

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from app.store.engine import sqlite_lock
 from ops.server import free_port
-from turnlog.cli.commands import app
+from turnlog.cli.commands import app_of
 from turnlog.cli.doctor import postgres, store
 from turnlog.cli.doctor.findings import Level
 
@@ -25,7 +25,7 @@ Environment = Callable[..., None]
 def examined(*arguments: str, code: int) -> list[dict[str, Any]]:
     """What the command found. The address is one where nobody listens."""
     given = ["doctor", "--url", f"http://127.0.0.1:{free_port()}", "--json", *arguments]
-    result = CliRunner().invoke(app, given)
+    result = CliRunner().invoke(app_of(), given)
     assert result.exit_code == code, (result.output, result.exception)
     assert result.stderr == ""
     said = json.loads(result.stdout)
@@ -62,6 +62,16 @@ def test_tokens_that_can_be_guessed(clean_environment: Environment, tmp_path: Pa
     [weak] = of(findings, "tokens", "warning")
     assert weak.startswith("TURNLOG_ADMIN_TOKEN: number 1, 2 ")
     assert of(findings, "tokens", "ok") == ["an admin token is set, and 2 older ones that still count"]
+    assert "canary" not in json.dumps(findings)
+
+
+def test_keys_of_upstreams_that_are_words(clean_environment: Environment, tmp_path: Path) -> None:
+    upstreams = {name: {"url": "http://x", "key": key} for name, key in (("a", "canary"), ("b", "canary" * 3))}
+    url = f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}"
+    clean_environment(DATABASE_URL=url, TEXT_UPSTREAMS=json.dumps(upstreams))
+    findings = examined(code=1)
+    [word] = [what for what in of(findings, "settings", "warning") if "TEXT_UPSTREAMS" in what]
+    assert word.startswith("TURNLOG_TEXT_UPSTREAMS: the key of a has fewer than 16 characters")
     assert "canary" not in json.dumps(findings)
 
 

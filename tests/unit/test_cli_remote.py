@@ -11,7 +11,7 @@ from helpers.answering import Answer, Answering, Asked
 from typer.testing import CliRunner, Result
 
 from ops.server import free_port
-from turnlog.cli.commands import app
+from turnlog.cli.commands import app_of
 
 
 class Sayer(Answering):
@@ -41,7 +41,7 @@ def sayer() -> Iterator[Sayer]:
 @pytest.fixture
 def run(clean_environment: Callable[..., None]) -> Callable[..., Result]:
     clean_environment()
-    return lambda *arguments: CliRunner().invoke(app, arguments)
+    return lambda *arguments: CliRunner().invoke(app_of(), arguments)
 
 
 def failed(result: Result, code: int = 1) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.client import NotTurnlog
+from turnlog import NotTurnlog
 from turnlog.client.lines import AllEventsPlace, EventsPlace, ExportPlace, Lines, cursor_of
 
 ENDS_OF_LINES_ELSEWHERE = "\u2028\u2029\x85\x0b\x0c\r"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from turnlog.client import NotTurnlog
+from turnlog import NotTurnlog
 from turnlog.client.samples import parse
 
 META = {

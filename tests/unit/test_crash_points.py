@@ -52,7 +52,7 @@ def test_a_point_that_does_not_exist_stops_start_up_with_one_line(monkeypatch: p
     with pytest.raises(StartupError) as caught:
         load_settings()
     line = str(caught.value)
-    assert line.startswith(f"{VARIABLE}={wish!r}: accepted is ")
+    assert line.startswith(f"{VARIABLE}={wish!r}: expected ")
     assert "\n" not in line
     assert all(point in line for point in POINTS)
 

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from app.services import DRAIN_S
 from app.settings import PREFIX, Settings
-from turnlog.cli.commands import app
+from turnlog.cli.commands import app_of
 from turnlog.cli.serve import STOP_S
 from turnlog.supervisor import BACKLOG
 
@@ -132,7 +132,7 @@ def test_the_image_copies_what_is_there_and_runs_as_nobody_in_particular() -> No
 def run_command(words: list[str]) -> None:
     """A command line that the image or the unit starts is one that there is."""
     command, *options = words
-    found = {one.name or one.callback.__name__: one.callback for one in app.registered_commands if one.callback}
+    found = {one.name or one.callback.__name__: one.callback for one in app_of().registered_commands if one.callback}
     accepted = set(found[command].__annotations__)
     for option in options:
         if option.startswith("--"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -21,7 +22,18 @@ from typing import Any
 import pytest
 
 from app.upstream import http
-from app.upstream.client import ONCE, EngineClient, EngineReply, TooLarge, Unreadable, Withheld
+from app.upstream.client import (
+    ONCE,
+    SLICE,
+    STREAM_BURST_S,
+    STREAM_SHARE,
+    EngineClient,
+    EngineReply,
+    Pace,
+    TooLarge,
+    Unreadable,
+    Withheld,
+)
 from app.upstream.http import Lost, NotSent, TimedOut
 
 pytestmark = pytest.mark.anyio
@@ -734,6 +746,52 @@ async def test_what_has_come_of_a_stream_is_read_at_once(engine: Engine, client:
     has_read.set()
     assert (await asked).body.joined() == b"{}"
     assert stream.pieces < 10
+
+
+class Live(Unread):
+    """A stream whose deltas somebody waits for: `ticks` says how often the event loop had come round before each."""
+
+    is_live = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.ticks: list[int] = []
+        self.now = 0
+
+    async def tick(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+    def feed(self, piece: bytes) -> None:
+        self.sizes.append(len(piece))
+        self.ticks.append(self.now)
+
+
+async def test_a_flood_is_read_in_slices_and_others_go_on_between_them(engine: Engine, client: EngineClient) -> None:
+    body = b": alive\n\n" * 100_000
+    engine.replies = [OK + b"content-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(body) + body]
+    stream = Live()
+    ticking = asyncio.ensure_future(stream.tick())
+    assert (await post(client, engine, stream=stream)).body.joined() == b"{}"
+    ticking.cancel()
+    assert sum(stream.sizes) == len(body)
+    assert max(stream.sizes) <= SLICE
+    assert all(before < after for before, after in itertools.pairwise(stream.ticks))
+
+
+def test_a_stream_takes_its_share_of_the_event_loop_and_saves_nothing_up() -> None:
+    pace = Pace(0.0)
+    assert pace.rest(0.0, STREAM_BURST_S) == 0
+    assert pace.rest(STREAM_BURST_S, STREAM_BURST_S + 0.01) == pytest.approx(0.01 / STREAM_SHARE)
+    # Minutes without anything, as before a long prompt's first token, are no allowance for what follows.
+    later = 600.0
+    assert pace.rest(later, later + STREAM_BURST_S) == 0
+    assert pace.rest(later + STREAM_BURST_S, later + STREAM_BURST_S + 1.0) == pytest.approx(1.0 / STREAM_SHARE)
+    # A fiftieth of the time is never too much.
+    calm = Pace(0.0)
+    assert not any(calm.rest(at, at + 0.001) for at in (number * 0.05 for number in range(100)))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")

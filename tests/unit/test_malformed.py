@@ -94,7 +94,7 @@ PLACES: list[tuple[list[str], str, Messages]] = [
     ),
     (ALL, "choices", {"the body.choices[0]: Expected `object`, got `str`": [["x"]]}),
     (ALL, "choices", {"choices must hold one choice, not 0": [[]], "choices must hold one choice, not 2": [[{}, {}]]}),
-    (ALL, f"{CHOICE}.finish_reason", {"@ must be a string": [3]}),
+    (ALL, f"{CHOICE}.finish_reason", {"@ must be a string": [3], "@ is error: the generation failed": ["error"]}),
     # The message and the text.
     (CHAT, MESSAGE, {"@ is missing": [GONE], "@ must be an object": [None, "hello", []]}),
     (CHAT, f"{MESSAGE}.content", {"@ must be a string": [5, True, ["hello"], {"text": "canary"}]}),

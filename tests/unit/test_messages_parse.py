@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.domain.history import canonical_hash
+from app.domain.prefill import CONTINUES
 from app.domain.request import ChatRequest
 from app.domain.request import canonical_hash as hash_of_request
 from app.errors import InvalidRequest, Unsupported
@@ -144,9 +145,9 @@ CONVERSATIONS: list[tuple[str, Any, list[Any], list[Any]]] = [
 def test_a_conversation_as_chat_messages(system: Any, messages: list[Any], expected: list[Any]) -> None:
     found = parsed(messages) if system is None else parsed(messages, system=system)
     assert chat(found) == expected
-    assert (found.refusal is not None) == (messages[-1]["role"] == "assistant")
+    assert (CONTINUES in found.params) == (messages[-1]["role"] == "assistant")
     counted = parse_count(json.dumps({"model": "m", "messages": messages, "system": system}).encode())
-    assert (chat(counted), counted.refusal) == (expected, None)
+    assert (chat(counted), CONTINUES in counted.params) == (expected, False)
 
 
 def test_arguments_keep_the_clients_own_bytes() -> None:

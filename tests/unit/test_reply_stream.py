@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.upstream.streams import BadStream, ReplyStream
+from app.upstream.streams import BadStream, CutStream, ReplyStream, limit_of
 from ops.simulator.config import Config
 from ops.simulator.engine import Engine
 from ops.simulator.wire import Reply
@@ -133,7 +133,9 @@ async def test_a_stream_without_one_of_its_events_is_no_reply() -> None:
         b'{"choices":[{"index":1,"delta":{"content":"a"}}]}',
         b'{"choices":[{"index":0,"delta":{"content":1}}]}',
         b'{"choices":[{"index":0,"delta":{"content":"\xff"}}]}',
-        b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":3}]}}]}',
+        b'{"choices":[{"index":0,"delta":{"content":[{"type":"image_url"}]}}]}',
+        b'{"choices":[{"index":0,"delta":{"tool_calls":{}}}]}',
+        b'{"choices":[{"index":0,"delta":{"tool_calls":[{"id":{"a":1}}]}}]}',
         b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":true}]}}]}',
         b'{"choices":[{"index":0,"delta":{},"token_ids":5}]}',
         b'{"choices":[{"index":0,"delta":{"content":"a"},"delta":{"content":"b"}}]}',
@@ -149,6 +151,50 @@ async def test_a_chunk_that_no_engine_sends_is_refused_at_once(chunk: bytes) -> 
     stream.feed(first)
     with pytest.raises(BadStream):
         stream.feed(b"data: " + chunk + b"\n\n")
+
+
+@pytest.mark.parametrize("over", [16, 17])
+async def test_an_engine_that_goes_on_past_the_limit_is_left(over: int) -> None:
+    events = (await replied(1, max_tokens=4 + over, sim={"reasoning": False}, **STREAMS)).parts
+    stream = ReplyStream(limit=4)
+    if over == 16:
+        stream.feed(b"".join(events))
+        assert len(parse_reply(stream.reply(), "vllm").output_ids) == 4 * 20
+    else:
+        with pytest.raises(BadStream, match="21 tokens came, and the request allows 4"):
+            stream.feed(b"".join(events))
+
+
+@pytest.mark.parametrize(
+    ("params", "limit"),
+    [
+        (b'{"max_tokens":7}', 7),
+        (b'{"max_tokens":7,"max_completion_tokens":5}', 5),
+        (b'{"max_tokens":7,"max_completion_tokens":null}', 7),
+        (b'{"max_tokens":true,"x":[{"max_tokens":1}]}', None),
+        (b"{}", None),
+    ],
+)
+def test_the_limit_is_the_one_that_engines_read(params: bytes, limit: int | None) -> None:
+    assert limit_of(params) == limit
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        b'{"error":{"message":"secret","code":429,"type":"a type of many words"}}',
+        b'{"choices":[{"index":0,"delta":{},"finish_reason":"error","error":{"message":"secret","code":429}}]}',
+        b'{"choices":[{"index":0,"delta":{},"finish_reason":"error","error":"secret"}]}',
+    ],
+)
+async def test_an_error_ends_a_stream_and_its_code_is_told(end: bytes) -> None:
+    first, second, *_ = (await replied(1, **STREAMS)).parts
+    stream = ReplyStream()
+    stream.feed(first + second)
+    with pytest.raises(CutStream) as told:
+        stream.feed(b"data: " + end + b"\n\n")
+    assert ("429" in str(told.value), "secret" in str(told.value)) == (b"429" in end, False)
+    assert not stream.has_ended
 
 
 async def test_nothing_follows_the_end() -> None:

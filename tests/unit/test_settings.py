@@ -110,8 +110,8 @@ def test_a_bad_value_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, val
     line = str(caught.value)
     assert "\n" not in line
     assert line.startswith(f"TURNLOG_{name}=")
-    assert "accepted is " in line
-    shown, wanted = line.split("accepted is ")
+    assert "expected " in line
+    shown, wanted = line.split("expected ")
     assert value.strip("/").split(",")[0] in shown
     assert wanted.strip()
 
@@ -158,7 +158,7 @@ def test_wrong_upstreams_of_text_are_one_line(monkeypatch: pytest.MonkeyPatch, v
     with pytest.raises(StartupError) as caught:
         load_settings()
     [line] = str(caught.value).splitlines()
-    assert line.startswith("TURNLOG_TEXT_UPSTREAMS='(not shown)': accepted is JSON such as {")
+    assert line.startswith("TURNLOG_TEXT_UPSTREAMS='(not shown)': expected JSON such as {")
     assert told in line
     assert "sesame" not in line
 
@@ -202,7 +202,7 @@ def test_no_secret_is_shown_with_the_settings(
 )
 def test_a_bad_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"TURNLOG_{name}", value)
-    with pytest.raises(StartupError, match=f"^TURNLOG_{name}='\\(not shown\\)': accepted is one, or several") as caught:
+    with pytest.raises(StartupError, match=f"^TURNLOG_{name}='\\(not shown\\)': expected one, or several") as caught:
         load_settings()
     assert "sesame" not in str(caught.value)
 
@@ -281,12 +281,12 @@ def test_all_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = caught.value.lines
     beginnings = (
         "TURNLOG_DATABSE_URL is not a setting: did you mean TURNLOG_DATABASE_URL?",
-        "TURNLOG_CRASH_POINT='nowhere': accepted is ",
-        "TURNLOG_REPLAY='experts,index': accepted is ",
-        "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: ",
-        "TURNLOG_WORKERS='many': accepted is ",
-        "TURNLOG_LEASE_S='0': accepted is ",
-        "TURNLOG_ADMIN_TOKEN='(not shown)': accepted is ",
+        "TURNLOG_CRASH_POINT='nowhere': expected ",
+        "TURNLOG_REPLAY='experts,index': expected ",
+        "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK require each other: set both, or neither",
+        "TURNLOG_WORKERS='many': expected ",
+        "TURNLOG_LEASE_S='0': expected ",
+        "TURNLOG_ADMIN_TOKEN='(not shown)': expected ",
     )
     assert len(lines) == len(beginnings)
     assert all(line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True))
@@ -413,14 +413,14 @@ def test_a_file_holds_settings_and_a_variable_takes_precedence(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("\nlease_s = 0\n", ":2: lease_s='0': accepted is"),
+        ("\nlease_s = 0\n", ":2: lease_s='0': expected"),
         ("# x\n\ndatabse_url = 'x'\n", ":3: databse_url is not a setting: did you mean database_url?"),
         ("TURNLOG_HISTORY = 'tree'\n", ":1: TURNLOG_HISTORY is not a setting: did you mean history?"),
         ("[limits]\nodd = 1\n", ":1: limits="),
         ("history = \n", ": Invalid value (at line 1, column 11)"),
-        ("lease_s = 1979-05-27\n", ": accepted is text, a number, true or false, a list or a table"),
-        ('admin_token = ["sec ret", ""]\n', ":1: admin_token='(not shown)': accepted is"),
-        ('database_url = "mysql://user:sec@host/db"\n', ":1: database_url='mysql://user:***@host/db': accepted is"),
+        ("lease_s = 1979-05-27\n", ": expected text, a number, true or false, a list or a table"),
+        ('admin_token = ["sec ret", ""]\n', ":1: admin_token='(not shown)': expected"),
+        ('database_url = "mysql://user:sec@host/db"\n', ":1: database_url='mysql://user:***@host/db': expected"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_by_its_place(

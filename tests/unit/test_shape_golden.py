@@ -294,8 +294,8 @@ def missing(shape: str, routing: Routing | None) -> tuple[object, object]:
     ("routing", "reason"),
     [
         (None, "tombstoned"),
-        (Routing(np.zeros((3, 2, 3), np.uint8), 1), "rows 1 to 4 are there, 4 are needed"),
-        (Routing(np.zeros((3, 2, 3), np.uint8), 0), "rows 0 to 3 are there, 4 are needed"),
+        (Routing(np.zeros((3, 2, 3), np.uint8), 1), "rows 1 to 4 are there; expected 4"),
+        (Routing(np.zeros((3, 2, 3), np.uint8), 0), "rows 0 to 3 are there; expected 4"),
     ],
 )
 def test_experts_that_are_not_whole_are_null_with_a_reason(shape: str, routing: Routing | None, reason: str) -> None:

@@ -11,7 +11,7 @@ from app.tito.prompts import Prompts
 
 
 def test_an_unknown_family_names_the_value_and_what_is_accepted() -> None:
-    with pytest.raises(StartupError, match=r"^TURNLOG_TITO_FAMILY='gpt9': accepted are auto, .*solar$"):
+    with pytest.raises(StartupError, match=r"^TURNLOG_TITO_FAMILY='gpt9': expected auto, .*solar$"):
         check_family("gpt9")
     for name in ("auto", *FAMILIES):
         check_family(name)

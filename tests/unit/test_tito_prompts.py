@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,26 @@ def test_a_prompt_is_int32_and_the_tokenizers_own_rendering(
     )
     assert ids.tolist() == rendering
     assert prompts.decode(ids) == tokenizer.decode(rendering)
+
+
+@pytest.mark.parametrize("text", ["The answer is (", "It is ", " a", "\n"])
+def test_a_replys_beginning_is_cut_as_transformers_cuts_it_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, prompts: Prompts, family: str, text: str
+) -> None:
+    """vLLM asks transformers; SGLang splices the text in, whatever the template makes of it."""
+    spliced = prompts.beginning(text, {}, is_spliced=True)
+    assert prompts.decode(spliced) == text
+    try:
+        ids = prompts.first(QUESTION, None, {}) + prompts.beginning(text, {}, is_spliced=False)
+    except Unsupported:
+        assert family not in ("qwen2.5", "qwen3-2507") or not text.strip()
+        return
+    tokenizer = load(tokenizer_folder(tmp_path_factory, family))
+    pinned = {"preserve_thinking": True} if family in ("qwen3.6", "qwen3.8") else {}
+    begun = [*QUESTION, {"role": "assistant", "content": text}]
+    assert ids.tolist() == tokenizer.apply_chat_template(
+        begun, continue_final_message=True, tokenize=True, return_dict=False, **pinned
+    )
 
 
 @pytest.mark.parametrize("text", ["Yes.", " Yes ", "Yes\n", "Yes \n\n", "é🙂", "1000"])
@@ -179,6 +200,16 @@ def test_what_is_no_tokenizer_stops_the_start_in_one_line(tmp_path: Path) -> Non
     with pytest.raises(StartupError, match="no tokenizer can be loaded") as error:
         Prompts.load(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("package", ["transformers", "jinja2"])
+def test_a_package_that_is_not_there_stops_the_start(
+    tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_with(tmp_path / "t", "{{ messages }}")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(StartupError, match=f"TURNLOG_TOKENIZER needs the package {package}: pip install"):
+        Prompts.load(str(folder))
 
 
 def test_a_tokenizer_without_a_template_stops_the_start(tmp_path: Path) -> None:

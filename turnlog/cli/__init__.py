@@ -1,7 +1,7 @@
 """The command line `turnlog`.
 
-Each module has a few commands. A command imports what it needs beyond typer when it runs, so that `turnlog --help` and
-shell completion are quick.
+Each module has a few commands. Only the module of the command that was asked for is imported, and what it needs beyond
+typer when it runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,18 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Latin-1 has no dash, and UTF-8 no lone surrogate: they become question marks instead of ending the command.
         sys.stdout.reconfigure(errors="replace")
-    from turnlog.cli.commands import app
+    wanted = sys.argv[1] if len(sys.argv) > 1 else None
+    if sys.argv[1:] == ["--version"]:
+        print_version()
+        return
+    # httpx looks for its own command line, which imports rich and pygments whole; without it, it goes on.
+    sys.modules["httpx._main"] = None  # type: ignore[assignment]
+    from turnlog.cli.commands import app_of
 
-    app(prog_name="turnlog")
+    app_of(wanted)(prog_name="turnlog")
+
+
+def print_version() -> None:
+    from importlib.metadata import version
+
+    print(f"turnlog {version('turnlog')}")

@@ -23,7 +23,7 @@ def archive(
     """Move old rollouts out of the database into Parquet files, while turns go on."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", older_than)
     if matched is None:
-        raise UsageError(f"--older-than {older_than}: a number and s, m, h or d")
+        raise UsageError(f"--older-than {older_than}: expected a number and s, m, h or d, such as 7d")
     body: dict[str, Any] = {"to": to, "older_than_s": float(matched[1]) * _UNITS[matched[2]], "after": None}
     told: dict[str, Any] = {"archived": 0, "left": 0, "bytes": 0, "files": []}
     while True:

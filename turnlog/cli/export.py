@@ -39,7 +39,7 @@ def export(
     if file is not None and file != STANDARD_OUTPUT:
         _to_file(server, wish, file, overwrite=overwrite, restart=restart, for_machine=for_machine)
     elif for_machine or overwrite or restart:
-        raise UsageError("--json, --overwrite and --restart are for an export to a file")
+        raise UsageError("--json, --overwrite and --restart require FILE")
     else:
         _to_output(server, wish)
 

@@ -62,7 +62,7 @@ def replay(
     if heads == (session is not None):
         raise UsageError("name a session, or --heads")
     if heads and (seq is not None or with_events):
-        raise UsageError("--at and --events are for a session")
+        raise UsageError("--at and --events require a session")
     if fix and not heads:
         raise UsageError("--fix needs --heads")
     from app.replay import run

@@ -44,7 +44,8 @@ def read(
 
     path, place = f"/sessions/{quote(session, safe='')}", EventsPlace(0, follow)
     log = remote(ctx, patience_s=0) if follow else remote(ctx)
-    reading = _Reading(remote(ctx, patience_s=math.inf, has_answered=True) if follow else log, path, whole=tools)
+    server = remote(ctx, patience_s=math.inf, has_answered=True) if follow else log
+    reading = _Reading(_Conversation(server, path, in_pages=turn is None), whole=tools)
     is_there = False
     events = followed(log, f"{path}/events", place) if follow else log.lines(f"{path}/events", place)
     for event in events:
@@ -67,43 +68,56 @@ def _machine(reading: _Reading, event: Object) -> None:
         machine(event)
 
 
+class _Conversation:
+    """What was said, by turn. The turns that led to the newest one are read in pages, any other on its own."""
+
+    def __init__(self, server: Transport, path: str, *, in_pages: bool) -> None:
+        self._server = server
+        self._path = f"{path}/messages"
+        self._has_more = in_pages
+        self._cursor: str | None = None
+        self._newest = 0
+        self._messages: dict[int, list[Object]] = {}
+
+    def of(self, turn: int) -> list[Object]:
+        """A turn's own messages, the reply last; none if they are not there."""
+        try:
+            while self._has_more and self._newest <= turn:  # the next page may go on with this turn
+                page = self._page(cursor=self._cursor)
+                for one in page["messages"]:
+                    self._messages.setdefault(one["turn"], []).append(one)
+                    self._newest = one["turn"]
+                self._cursor = page["next_cursor"]
+                self._has_more = self._cursor is not None
+            return self._messages.pop(turn, None) or list(self._alone(turn))
+        except NotFound:
+            return []
+
+    def _alone(self, turn: int) -> Iterator[Object]:
+        cursor = None
+        while True:
+            page = self._page(turn=turn, cursor=cursor)
+            yield from page["messages"]
+            cursor = page["next_cursor"]
+            if cursor is None:
+                return
+
+    def _page(self, **parameters: Any) -> Object:
+        return self._server.read("GET", self._path, parameters=parameters)
+
+
 class _Reading:
     """Prints events one after the other."""
 
-    def __init__(self, server: Transport, path: str, *, whole: bool) -> None:
-        self._server = server
-        self._path = f"/ui/api{path}"
+    def __init__(self, conversation: _Conversation, *, whole: bool) -> None:
+        self._conversation = conversation
         self._whole = whole
         self._opened: dict[int, float] = {}
         self._last: int | None = None
-        self._messages: dict[int, list[Object]] | None = None
 
     def messages(self, turn: int) -> list[Object]:
-        """A turn's own messages, the reply last; none if they are not there. Raises Failure if the page is off."""
-        if self._messages is None:
-            self._messages = self._newest()
-        known = self._messages.pop(turn, None)
-        if known is None:
-            try:
-                known = self._server.read("GET", f"{self._path}/turns/{turn}", parameters={"whole": "true"})["messages"]
-            except NotFound:
-                known = []
-        return [{name: one.get(name) for name in ("sampled", "message", "error")} for one in known]
-
-    def _newest(self) -> dict[int, list[Object]]:
-        """The messages of the newest turn's conversation, by turn: in a line of turns most that are to be printed."""
-        try:
-            conversation = self._server.read("GET", f"{self._path}/conversation")
-        except NotFound as error:
-            if error.code != "not_found":
-                raise
-            raise Failure("reading needs the server's page: TURNLOG_FEATURES is without it") from None
-        messages: dict[int, list[Object]] = {}
-        for one in conversation["messages"]:
-            messages.setdefault(one["turn"], []).append(one)
-        if conversation["omitted"] and messages:
-            del messages[min(messages)]  # some of its messages may be left out
-        return messages
+        said = self._conversation.of(turn)
+        return [{name: one.get(name) for name in ("sampled", "message", "error")} for one in said]
 
     def print(self, event: Object) -> None:
         match event:

@@ -166,7 +166,7 @@ def _systemd_sockets() -> list[socket.socket]:
             raise Failure(f"LISTEN_FDS: descriptor {descriptor} is no socket: {error.strerror}") from None
         is_internet = adopted.family in (socket.AF_INET, socket.AF_INET6)
         if not is_internet or not adopted.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise Failure("the socket unit: accepted is ListenStream= with an address and a port, and Accept=no")
+            raise Failure("the socket unit: expected ListenStream= with an address and a port, and Accept=no")
         sockets.append(adopted)
     return sockets
 

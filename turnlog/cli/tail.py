@@ -51,7 +51,7 @@ def tail(
         given = {"after": after, "follow": follow, "type": types or None, "group_id": group, "limit": limit}
         path, place = "/events", AllEventsPlace(given)
     elif types or group or limit:
-        raise UsageError("--type, --group and --limit are for the events of all sessions")
+        raise UsageError("--type, --group and --limit are only for the events of all sessions")
     else:
         path, place = f"/sessions/{quote(session, safe='')}/events", EventsPlace(_number(after), follow)
     is_empty = True
@@ -69,7 +69,7 @@ def _number(after: str | None) -> int:
     """Raises UsageError."""
     if after is None or (after.isascii() and after.isdecimal()):
         return int(after or 0)
-    raise UsageError(f"--after is the number of a session's event, not {after:.64}")
+    raise UsageError(f"--after: expected the number of a session's event, not {after:.64}")
 
 
 def followed(server: Transport, path: str, place: AllEventsPlace | EventsPlace) -> Iterator[dict[str, Any]]:

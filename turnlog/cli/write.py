@@ -125,9 +125,9 @@ def _numbers(components: Sequence[str]) -> dict[str, float] | None:
         try:
             numbers[name] = float(number)
         except ValueError:
-            raise UsageError(f"--component {component}: accepted is NAME=NUMBER") from None
+            raise UsageError(f"--component {component}: expected NAME=NUMBER") from None
         if not name:
-            raise UsageError(f"--component {component}: accepted is NAME=NUMBER")
+            raise UsageError(f"--component {component}: expected NAME=NUMBER")
     return numbers or None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from nemo_gym.token_id_capture import TokenCaptureSnapshot, TokenEntry
 from nemo_gym.token_id_capture.records import ParentResolutionStatus, stamp_lineage
 
-from turnlog.client import AsyncTurnlog
+from turnlog import AsyncTurnlog
 from turnlog.errors import Conflict, NotFound
 
 INCOMPLETE = ":incomplete"

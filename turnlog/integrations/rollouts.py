@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from turnlog.client import AsyncSession, AsyncTurnlog
+from turnlog import AsyncSession, AsyncTurnlog
 from turnlog.errors import Conflict, NotFound
 
 REWARD = {"verl": "reward_score", "skyrl": "rewards"}
@@ -38,13 +38,13 @@ async def played(
 
     A session that was rewarded before its process died is not played again: its rows are returned. One that was not is
     closed and left, and another is played. One process at a time may ask for a name. `fields` are those of
-    `create_session`, always the same for a name; `rewards` is that of `export`. Raises what `play` raises, and
-    TurnlogError.
+    `create_session`, always the same for a name; an agent may replace its history, because `history` is "tree" unless
+    they say otherwise. `rewards` is that of `export`. Raises what `play` raises, and TurnlogError.
     """
     for number in itertools.count():
         session_id = f"{name}.{number}"
         try:
-            session = await turnlog.create_session(session_id=session_id, **fields)
+            session = await turnlog.create_session(session_id=session_id, **{"history": "tree", **fields})
             is_new = not (await session.get())["records"]
         except (Conflict, NotFound) as error:
             if error.code != "session_closed":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import get_rollout_metrics
 
-from turnlog.client import AsyncSession, AsyncTurnlog
+from turnlog import AsyncSession, AsyncTurnlog
 from turnlog.integrations.rollouts import name_of, played
 
 Play = Callable[[AsyncSession, Any, Mapping[str, Any]], Awaitable[None]]

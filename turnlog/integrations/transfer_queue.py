@@ -33,7 +33,7 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
-from turnlog.client import AsyncTurnlog
+from turnlog import AsyncTurnlog
 from turnlog.errors import TurnlogError
 from turnlog.rows import LeasedGroup, TrainerRow
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
-from turnlog.client import AsyncSession, AsyncTurnlog
+from turnlog import AsyncSession, AsyncTurnlog
 from turnlog.integrations.rollouts import name_of, played
 
 
@@ -55,6 +55,5 @@ class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
                 rewards="turn",
                 group_id=uid,
                 attempt=attempt,
-                on_divergence="segment",
             )
         return [_Output(**row) for row in rows]

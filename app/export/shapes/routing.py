@@ -25,7 +25,7 @@ def whole(row: Row, kind: str, largest: int = np.iinfo(np.int32).max) -> tuple[A
     needed = max(len(row.sample.tokens) - 1, 0)
     ids = routing.ids
     if routing.row_start or len(ids) != needed:
-        return None, f"rows {routing.row_start} to {routing.row_start + len(ids)} are there, {needed} are needed"
+        return None, f"rows {routing.row_start} to {routing.row_start + len(ids)} are there; expected {needed}"
     if ids.size and ids.max() > largest:
         return None, f"an id exceeds {largest}"
     return ids, None
@@ -43,6 +43,6 @@ def whole_mask(row: Row, first: int) -> tuple[Masks | None, str | None]:
     start, rows = row.mask.row_start, len(row.mask.masks)
     tokens = len(row.sample.tokens)
     if start > max(first - 1, 0) or start + rows < tokens - 1:
-        return None, f"rows {start} to {start + rows} are there, {max(first - 1, 0)} to {tokens - 1} are needed"
+        return None, f"rows {start} to {start + rows} are there; expected {max(first - 1, 0)} to {tokens - 1}"
     mask = row.mask.masks.part(max(first - 1, 0) - start, tokens - 1 - start)
     return mask if first else Masks.of(np.append(0, mask.lengths), mask.ids), None

@@ -46,7 +46,7 @@ def from_list(values: Sequence[Any], dtype: ColumnType, over: Over) -> Column:
     allowed = {float, int, type(None)} if dtype == "float32" else {int, type(None)}
     if not set(map(type, values)) <= allowed:
         at = next(at for at, value in enumerate(values) if type(value) not in allowed)
-        raise InvalidRequest(f"values.{at}: {'a number' if dtype == 'float32' else 'an integer'} or null is needed")
+        raise InvalidRequest(f"values.{at}: expected {'a number' if dtype == 'float32' else 'an integer'} or null")
     mask = np.fromiter((value is not None for value in values), np.bool_, len(values))
     try:
         numbers = np.array([0 if value is None else value for value in values], np.float64)
@@ -66,10 +66,10 @@ def from_npy(body: bytes, over: Over) -> Column:
     descr, order, dims = (part.decode() for part in head.groups())
     dtype = next((name for name, spelled in _DTYPES.items() if descr == spelled), None)
     if dtype is None:
-        raise InvalidRequest(f"the .npy file has the type {descr}; float32 (<f4) or int32 (<i4) is needed")
+        raise InvalidRequest(f"the .npy file has the type {descr}; expected float32 (<f4) or int32 (<i4)")
     shape = tuple(int(part) for part in dims.replace(",", " ").split())
     if len(shape) not in (1, 2) or (len(shape) == 2 and (shape[0] != 2 or order == "True")):
-        raise InvalidRequest(f"the .npy file has the shape {shape}; (T,), or (2, T) in C order, is needed")
+        raise InvalidRequest(f"the .npy file has the shape {shape}; expected (T,), or (2, T) in C order")
     data = memoryview(body)[head.end() :]
     if len(data) != math.prod(shape) * 4:
         raise InvalidRequest(f"the .npy file has {len(data)} bytes of data; its shape is {shape}")
@@ -81,13 +81,13 @@ def from_safetensors(body: bytes, over: Over) -> Column:
     """A tensor `values` [T], and `mask` [T] (BOOL or U8) where not every number is there. Raises InvalidRequest."""
     tensors = _tensors(body)
     if "values" not in tensors or not tensors.keys() <= {"values", "mask"}:
-        raise InvalidRequest(f"the tensors are {sorted(tensors)!s:.200}; values, and perhaps mask, are needed")
+        raise InvalidRequest(f"the tensors are {sorted(tensors)!s:.200}; expected values, and optionally mask")
     values, mask = tensors["values"], tensors.get("mask")
     name = next((name for name, spelled in _DTYPES.items() if values.dtype.str == spelled), None)
     if name is None or values.ndim != 1:
-        raise InvalidRequest("values: F32 or I32 with the shape [T] is needed")
+        raise InvalidRequest("values: expected F32 or I32 of the shape [T]")
     if mask is not None and (mask.dtype.str not in ("|u1", "|b1") or mask.shape != values.shape):
-        raise InvalidRequest("mask: BOOL or U8 with the shape of values is needed")
+        raise InvalidRequest("mask: expected BOOL or U8 of the shape of values")
     return _column(values, name, over, None if mask is None else mask != 0)
 
 
@@ -119,7 +119,7 @@ def _column(numbers: npt.NDArray[Any], dtype: ColumnType, over: Over, mask: npt.
         values = there.astype(_DTYPES[dtype])
         is_held = np.isfinite(values) if dtype == "float32" else values == there
     if not is_held.all():
-        raise InvalidRequest(f"values.{int(np.argmin(is_held))}: a finite {dtype} is needed")
+        raise InvalidRequest(f"values.{int(np.argmin(is_held))}: expected a finite {dtype}")
     return Column.of(over, values, mask)
 
 

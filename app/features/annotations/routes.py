@@ -164,18 +164,18 @@ def _given(raw: bytes, kind: str, over: Over | None) -> tuple[Any | Column, str 
     """What a body gives, and the writer that it names. Raises InvalidRequest."""
     if kind in (NPY, SAFETENSORS):
         if over is None:
-            raise InvalidRequest("over: output or own is needed beside a column")
+            raise InvalidRequest("over: expected output or own, which a column requires")
         return (bodies.from_npy if kind == NPY else bodies.from_safetensors)(raw, over), None
     body = read_model(raw, AnnotationBody, MAX_NUMBERS)
     over = body.over or over
     if body.values is None:
         if body.dtype is not None or over is not None:
-            raise InvalidRequest("values: dtype and over belong to a column's values")
+            raise InvalidRequest("dtype and over require values")
         return body.value, body.writer
     if body.value is not None:
         raise InvalidRequest("value and values exclude each other")
     if over is None:
-        raise InvalidRequest("over: output or own is needed beside values")
+        raise InvalidRequest("over: expected output or own, which values require")
     return bodies.from_list(body.values, body.dtype or "float32", over), body.writer
 
 
@@ -184,7 +184,7 @@ async def _get(request: Request, session_id: str, turn: int | None, name: str, f
     column = said.content if isinstance(said.content, Column) else None
     if column is None:
         if format != "json":
-            raise InvalidRequest(f"format={format}: {name} is a JSON value, no column")
+            raise InvalidRequest(f"format={format}: {name} is a JSON value, not a column")
         fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation), "value": said.content}
         return Response(jsontext.encode(fields), media_type=JSON)
     if format == "npy":

@@ -36,7 +36,7 @@ def of_value(session: Session | None, session_id: str, turn: int | None, name: s
     """
     there = _place(session, session_id, turn)
     if value is None:
-        raise InvalidRequest("value: null is no value; DELETE removes an annotation")
+        raise InvalidRequest("value must not be null; DELETE removes an annotation")
     # Before the walk below, which names places by all names above them.
     if (size := len(msgspec.json.encode(value))) > MAX_VALUE:
         raise InvalidRequest(f"value: {size} bytes as JSON; the limit is {MAX_VALUE}")
@@ -56,7 +56,7 @@ def of_column(
     """As `of_value`, for a turn's column, which has as many numbers as the turn has tokens of that kind."""
     there = _place(session, session_id, turn)
     if turn is None:
-        raise InvalidRequest("a column is a turn's: /sessions/{id}/turns/{n}/annotations/{name}")
+        raise InvalidRequest("a column requires a turn: /sessions/{id}/turns/{n}/annotations/{name}")
     if there.is_text:
         raise InvalidRequest("a column has a number for each token; the session captures text only")
     tokens = there.turn(turn)
@@ -96,9 +96,9 @@ def _within_limits(session: Session, event: AnnotationWritten) -> AnnotationWrit
 def _require_storable(value: Any, *place: str | int) -> None:
     """Raises InvalidRequest."""
     if len(place) > MAX_DEPTH + 1:
-        raise InvalidRequest(f"value: deeper than {MAX_DEPTH} lists and objects")
+        raise InvalidRequest(f"value nests deeper than {MAX_DEPTH} levels")
     if not is_in_row(value):
-        raise InvalidRequest(f"{'.'.join(map(str, place)):.200}: a finite number of at most 64 bits is needed")
+        raise InvalidRequest(f"{'.'.join(map(str, place)):.200}: expected a finite number of at most 64 bits")
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, each in inner:
         _require_storable(each, *place, part)

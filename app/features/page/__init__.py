@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from app.features.gates import Paused
-    from app.features.page.conversation import Conversations
     from app.features.page.metadata_columns import MetadataColumns
     from app.features.page.overview import Overviews
     from app.features.page.preview import Previews
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from app.features.page.turn_view import TurnViews
     from app.features.page.watch import Watch
     from app.services import Services
+    from app.sessions.conversation import Conversations
 
 
 class Page(NamedTuple):
@@ -44,7 +44,6 @@ def routers() -> list[APIRouter]:
 
 
 def add_to(services: Services) -> Page:
-    from app.features.page.conversation import Conversations
     from app.features.page.metadata_columns import MetadataColumns
     from app.features.page.overview import Overviews
     from app.features.page.preview import Previews
@@ -53,6 +52,7 @@ def add_to(services: Services) -> Page:
     from app.features.page.token_view import TokenViews
     from app.features.page.turn_view import TurnViews
     from app.features.page.watch import Watch
+    from app.sessions.conversation import Conversations
 
     database, sessions = services.database, services.session_list
     gates: Paused | None = services.features.get("gates")

@@ -11,8 +11,7 @@ import msgspec
 from app.domain.branches import newest_of, place_of
 from app.domain.history import Message, canonical_hash, decode_message
 from app.domain.session import Session, Turn
-from app.export.rows import as_messages
-from app.features.page.conversation import TURNS_PER_READ, ShownMessage, unknown_branch
+from app.sessions.conversation import TURNS_PER_READ, ShownMessage, as_messages, turn_messages, unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database
@@ -216,19 +215,4 @@ def _without_ids(message: Message) -> Message:
 
 
 def _steps(turns: Sequence[Turn], frames: Frames) -> list[Step]:
-    return [Step(turn.number, _messages(turn, frames.get(turn.number, (None, None))[1])) for turn in turns]
-
-
-def _messages(turn: Turn, frame: bytes | None) -> list[ShownMessage]:
-    """The turn's own messages; if its content is damaged or deleted, one that says so."""
-    end = turn.message_count - 1
-    try:
-        contents = as_messages(turn.protocol, codec.unpack_messages(frame))
-    except CorruptContent as error:
-        return [ShownMessage(turn.base_messages, turn.number, False, None, str(error))]
-    return [
-        ShownMessage(index, turn.number, index == end, msgspec.Raw(message))
-        if len(message) <= MAX_BYTES
-        else ShownMessage(index, turn.number, index == end, None, f"{len(message)} bytes: see the session")
-        for index, message in enumerate(contents, turn.base_messages)
-    ]
+    return [Step(turn.number, turn_messages([turn], frames, MAX_BYTES)) for turn in turns]

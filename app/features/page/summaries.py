@@ -20,7 +20,7 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.restore import in_effect
-from app.export.rows import as_messages
+from app.sessions.conversation import as_messages
 from app.store import reads
 from app.store.damaged import split
 from app.store.engine import Database

@@ -19,7 +19,7 @@ from app.domain.columns import AlignedColumn, Column, align, unpack
 from app.domain.events import TurnCommitted
 from app.domain.samples import Array, Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
 from app.domain.session import Session
-from app.features.page.conversation import unknown_branch
+from app.sessions.conversation import unknown_branch
 from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database

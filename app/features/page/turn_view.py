@@ -11,7 +11,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from app.errors import NotFound, SessionNotFound
-from app.export.rows import as_messages
+from app.sessions.conversation import as_messages
 from app.store import reads
 from app.store.engine import Database
 from app.store.schema import turns

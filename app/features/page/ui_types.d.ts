@@ -372,6 +372,7 @@ export interface ChatMessage {
 export interface Entry {
   index: number;
   turn: number;
+  agent_id?: string | null;
   sampled: boolean;
   message: unknown;
   error?: string;

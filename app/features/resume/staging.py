@@ -120,10 +120,11 @@ class StagedTurn:
     # what the turn generates
 
     def stream(
-        self, push: Push | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
+        self, push: Push | None, limit: int | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
     ) -> StagedStream:
-        """Begin the next generation: reads the stream of this engine, whose weight version is `version` if known."""
-        reader = GenerateStream() if self.is_native else ReplyStream(push)
+        """Begin the next generation, of at most `limit` tokens: reads the stream of this engine, whose weight version
+        is `version` if known."""
+        reader = GenerateStream(limit) if self.is_native else ReplyStream(push, limit)
         self._stream = StagedStream(self, reader, engine, version, logprobs_of)
         return self._stream
 

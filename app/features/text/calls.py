@@ -12,11 +12,12 @@ from app import crash_points
 from app.domain import bounds
 from app.domain.calls import sampled_calls
 from app.domain.request import ChatRequest, join_object
-from app.errors import UpstreamInvalid, UpstreamUnauthorized, UpstreamUnreachable
+from app.errors import GenerationFailed, UpstreamInvalid, UpstreamUnauthorized, UpstreamUnreachable
 from app.fleet.engines import UNUSABLE, failure, require_status
-from app.text_upstreams import TextUpstream
+from app.text_upstreams import SHORT_KEY, TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
 from app.turn.in_flight import InFlightTurn, TurnStage
+from app.turn.validation import reply_hashes
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -30,7 +31,7 @@ ROUTES = {"chat": "/chat/completions", "completions": "/completions"}
 """Below an upstream's base URL."""
 
 HIDDEN = b"(hidden)"
-"""In place of an upstream's key, where its reply repeats that."""
+"""In place of an upstream's key, where its answer repeats that."""
 
 
 class TextCalls(EngineCalls):
@@ -55,7 +56,11 @@ class TextCalls(EngineCalls):
             answer = turn.answer = await self._asked(turn, upstream)
         if answer.status == 200:
             turn.received = answer.body
-            turn.reply = await self._validated(turn, answer)
+            try:
+                turn.reply = await self._validated(turn, answer)
+            except GenerationFailed as failed:
+                answer.status, answer.body = failed.told_status, Body([failed.told])
+                return
             if crash_points.ARMED:
                 crash_points.reach("after_judged")
 
@@ -97,12 +102,13 @@ class TextCalls(EngineCalls):
             rid="",
             own=b"",
             protocol=turn.call.shape,
+            beginning=turn.request.beginning or b"",
         )
         result, _ = await validator.by_all_rules(work, answer, sum(map(len, new)), None)
         size = len(result.message)
         if size >= self._services.settings.max_request_bytes or bounds.is_too_much(result.message):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
+        message_hash, calls_hash, bare_hash = reply_hashes(turn.history, result)
         return msgspec.structs.replace(
             result,
             engine=answer.engine,
@@ -120,8 +126,14 @@ class TextCalls(EngineCalls):
 
 
 def _hide(answer: EngineReply, key: str) -> None:
-    """Proxies and debugging upstreams repeat a request's headers."""
+    """Proxies and debugging upstreams repeat a request's headers. A short key (`EMPTY`, `ollama`) may be a word of the
+    reply, and is hidden in the body of an error alone."""
+    is_word = len(key) < SHORT_KEY
+    if is_word and answer.status == 200:
+        return
     body, secret = answer.body.joined(), key.encode()
     if secret in body:
         answer.body = Body([body.replace(secret, HIDDEN)])
+    if is_word:
+        return
     answer.headers = [(name, value.replace(key, HIDDEN.decode())) for name, value in answer.headers]

@@ -52,6 +52,7 @@ class Messages:
     route = "/v1/messages"
     methods: tuple[str, ...] = ("POST",)
     is_native = False
+    gives_payloads = False
     has_layouts = True
     history: History = "tree"
     keepalive = event({"type": "ping"}, "ping")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain import control
+from app.domain import control, prefill
 from app.domain.known_body import ContinuedBody, Translation
 from app.domain.left_out import DEFER_LOADING, SERVER_TOOL, left_out_at
 from app.domain.request import (
@@ -251,9 +251,6 @@ def _choice_params(raw: msgspec.Raw | None, names: set[str], has_left_out: bool)
     return params
 
 
-_PREFILL = "prefilling a reply is not supported: the last message must not be the assistant's"
-
-
 def parse_messages(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
     """As `chat.parse.parse_chat`. Raises InvalidRequest, which names the field, and Unsupported."""
     return _parse(body, has_few_values, continued, generates=True)
@@ -261,7 +258,7 @@ def parse_messages(body: bytes, has_few_values: bool = False, continued: Continu
 
 def parse_count(body: bytes, has_few_values: bool = False) -> ChatRequest:
     """A request whose tokens are only counted: `max_tokens` is not needed, and a reply's beginning is counted, too."""
-    return msgspec.structs.replace(_parse(body, has_few_values, None, generates=False), refusal=None)
+    return _parse(body, has_few_values, None, generates=False)
 
 
 def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *, generates: bool) -> ChatRequest:
@@ -283,6 +280,8 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
     if bytes(params.pop("mcp_servers", b"[]")) not in (b"[]", b"null"):
         left_out = (*left_out, left_out_at(SERVER_TOOL, "mcp_servers"))
     params = {**engine_fields(params, has_limit=generates), **offered.params}
+    if history.is_prefill and generates:
+        params |= prefill.PARAMS
     return ChatRequest(
         history.messages,
         offered.raw,
@@ -293,7 +292,6 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
         "messages",
         msgspec.json.encode(echo),
         history.proofs,
-        refusal=_PREFILL if history.is_prefill else None,
         has_object_arguments=True,
         stream_mode=mode,
         layout=layout,

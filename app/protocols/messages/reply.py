@@ -12,6 +12,7 @@ from app.protocols.base import CommittedReply, FirstText
 from app.protocols.engine_reply import Counts, ReplyFields, read_reply, reasoning_of
 from app.protocols.errors import ErrorFields
 from app.protocols.messages.content import as_input
+from app.protocols.pieces import text_pieces
 from app.protocols.sse import event
 
 _TYPES = {
@@ -158,12 +159,17 @@ def events_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def block_parts(block: Block) -> tuple[Block, list[Block]]:
     """A block's empty head, and the deltas that fill it."""
     if block["type"] == "thinking":
-        thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
         signature = {"type": "signature_delta", "signature": block["signature"]}
-        return {**block, "thinking": "", "signature": ""}, [thinking, signature]
+        return {**block, "thinking": "", "signature": ""}, [*text_deltas("thinking", block["thinking"]), signature]
     if block["type"] == "text":
-        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": bytes(block["input"]).decode()}]
+        return {**block, "text": ""}, text_deltas("text", block["text"])
+    pieces = text_pieces(bytes(block["input"]).decode())
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": piece} for piece in pieces]
+
+
+def text_deltas(kind: str, text: str) -> list[Block]:
+    """Those of a block of text or thinking."""
+    return [{"type": f"{kind}_delta", kind: piece} for piece in text_pieces(text)]
 
 
 _KINDS = {"thinking": "reasoning", "text": "content"}
@@ -181,11 +187,15 @@ class LiveMessage:
         if not text:
             return b""
         [block] = content_of({self._first.kind or "": text}, self._proof)
-        head, (filled, *_) = block_parts(block)
-        events: list[dict[str, Any]] = [{"type": "content_block_delta", "index": 0, "delta": filled}]
+        events = self._deltas(block["type"], text)
         if is_new:
+            head, _ = block_parts(block)
             events = [self._head, {"type": "content_block_start", "index": 0, "content_block": head}, *events]
         return named(events)
+
+    def _deltas(self, kind: str, text: str) -> list[dict[str, Any]]:
+        """What fills the first block."""
+        return [{"type": "content_block_delta", "index": 0, "delta": delta} for delta in text_deltas(kind, text)]
 
     def end(self, reply: CommittedReply) -> bytes:
         message = as_message(reply)
@@ -193,10 +203,11 @@ class LiveMessage:
         if self._first.kind is None:
             return named(events)
         block = message["content"][0]
-        rest = self._first.rest(_KINDS.get(block["type"], ""), block.get(block["type"], ""))
-        [filled, *_] = block_parts({**block, block["type"]: rest})[1]
-        delta = [{**events[2], "delta": filled}] if rest else []
-        return named([*delta, *events[3:]])
+        kind = block["type"]
+        text = block.get(kind, "")
+        rest = self._first.rest(_KINDS.get(kind, ""), text)
+        unsent = self._deltas(kind, rest) if rest else []
+        return named([*unsent, *events[2 + len(text_deltas(kind, text)) :]])
 
     def error(self, error: ErrorFields) -> bytes:
         return event(msgspec.Raw(error_body(error)), "error")

@@ -51,6 +51,7 @@ class Responses:
     route = "/v1/responses"
     methods: tuple[str, ...] = ("POST",)
     is_native = False
+    gives_payloads = False
     has_layouts = True
     history: History = "tree"
     keepalive = KEEPALIVE

@@ -172,6 +172,7 @@ class Conversation:
         self._leads = not continues
         self._rank: int | None = None
         self._proof: str | None = None
+        self._unfinished: tuple[str, str] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -183,6 +184,7 @@ class Conversation:
         made.references, made._messages = dict(self.references), self._messages[:]
         made.left_out = self.left_out[:]
         made._leads, made._rank, made._proof = self._leads, self._rank, self._proof
+        made._unfinished = self._unfinished
         if self._last is not None:
             made._last = dict(self._last)
             if "tool_calls" in self._last:
@@ -210,6 +212,16 @@ class Conversation:
         if proof is not None and proof not in self.proofs[-1:]:
             self.proofs.append(proof)
         adder(self, item, path, proof)
+        self._unfinished = (path, kind) if item.get("status") == "in_progress" else None
+
+    def begins_reply(self) -> bool:
+        """Is the last item the beginning of the reply? Raises Unsupported for unfinished reasoning or calls."""
+        if self._unfinished is None or self._last is None or self._last["role"] != "assistant":
+            return False
+        path, kind = self._unfinished
+        if kind != "message":
+            raise Unsupported(f"{path}.status in_progress: only a message can be continued")
+        return True
 
     def raw(self, instructions: str) -> list[msgspec.Raw]:
         """The messages; `instructions` lead the system message."""

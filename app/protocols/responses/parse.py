@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from app.domain import control
+from app.domain import control, prefill
 from app.domain.known_body import ContinuedBody, KnownBody, State, Translation
 from app.domain.left_out import INCLUDE, left_out_at
 from app.domain.proofs import find_proof
@@ -337,6 +337,8 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
     if chosen is not None:
         parameters.send("tool_choice", chosen)
     params = {**given, **parameters.params}
+    if conversation.begins_reply():
+        params |= prefill.PARAMS
     offered_tools = tools.raw(offered)
     if offered_tools is None:
         params.pop("parallel_tool_calls", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from app.domain.calls import with_given_ids
 from app.protocols.base import CommittedReply, FirstText
 from app.protocols.engine_reply import Counts, read_reply, reasoning_of, text_logprobs
 from app.protocols.errors import ErrorFields
+from app.protocols.pieces import Logprobs, pieces_of, text_pieces
 from app.protocols.responses import ids
 from app.protocols.responses.tools import Named
 from app.protocols.sse import event
@@ -248,33 +249,44 @@ def _done(item: Item) -> Event:
     return {"type": "response.output_item.done", "item": item}
 
 
-def _content(item: Item, kind: str, more: Event, empty: Event) -> Iterator[Event]:
-    """The events of an item with one part of text. `more`: what the events of its text have too, `empty`: the part
-    before it has any."""
+def _content(item: Item, kind: str, pieces: Iterable[Event], more: Event, empty: Event) -> Iterator[Event]:
+    """The events of an item with one part of text, which comes in these pieces. `more`: what the event at the end of
+    its text has too, `empty`: the part before it has any."""
     at = {"item_id": item["id"], "content_index": 0}
     part = item["content"][0]
     yield _begun(item, content=[])
     yield {"type": "response.content_part.added", **at, "part": {**part, "text": "", **empty}}
-    if part["text"]:
-        yield {"type": f"response.{kind}.delta", **at, "delta": part["text"], **more}
+    for piece in pieces if part["text"] else ():
+        yield {"type": f"response.{kind}.delta", **at, **piece}
     yield {"type": f"response.{kind}.done", **at, "text": part["text"], **more}
     yield {"type": "response.content_part.done", **at, "part": part}
     yield _done(item)
 
 
 def _reasoning(item: Item) -> Iterator[Event]:
-    return _content(item, "reasoning_text", {}, {})
+    pieces = ({"delta": piece} for piece in text_pieces(item["content"][0]["text"]))
+    return _content(item, "reasoning_text", pieces, {}, {})
 
 
 def _message(item: Item) -> Iterator[Event]:
-    return _content(item, "output_text", {"logprobs": item["content"][0]["logprobs"]}, {"logprobs": []})
+    part = item["content"][0]
+    entries = part["logprobs"]
+    logprobs = Logprobs(
+        [bytes(entry["bytes"]) for entry in entries],
+        [len(msgspec.json.encode(entry)) for entry in entries],
+        lambda first, last: entries[first:last],
+    )
+    # They are of just this text.
+    found = pieces_of([("delta", part["text"])], logprobs if entries else None)
+    pieces = ({"delta": piece.text, "logprobs": piece.logprobs or []} for piece in found)
+    return _content(item, "output_text", pieces, {"logprobs": entries}, {"logprobs": []})
 
 
 def _call(item: Item, kind: str, field: str) -> Iterator[Event]:
     at = {"item_id": item["id"]}
     yield _begun(item, **{field: ""})
-    if item[field]:
-        yield {"type": f"response.{kind}.delta", **at, "delta": item[field]}
+    for piece in text_pieces(item[field]) if item[field] else ():
+        yield {"type": f"response.{kind}.delta", **at, "delta": piece}
     yield {"type": f"response.{kind}.done", **at, field: item[field]}
     yield _done(item)
 
@@ -310,10 +322,13 @@ class LiveResponse:
         if not text:
             return b""
         if self._delta:
-            return self._numbered([{**self._delta, "delta": text}])
+            return self._numbered(self._deltas(text))
         response = response_of(self._begun, {str(self._first.kind): text})
         added, part, self._delta, *_ = item_events(response["output"][0])
-        return self._numbered([*begun_events(response), added, part, self._delta])
+        return self._numbered([*begun_events(response), added, part, *self._deltas(text)])
+
+    def _deltas(self, text: str) -> list[Event]:
+        return [{**self._delta, "delta": piece} for piece in text_pieces(text)]
 
     def end(self, reply: CommittedReply) -> bytes:
         response = response_of(reply)
@@ -322,10 +337,10 @@ class LiveResponse:
         item = response["output"][0]
         text = item["content"][0]["text"] if "content" in item else ""
         rest = self._first.rest(_KINDS.get(item["type"], ""), text)
-        _, _, delta, *others = rest_of(response)
-        if "logprobs" in delta:
-            delta["logprobs"] = []  # The tokens of this piece of text are not known.
-        return self._numbered([*([{**delta, "delta": rest}] if rest else []), *others])
+        events = rest_of(response)
+        while events[0]["type"] != f"{self._delta['type'].removesuffix('.delta')}.done":
+            del events[0]
+        return self._numbered([*(self._deltas(rest) if rest else []), *events])
 
     def error(self, error: ErrorFields) -> bytes:
         response = response_of(self._begun)

@@ -14,8 +14,8 @@ import numpy as np
 from tests.tools.mutated_replies.payload_reader import KINDS, Rows
 from tests.tools.mutated_replies.reader import Reading, Value, decode, get, is_object
 
-HOMES = (("choices", 0), ("choices", 0, "meta_info"), ("sglext",))
-"""Where a payload's value may be null in what the server gives."""
+HOMES = ((), ("choices", 0), ("choices", 0, "meta_info"), ("sglext",))
+"""Where a value may be null in what the server gives."""
 
 WINDOW = 2
 """The newest turns of a segment keep their payloads: TURNLOG_ROLLBACK_WINDOW, which is 1, and one."""
@@ -35,7 +35,7 @@ class Taken:
 
 
 def differences(sent: Value, got: Value, nullable: Sequence[str], path: tuple[str | int, ...] = ()) -> Iterator[str]:
-    """Where `got` is not `sent`, spellings of numbers and order of keys included. `nullable` payloads may be null."""
+    """Where `got` is not `sent`, spellings of numbers and order of keys included. `nullable` values may be null."""
     if sent == got:
         return
     if is_object(sent) and is_object(got) and [key for key, _ in sent[1]] == [key for key, _ in got[1]]:
@@ -50,7 +50,7 @@ def differences(sent: Value, got: Value, nullable: Sequence[str], path: tuple[st
 
 
 def client_reply(served: bytes, got: bytes, nullable: Sequence[str]) -> Iterator[str]:
-    """The reply that the client got; to the byte where no payload may be left out of it."""
+    """The reply that the client got; to the byte where nothing may be left out of it."""
     if served == got:
         return
     if not nullable:
@@ -58,15 +58,15 @@ def client_reply(served: bytes, got: bytes, nullable: Sequence[str]) -> Iterator
         return
     found = list(differences(decode(served), decode(got), nullable))
     yield from (f"the client's reply: {what}" for what in found)
-    if not found and not _has_payload(decode(served), nullable):
-        yield "the client's reply is not the engine's bytes, though it holds no payload"
+    if not found and not _holds(decode(served), nullable):
+        yield "the client's reply is not the engine's bytes, though nothing in it may be left out"
 
 
-def _has_payload(root: Value, kinds: Sequence[str]) -> bool:
+def _holds(root: Value, names: Sequence[str]) -> bool:
     choices = get(root, "choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
-    homes = (choice, get(choice, "meta_info"), get(root, "sglext"))
-    return any(get(home, kind) is not None for home in homes for kind in kinds)
+    homes = (root, choice, get(choice, "meta_info"), get(root, "sglext"))
+    return any(get(home, name) is not None for home in homes for name in names)
 
 
 def records(taken: Sequence[Taken], session: bytes) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
+from app.turn.client_reply import ASKED_FOR
 from tests.tools.mutated_replies import checks, wishes
 from tests.tools.mutated_replies.checks import Taken
 from tests.tools.mutated_replies.engine import Engine, Order, Served
@@ -127,8 +128,10 @@ class Client:
             yield f"200, but {reading}"
             return
         session.taken.append(Taken(number, answer.turn, sent, reading))
-        nullable = [] if self._phase.verbatim else [kind for kind in KINDS if kind not in session.habit.asks]
-        yield from checks.client_reply(sent, answer.body, nullable)
+        unasked = {*KINDS} - session.habit.asks
+        if not session.habit.asks_for_all:
+            unasked |= ASKED_FOR
+        yield from checks.client_reply(sent, answer.body, () if self._phase.verbatim else sorted(unasked))
 
     def _refused(
         self,

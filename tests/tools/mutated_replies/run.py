@@ -39,7 +39,7 @@ def phases() -> list[Phase]:
     """What the run's halves set differently. Payloads are asked for and judged where this version can."""
     judged = "replay" in Settings.model_fields
     return [
-        Phase("auto", verbatim=False, judged=judged, asked=KINDS if judged else ()),
+        Phase("asked", verbatim=False, judged=judged, asked=KINDS if judged else ()),
         Phase("verbatim", verbatim=True, judged=judged, asked=()),
     ]
 

@@ -21,9 +21,13 @@ TOOL = {
 }
 
 
+ALL = ("logprobs", "return_token_ids", "return_meta_info", "return_weight_versions")
+
+
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """What stays the same for a session: the engine's dialect, the kinds of payload its client asks for itself."""
+    """What stays the same for a session: the engine's dialect, the kinds of payload its client asks for itself, and
+    whether it also asks for all that Turnlog does."""
 
     dialect: str
     asks: frozenset[str]
@@ -32,6 +36,7 @@ class Habit:
     width: tuple[int, int]
     nested: bool
     tools: bool
+    asks_for_all: bool
 
 
 def habit(rng: random.Random) -> Habit:
@@ -45,6 +50,7 @@ def habit(rng: random.Random) -> Habit:
         width=(rng.randint(1, 2), rng.randint(1, 3)),
         nested=rng.random() < 0.15,
         tools=rng.random() < 0.3,
+        asks_for_all=rng.random() < 0.3,
     )
 
 
@@ -52,6 +58,8 @@ def request(rng: random.Random, habit: Habit) -> dict[str, Any]:
     """A chat request without its messages; `sim` tells the simulator what to say."""
     sim: dict[str, Any] = {"completion_tokens": rng.choice((2, 3, 5, 8))}
     body: dict[str, Any] = {"model": "simulator", "temperature": 1.0}
+    if habit.asks_for_all:
+        body |= dict.fromkeys(ALL, True)
     layers, top_k = habit.width
     experts = {"layers": layers, "top_k": top_k, "experts": rng.choice((8, 256, 300, 70_000)), "nested": habit.nested}
     if habit.payloads:

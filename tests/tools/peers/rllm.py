@@ -74,7 +74,7 @@ class Place:
 
     def __init__(self, engines: list[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        environment = {"TURNLOG_HISTORY": "tree", "TURNLOG_UPSTREAM_DIALECT": "vllm", "TURNLOG_CLIENT_REPLY": "asked"}
+        environment = {"TURNLOG_HISTORY": "tree", "TURNLOG_UPSTREAM_DIALECT": "vllm"}
         self._server = ServerProcess(Path(self._folder.name), upstreams=engines, environment=environment)
         self._server.migrate().start()
         weakref.finalize(self, self._server.kill)

@@ -158,7 +158,7 @@ class Client:
         marks = how < 0.9
         for tried in range(tries):
             messages = [*before, {"role": "user", "content": logical}]
-            turn = self._turn(key, agent, is_retry=marks and key is None and tried > 0)
+            turn = self._turn(key, agent, retry_count=tried if marks and key is None else 0)
             try:
                 reply = await self._ask(lambda: self._take(messages, logical, key, turn), TIMEOUT_S)  # noqa: B023
             except (HistoryMismatch, RollbackTooDeep):
@@ -206,13 +206,13 @@ class Client:
             raise Disconnected("nobody listens")
         return self._sticky
 
-    def _turn(self, key: str | None, agent: str | None, *, is_retry: bool = False) -> InFlightTurn:
+    def _turn(self, key: str | None, agent: str | None, *, retry_count: int = 0) -> InFlightTurn:
         return InFlightTurn(
             self.session_id,
             Waiter(lambda size: None),
             Stages(self._history.now),
             retry_key=None if key is None else hash_key(key),
-            is_retry=is_retry,
+            retry_count=retry_count,
             agent_id=agent,
             new_history=self.history,
         )

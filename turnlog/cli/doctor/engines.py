@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -73,6 +74,11 @@ async def _look(
     info = await _asked(client, f"{url}/model_info", headers)
     if isinstance(info, str):
         return [problem(area, info, "start it, or correct TURNLOG_UPSTREAMS; engines remove URL takes one out")]
+    parts = urlsplit(url)
+    health = await _asked(client, f"{parts.scheme}://{parts.netloc}/health", headers)
+    if not isinstance(health, str) and _fields(health.body.joined()).keys() >= {"session_server_instance_id", "writer"}:
+        # It passes /v1/models on, so that it would look like its own engine.
+        return [problem(area, "another Turnlog is there, no engine", "name its engines in TURNLOG_UPSTREAMS instead")]
     models = await _asked(client, f"{url}/v1/models", headers)
     if isinstance(models, str) or models.status != 200:
         why = models if isinstance(models, str) else f"/v1/models answers {models.status}"

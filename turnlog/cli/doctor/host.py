@@ -34,7 +34,9 @@ def versions() -> Iterator[Finding]:
     if beyond is None:
         yield ok("python", f"{running} ({sys.executable})")
     else:
-        yield problem("python", f"{running}, needed is {beyond}", "make the virtual environment with another Python")
+        yield problem(
+            "python", f"{running}; Turnlog requires {beyond}", "make the virtual environment with another Python"
+        )
     wrong = [fault for line in needed if (fault := _fault(line)) is not None]
     for fault in wrong:
         yield problem("packages", fault, "install turnlog anew, best from ops/deploy/requirements.lock")
@@ -52,7 +54,7 @@ def _fault(requirement: str) -> str | None:
     except PackageNotFoundError:
         return f"{name} is missing"
     beyond = _beyond(found, requirement)
-    return None if beyond is None else f"{name} is {found}, needed is {beyond}"
+    return None if beyond is None else f"{name} is {found}; Turnlog requires {beyond}"
 
 
 def _beyond(found: str, requirement: str) -> str | None:

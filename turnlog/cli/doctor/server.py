@@ -44,7 +44,7 @@ def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding,
     except TurnlogError as error:
         yield problem("server", f"{error}", "another program has the port, or the server hangs: see its log")
         return ()
-    if alive.get("status") != "ok":
+    if alive.get("status") != "ok" or "writer" not in alive:
         yield problem("server", f"{server.base_url} is not Turnlog's", "free the port, or choose another: --port")
         return ()
     yield ok("server", f"{server.base_url} answers, {amount(alive.get('in_flight', 0), 'turn')} in flight")

@@ -44,7 +44,17 @@ def examine() -> tuple[list[Finding], Settings | None]:
 
 def advice(settings: Settings) -> Iterator[Finding]:
     """Valid settings that are probably a mistake."""
+    from app.text_upstreams import SHORT_KEY
+
     yield from _tokens(settings)
+    for upstream in settings.text_upstreams:
+        if upstream.key is not None and len(upstream.key) < SHORT_KEY:
+            yield warning(
+                "settings",
+                f"TURNLOG_TEXT_UPSTREAMS: the key of {upstream.name} has fewer than {SHORT_KEY} characters: a reply "
+                "that repeats it shows it, only errors do not",
+                "use a longer key, or leave it out if it stands for none",
+            )
     for told in settings.warnings:
         yield warning("settings", told, "set TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK")
     wanted, there = settings.inflight_bytes + settings.cache_bytes, memory()

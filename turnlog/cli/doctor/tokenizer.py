@@ -33,7 +33,7 @@ def examine(settings: Settings) -> Generator[Finding, None, Prompts | None]:
         first = prompts.first(_TALK[:1], None, {})
         prompts.first(_TALK, None, {})
     except (StartupError, AppError) as error:
-        yield problem("tokenizer", str(error), "docs/tito.md says what is needed; without TURNLOG_TOKENIZER it is not")
+        yield problem("tokenizer", str(error), "see docs/tito.md, or unset TURNLOG_TOKENIZER")
         return None
     took = time.perf_counter() - began
     trims = prompts.max_trim_tokens

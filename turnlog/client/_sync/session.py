@@ -125,7 +125,7 @@ class Session:
             reply = self._transport.read("PUT", path, body=given)
         else:
             if turn is None:
-                raise ValueError("a column is of a turn")
+                raise ValueError("a column requires a turn")
             file, parameters = (NPY, to_npy(value)), {"over": over, "writer": writer}
             reply = self._transport.read("PUT", path, file=file, parameters=parameters, slow=True)
         seq: int = reply["seq"]
