@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from integration.places import Places
+from integration.routing import BOTH, EXPERTS, recorded
 from integration.stand import Stand, Talk, error_of
+from ops.simulator.process import SimulatorProcess
 
 VLLM, SGLANG = "/inference/v1/generate", "/generate"
 
@@ -184,3 +187,18 @@ def test_a_header_names_the_session(stand: Stand, route: str, header: str) -> No
         response = stand.http.post(route, json=client.body(ids), headers={header: talk.id})
         assert response.status_code == 200, response.text
     assert [node["parent"] for node in talk.tree()["turns"]] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_experts_are_the_engines_own(request: pytest.FixtureRequest, name: str, places: Places) -> None:
+    """vLLM's clients read them in any reply that has them, SGLang's ask."""
+    engine: SimulatorProcess = request.getfixturevalue(name)
+    with recorded(places.new("experts"), engine.base_url, {**BOTH, "TURNLOG_CLIENT_REPLY": "asked"}) as made:
+        told = Client(made.stand, VLLM).turn(5, 6)["choices"][0][EXPERTS]
+        assert json.dumps(told).encode() in made.sent
+        client = Client(made.stand, SGLANG)
+        asked = client.send([5, 6], rid="one", return_routed_experts=True)
+        assert json.dumps(asked.json()["meta_info"][EXPERTS]).encode() in made.sent
+        assert client.send([5, 6], rid="one", return_routed_experts=True).content == asked.content
+        meta = Client(made.stand, SGLANG).turn(5, 6)["meta_info"]
+        assert EXPERTS not in meta
