@@ -73,13 +73,13 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     protocol: ClassVar[str] = "completions"
     echo: ClassVar[bytes | None] = None
     refusal: ClassVar[str | None] = None
-    left_out: ClassVar[Sequence[str]] = ()
 
     text: str | None
     ids: TokenIds | None
     params: dict[str, msgspec.Raw]
     stream: bool
     control: SessionControl | None = None
+    left_out: Sequence[str] = ()
 
 
 class _Message(msgspec.Struct):

@@ -205,6 +205,10 @@ class EngineCalls:
             if calls.NAME in message or IMAGE_MARK in message or REFERENCE_MARK in message or ESCAPED_LETTER in message:
                 messages = [calls.sendable(raw) for raw in new]
                 turn.odd_arguments = messages != new
+                if turn.odd_arguments:
+                    turn.request = request = msgspec.structs.replace(
+                        request, left_out=(*request.left_out, *calls.halves_in(new, turn.plan.base_messages))
+                    )
                 turn.stored, images = _without_images(turn.session, new)
                 turn.shared = (*turn.shared, *images)
                 break

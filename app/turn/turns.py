@@ -28,10 +28,11 @@ from app.domain.history import RequestHistory
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
-from app.domain.request import ChatRequest, canonical_hash, require_own
+from app.domain.request import ChatRequest, CompletionRequest, canonical_hash, require_own
 from app.domain.rules import RULES
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
+from app.domain.surrogates import mended
 from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
@@ -225,9 +226,9 @@ class Turns:
             continued = None
         large = large_bytes(body, continued) if len(body) > INLINE_VALUES else 0
         if large:
-            request = await self.large_bodies.run(large, partial(protocol.parse, body, False, continued))
+            request = await self.large_bodies.run(large, partial(_parsed, protocol, body, False, continued))
         else:
-            request = protocol.parse(body, True, continued)
+            request = _parsed(protocol, body, True, continued)
         if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
             request = protocol.complete(request, await self._stored_turns(entry, request))
         if continued is not None:
@@ -425,3 +426,16 @@ class Turns:
             await asyncio.wait(finished, timeout=grace_s)
         for task in self._aborting:
             task.cancel()
+
+
+def _parsed(
+    protocol: WireProtocol, body: bytes, has_few_values: bool, continued: ContinuedBody | None
+) -> ChatRequest | CompletionRequest:
+    """The request in a body, mended if need be (`app.domain.surrogates`). Raises as `protocol.parse`."""
+    try:
+        return protocol.parse(body, has_few_values, continued)
+    except InvalidRequest:
+        if (read := mended(body)) is None:
+            raise
+    request = protocol.parse(read.body, has_few_values)
+    return msgspec.structs.replace(request, left_out=(*read.left_out(), *request.left_out))

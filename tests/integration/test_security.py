@@ -14,7 +14,7 @@ import pytest
 
 from app.api.openapi import document
 from app.main import create_app
-from app.protocols.registry import PROTOCOLS
+from app.protocols import registry
 from app.settings import Settings
 from integration.guarded import ADMIN, ADMIN_BEFORE, ENVIRONMENT, Client, Guarded, bearer, guarded_serving, raw
 from integration.places import Places
@@ -22,7 +22,7 @@ from integration.stand import error_of, user
 from ops.simulator.process import SimulatorProcess
 
 CHAT = "/v1/chat/completions"
-GENERATING = [protocol.route for protocol in PROTOCOLS.values()]
+GENERATING = [*registry.ROUTES]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ OPEN = {
 }
 STORED = "/v1/responses/{response_id}"
 HEADER_ROUTES = {
-    *(("GET", path) for path in ("/v1/models", STORED, f"{STORED}/input_items")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/{model_id}", STORED, f"{STORED}/input_items")),
     *(("POST", path) for path in (*GENERATING, "/v1/messages/count_tokens")),
 }
 
