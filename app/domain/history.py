@@ -133,7 +133,7 @@ def _arguments(arguments: Any) -> Any:
             return text
         try:
             return _plain(msgspec.json.decode(text))
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             mended = mended_text(text)
             return text if mended is None else _arguments(mended)
     return {} if arguments is None else _plain(arguments)

@@ -150,8 +150,8 @@ REFERENCE = "item_reference"
 MAX_REFERRED = 256
 """Responses whose items one request may refer to: each is read from the store."""
 
-TRIGGER = "compaction_trigger"
-"""The item behind a history that is to be compacted."""
+TRIGGER_ITEM = {"type": "compaction_trigger"}
+"""Stands behind a history that is to be compacted."""
 
 _COMPACT = (
     "Summarize this conversation for a model that will go on with the work and will see nothing of it but the user's "
@@ -217,7 +217,7 @@ class Conversation:
         if adder is None:
             raise unsupported(f"{path}.type", kind)
         if self.compacts:
-            raise InvalidRequest(f"{path}: nothing may follow {TRIGGER}")
+            raise InvalidRequest(f"{path}: nothing may follow a compaction_trigger")
         proof = None
         for claim in ("id", "encrypted_content"):
             claimed = text_or_none(item.get(claim), f"{path}.{claim}")
@@ -360,5 +360,5 @@ _ADDERS: dict[str, Callable[[Conversation, Item, str, str | None], None]] = {
     "item_reference": Conversation.add_reference,
     "compaction": Conversation.add_compaction,
     "compaction_summary": Conversation.add_compaction,
-    TRIGGER: Conversation.add_trigger,
+    TRIGGER_ITEM["type"]: Conversation.add_trigger,
 }

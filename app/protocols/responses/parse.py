@@ -30,7 +30,7 @@ from app.protocols.responses import ids
 from app.protocols.responses.items import (
     BETWEEN_SYSTEM,
     REFERENCE,
-    TRIGGER,
+    TRIGGER_ITEM,
     Conversation,
     fields,
     flag_or_none,
@@ -307,6 +307,8 @@ def _referred(item_id: str, turns: Mapping[str, StoredTurn]) -> Any:
 MAX_PROOFS = 1000
 """The newest that are read: they tell which of several equal turns a history continues."""
 
+_TRIGGER = msgspec.json.encode([TRIGGER_ITEM])
+
 _NO_INPUT = "input must not be empty"
 
 
@@ -331,15 +333,14 @@ def parse_responses(
     parameters = Parameters(given)
     instructions = text_or_none(parameters.take("instructions"), "instructions")
     previous = _previous(parameters.take("previous_response_id"))
-    retained = _retained(raw_input, continued) if compacts else []
-    if compacts and raw_input is None and continued is None and previous is not None:
-        raw_input = msgspec.Raw(msgspec.json.encode([{"type": TRIGGER}]))
-        compacts = False
+    if compacts and previous is not None and continued is None and bytes(raw_input or b"null") == b"null":
+        raw_input = msgspec.Raw(_TRIGGER)
     conversation, layout, states = _conversation(
         body, raw_input, many_values, continued, continues=previous is not None
     )
-    if compacts:
-        conversation.add({"type": TRIGGER}, "input")
+    retained = _retained(raw_input, continued) if compacts else []
+    if compacts and not conversation.compacts:
+        conversation.add(TRIGGER_ITEM, "input")
     tools = read_tools(given.pop("tools", None))
     if conversation.more_tools:
         tools = collect(conversation.more_tools, tools)
