@@ -225,10 +225,14 @@ class Turns:
         if continued is not None and continued.known not in entry.bodies:
             continued = None
         large = large_bytes(body, continued) if len(body) > INLINE_VALUES else 0
-        if large:
-            request = await self.large_bodies.run(large, partial(_parsed, protocol, body, False, continued))
-        else:
-            request = _parsed(protocol, body, True, continued)
+        try:
+            if large:
+                request = await self.large_bodies.run(large, partial(protocol.parse, body, False, continued))
+            else:
+                request = protocol.parse(body, True, continued)
+        except InvalidRequest as error:
+            continued, large = None, large_bytes(body) if len(body) > INLINE_VALUES else 0
+            request = await self.large_bodies.run(large, partial(_parse_mended, protocol, body, error))
         if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
             request = protocol.complete(request, await self._stored_turns(entry, request))
         if continued is not None:
@@ -428,14 +432,10 @@ class Turns:
             task.cancel()
 
 
-def _parsed(
-    protocol: WireProtocol, body: bytes, has_few_values: bool, continued: ContinuedBody | None
-) -> ChatRequest | CompletionRequest:
-    """The request in a body, mended if need be (`app.domain.surrogates`). Raises as `protocol.parse`."""
-    try:
-        return protocol.parse(body, has_few_values, continued)
-    except InvalidRequest:
-        if (read := mended(body)) is None:
-            raise
-    request = protocol.parse(read.body, has_few_values)
+def _parse_mended(protocol: WireProtocol, body: bytes, refusal: InvalidRequest) -> ChatRequest | CompletionRequest:
+    """The request in a body that is mended (`app.domain.surrogates`). Raises as `protocol.parse`; the refusal of the body
+    as it came if there is nothing to mend."""
+    if (read := mended(body)) is None:
+        raise refusal
+    request = protocol.parse(read.body)
     return msgspec.structs.replace(request, left_out=(*read.left_out(), *request.left_out))
