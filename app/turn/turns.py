@@ -433,8 +433,10 @@ class Turns:
 
 
 def _parse_mended(protocol: WireProtocol, body: bytes, refusal: InvalidRequest) -> ChatRequest | CompletionRequest:
-    """The request in a body that is mended (`app.domain.surrogates`). Raises as `protocol.parse`, and `refusal`, that of
-    the body as it came, if there is nothing to mend."""
+    """The request in a body that is mended (`app.domain.surrogates`).
+
+    Raises as `protocol.parse`, or `refusal`, that of the body as it came, if there is nothing to mend.
+    """
     if (read := mended(body)) is None:
         raise refusal
     request = protocol.parse(read.body)
