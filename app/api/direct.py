@@ -21,6 +21,7 @@ from app.api.replies import INTERNAL
 from app.api.state import CONTROL_BYTES
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
+from app.protocols.registry import protocol_at
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -95,10 +96,10 @@ async def serve_direct(app: Services, endpoint: Endpoint, head: Head, receive: R
         if content is not None:
             headers, body = [("content-type", "application/json")], msgspec.json.encode(content)
     except AppError as error:
-        status, headers, body = await error_reply(app, head.path, error, head.request_id)
+        status, headers, body = await error_reply(app, protocol_at(head.path), error, head.request_id)
     except Exception:
         log.exception("an unexpected fault in %s %s", head.method, head.route)
-        status, headers, body = await error_reply(app, head.path, AppError(INTERNAL), head.request_id)
+        status, headers, body = await error_reply(app, protocol_at(head.path), AppError(INTERNAL), head.request_id)
     if status != NO_CONTENT:
         headers.append(("content-length", str(len(body))))
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]

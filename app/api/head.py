@@ -84,8 +84,9 @@ _PAGE = frozenset({"/ui", "/ui/", "/docs"})
 _STATIC = "/ui/static/"
 _BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")
 _FORK = "/fork"
-_STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
-"""A response by its id; the route checks that it is the token's session's."""
+_STORED = re.compile(r"/v1/responses(/[^/]+(/input_items)?)?")
+"""A response by its id; the route checks that it is the token's session's. Without an id: a WebSocket, which is
+refused."""
 
 _LEASES = "/export/groups"
 """A GET that changes something, so the page's cookie does not allow it."""
@@ -347,7 +348,7 @@ def _check_session_token(token_session: str, head: Head) -> AppError | None:
         return None
     if method == "POST" and (path in ROUTES or path == COUNT_TOKENS):
         return None
-    if method in _READS and (path == MODELS or _STORED.fullmatch(path)):
+    if method in _READS and (path == MODELS or path.startswith(f"{MODELS}/") or _STORED.fullmatch(path)):
         return None
     return Forbidden("a session token is only valid for its own session's routes")
 

@@ -54,7 +54,7 @@ from app.errors import (
     Unsupported,
     WorkerCrash,
 )
-from app.protocols.registry import PROTOCOLS
+from app.protocols.registry import ROUTES
 from turnlog.replies import Error, ToldEngines
 
 COMPONENTS, RESPONSES = "#/components/schemas/", "#/components/responses/"
@@ -215,7 +215,7 @@ class _Builder:
         in_path = [{**session_id, "schema": {**TEXT, "pattern": ID}}]
         in_header = [_header_parameter(name, text) for name, text in SESSION_HEADERS.items()]
         paths: dict[str, Schema] = {}
-        for protocol in PROTOCOLS.values():
+        for protocol in ROUTES.values():
             name = str(protocol.schema["title"])
             self._schemas[name] = dict(protocol.schema)
             for prefix, summary, parameters, told in (
@@ -229,7 +229,7 @@ class _Builder:
                     (*TURN_REPLY_HEADERS, *told),
                 )
                 operation = {
-                    "summary": f"One turn, {protocol.name}{summary}",
+                    "summary": f"One turn, {protocol.route.removeprefix('/v1/')}{summary}",
                     "tags": ["Turns"],
                     "parameters": [*parameters, *(_header_parameter(*header) for header in TURN_HEADERS.items())],
                     "requestBody": {"required": True, "content": {JSON: body}},

@@ -11,7 +11,7 @@ import msgspec
 
 from app.domain import decide
 from app.domain.events import LimitName, LimitReached, OnLimit, TurnCommitted
-from app.domain.request import CompletionRequest, value_of
+from app.domain.request import value_of
 from app.domain.session import Session
 from app.errors import AppError, InvalidRequest, OverBudget, SessionBusy
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit, NoteLimit, read_used
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 ABORT_S = 5.0
 """How long an engine has to return the tokens of a generation that it was told to end."""
-
-COMPLETION_TOKENS = 16
-"""Both engines' default of `max_tokens` for completions."""
 
 FEW_TOKENS = 16
 """Where an engine has no room for all that is left, half of it is asked for, and so on down to this."""
@@ -83,8 +80,6 @@ class Budgets:
             wanted = wanted_tokens([value_of(params.get(name), name) for name in NAMES])
         except ValueError:
             raise InvalidRequest("max_tokens must be an integer, at least 1") from None
-        if wanted is None and isinstance(turn.request, CompletionRequest):
-            wanted = COMPLETION_TOKENS
         turn.limit = LimitedTurn(self._services, self._control, held, session, wanted)
         return BudgetClaim(
             **msgspec.structs.asdict(claim),
