@@ -39,7 +39,7 @@ REMEMBERED = 1 << 16
 UNREAD_S = 60.0
 """A reply that a process committed in the last so many seconds before it died may not have been delivered."""
 
-AGE_ERROR_S = 0.02
+AGE_ERROR_S = 0.01
 """How much older than it is a connection's newest byte may seem: the kernel counts in ticks of up to 10 ms."""
 
 _Key = tuple[str, int]
@@ -123,7 +123,9 @@ class Retries:
             age_s = connection.data_age_s()
             if age_s is None:
                 return None
-            attempt = AbsorbAttempt(session.session_id, number, later.retry_count, age_s - AGE_ERROR_S)
+            clock = turn.stages.clock
+            came_at = clock() - age_s + AGE_ERROR_S
+            attempt = AbsorbAttempt(session.session_id, number, later.retry_count, came_at, clock)
             if await self._writer.submit(attempt):
                 turn.absorbed_by = number
                 return number
@@ -199,12 +201,6 @@ class Retries:
             task = asyncio.create_task(self._note(session_id, event))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
-
-    async def sent(self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool) -> None:
-        """As `record_delivery`; what is written down is on its way when this returns."""
-        event = self._delivery_event(session_id, turn, delivered=delivered, is_replay=is_replay)
-        if event is not None:
-            await self._note(session_id, event)
 
     def _delivery_event(
         self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool
