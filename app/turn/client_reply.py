@@ -97,7 +97,8 @@ def _hidden(text: bytes, names: Collection[str], params: Fields) -> list[Range]:
 
 
 def _with_nulls(text: bytes, places: Sequence[Range]) -> bytes:
-    parts, done = [], 0
+    parts: list[bytes] = []
+    done = 0
     for start, end in sorted(places):
         parts += (text[done:start], b"null")
         done = end
