@@ -418,7 +418,9 @@ class Turns:
             return body.without([(place.start, place.end) for place in places])
         if self._is_verbatim(turn):
             return body.pieces
-        decoded_bytes = len(body) - sum(place.end - place.start for place in places)
+        decoded_bytes = len(body)
+        for place in places:
+            decoded_bytes -= place.end - place.start
         if decoded_bytes <= INLINE_BYTES:
             return shown(body, places, turn.request.params)
         return await asyncio.to_thread(shown, body, places, turn.request.params)
