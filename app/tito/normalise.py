@@ -20,14 +20,11 @@ EngineDialect = Literal["sglang", "vllm"]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which templates read an assistant's reasoning."""
 
-_GIVEN: Mapping[EngineDialect, tuple[str, tuple[str, ...]]] = {
-    "sglang": ("reasoning_content", ("reasoning_content",)),
-    "vllm": ("reasoning", ("reasoning", "reasoning_content")),
+_REASONING: Mapping[EngineDialect, tuple[str, ...]] = {
+    "sglang": ("reasoning_content",),
+    "vllm": ("reasoning", "reasoning_content"),
 }
-"""The name under which an engine reads a message's reasoning, and those under which it gives it to the template."""
-
-_SEPARATOR: Mapping[EngineDialect, str] = {"sglang": " ", "vllm": "\n"}
-"""Joins the text parts of a tool's result, and of any message whose template takes no lists."""
+"""The names under which an engine reads a message's reasoning, the first goes first, and gives it to the template."""
 
 
 class MessageFormat(msgspec.Struct, frozen=True):
@@ -52,24 +49,26 @@ _ARGUMENTS = msgspec.json.Decoder()
 def messages(
     items: Sequence[Mapping[str, Any]],
     message_format: MessageFormat,
-    dialect: EngineDialect = "sglang",
+    dialect: EngineDialect | None,
     first: int = 0,
     *,
-    lenient: bool = False,
+    stored: bool = False,
 ) -> list[dict[str, Any]]:
     """Messages for a template, as an engine of this dialect gives them.
 
-    `lenient`: as they are stored, whoever wrote them. Arguments that are no object stay what they are, since the
-    policy may have written them, and reasoning is read and given under every name.
+    `dialect`: None for messages of no engine, whose reasoning is read and given under every name. `stored`: their
+    arguments may be any, since the policy may have written them, and a refusal would end the session over its own
+    reply.
 
     Raises Unsupported for what is not rendered here and InvalidRequest for what the engine refuses. Both name the index
     in the request; the first of `items` has the index `first`.
     """
-    return [_message(item, index, message_format, dialect, lenient) for index, item in enumerate(items, first)]
+    stored = stored or dialect is None
+    return [_message(item, index, message_format, dialect, stored) for index, item in enumerate(items, first)]
 
 
 def _message(
-    item: Mapping[str, Any], index: int, message_format: MessageFormat, dialect: EngineDialect, lenient: bool
+    item: Mapping[str, Any], index: int, message_format: MessageFormat, dialect: EngineDialect | None, stored: bool
 ) -> dict[str, Any]:
     role = item.get("role")
     role = role.lower() if isinstance(role, str) else None
@@ -77,7 +76,7 @@ def _message(
         raise InvalidRequest(f"messages[{index}]: role must be one of {', '.join(sorted(_ROLES))}")
     content = _content(item.get("content"), index, message_format, role, dialect)
     if message_format.parts and isinstance(content, str):
-        if content and dialect == "sglang" and not lenient:
+        if content and dialect == "sglang" and not stored:
             raise Unsupported(
                 f"messages[{index}]: content must be a list of parts: the chat template shows no other, and SGLang "
                 "gives it text as it is"
@@ -89,17 +88,13 @@ def _message(
     for field in ("tool_call_id", "name", "phase"):
         if item.get(field) is not None:
             message[field] = item[field]
-    read, given = (None, REASONING) if lenient else _GIVEN[dialect]
-    reasoning = next(
-        (item[name] for name in (REASONING if read is None else (read,)) if item.get(name) is not None), None
-    )
+    names = REASONING if dialect is None else _REASONING[dialect]
+    reasoning = next((item[name] for name in names if item.get(name) is not None), None)
     if isinstance(reasoning, str):
-        message.update(dict.fromkeys(given, reasoning))
+        message.update(dict.fromkeys(names, reasoning))
     calls = item.get("tool_calls")
-    if calls is not None and (calls != [] or dialect == "sglang"):
-        message["tool_calls"] = _calls(
-            calls, index, message_format, None if lenient or role != "assistant" else dialect
-        )
+    if calls is not None and (calls != [] or dialect != "vllm"):
+        message["tool_calls"] = _calls(calls, index, message_format, None if stored else dialect)
     if item.get("tools") is not None:
         message["tools"] = _message_tools(item["tools"], index)
     return message
@@ -112,7 +107,7 @@ def _message_tools(items: Any, index: int) -> list[dict[str, Any]]:
 
 
 def _content(
-    content: Any, index: int, message_format: MessageFormat, role: str, dialect: EngineDialect
+    content: Any, index: int, message_format: MessageFormat, role: str, dialect: EngineDialect | None
 ) -> str | list[dict[str, str]]:
     if content is None:
         return ""
@@ -123,7 +118,7 @@ def _content(
     texts = [_part(part, index, number) for number, part in enumerate(content)]
     if role != "tool" and dialect in message_format.lists:
         return [{"type": "text", "text": text} for text in texts]
-    return _SEPARATOR[dialect].join(texts)
+    return ("\n" if dialect == "vllm" else " ").join(texts)
 
 
 def _part(part: Any, index: int, number: int) -> str:

@@ -112,12 +112,14 @@ class Prompts:
         tools: Sequence[Any] | None,
         arguments: Mapping[str, Any],
         dialect: EngineDialect = "sglang",
+        stored: int = 0,
     ) -> array[int]:
         """A whole prompt with the generation prompt, as an engine of this dialect renders it.
 
-        Raises InvalidRequest and Unsupported, without content.
+        `stored`: how many of the messages are. Raises InvalidRequest and Unsupported, without content.
         """
-        shown = self._new(messages, dialect)
+        shown = normalise.messages(messages[:stored], self.findings.message_format, dialect, stored=True)
+        shown += self._new(messages[stored:], dialect, stored)
         schemas = self._schemas(tools, dialect)
         every = {**arguments, **self.pinned}
         return self._encode(self._template.render(shown, schemas, every, generation_prompt=True))
@@ -142,20 +144,20 @@ class Prompts:
         stored ones.
         """
         message_format = self.findings.message_format
-        (stored,) = normalise.messages([answer], message_format, dialect, lenient=True)
+        (stored,) = normalise.messages([answer], message_format, None)
         shown = self._new(new, dialect, first)
         for shape in shapes(before, stored, shown, tools=bool(tools)):
             if (why := self.findings.refused.get(shape)) is not None:
                 raise NotAnExtension(f"{shape}: {why}")
         full = self.findings.full_history
         known = normalise.messages(
-            history(before, self._rule.question, full=full), message_format, dialect, lenient=True
+            history(before, self._rule.question, full=full), message_format, dialect, stored=True
         )
         schemas = self._schemas(tools if full or not tools else [STAND_IN_TOOL], dialect)
         every = {**arguments, **self.pinned}
 
         def render(answer: Message, new: Sequence[Message], generation_prompt: bool) -> str:
-            messages = [*known, *normalise.messages([answer], message_format, lenient=True), *new]
+            messages = [*known, *normalise.messages([answer], message_format, None), *new]
             return self._template.render(messages, schemas, every, generation_prompt=generation_prompt)
 
         return self._rule.extension(render, stored, shown, last)
@@ -193,14 +195,15 @@ class Prompts:
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
         arguments: Mapping[str, Any],
+        dialect: EngineDialect = "sglang",
     ) -> list[dict[str, Any]]:
         """Differences between stored ids, which end with a reply, and a rendering of all messages.
 
         See `compare.Comparator`; O(all tokens). Raises InvalidRequest if the template cannot render them.
         """
-        shown = normalise.messages(messages, self.findings.message_format, lenient=True)
-        every = {**arguments, **self.pinned}
-        expected = self._encode(self._template.render(shown, self._schemas(tools), every, generation_prompt=False))
+        shown = normalise.messages(messages, self.findings.message_format, dialect, stored=True)
+        schemas, every = self._schemas(tools, dialect), {**arguments, **self.pinned}
+        expected = self._encode(self._template.render(shown, schemas, every, generation_prompt=False))
         return self._comparator.differences(expected, array("i", ids))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -228,7 +231,7 @@ class Prompts:
             messages = normalise.messages(
                 [*conversation.before, conversation.answer, *conversation.new],
                 self.findings.message_format,
-                lenient=True,
+                None,
             )
             try:
                 rendered = self._template.render(messages, tools, before, generation_prompt=False)
@@ -268,7 +271,7 @@ class Prompts:
     def _probe(
         self, message_format: MessageFormat, tools: Tools, messages: Sequence[Message], generation_prompt: bool
     ) -> str:
-        shown = normalise.messages(messages, message_format, lenient=True)
+        shown = normalise.messages(messages, message_format, None)
         schemas = normalise.tools(tools, message_format)
         return self._template.render(shown, schemas, self.pinned, generation_prompt=generation_prompt)
 

@@ -146,7 +146,8 @@ class TokenIn:
                     ) from error
         messages = await self._all_messages(turn, incoming)
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
-        text = await self._run(size, _whole_prompt_text, self.prompts, messages, template)
+        stored = turn.plan.base_messages
+        text = await self._run(size, _whole_prompt_text, self.prompts, messages, template, stored)
         return PromptIds(text, None)
 
     async def silent(self, incoming: RequestHistory, base: int) -> list[str]:
@@ -170,7 +171,15 @@ class TokenIn:
         """
         assert self.prompts is not None
         template = await self._rendered_with(session, leaf)
-        return await self._run(SMALL + 1, self.prompts.mismatch, tokens, messages, template.offered, template.arguments)
+        return await self._run(
+            SMALL + 1,
+            self.prompts.mismatch,
+            tokens,
+            messages,
+            template.offered,
+            template.arguments,
+            template.dialect,
+        )
 
     async def _rendered_with(self, session: Session, turn: Turn) -> TemplateInputs:
         """The template inputs of the first prompt of the turn's segment. Raises SessionUnreadable."""
@@ -293,9 +302,11 @@ class TokenIn:
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
 
-def _whole_prompt_text(prompts: Prompts, messages: Sequence[Mapping[str, Any]], template: TemplateInputs) -> bytes:
-    """A whole prompt as the text of its ids; runs on a thread."""
-    return _long_id_text(prompts.first(messages, template.offered, template.arguments, template.dialect))
+def _whole_prompt_text(
+    prompts: Prompts, messages: Sequence[Mapping[str, Any]], template: TemplateInputs, stored: int
+) -> bytes:
+    """A whole prompt as the text of its ids, the first messages stored ones; runs on a thread."""
+    return _long_id_text(prompts.first(messages, template.offered, template.arguments, template.dialect, stored))
 
 
 class StoredTurn(msgspec.Struct, frozen=True):

@@ -140,8 +140,10 @@ def test_errors_hold_no_content(tmp_path_factory: pytest.TempPathFactory) -> Non
         after(prompts, stored, system)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "secret"}}
     injected = [{"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION[1:]]
-    with pytest.raises(InvalidRequest, match=r"cannot render these messages \(\w+\)$"):
+    with pytest.raises(InvalidRequest, match=r"^messages\[0\]: tool call 0: arguments must be the JSON of an object"):
         after(prompts, stored, injected)
+    with pytest.raises(InvalidRequest, match=r"cannot render these messages \(\w+\)$"):
+        prompts.first([*QUESTION, *injected], None, {}, stored=4)
     small = load_prompts(tmp_path_factory, "qwen3.8")
     with pytest.raises(InvalidRequest, match=r"cannot render these messages \(TemplateError\)$"):
         small.first(QUESTION, None, {"reasoning_effort": "secret"})
