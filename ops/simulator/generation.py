@@ -42,7 +42,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class Generation(Generic[R]):
-    """All data from which a reply is written. ``queued``: SGLang aborted it in its waiting queue, and counts no prompt."""
+    """All data from which a reply is written. ``queued``: SGLang aborted it in its waiting queue."""
 
     id: str
     created: int

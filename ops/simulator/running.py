@@ -131,6 +131,8 @@ class Runs:
     async def _wait(self, run: Run) -> float:
         loop = asyncio.get_running_loop()
         await self._until_resumed(run)
+        if run.aborted:
+            return 0.0
         run.began = loop.time()
         takes = run.prefill + run.duration
         if not run.aborted and takes > 0:

@@ -114,10 +114,7 @@ def queued_info(generation: Generation[ChatRequest], triples: Raw) -> dict[str, 
         "id": generation.id,
         "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
         "weight_version": generation.weight_version,
-        "e2e_latency": 0.5,
-        "input_token_logprobs": [],
         "output_token_logprobs": triples,
-        "output_token_logprobs_length": generation.completion_tokens,
         "completion_tokens": generation.completion_tokens,
     }
 

@@ -120,6 +120,7 @@ def test_what_was_cut_is_as_if_it_had_not_been(replaying: Stand, at: list[int], 
 def test_what_is_aborted_in_sglangs_waiting_queue_goes_on(replaying: Stand, at: list[int]) -> None:
     """The engine took it back there before. Its reply counts no prompt and has no payloads, so all rows are asked for
     again."""
+    assert replaying.sim.post("/sim/reset").status_code == 200
     talk, asks = replaying.talk(), {"return_routed_experts": True, "return_indexer_topk": True}
     joined = interrupted(replaying, talk, at, **asks, sim={**THINKING["sim"], "queued": True})
     assert {one["body"].get("routed_experts_start_len") for one in replaying.engine_requests(talk.id)} == {None}

@@ -23,8 +23,12 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ mess
 def folder_of(path: Path, config: dict[str, Any], **more: Any) -> Path:
     """A folder whose `tokenizer.json` splits at bytes alone, and which says what model it is of."""
     folder = save_with(path / "t", TEMPLATE)
-    raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE())
     raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    raw.train_from_iterator([TEXT] * 9, tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    raw.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     raw.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(config))
     written = json.loads((folder / "tokenizer_config.json").read_text())
