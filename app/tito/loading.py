@@ -78,7 +78,7 @@ def _of_declared_class(transformers: ModuleType, path_or_name: str, loaded: Any)
     if not isinstance(name, str) or name in ("PreTrainedTokenizer", "PreTrainedTokenizerBase"):
         return loaded
     declared = getattr(transformers, name, None)
-    if declared is None:
+    if declared is None or declared is type(loaded):
         return loaded
     try:
         own = declared.from_pretrained(path_or_name)
