@@ -51,7 +51,7 @@ def test_a_tokenizer_that_transformers_rebuilds_is_the_one_that_the_engine_has(t
     assert ids(folder, "sglang") == of_file
     rebuilt = importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
     assert ids(folder, "vllm") == rebuilt.encode(TEXT, add_special_tokens=False) != of_file
-    with pytest.raises(StartupError, match="set TURNLOG_UPSTREAM_DIALECT to the one that the engines are$"):
+    with pytest.raises(StartupError, match=r"set TURNLOG_UPSTREAM_DIALECT to the one that the engines are$"):
         ids(folder, None)
 
 

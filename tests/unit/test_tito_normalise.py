@@ -89,7 +89,7 @@ def test_tool_arguments_become_objects_as_the_engine_makes_them(text: Any, sglan
     assert json.dumps(seen("vllm")) == json.dumps(vllm)
     assert json.dumps(seen("sglang", stored=True)) == json.dumps(stored)
     if sglang is REFUSED:
-        with pytest.raises(InvalidRequest, match="arguments must be|too large"):
+        with pytest.raises(InvalidRequest, match=r"arguments must be|too large"):
             seen("sglang")
     else:
         assert json.dumps(seen("sglang")) == json.dumps(sglang)
