@@ -158,7 +158,7 @@ class Services:
         )
 
         # turns
-        self.token_in = TokenIn(self.cache, prompts)
+        self.token_in = TokenIn(self.cache, prompts, lambda: "vllm" if self.engines.dialect == "vllm" else "sglang")
         self.retries = Retries(
             cache=self.cache,
             writer=self.writer,
@@ -352,7 +352,8 @@ def _load_prompts(settings: Settings) -> Prompts | None:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
-    prompts = Loader.load(settings.tokenizer, settings.tito_family)
+    dialect = None if settings.upstream_dialect == "auto" else settings.upstream_dialect
+    prompts = Loader.load(settings.tokenizer, settings.tito_family, dialect)
     for shape, why in prompts.findings.refused.items():
         log.warning("turns that continue %s begin a new row: %s", shape, why)
     return prompts

@@ -287,6 +287,8 @@ class Engines:
         if member.is_refusing:
             member.answered()
         member.token_ids = field or "none"
+        if field is not None and member.dialect is None:
+            member.dialect = "sglang" if field == "input_ids" else "vllm"
         if field is None:
             log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
         return field
