@@ -130,8 +130,9 @@ class Prompts:
         ids = self._encode(text)
         if is_spliced:
             return ids
-        asked, every = [{"role": "user", "content": _WORD}], {**arguments, **self._pinned}
-        begun = normalise.messages([*asked, {"role": "assistant", "content": text}], self.findings.message_format)
+        asked, every = [{"role": "user", "content": _WORD}], {**arguments, **self.pinned}
+        said = [*asked, {"role": "assistant", "content": text}]
+        begun = normalise.messages(said, self.findings.message_format, "vllm")
         prompt = self._template.render(begun[:1], None, every, generation_prompt=True)
         whole = self._template.render(begun, None, every, generation_prompt=False)
         is_alike = text.strip() and whole.startswith(prompt + text)  # White space has no place that vLLM could find.

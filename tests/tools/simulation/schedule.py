@@ -381,4 +381,5 @@ def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: rand
         max_open_turns=limits.choice((2, 64, 64)),
         max_replay_bytes=limits.choice((256, 1 << 30, 1 << 30)),
         closed_replay_ttl_s=rng.choice((86400.0,) * 5 + (8.0,)),
+        client_reply="verbatim",  # What a client was told is compared with the log.
     )
