@@ -24,6 +24,8 @@ from turnlog.client import (
     EnginesFailed,
     Forbidden,
     InvalidRequest,
+    Limits,
+    NewSession,
     NotFound,
     NotTurnlog,
     Session,
@@ -77,7 +79,9 @@ def test_a_proxy_is_used_only_where_one_is_given(stand: Stand, monkeypatch: pyte
 
 
 def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stand) -> None:
-    with client.create_session(group_id="task-17", attempt=2, metadata={"a": [1]}, on_drift="reject") as session:
+    limits: Limits = {"turns": 50, "tokens": 100_000, "context": 32_768, "seconds": 1800}
+    fields: NewSession = {"group_id": "task-17", "attempt": 2, "metadata": {"a": [1]}, "on_drift": "reject"}
+    with client.create_session(**fields, limits=limits) as session:
         assert session.base_url == f"{stand.server.base_url}/sessions/{session.id}/v1"
         assert session.base_url == session.anthropic_base_url + "/v1"
         assert session.url == client.attach(session.id).url == session.anthropic_base_url

@@ -170,8 +170,7 @@ class AsyncSession:
         """The training samples of an open session, cut to `max_seq_len` tokens. Raises NotFound, SessionClosed."""
         body = {"max_seq_len": max_seq_len}
         path = f"{self._path}/samples"
-        response = await self._transport.call("POST", path, body=body, token=self.token, slow=True)
-        return parse(response.content)
+        return parse(await self._transport.call("POST", path, body=body, token=self.token, slow=True))
 
     async def tree(self, **parameters: Unpack[TreeParameters]) -> Tree:
         """The turns as a tree: `turns`, `branches`, and which rows of an export with these `branches` (`kept`, `main`,
