@@ -23,7 +23,6 @@ from app.tasks import cancelled
 from app.turn.in_flight import InFlightTurn, TurnCancelled
 from app.turn.points import Generate
 from app.upstream.body import Body
-from app.upstream.control import EngineControl
 from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
@@ -57,9 +56,7 @@ class Budgets:
     """The limits of sessions, of this process's turns."""
 
     def __init__(self, services: Services) -> None:
-        settings = services.settings
         self._services = services
-        self._control = EngineControl(services.client, settings.upstream_dialect, settings.upstream_api_key)
 
     async def held(self, session: Session) -> list[Held]:
         """The budgets that hold for a session: its own, that of its rollout. Raises SessionUnreadable."""
@@ -85,7 +82,7 @@ class Budgets:
             raise InvalidRequest("max_tokens must be an integer, at least 1") from None
         if wanted is None and isinstance(turn.request, CompletionRequest):
             wanted = COMPLETION_TOKENS
-        turn.limit = LimitedTurn(self._services, self._control, held, session, wanted)
+        turn.limit = LimitedTurn(self._services, held, session, wanted)
         return BudgetClaim(
             **msgspec.structs.asdict(claim),
             budgets=[one.budget for one in held],
@@ -161,11 +158,8 @@ class LimitedTurn:
     `_most` is what it may sample, and `_cut_by` the limit that made that less than its client wants.
     """
 
-    def __init__(
-        self, services: Services, control: EngineControl, held: Sequence[Held], session: Session, wanted: int | None
-    ) -> None:
+    def __init__(self, services: Services, held: Sequence[Held], session: Session, wanted: int | None) -> None:
         self._services = services
-        self._control = control
         self._held = held
         self._session_id = session.session_id
         self._ends_as_length = all(one.on_limit == "length" for one in held)
@@ -260,7 +254,7 @@ class LimitedTurn:
 
     async def _abort(self, turn: InFlightTurn, engine: str) -> None:
         member = self._services.engines.members.get(engine)
-        await self._control.abort(engine, [turn.rid], None if member is None else member.dialect)
+        await self._services.control.abort(engine, [turn.rid], None if member is None else member.dialect)
         await asyncio.sleep(ABORT_S)
         if turn.task is not None:
             turn.cancel("limit")
