@@ -33,7 +33,7 @@ from app.api.describe import (
     json_reply,
 )
 from app.api.direct import DirectRoute, small_body
-from app.api.head import Head
+from app.api.head import Head, require_judge
 from app.api.parameters import SessionId
 from app.api.state import services, start_stream
 from app.domain.branches import Branches
@@ -314,12 +314,14 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
     example={"max_seq_len": 32768},
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
-    """The session's samples as safetensors; a `reward` in the body is first assigned to the session."""
+    """The session's samples as safetensors; a `reward` in the body is first assigned to the session, which needs the
+    admin's token unless `TURNLOG_SESSION_REWARDS=allow`."""
     app = services(request)
     query = await body_of(request, SamplesQuery, is_optional=True)
     require_finite(query.metadata, "metadata")
     require_small("metadata has", query.metadata)
     if query.reward is not None:
+        require_judge(request.scope, app.settings)
         await app.sessions.require(session_id)
         await app.sessions.assign_reward(session_id, query.reward, {}, None)
     live = await app.sessions.require(session_id)
@@ -412,7 +414,9 @@ async def get_refused_reply(
     example={"reward": 1.0, "components": {"tests": 1.0}},
 )
 async def put_reward(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
-    """Set the reward of the session or of one of its turns."""
+    """Set the reward of the session or of one of its turns. With a session's token 403, unless
+    `TURNLOG_SESSION_REWARDS=allow`."""
+    require_judge(head.scope, app.settings)
     session_id = head.path_session
     assert session_id is not None
     body = read_model(await small_body(app, head, receive), Reward, MAX_COMPONENTS)
@@ -429,6 +433,7 @@ async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[i
     """Close the session at once; with `?erase=true` also delete its content permanently.
 
     202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
+    `?erase=true` with a session's token is 403, unless `TURNLOG_SESSION_REWARDS=allow`.
     """
     session_id = head.path_session
     assert session_id is not None
@@ -436,6 +441,7 @@ async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[i
     if not (query and _wants_erasure(query)):
         await app.sessions.close(session_id)
         return 204, None
+    require_judge(head.scope, app.settings)
     is_gone = await app.erasure.erase(session_id)
     log.info("session erased", extra={"session_id": session_id})
     return 204 if is_gone else 202, None

@@ -381,9 +381,12 @@ def test_tokens(sglang: SimulatorProcess, places: Places, monkeypatch: pytest.Mo
             assert client.create_session(session_id="mine").token == session.token
             converse(session, "Hello")
             assert len(list(client.export())) == 1
+            session.set_reward(1.0)
         with Turnlog(base, token=session.token) as agent:
             own = agent.attach("mine")
-            own.set_reward(1.0)
+            for judge in (lambda: own.set_reward(0.0), own.erase):
+                with pytest.raises(Forbidden):
+                    judge()
             assert own.samples().session["reward"] == 1.0
             with pytest.raises(NotFound):
                 agent.attach(other.id).get()
