@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from starlette.types import Receive, Scope
 
 from app.api.bodies import MAX_COMPONENTS, body_of, read_model, require_finite, require_small
+from app.api.closed_stream import FollowedStream, HeldReply
 from app.api.describe import (
     BINARY,
     BODY,
@@ -34,6 +35,7 @@ from app.api.describe import (
 )
 from app.api.direct import DirectRoute, small_body
 from app.api.head import Head, require_judge
+from app.api.limits import peer_of
 from app.api.parameters import SessionId
 from app.api.state import services, start_stream
 from app.domain.branches import Branches
@@ -56,6 +58,7 @@ from app.domain.session import Session
 from app.errors import (
     InvalidRequest,
     NotFound,
+    Overloaded,
     PayloadTombstoned,
     Restored,
     SessionClosed,
@@ -65,6 +68,7 @@ from app.errors import (
     SessionUnreadable,
     Unsupported,
 )
+from app.export.session_samples import bytes_of
 from app.sessions import event_log, transcript
 from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
@@ -325,8 +329,15 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
         await app.sessions.require(session_id)
         await app.sessions.assign_reward(session_id, query.reward, {}, None)
     live = await app.sessions.require(session_id)
-    body = await app.samples.safetensors(live, query.max_seq_len, query.branches, query.metadata)
-    return Response(body, media_type=BYTES)
+    reservation = app.inflight.reserve(peer=peer_of(request.scope))
+    try:
+        # Half of the memory at most, so that samples that take more are made, and not more than two at a time.
+        reservation.grow(min(bytes_of(live.session, query.branches), app.settings.inflight_bytes // 2))
+        body = await app.samples.safetensors(live, query.max_seq_len, query.branches, query.metadata)
+    except BaseException:
+        reservation.release()
+        raise
+    return HeldReply(body, BYTES, reservation)
 
 
 @router.get("/sessions/{session_id}/events")
@@ -334,7 +345,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
     "The session's event log",
     "session",
     Reply("Events.", {NDJSON: reply_types.EventLine}),
-    errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
+    errors=(InvalidRequest, SessionNotFound, SessionUnreadable, Overloaded, *READ),
 )
 async def get_events(
     request: Request,
@@ -345,9 +356,10 @@ async def get_events(
     """The session's events as NDJSON; with `follow` the stream stays open."""
     app = services(request)
     lines = await event_log.event_lines(app.database, app.followers, session_id, after, follow)
-    if not follow:
-        lines, _ = await start_stream(lines)
-    return StreamingResponse(lines, media_type=NDJSON)
+    if follow:
+        return FollowedStream(lines, NDJSON)
+    started, _ = await start_stream(lines)
+    return StreamingResponse(started, media_type=NDJSON)
 
 
 @router.get("/sessions/{session_id}/turns/{turn}/{kind}")
