@@ -392,6 +392,7 @@ HOSTILE: dict[str, Change] = {
     "content": lambda row: row["turns_rows"][0].update(exchange=zstandard.compress(b"\0" * (300 << 20))),
     "blob": lambda row: row["blobs_rows"][0].update(data=b"\0"),
     "chunk": lambda row: row["chunks_rows"][0].update(data=zstandard.compress(b"\0" * (2 << 20))),
+    "twice": lambda row: row["turns_rows"].append(row["turns_rows"][0]),
     "long name": lambda row: row["annotation_columns_rows"][0].update(name="n" * 65),
 }
 FEED = {"group_id": "g", "sessions": 1, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}

@@ -83,10 +83,14 @@ def require_own(rollout: Rollout) -> None:
         if session.feed is not None and session.feed["group_id"] != head["group_id"]:
             raise CorruptContent("a session has another group's row")
         for table, columns in CONTENT.items():
-            for row in session.rows[table.name]:
+            keys = [column.name for column in table.primary_key.columns if column.name != "session_id"]
+            rows = session.rows[table.name]
+            for row in rows:
                 _require_columns(columns, row)
                 for name in _FRAMES.get(table, ()):
                     _require_frame(row[name])
+            if len({tuple(row[name] for name in keys) for row in rows}) < len(rows):
+                raise CorruptContent(f"a row of {table.name} is there twice")
         if sum(len(row["data"]) for row in session.rows[events.name]) > LARGEST_EVENTS:
             raise CorruptContent(f"its events have more than {LARGEST_EVENTS} bytes")
         require_whole(session)

@@ -173,6 +173,8 @@ def _row(rollout: Rollout, session: StoredRows) -> dict[str, Any]:
 
 def _stored(row: Mapping[str, Any]) -> StoredRows:
     content = {table.name: row[_list_of(table)] or [] for table in CONTENT}
+    if any(one is None for rows in content.values() for one in rows):
+        raise CorruptContent("a row is missing")
     content[events.name] = [{**event, "data": (event["data"] or "").encode()} for event in content[events.name]]
     return StoredRows({column.name: row[column.name] for column in sessions.columns}, row["feed"], content)
 
