@@ -59,6 +59,7 @@ from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 from app.turn.validation import ReplyValidator
 from app.upstream.client import EngineClient
+from app.upstream.control import EngineControl
 from workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -148,6 +149,13 @@ class Services:
             logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
         )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
+        self.control = EngineControl(
+            client,
+            settings.upstream_dialect,
+            api_key,
+            is_engine=lambda url: url in self.engines.members,
+            router_workers=settings.router_workers,
+        )
         self.native = NativeRoutes(client, self.engines, api_key)
         self.health = HealthWatch(
             self.engines,

@@ -713,8 +713,16 @@ class ArchiveStep(TypedDict):
     after: ArchiveAfter | None
 
 
+class RefusedSession(TypedDict):
+    """A session of a file that was not imported."""
+
+    session_id: str
+    reason: str
+
+
 class ImportedFile(TypedDict):
-    """Sessions that were written, and that were there already."""
+    """Sessions that were written, that were there already, and that were refused."""
 
     imported: int
     there: int
+    refused: list[RefusedSession]

@@ -103,6 +103,11 @@ class BodyReservation:
         memory.size += size
         self.size += size
 
+    def give_back(self, size: int) -> None:
+        """Free `size` of the bytes that `grow` reserved."""
+        self._memory.size -= size
+        self.size -= size
+
     def hold(self, size: int) -> None:
         """Reserve the bytes of a body of at most SMALL that has come whole. Raises Overloaded."""
         memory = self._memory

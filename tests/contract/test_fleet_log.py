@@ -242,7 +242,7 @@ async def watching(states: Sequence[FleetState], database: Database) -> AsyncIte
             fleet=state,
             gates=Gates(state),
             engines=Engines(client),
-            control=EngineControl(client, "auto", None),
+            control=EngineControl(client, "auto", None, lambda url: False),
             database=database,
         )
         for state in dict.fromkeys(states)

@@ -99,6 +99,9 @@ BAD = [
     ("PUBLIC_URL", "https://turnlog.example.org/?x=1"),
     ("PUBLIC_URL", "https://user@turnlog.example.org"),
     ("WITHOUT_SESSION", "create"),
+    ("ROUTER_WORKERS", "10.0.0.*"),
+    ("FILE_ROOT", "archives"),
+    ("SESSION_REWARDS", "yes"),
 ]
 
 

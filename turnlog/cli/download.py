@@ -171,7 +171,7 @@ class Download:
 
     def _write(self, out: IO[bytes], response: httpx.Response, begun: _Begun) -> int:
         """Receive the rest of the file; returns the number of lines of the whole. Raises _Changed."""
-        pieces = response.iter_bytes()
+        pieces = response.iter_raw()
         rows = begun.rows
         with _progress(begun.size, rows if self._has_lines else None) as moved:
             if begun.skip:

@@ -72,7 +72,7 @@ def _to_output(server: Transport, wish: dict[str, Any]) -> None:
         raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
     out, size = sys.stdout.buffer, 0
     with server.stream("/export", wish) as response:
-        for piece in response.iter_bytes():
+        for piece in response.iter_raw():
             size += out.write(piece)
         out.flush()
     if not size:

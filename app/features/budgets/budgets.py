@@ -23,7 +23,6 @@ from app.tasks import cancelled
 from app.turn.in_flight import InFlightTurn, TurnCancelled
 from app.turn.points import Generate
 from app.upstream.body import Body
-from app.upstream.control import EngineControl
 from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
@@ -54,9 +53,7 @@ class Budgets:
     """The limits of sessions, of this process's turns."""
 
     def __init__(self, services: Services) -> None:
-        settings = services.settings
         self._services = services
-        self._control = EngineControl(services.client, settings.upstream_dialect, settings.upstream_api_key)
 
     async def held(self, session: Session) -> list[Held]:
         """The budgets that hold for a session: its own, that of its rollout. Raises SessionUnreadable."""
@@ -80,7 +77,7 @@ class Budgets:
             wanted = wanted_tokens([value_of(params.get(name), name) for name in NAMES])
         except ValueError:
             raise InvalidRequest("max_tokens must be an integer, at least 1") from None
-        turn.limit = LimitedTurn(self._services, self._control, held, session, wanted)
+        turn.limit = LimitedTurn(self._services, held, session, wanted)
         return BudgetClaim(
             **msgspec.structs.asdict(claim),
             budgets=[one.budget for one in held],
@@ -156,11 +153,8 @@ class LimitedTurn:
     `_most` is what it may sample, and `_cut_by` the limit that made that less than its client wants.
     """
 
-    def __init__(
-        self, services: Services, control: EngineControl, held: Sequence[Held], session: Session, wanted: int | None
-    ) -> None:
+    def __init__(self, services: Services, held: Sequence[Held], session: Session, wanted: int | None) -> None:
         self._services = services
-        self._control = control
         self._held = held
         self._session_id = session.session_id
         self._ends_as_length = all(one.on_limit == "length" for one in held)
@@ -255,7 +249,7 @@ class LimitedTurn:
 
     async def _abort(self, turn: InFlightTurn, engine: str) -> None:
         member = self._services.engines.members.get(engine)
-        await self._control.abort(engine, [turn.rid], None if member is None else member.dialect)
+        await self._services.control.abort(engine, [turn.rid], None if member is None else member.dialect)
         await asyncio.sleep(ABORT_S)
         if turn.task is not None:
             turn.cancel("limit")
