@@ -24,7 +24,8 @@ from app.features.groups.rules import Attempt, Statistics
 from app.features.search.routes import SearchQuery
 from app.sessions.session_list import Sort, Status
 from ops import unasync
-from turnlog.client import names
+from turnlog import events, parameters, replies, rows
+from turnlog.client import names as client
 from turnlog.client.checked import checked, metadata_filter, rows_wanted
 
 
@@ -89,7 +90,7 @@ def test_events_are_the_servers() -> None:
 
 
 def test_all_types_are_public_and_nothing_else_is_typed() -> None:
-    assert turnlog.__all__ == names.__all__
+    assert turnlog.__all__ == client.__all__
     for module in (parameters, rows):
         own = {name for name, one in vars(module).items() if is_typeddict(one) and one.__module__ == module.__name__}
         assert own - {"RowForm", "RowFilters"} <= set(turnlog.__all__)
