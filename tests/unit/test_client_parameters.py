@@ -24,7 +24,8 @@ from app.features.groups.rules import Attempt, Statistics
 from app.features.search.routes import SearchQuery
 from app.sessions.session_list import Sort, Status
 from ops import unasync
-from turnlog import client, events, parameters, replies, rows
+from turnlog import events, parameters, replies, rows
+from turnlog.client import names as client
 from turnlog.client.checked import checked, metadata_filter, rows_wanted
 
 

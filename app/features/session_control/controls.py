@@ -130,7 +130,8 @@ class SessionControls:
         another process since it was read.
         """
         known = self._cache.known(session_id)
-        if known is None or known.status == "open" or self._running(session_id) or (known.affinity is not None and known.affinity.control):
+        has_name = known is None or known.status == "open" or (known.affinity is not None and known.affinity.control)
+        if has_name or self._running(session_id):
             self._create_task(self._end_used_by(session_id))
 
     async def submit(self, operation: Operation[T]) -> T:
