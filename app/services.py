@@ -40,6 +40,7 @@ from app.sessions.event_log import Followers
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
+from app.sessions.proof import Proof
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.session_list import SessionList
 from app.sessions.session_view import SessionViews
@@ -136,6 +137,7 @@ class Services:
         self.recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         lease = self.recovery.lease_to_judge_by
         self.lease_left = lease_left or self.recovery.lease_left
+        self.proof = Proof(database, incarnation)
 
         # the fleet
         self.fleet = FleetState(database, self.writer, poll_s)
@@ -256,6 +258,7 @@ class Services:
         """
         ends = [
             self.registration.stop,
+            self.proof.stop,
             *self.ends,
             self.lag.stop,
             self.log_end.stop,
@@ -336,6 +339,8 @@ async def running(
             await services.open()
         except AppError as error:
             raise StartupError(f"the fleet's log cannot be read: {error}") from error
+        await services.proof.at_start()
+        services.proof.start()
         services.lag.start()
         services.start()
         registration.start(services.registered)

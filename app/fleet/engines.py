@@ -196,10 +196,10 @@ class Engines:
     ) -> EngineReply:
         """Send a generation to the first engine that can be connected to; its answer, whatever its status.
 
-        `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled after `may_send`,
-        `abort` it.
-        `version` is the adapter's weight version, if known. `open_stream` is for a reply that the engine streams; the
-        answer is the whole reply all the same. `path` is the route for the body that was made last, if not the shape's.
+        `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled once it was
+        sent, `abort` it. `version` is the adapter's weight version, if known. `open_stream` is for a reply that the
+        engine streams; the answer is the whole reply all the same. `path` is the route for the body that was made last,
+        if not the shape's.
 
         Raises as `body_for`, UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (malformed, too large, a redirect or
         another status that holds no completion), Withheld if `may_send` refuses at the last moment.

@@ -48,8 +48,8 @@ CHECKPOINT_BYTES = 32 << 20
 """What may be in the log file before it is moved into the database."""
 
 LOW_ROOM, SHORT_LOG_BYTES = 64 << 20, 1 << 20
-"""With less free on the disk, so much may be in the log file, and it is cut to nothing afterwards: a long one would take
-the room that the database needs to take its pages back, and then neither can grow."""
+"""With less free on the disk, so much may be in the log file, and it is cut to nothing afterwards: a long one would
+take the room that the database needs to take its pages back, and then neither can grow."""
 
 LOOK_COMMITS, LOOK_BYTES = 32, 1 << 20
 """Transactions, or bytes of content, between two looks at the log file. A transaction writes whole pages, so that small

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
 import pytest
+from fault.volumes import volume
 from helpers.databases import database_at
 from helpers.store import Store
 from sqlalchemy import Connection
@@ -22,7 +23,6 @@ from app.errors import StoreFull
 from app.store import sqlite
 from app.store.log import StoredBlob
 from app.store.schema import events
-from fault.volumes import volume
 
 pytestmark = pytest.mark.anyio
 
@@ -99,9 +99,7 @@ async def test_the_log_file_of_a_small_disk_leaves_it_to_the_database(
         shutil.copyfile(make_url(sqlite_url).database or "", path)
         async with database_at(f"sqlite+aiosqlite:///{path}") as database, Store.over(database) as store:
             disk.fill(10 * MIB)
-            with pytest.raises(StoreFull):
-                for number in itertools.count():
-                    await store.create(f"s{number}", blob=random_blob(16384))
+            await fill(store, 16384)
             assert path.stat().st_size > 7 * MIB
             disk.clear()
             for number in range(32):
@@ -122,16 +120,22 @@ async def test_a_log_file_that_has_filled_the_disk_is_moved_once_there_is_room(
             with closing(sqlite3.connect(path, isolation_level=None)) as reader:
                 reader.execute("BEGIN")
                 reader.execute("SELECT count(*) FROM sessions").fetchone()
-                with pytest.raises(StoreFull):
-                    for number in itertools.count():
-                        await store.create(f"s{number}")
+                await fill(store, 64)
             assert (database.log_file_bytes() or 0) > 9 * MIB
             disk.clear()
             await store.create("healed")
             writer = database._sqlite
-            assert writer is not None and writer._checkpointing is not None
+            assert writer is not None
+            assert writer._checkpointing is not None
             await writer._checkpointing
             assert (database.log_file_bytes() or 0) < MIB
+
+
+async def fill(store: Store, size: int) -> None:
+    """Write until the disk is full."""
+    with suppress(StoreFull):
+        for number in itertools.count():
+            await store.create(f"s{number}", blob=random_blob(size))
 
 
 def random_blob(size: int) -> StoredBlob:
