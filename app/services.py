@@ -32,6 +32,7 @@ from app.fleet.health import HealthWatch
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
+from app.freed_memory import FreedMemory
 from app.metrics import Metrics, RecentTurnStats
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
@@ -187,6 +188,7 @@ class Services:
             names_engine_sessions=settings.engine_session_ids,
         )
         self.sessions.on_close(self.turns.close)
+        self.sessions.on_close(self.retries.forget)
         self.erasure = Erasure(
             database=database,
             writer=self.writer,
@@ -211,7 +213,9 @@ class Services:
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
 
         # requests, metrics and the page
-        self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
+        self.inflight = RequestMemory(
+            settings.inflight_bytes, settings.max_request_bytes, released=FreedMemory().released
+        )
         self.lag = LoopLag(time.monotonic)
         self.counted = CachedFigures(database, time.monotonic)
         self.views = SessionViews(database, self.turns.at_gates)

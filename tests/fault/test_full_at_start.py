@@ -113,6 +113,7 @@ def refused(stand: Stand, talk: Talk, kept: Held, code: tuple[int, str], retry_a
 def read(stand: Stand, kept: Held, rows: list[Any], why: str) -> None:
     """Everything that was there before, and what is the matter."""
     assert stand.http.get("/health").status_code == 200
+    until(lambda: stand.http.get("/ready").is_success)
     answer, writing = stand.http.get("/ready"), stand.http.get("/ready", params={"writes": 1})
     found = answer.json()
     assert [(one.status_code, one.json()["status"]) for one in (answer, writing)] == [
