@@ -32,6 +32,7 @@ from app.fleet.health import HealthWatch
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
+from app.freed_memory import FreedMemory
 from app.metrics import Metrics, RecentTurnStats
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
@@ -40,6 +41,7 @@ from app.sessions.event_log import Followers
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
+from app.sessions.proof import Proof
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.session_list import SessionList
 from app.sessions.session_view import SessionViews
@@ -137,6 +139,7 @@ class Services:
         self.recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         lease = self.recovery.lease_to_judge_by
         self.lease_left = lease_left or self.recovery.lease_left
+        self.proof = Proof(database, incarnation)
 
         # the fleet
         self.fleet = FleetState(database, self.writer, poll_s)
@@ -193,6 +196,7 @@ class Services:
             names_engine_sessions=settings.engine_session_ids,
         )
         self.sessions.on_close(self.turns.close)
+        self.sessions.on_close(self.retries.forget)
         self.erasure = Erasure(
             database=database,
             writer=self.writer,
@@ -217,7 +221,9 @@ class Services:
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
 
         # requests, metrics and the page
-        self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
+        self.inflight = RequestMemory(
+            settings.inflight_bytes, settings.max_request_bytes, released=FreedMemory().released
+        )
         self.lag = LoopLag(time.monotonic)
         self.counted = CachedFigures(database, time.monotonic)
         self.views = SessionViews(database, self.turns.at_gates)
@@ -264,6 +270,7 @@ class Services:
         """
         ends = [
             self.registration.stop,
+            self.proof.stop,
             *self.ends,
             self.lag.stop,
             self.log_end.stop,
@@ -344,6 +351,8 @@ async def running(
             await services.open()
         except AppError as error:
             raise StartupError(f"the fleet's log cannot be read: {error}") from error
+        await services.proof.at_start()
+        services.proof.start()
         services.lag.start()
         services.start()
         registration.start(services.registered)

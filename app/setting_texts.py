@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 TEXTS: Mapping[str, Mapping[str, str]] = {
     "Store and service": {
-        "database_url": "SQLite, or `postgresql+asyncpg://…`. Alembic reads it too",
+        "database_url": "SQLite, or [`postgresql+asyncpg://…`](operations.md#several-processes-postgresql). "
+        "Alembic reads it too",
         "features": "[parts of the service](design.md#features) beside the kernel; or `all`, or `none`. What is left "
         "out has no routes, background work and metrics. On SQLite, [search](search.md) needs FTS5",
         "log_format": "`auto`: JSON unless standard error is a terminal",

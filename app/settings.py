@@ -31,6 +31,7 @@ from sqlalchemy.exc import ArgumentError
 
 from app import config_file, crash_points
 from app.config_file import ConfigFile, read_config
+from app.database_url import driver_arguments
 from app.domain import patterns
 from app.domain.addresses import AddressPattern, address_pattern
 from app.domain.events import History, OnAbort, OnDivergence, ReplayKind
@@ -374,7 +375,9 @@ class Settings(BaseSettings):
         if url.drivername not in DRIVERS:
             raise ValueError(f"a URL that begins with one of {', '.join(d + '://' for d in DRIVERS)}")
         if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
-            raise ValueError("a file, because a store in memory would lose every session")
+            raise ValueError("a file: a store in memory would lose every session")
+        if not url.drivername.startswith("sqlite"):
+            driver_arguments(url, 1.0)
         return value
 
     @field_validator("payloads")
@@ -542,4 +545,4 @@ def _one_line(problem: Mapping[str, Any], config: ConfigFile) -> str:
 
 def _without_password(url: str) -> str:
     """Hide the password, also in a URL that cannot be parsed, and in a query parameter."""
-    return re.sub(r"([?&]password=)[^&,]*", r"\1***", re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url))
+    return re.sub(r"([?&](?:ssl)?password=)[^&,]*", r"\1***", re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url))

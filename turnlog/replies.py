@@ -677,7 +677,7 @@ class Checks(TypedDict):
 
 
 class Readiness(TypedDict):
-    """`checks` says what is missing. `read_only` is why a process that has just started cannot write."""
+    """`checks` says what is missing. `read_only` is why the store takes no writes; it is ready for reads."""
 
     status: Literal["ready", "not_ready"]
     checks: Checks

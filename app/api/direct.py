@@ -9,8 +9,10 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import msgspec
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import Receive, Send
 
 from app.api.describe import Schema
@@ -20,7 +22,7 @@ from app.api.limits import arrived_body
 from app.api.replies import INTERNAL
 from app.api.state import CONTROL_BYTES
 from app.domain.patterns import ID
-from app.errors import AppError, SessionNotFound
+from app.errors import AppError, InvalidRequest, SessionNotFound
 from app.protocols.registry import protocol_at
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ log = logging.getLogger("turnlog.requests")
 NO_CONTENT = 204
 
 _ID = re.compile(ID)
+_BOOLEAN = TypeAdapter(bool)
 
 Endpoint = Callable[["Services", Head, Receive], Awaitable[tuple[int, Any]]]
 """Returns the status and what the reply's JSON is made of, or None for an empty reply. Raises AppError."""
@@ -69,6 +72,20 @@ class DirectRoute(NamedTuple):
         parameters = [*own, *self.parameters]
         description = inspect.getdoc(self.endpoint)
         return {"description": description, "tags": [self.tag], "parameters": parameters}
+
+
+def flag(head: Head, name: str) -> bool:
+    """A boolean parameter of the query, false by default. Raises InvalidRequest."""
+    query: bytes = head.scope["query_string"]
+    if not query:
+        return False
+    given = [value for key, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if key == name]
+    if not given:
+        return False
+    try:
+        return _BOOLEAN.validate_python(given[-1])
+    except ValidationError as error:
+        raise InvalidRequest(f"{name}={given[-1]:.64}: {error.errors()[0]['msg']}") from error
 
 
 def by_head(routes: Iterable[DirectRoute]) -> dict[tuple[str, bool, str], Endpoint]:

@@ -168,6 +168,7 @@ class BodyReservation:
             else:
                 del memory.sessions[self.session]
         memory.size -= self.size
+        memory.released(self.size)
         self.size = self.body_size = 0
 
 
@@ -175,11 +176,18 @@ class RequestMemory:
     """Bytes of all bodies in this process, at most `limit`; also by session, and by peer for incomplete bodies.
 
     A session and a peer may always have one request of `largest` bytes. `clock` returns seconds. `arriving` holds the
-    incomplete bodies, the oldest first.
+    incomplete bodies, the oldest first. `released` is told the bytes of each request that has ended.
     """
 
-    def __init__(self, limit: int, largest: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limit: int,
+        largest: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        released: Callable[[int], object] = int,
+    ) -> None:
         self.limit = limit
+        self.released = released
         self.clock = clock
         self.size = 0
         self.sessions: dict[str, int] = {}

@@ -7,12 +7,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import parse_qsl
 
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.types import Receive, Scope
 
 from app.api.bodies import MAX_COMPONENTS, body_of, read_model, require_finite, require_small
@@ -33,7 +32,7 @@ from app.api.describe import (
     describe,
     json_reply,
 )
-from app.api.direct import DirectRoute, small_body
+from app.api.direct import DirectRoute, flag, small_body
 from app.api.head import Head, require_judge
 from app.api.limits import peer_of
 from app.api.parameters import SessionId
@@ -449,28 +448,13 @@ async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[i
     """
     session_id = head.path_session
     assert session_id is not None
-    query: bytes = head.scope["query_string"]
-    if not (query and _wants_erasure(query)):
+    if not flag(head, "erase"):
         await app.sessions.close(session_id)
         return 204, None
     require_judge(head.scope, app.settings)
     is_gone = await app.erasure.erase(session_id)
     log.info("session erased", extra={"session_id": session_id})
     return 204 if is_gone else 202, None
-
-
-_BOOLEAN = TypeAdapter(bool)
-
-
-def _wants_erasure(query: bytes) -> bool:
-    """The parameter `erase`. Raises InvalidRequest."""
-    given = [value for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if name == "erase"]
-    if not given:
-        return False
-    try:
-        return _BOOLEAN.validate_python(given[-1])
-    except ValidationError as error:
-        raise InvalidRequest(f"erase={given[-1]:.64}: {error.errors()[0]['msg']}") from error
 
 
 ERASE: Schema = {

@@ -223,6 +223,23 @@ async def test_an_engine_whose_stream_is_left_is_told_to_abort(
     assert paths == ["/v1/chat/completions", "/abort_request"][:asked]
 
 
+async def test_a_cancelled_connect_is_not_remembered(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was sent, so no abort follows that would forget it."""
+    connecting = asyncio.Event()
+
+    async def hangs(origin: object) -> None:
+        connecting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client._connections, "connect", hangs)
+    engines = over(client, A)
+    turn = asyncio.create_task(asked(engines, A, rid="turnlog-1"))
+    await connecting.wait()
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    assert engines.engine_of("turnlog-1") is None
+
+
 async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(client: EngineClient) -> None:
     async with listening() as engine:
         engine.go.set()
