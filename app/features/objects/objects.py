@@ -260,7 +260,7 @@ class Objects:
                 if names.is_prefix(dead.name):
                     return await self._empty(dead)
                 await self.bucket.delete(dead.name)
-            except ValueError as error:
+            except (ValueError, TypeError) as error:  # obstore's for a path that is none
                 log.error("%.200r is the name of no object, and is not deleted: %s", dead.name, type(error).__name__)
                 return True
             reach("after_object_deleted")
