@@ -109,6 +109,7 @@ REPLY_HEADERS: Mapping[str, str] = {
     "x-turnlog-session-id": "The session that was made for a request that named none (`TURNLOG_WITHOUT_SESSION`).",
     "x-turnlog-cursor": "Repeats this export.",
     "x-turnlog-next-cursor": "Goes on behind the whole export.",
+    "x-turnlog-empty": "`true` where there is no row.",
     "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
     "x-turnlog-shape": "A JSON list, rows first.",
     "x-turnlog-row-start": "Which token the first row belongs to.",
