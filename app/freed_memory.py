@@ -22,16 +22,17 @@ class FreedMemory:
         self._waiting: asyncio.TimerHandle | None = None
         self._collects = False
 
-    def released(self, size: int) -> None:
-        """A request's bodies, of `size` bytes, were released."""
-        if size > LARGE and self._waiting is None and _trim is not None:
+    def released(self) -> None:
+        """A request's LARGE bodies were released."""
+        if self._waiting is None and _trim is not None:
             self._waiting = asyncio.get_running_loop().call_later(WAIT_S, self._give_back)
 
     def refused(self, size: int) -> None:
         """A body of `size` bytes was refused: the error's traceback and the frames in it hold each other, and the body,
         until a full collection, which is rare (`main._calm_collector`)."""
-        self._collects |= size > LARGE
-        self.released(size)
+        if size > LARGE:
+            self._collects = True
+            self.released()
 
     def _give_back(self) -> None:
         self._waiting = None
