@@ -22,7 +22,7 @@ LIBPQ = frozenset(
         *("ssl_min_protocol_version", "ssl_max_protocol_version", "target_session_attrs", "passfile"),
     }
 )
-"""Those that asyncpg reads from a URL of its own, and from nowhere else."""
+"""Those that asyncpg reads from a URL of its own."""
 
 SERVER = frozenset({"application_name", "options"})
 """Those that the server gets when a connection begins."""

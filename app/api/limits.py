@@ -18,6 +18,7 @@ from app.errors import (
     RequestTooLarge,
     UnsupportedEncoding,
 )
+from app.freed_memory import LARGE
 from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
 
@@ -168,7 +169,8 @@ class BodyReservation:
             else:
                 del memory.sessions[self.session]
         memory.size -= self.size
-        memory.released(self.size)
+        if self.size > LARGE:
+            memory.released()
         self.size = self.body_size = 0
 
 
@@ -176,7 +178,7 @@ class RequestMemory:
     """Bytes of all bodies in this process, at most `limit`; also by session, and by peer for incomplete bodies.
 
     A session and a peer may always have one request of `largest` bytes. `clock` returns seconds. `arriving` holds the
-    incomplete bodies, the oldest first. `released` is told the bytes of each request that has ended.
+    incomplete bodies, the oldest first. `released` is called when a request with LARGE bodies has ended.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class RequestMemory:
         limit: int,
         largest: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        released: Callable[[int], object] = int,
+        released: Callable[[], None] = lambda: None,
     ) -> None:
         self.limit = limit
         self.released = released

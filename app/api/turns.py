@@ -105,7 +105,7 @@ class TurnRequest:
                 error = failed
             outcome = error.code
             await self._send_error(error)
-            del error  # Its traceback has this frame, and with it the body, until a full collection.
+            app.freed.refused(stages.request_bytes)
             stages.ended_at = stages.clock()
         except Exception:
             reservation.release()
