@@ -278,7 +278,7 @@ class Late(EngineControl):
     """Its orders to go on come to the engines late."""
 
     def __init__(self, client: EngineClient) -> None:
-        super().__init__(client, "sglang", None)
+        super().__init__(client, "sglang", None, lambda url: True)
         self.began, self.goes = asyncio.Event(), asyncio.Event()
 
     async def resume(self, url: str, known: Literal["sglang", "vllm"] | None = None) -> str | None:
