@@ -290,9 +290,14 @@ class UpstreamInvalid(AppError):
 class GenerationFailed(UpstreamInvalid):
     """The engine told in a 200 that it failed: the client gets what it told, as if it had come with this status."""
 
-    def __init__(self, message: str, told_status: int, told: bytes) -> None:
-        super().__init__(message)
-        self.told_status, self.told = told_status, told
+    told_status = 502
+    told = b""
+
+    @classmethod
+    def of(cls, engine: str, status: int, told: bytes) -> GenerationFailed:
+        error = cls(f"{engine} ended the generation with an error")
+        error.told_status, error.told = status, told
+        return error
 
 
 class WorkerCrash(AppError):

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app import logs
 from app.api import (
@@ -133,9 +133,26 @@ class Turnlog(FastAPI):
                 await serve_direct(self._services, endpoint, head, receive, send)
             else:
                 scope["app"] = self
-                await super().__call__(scope, receive, head.hardening(send))
+                await self._routed(scope, receive, head.hardening(send))
         finally:
             head.has_ended = True
+
+    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Starlette raises an unexpected exception again after its 500 was sent, and uvicorn would then close a
+        connection on which the client may have sent its next request."""
+        is_whole = False
+
+        async def sending(message: Message) -> None:
+            nonlocal is_whole
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await super().__call__(scope, receive, sending)
+        except Exception:
+            if not is_whole:
+                raise
+            log.exception("an unexpected fault in %s %s", scope["method"], scope["path"])
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -40,7 +40,7 @@ STAGE_BUCKETS = (*OWN_BUCKETS, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 NOT_OF_TURNS = frozenset(error.code for error in (Unauthorized, TargetTooLong, HeadersTooLarge, EnginesFailed))
 """Error codes of authorisation and of pauses, which no turn has."""
 
-NOT_FOUND, METHOD_NOT_ALLOWED = "not_found", "method_not_allowed"
+NOT_FOUND, METHOD_NOT_ALLOWED, UPGRADE_REQUIRED = "not_found", "method_not_allowed", "upgrade_required"
 """Error codes of the router."""
 
 Kind = Literal["counter", "gauge", "largest", "histogram"]
@@ -127,7 +127,7 @@ FAMILIES = (
         "turnlog_request_errors_total",
         "Errors of other requests, and of turns refused by authorisation.",
         "code",
-        (*codes(), NOT_FOUND, METHOD_NOT_ALLOWED),
+        (*codes(), NOT_FOUND, METHOD_NOT_ALLOWED, UPGRADE_REQUIRED),
     ),
     _gauge("turnlog_inflight_bytes", "Bytes of all request and reply bodies in memory."),
     _gauge("turnlog_inflight_limit_bytes", "Limit of turnlog_inflight_bytes."),

@@ -32,6 +32,7 @@ from app.fleet.health import HealthWatch
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
+from app.freed_memory import FreedMemory
 from app.metrics import Metrics, RecentTurnStats
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
@@ -40,6 +41,7 @@ from app.sessions.event_log import Followers
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
+from app.sessions.proof import Proof
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.session_list import SessionList
 from app.sessions.session_view import SessionViews
@@ -59,6 +61,7 @@ from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 from app.turn.validation import ReplyValidator
 from app.upstream.client import EngineClient
+from app.upstream.control import EngineControl
 from workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -136,6 +139,7 @@ class Services:
         self.recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         lease = self.recovery.lease_to_judge_by
         self.lease_left = lease_left or self.recovery.lease_left
+        self.proof = Proof(database, incarnation)
 
         # the fleet
         self.fleet = FleetState(database, self.writer, poll_s)
@@ -148,6 +152,13 @@ class Services:
             logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
         )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
+        self.control = EngineControl(
+            client,
+            settings.upstream_dialect,
+            api_key,
+            is_engine=lambda url: url in self.engines.members,
+            router_workers=settings.router_workers,
+        )
         self.native = NativeRoutes(client, self.engines, api_key)
         self.health = HealthWatch(
             self.engines,
@@ -158,7 +169,7 @@ class Services:
         )
 
         # turns
-        self.token_in = TokenIn(self.cache, prompts)
+        self.token_in = TokenIn(self.cache, prompts, lambda: "vllm" if self.engines.dialect == "vllm" else "sglang")
         self.retries = Retries(
             cache=self.cache,
             writer=self.writer,
@@ -185,6 +196,7 @@ class Services:
             names_engine_sessions=settings.engine_session_ids,
         )
         self.sessions.on_close(self.turns.close)
+        self.sessions.on_close(self.retries.forget)
         self.erasure = Erasure(
             database=database,
             writer=self.writer,
@@ -209,7 +221,8 @@ class Services:
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
 
         # requests, metrics and the page
-        self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
+        self.freed = FreedMemory()
+        self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes, released=self.freed.released)
         self.lag = LoopLag(time.monotonic)
         self.counted = CachedFigures(database, time.monotonic)
         self.views = SessionViews(database, self.turns.at_gates)
@@ -256,6 +269,7 @@ class Services:
         """
         ends = [
             self.registration.stop,
+            self.proof.stop,
             *self.ends,
             self.lag.stop,
             self.log_end.stop,
@@ -336,6 +350,8 @@ async def running(
             await services.open()
         except AppError as error:
             raise StartupError(f"the fleet's log cannot be read: {error}") from error
+        await services.proof.at_start()
+        services.proof.start()
         services.lag.start()
         services.start()
         registration.start(services.registered)
@@ -352,7 +368,8 @@ def _load_prompts(settings: Settings) -> Prompts | None:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
-    prompts = Loader.load(settings.tokenizer, settings.tito_family)
+    dialect = None if settings.upstream_dialect == "auto" else settings.upstream_dialect
+    prompts = Loader.load(settings.tokenizer, settings.tito_family, dialect)
     for shape, why in prompts.findings.refused.items():
         log.warning("turns that continue %s begin a new row: %s", shape, why)
     return prompts

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 TEXTS: Mapping[str, Mapping[str, str]] = {
     "Store and service": {
-        "database_url": "SQLite, or `postgresql+asyncpg://…`. Alembic reads it too",
+        "database_url": "SQLite, or [`postgresql+asyncpg://…`](operations.md#several-processes-postgresql). "
+        "Alembic reads it too",
         "features": "[parts of the service](design.md#features) beside the kernel; or `all`, or `none`. What is left "
         "out has no routes, background work and metrics. On SQLite, [search](search.md) needs FTS5",
         "log_format": "`auto`: JSON unless standard error is a terminal",
@@ -29,6 +30,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "upstream_api_key": "sent to engines as a bearer token",
         "upstream_connect_timeout_s": "to connect to an engine",
         "upstream_timeout_s": "a whole generation",
+        "router_workers": "[addresses](fleet.md#workers-of-a-router), with commas, that a router's list of workers may "
+        "name and that are then sent that key",
         "logprobs_mode": "[what the logprobs are of](export.md#what-the-logprobs-are-of) at an engine that does not "
         "say it. `auto`: such rows say `unknown`",
         "text_upstreams": "[upstreams of sessions of text](text.md#upstreams), by name, as JSON",
@@ -95,10 +98,14 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "admin_token": "the bearer token that every request then requires; several with commas, the first is current: "
         "[Rotation](security.md#rotation)",
         "session_secret": "the secret behind sessions' own tokens; several with commas",
+        "session_rewards": "`refuse`: a session's own token sets no reward and erases nothing "
+        "([Rewards](security.md#rewards)); no effect without an admin token",
         "session_params": "more [request fields](security.md#who-is-served) that a session's token may use, with "
         "commas: `chat_template`, `extra_args`, `logits_processors`, `priority`, `prompt_embeds`, `vllm_xargs`",
         "max_agent_sessions": "sessions below a rollout's root that a session's token may create by naming agents; "
         "several processes may each create one too many",
+        "file_root": "the folder below which a `file:///…` that a request names must lie, after symbolic links "
+        "([archives](guides/archives.md)); without one such requests are 400",
         "trusted_networks": "without an admin token: networks beside loopback whose clients are served, such as "
         "`10.0.0.0/8`, with commas",
     },

@@ -31,7 +31,9 @@ from sqlalchemy.exc import ArgumentError
 
 from app import config_file, crash_points
 from app.config_file import ConfigFile, read_config
+from app.database_url import driver_arguments
 from app.domain import patterns
+from app.domain.addresses import AddressPattern, address_pattern
 from app.domain.events import History, OnAbort, OnDivergence, ReplayKind
 from app.domain.request import SETTABLE
 from app.errors import StartupError
@@ -159,6 +161,7 @@ class Settings(BaseSettings):
     upstream_api_key: str | None = Field(default=None, repr=False)
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
+    router_workers: Annotated[tuple[AddressPattern, ...], NoDecode] = ()
     text_upstreams: Annotated[tuple[TextUpstream, ...], NoDecode] = Field(default=(), repr=False)
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
@@ -210,8 +213,10 @@ class Settings(BaseSettings):
     public_url: str | None = None
     admin_token: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     session_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    session_rewards: Literal["refuse", "allow"] = "refuse"
     session_params: Annotated[tuple[str, ...], NoDecode] = ()
     max_agent_sessions: int = Field(default=1000, ge=0)
+    file_root: str | None = None
     trusted_networks: Annotated[tuple[Network, ...], NoDecode] = ()
     webhooks: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     webhook_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False, validate_default=True)
@@ -257,6 +262,19 @@ class Settings(BaseSettings):
             return tuple(ip_network(part.strip()) for part in value.split(",") if part.strip())
         except ValueError as error:
             raise ValueError("networks such as 10.0.0.0/8 or fd00::/8, separated by commas") from error
+
+    @field_validator("router_workers", mode="before")
+    @classmethod
+    def _address_patterns(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(address_pattern(part) for part in value.split(",") if part.strip())
+        except ValueError as error:
+            raise ValueError(
+                "addresses such as 10.0.0.0/8, [fd00::]/8:30000 or http://*.workers.example.org:30000, separated by "
+                "commas; * stands for any characters but dots, and not in the last label"
+            ) from error
 
     @field_validator("session_params")
     @classmethod
@@ -357,7 +375,9 @@ class Settings(BaseSettings):
         if url.drivername not in DRIVERS:
             raise ValueError(f"a URL that begins with one of {', '.join(d + '://' for d in DRIVERS)}")
         if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
-            raise ValueError("a file, because a store in memory would lose every session")
+            raise ValueError("a file: a store in memory would lose every session")
+        if not url.drivername.startswith("sqlite"):
+            driver_arguments(url, 1.0)
         return value
 
     @field_validator("payloads")
@@ -371,6 +391,13 @@ class Settings(BaseSettings):
                 "database, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
             )
         return value.rstrip("/")
+
+    @field_validator("file_root")
+    @classmethod
+    def _folder(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError("the absolute path of a folder, such as /srv/archives")
+        return value
 
     @field_validator("on_disconnect")
     @classmethod
@@ -492,8 +519,9 @@ def _warn_of_weak(settings: Settings) -> None:
         for name in names:
             if feature not in settings.features and os.environ.get(PREFIX + name.upper(), "").strip():
                 log.warning("%s%s has no effect without %s in TURNLOG_FEATURES", PREFIX, name.upper(), feature)
-    if settings.session_secret and not settings.admin_token:
-        log.warning("TURNLOG_SESSION_SECRET has no effect without TURNLOG_ADMIN_TOKEN")
+    for name in ("session_secret", "session_rewards"):
+        if name in settings.model_fields_set and not settings.admin_token:
+            log.warning("%s%s has no effect without TURNLOG_ADMIN_TOKEN", PREFIX, name.upper())
 
 
 def _one_line(problem: Mapping[str, Any], config: ConfigFile) -> str:
@@ -517,4 +545,4 @@ def _one_line(problem: Mapping[str, Any], config: ConfigFile) -> str:
 
 def _without_password(url: str) -> str:
     """Hide the password, also in a URL that cannot be parsed, and in a query parameter."""
-    return re.sub(r"([?&]password=)[^&,]*", r"\1***", re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url))
+    return re.sub(r"([?&](?:ssl)?password=)[^&,]*", r"\1***", re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url))

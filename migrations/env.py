@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 
 from alembic import context
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import StartupError, StoreFull
 from app.settings import load_settings
-from app.store.dialect import store_error
+from app.store.dialect import change_schema, store_error
 from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import require_known, revision_of, unopened
-from app.store.postgres import DRIVER_ERRORS
+from app.store.postgres import DRIVER_ERRORS, require_usable
 from app.store.schema import metadata
 
 PRIVATE = 0o077
@@ -42,16 +41,20 @@ def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _co
 
 async def _online(url: str) -> None:
     engine = create_engine(url)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(engine.dispose)
-        try:
-            connection = await stack.enter_async_context(engine.begin())
-        except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
-            if isinstance(store_error(error), StoreFull):
-                await _on_a_full_disk(url)
-                return
+    is_postgres = engine.dialect.name == "postgresql"
+    try:
+        async with engine.begin() as connection:
+            if is_postgres:
+                await require_usable(connection)
+            # Two that migrate an empty database at once would both create the first table.
+            await connection.execute(select(change_schema()))
+            await connection.run_sync(_migrate)
+    except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+        if is_postgres or not isinstance(store_error(error), StoreFull):
             raise unopened(url, error) from error
-        await connection.run_sync(_migrate)
+        await _on_a_full_disk(url)
+    finally:
+        await engine.dispose()
 
 
 async def _on_a_full_disk(url: str) -> None:

@@ -29,8 +29,7 @@ NAMES = {
     "AsyncTurnlog": "Turnlog",
     "DefaultAsyncHttpxClient": "DefaultHttpxClient",
     "aclose": "close",
-    "aiter_bytes": "iter_bytes",
-    "aread": "read",
+    "aiter_raw": "iter_raw",
     "asyncio": "time",
     SOURCE: TARGET,
 }

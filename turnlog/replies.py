@@ -87,12 +87,13 @@ class Annotations(TypedDict):
 
 
 class SaidAnnotation(TypedDict):
-    """An annotation with its `value`; of a column what it is, not its numbers."""
+    """An annotation of `size` bytes with its `value`; of a column what it is, not its numbers."""
 
     name: str
     seq: int
     at: float
     writer: str | None
+    size: int
     value: NotRequired[Any]
     dtype: NotRequired[Literal["float32", "int32"]]
     over: NotRequired[Literal["output", "own"]]
@@ -164,7 +165,7 @@ class SessionPage(TypedDict):
 
 
 class ListedGroup(TypedDict):
-    """`sessions` counts the rollouts, by their root sessions, without erased ones. `std` is the population's.
+    """`sessions` counts the rollouts, by their root sessions, without erased ones. `std` is the sample's (n − 1).
     `zero_variance`: there are several rewards, and all are equal. `missing_attempts`: the lowest attempts that no
     session has, erased ones included. `complete` is a group that the feed may lease."""
 
@@ -363,8 +364,19 @@ class Rollback(TypedDict):
     discarded: list[int]
 
 
+class RefusedRequest(TypedDict):
+    """A request that continues turn `turn` (0: none), refused because the limit is reached."""
+
+    seq: int
+    at: float
+    turn: int
+    limit: Literal["turns", "tokens", "context", "seconds"]
+
+
 class State(TypedDict):
-    """A session after event `seq` of `last_seq`. `tree` is None where there is at most one branch."""
+    """A session after event `seq` of `last_seq`. `tree` is None where there is at most one branch. `annotations` are by
+    turn (0: the session's), each with its value, if that has at most 4 KiB.
+    """
 
     session_id: str
     seq: int
@@ -379,6 +391,7 @@ class State(TypedDict):
     closed_at: float | None
     reward: TurnReward | None
     turn_rewards: dict[str, TurnReward]
+    annotations: dict[str, list[SaidAnnotation]]
     note: str | None
     tags: list[str]
     affinity: dict[str, Any] | None
@@ -386,6 +399,7 @@ class State(TypedDict):
     tree: Tree | None
     turns: list[StateTurn]
     failed: list[FailedTurn]
+    refused: list[RefusedRequest]
     rollbacks: list[Rollback]
     problems: list[dict[str, str]]
 
@@ -663,7 +677,7 @@ class Checks(TypedDict):
 
 
 class Readiness(TypedDict):
-    """`checks` says what is missing. `read_only` is why a process that has just started cannot write."""
+    """`checks` says what is missing. `read_only` is why the store takes no writes; it is ready for reads."""
 
     status: Literal["ready", "not_ready"]
     checks: Checks
@@ -713,8 +727,16 @@ class ArchiveStep(TypedDict):
     after: ArchiveAfter | None
 
 
+class RefusedSession(TypedDict):
+    """A session of a file that was not imported."""
+
+    session_id: str
+    reason: str
+
+
 class ImportedFile(TypedDict):
-    """Sessions that were written, and that were there already."""
+    """Sessions that were written, that were there already, and that were refused."""
 
     imported: int
     there: int
+    refused: list[RefusedSession]

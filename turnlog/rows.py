@@ -197,17 +197,18 @@ class Row(TypedDict):
 
 
 class Excluded(TypedDict):
-    """With `explain`: what is not in the export, and why."""
+    """With `explain`: what is not in the export, and why. `cut_tokens`: sampled tokens that `max_seq_len` took."""
 
     session_id: str
     excluded: str
+    cut_tokens: NotRequired[int]
     segment: int | None
     turn: int | None
     cursor: str
 
 
 class Statistics(TypedDict):
-    """Of a group's rewards; `std` is the population's."""
+    """Of a group's rewards; `std` is the sample's (n − 1), 0 for one."""
 
     count: int
     mean: float

@@ -221,7 +221,7 @@ def unpack_messages(frame: bytes | None) -> Messages:
     try:
         if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
             raise CorruptContent(f"a frame declares {size} bytes of messages")
-        raw = _local.decompressor.decompressobj(write_size=max(size, 1)).decompress(body[:packed])
+        raw = _local.decompressor.stream_reader(body[:packed]).read(size)
         if zlib.crc32(raw) != check:
             raise CorruptContent("what was said is not what was stored")
         return msgspec.msgpack.decode(raw, type=Messages)

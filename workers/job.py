@@ -210,7 +210,8 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
     for spec in job.payload_specs:
         values = [value for value in reply.values if value.place.kind == spec.kind]
         if not values:
-            if spec.required and parsed.output_ids and (parsed.dialect, spec.kind) != ("vllm", "indexer_topk"):
+            is_there = parsed.output_ids and not parsed.was_queued
+            if spec.required and is_there and (parsed.dialect, spec.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{spec.kind} was asked for and is not there")
             continue
         text = body[values[0].place.start : values[0].place.end]

@@ -52,6 +52,7 @@ from workers.parse_parts import (
     same_output,
     speculative,
     usage_of,
+    was_queued,
     weight_versions,
 )
 from workers.parse_prompt import (
@@ -104,13 +105,14 @@ def completion(
         raise Rejected(f"choices[0].logprobs.token_logprobs has {len(values)} entries for {len(output_ids)} token ids")
     usage = usage_of(root)
     count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    count = usage.get("prompt_tokens")
-    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count, cut)
+    count, finish, versions = usage.get("prompt_tokens"), finish_reason(choice, {}), metadata(root)
+    queued = "matched_stop" in choice and was_queued(finish, count)
+    where = "choices[0].prompt_token_ids"
+    prompt = Prompt(choice.get("prompt_token_ids"), where, known, sent, count, cut, is_counted=not queued)
     copies = [
         *prompt.repeated(root.prompt_token_ids, "prompt_token_ids"),
         *same_output(choice, output_ids, "response_token_ids"),
     ]
-    versions = metadata(root)
     if dialect == "auto":
         is_sglangs = "matched_stop" in choice or versions or not is_null(root.sglext)
         dialect = "sglang" if is_sglangs else "vllm"
@@ -124,7 +126,7 @@ def completion(
         output_ids=int32(output_ids),
         logprobs=float64(values),
         sequence=prompt.followed_by(output_ids),
-        finish_reason=finish_reason(choice, {}),
+        finish_reason=finish,
         weight_versions=weight_versions(
             choice["weight_versions"] if here else versions.get("weight_versions"),
             f"{'choices[0]' if here else 'metadata'}.weight_versions",
@@ -133,12 +135,13 @@ def completion(
         ),
         payloads=payloads_in(dialect, choice, extension(root)),
         cached_tokens=cached_tokens(None, root.usage),
-        miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
+        miscounted=None if queued else miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
         # SGLang's completions name the alternatives by their texts, which are no ids.
         top=None
         if wish is None or dialect == "sglang"
         else of_vllm_completion(logprobs, choice, prompt, len(output_ids), wish),
         speculative=speculative(None, root.metrics),
+        was_queued=queued,
     )
     bulk = [prompt.text, *copies, bytes(choice["token_ids"]), bytes(logprobs["token_logprobs"])]
     unambiguous(body, choice, bulk)
@@ -283,6 +286,8 @@ def _sglang(
     triples = typed(_TRIPLES, meta.get("output_token_logprobs"), f"{where}.output_token_logprobs")
     count_is(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
     own, count = meta.get("prompt_tokens", NULL), usage_of(root).get("prompt_tokens")
+    finish = finish_reason(choice, meta)
+    queued = was_queued(finish, count, own)
     prompt = Prompt(
         choice.get("prompt_token_ids"),
         "choices[0].prompt_token_ids",
@@ -290,6 +295,7 @@ def _sglang(
         sent,
         count if is_null(own) else own,
         cut,
+        is_counted=not queued,
     )
     output_ids = [triple.id for triple in triples]
     copies = [
@@ -308,7 +314,7 @@ def _sglang(
         output_ids=int32(output_ids),
         logprobs=float64([triple.logprob for triple in triples]),
         sequence=prompt.followed_by(output_ids),
-        finish_reason=finish_reason(choice, meta),
+        finish_reason=finish,
         weight_versions=weight_versions(
             meta.get("weight_versions"),
             f"{where}.weight_versions",
@@ -317,9 +323,12 @@ def _sglang(
         ),
         payloads=payloads_in("sglang", meta, extension(root)),
         cached_tokens=cached_tokens(meta.get("cached_tokens"), root.usage),
-        miscounted=miscounted(prompt.tokens, (f"{where}.prompt_tokens", own), ("usage.prompt_tokens", count)),
+        miscounted=None
+        if queued
+        else miscounted(prompt.tokens, (f"{where}.prompt_tokens", own), ("usage.prompt_tokens", count)),
         top=None if wish is None else of_sglang_chat(meta, where, prompt, len(triples), wish),
         speculative=speculative(meta_raw, NULL),
+        was_queued=queued,
     )
     return parsed, [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
 

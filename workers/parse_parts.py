@@ -87,7 +87,8 @@ class Parsed(msgspec.Struct, frozen=True):
     occur twice. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
     which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
     `counts`: of text alone, how many tokens prompt and output have, as the upstream says.
-    `top` is what the request's `LogprobWish` asked for.
+    `top` is what the request's `LogprobWish` asked for. `was_queued`: SGLang aborted the request in its waiting queue,
+    and the reply has no payloads.
     """
 
     dialect: Dialect
@@ -106,6 +107,7 @@ class Parsed(msgspec.Struct, frozen=True):
     counts: tuple[int, int] | None = None
     top: TopLogprobs | None = None
     speculative: Speculative | None = None
+    was_queued: bool = False
 
 
 class Top(msgspec.Struct):
@@ -284,6 +286,15 @@ def usage_of(top: Top) -> Fields:
     if usage:
         no_contradiction(top.usage, usage, "usage")
     return usage
+
+
+def was_queued(finish: str | None, count: msgspec.Raw | None, own: msgspec.Raw = NULL) -> bool:
+    """Did SGLang abort the request in its waiting queue, where nothing has counted the prompt?
+
+    Then `usage` (`count`) has 0 prompt tokens, and `meta_info` (`own`) no number: also of a request that was taken back
+    into the queue with some output.
+    """
+    return finish == "abort" and is_null(own) and count is not None and bytes(count).strip() == b"0"
 
 
 def miscounted(tokens: int, *counts: tuple[str, msgspec.Raw | None]) -> str | None:

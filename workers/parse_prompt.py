@@ -126,11 +126,13 @@ class Prompt:
         sent: bytes | None = None,
         count: msgspec.Raw | None = None,
         cut: CutPrompt | None = None,
+        *,
+        is_counted: bool = True,
     ) -> None:
         """`sent`: the token text of a prompt sent as ids. If the engine reports ids, they must be these.
 
         If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids. `cut`: the ids,
-        if `raw` is the mark in their place.
+        if `raw` is the mark in their place. `is_counted`: the engine says how many there are.
 
         Raises Rejected, or PromptDiffers.
         """
@@ -140,7 +142,7 @@ class Prompt:
             text, begun, cut.prompt = cut.text, cut.begun, self
         if sent is not None:
             self.text = b"" if raw is None or is_null(raw) else _confirmed(text, where, sent)
-            if not self.text:
+            if not self.text and is_counted:
                 _require_count(count, where, sent)
             inner = sent
         elif raw is None:

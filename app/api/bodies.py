@@ -11,6 +11,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from app.api.state import whole_body
+from app.domain.surrogates import mended
 from app.errors import InvalidRequest
 from workers import scan
 
@@ -49,6 +50,8 @@ def read_model(raw: bytes, kind: type[Body], most: int = MAX_VALUES) -> Body:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
+        if (text := mended(raw)) is not None:
+            return read_model(text.body, kind, most)
         first = error.errors(include_url=False, include_input=False)[0]
         raise InvalidRequest(f"{_location(first['loc'])}: {first['msg']}") from error
 

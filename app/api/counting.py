@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,8 +13,9 @@ from app.api.head import TOKEN_SESSION
 from app.api.limits import peer_of, read_body
 from app.api.parameters import SessionId
 from app.api.state import services
-from app.domain.request import fields_of, join_object
-from app.errors import Unsupported
+from app.domain.request import ChatRequest, fields_of, join_object
+from app.domain.surrogates import mended
+from app.errors import InvalidRequest, Unsupported
 from app.fleet.engines import COUNT_TOKENS
 from app.logs import request_id
 from app.protocols.errors import engine_error
@@ -79,12 +81,23 @@ async def _count(request: Request, app: Services, session_id: str) -> Response:
         limit = app.settings.max_request_bytes
         body = await read_body(request.receive, request.headers.items(), limit, reservation) or b""
         run, large = app.turns.large_bodies.run, large_bytes(body)
-        tokens = await app.token_in.count(await run(large, lambda: parse_count(body)))
+        body, parsed = await run(large, partial(_parsed, body))
+        tokens = await app.token_in.count(parsed)
         if tokens is not None:
             return Response(msgspec.json.encode({"input_tokens": tokens}), media_type="application/json")
         headers = http_headers.to_engine(request.headers.items(), session_id, app.settings.upstream_api_key)
         counted = await run(large, lambda: _counted(body))
         return _passed(await app.engines.count_tokens(session_id, counted, headers))
+
+
+def _parsed(body: bytes) -> tuple[bytes, ChatRequest]:
+    """The body as it is read, and its request. Raises as `parse_count`."""
+    try:
+        return body, parse_count(body)
+    except InvalidRequest:
+        if (read := mended(body)) is None:
+            raise
+    return read.body, parse_count(read.body)
 
 
 def _counted(body: bytes) -> bytes:

@@ -9,8 +9,10 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import msgspec
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import Receive, Send
 
 from app.api.describe import Schema
@@ -20,7 +22,8 @@ from app.api.limits import arrived_body
 from app.api.replies import INTERNAL
 from app.api.state import CONTROL_BYTES
 from app.domain.patterns import ID
-from app.errors import AppError, SessionNotFound
+from app.errors import AppError, InvalidRequest, SessionNotFound
+from app.protocols.registry import protocol_at
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -30,6 +33,7 @@ log = logging.getLogger("turnlog.requests")
 NO_CONTENT = 204
 
 _ID = re.compile(ID)
+_BOOLEAN = TypeAdapter(bool)
 
 Endpoint = Callable[["Services", Head, Receive], Awaitable[tuple[int, Any]]]
 """Returns the status and what the reply's JSON is made of, or None for an empty reply. Raises AppError."""
@@ -70,6 +74,20 @@ class DirectRoute(NamedTuple):
         return {"description": description, "tags": [self.tag], "parameters": parameters}
 
 
+def flag(head: Head, name: str) -> bool:
+    """A boolean parameter of the query, false by default. Raises InvalidRequest."""
+    query: bytes = head.scope["query_string"]
+    if not query:
+        return False
+    given = [value for key, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if key == name]
+    if not given:
+        return False
+    try:
+        return _BOOLEAN.validate_python(given[-1])
+    except ValidationError as error:
+        raise InvalidRequest(f"{name}={given[-1]:.64}: {error.errors()[0]['msg']}") from error
+
+
 def by_head(routes: Iterable[DirectRoute]) -> dict[tuple[str, bool, str], Endpoint]:
     """The endpoints by what a request's head says: its method, has its path a session, and its route.
 
@@ -95,10 +113,10 @@ async def serve_direct(app: Services, endpoint: Endpoint, head: Head, receive: R
         if content is not None:
             headers, body = [("content-type", "application/json")], msgspec.json.encode(content)
     except AppError as error:
-        status, headers, body = await error_reply(app, head.path, error, head.request_id)
+        status, headers, body = await error_reply(app, protocol_at(head.path), error, head.request_id)
     except Exception:
         log.exception("an unexpected fault in %s %s", head.method, head.route)
-        status, headers, body = await error_reply(app, head.path, AppError(INTERNAL), head.request_id)
+        status, headers, body = await error_reply(app, protocol_at(head.path), AppError(INTERNAL), head.request_id)
     if status != NO_CONTENT:
         headers.append(("content-length", str(len(body))))
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]

@@ -17,9 +17,10 @@ from app.api.replies import INTERNAL, error_parts
 from app.api.state import services
 from app.errors import AppError, InvalidRequest
 from app.logs import request_id
-from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND
+from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, UPGRADE_REQUIRED
+from app.protocols.base import WireProtocol
 from app.protocols.errors import ErrorFields, openai_error
-from app.protocols.registry import ROUTES, protocol_at
+from app.protocols.registry import PROTOCOLS, ROUTES, protocol_at
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -39,20 +40,31 @@ def handle_faults(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _fault)
 
 
-async def error_reply(app: Services, path: str, error: AppError, request_id: str | None) -> tuple[int, Headers, bytes]:
+def speaks_messages(request: Request) -> bool:
+    """Does the client of a path that several protocols have speak Anthropic's? Its SDKs send this header always."""
+    return "anthropic-version" in request.headers
+
+
+def _protocol_of(request: Request) -> WireProtocol | None:
+    """The path's protocol, else the one that the client says to speak."""
+    return protocol_at(route_path(request.scope)) or (PROTOCOLS["messages"] if speaks_messages(request) else None)
+
+
+async def error_reply(
+    app: Services, protocol: WireProtocol | None, error: AppError, request_id: str | None
+) -> tuple[int, Headers, bytes]:
     """Count an error of a request that is no turn. Returns the status, headers and body of its reply."""
     try:
         error = await app.explained(error)
     except AppError as failed:
         error = failed
     app.metrics.request_failed(error.code)
-    return error_parts(error, protocol_at(path), request_id)
+    return error_parts(error, protocol, request_id)
 
 
 async def _app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
-    path = route_path(request.scope)
-    status, headers, body = await error_reply(services(request), path, error, request_id())
+    status, headers, body = await error_reply(services(request), _protocol_of(request), error, request_id())
     return Response(body, status, dict(headers))
 
 
@@ -78,6 +90,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     allowed = _allowed(request) if error.status_code in (404, 405) else []
+    if (
+        allowed
+        and "websocket" in request.headers.get("upgrade", "").lower()
+        and _TURN.fullmatch(route_path(request.scope))
+    ):
+        # Codex tries a WebSocket first. At a 426 it goes on with POST at once, at anything else after seven tries.
+        message = f"there are no WebSockets on {path}; POST is supported"
+        return _refusal(request, 426, UPGRADE_REQUIRED, message, {"upgrade": "HTTP/1.1", "connection": "upgrade"})
     if allowed:
         message = f"{request.method} is not supported on {path}; supported: {', '.join(allowed)}"
         return _refusal(request, 405, METHOD_NOT_ALLOWED, message, {"allow": ", ".join(allowed)})
@@ -91,7 +111,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _refusal(request: Request, status: int, code: str, message: str, headers: dict[str, str]) -> Response:
     services(request).metrics.request_failed(code)
-    protocol = protocol_at(route_path(request.scope))
+    protocol = _protocol_of(request)
     render = openai_error if protocol is None else protocol.error
     body = render(ErrorFields(status, message, "invalid_request_error", code, request_id=request_id()))
     return Response(body, status, headers, "application/json")

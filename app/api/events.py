@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.types import Receive, Scope, Send
 
-from app.api.closed_stream import ClosedStream
+from app.api.closed_stream import ClosedStream, FollowedStream
 from app.api.describe import NDJSON, READ, Reply, describe
 from app.api.disconnect import while_connected
 from app.api.limits import connection_of
@@ -19,7 +19,7 @@ from app.api.parameters import require_known
 from app.api.state import services
 from app.domain.events import TYPES
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
-from app.errors import InvalidRequest, PositionGone
+from app.errors import InvalidRequest, Overloaded, PositionGone
 from app.sessions.all_events import AllEvents, EventQuery
 from app.store.all_events import EventFilter
 from app.tasks import cancelled
@@ -62,7 +62,7 @@ class EventParameters(BaseModel):
     "The events of all sessions, in the order of commits",
     "page",
     Reply("Events, and positions.", {NDJSON: reply_types.LogLine}),
-    errors=(InvalidRequest, PositionGone, *READ),
+    errors=(InvalidRequest, PositionGone, Overloaded, *READ),
 )
 async def get_events(request: Request, query: Annotated[EventParameters, Query()]) -> StreamingResponse:
     """Every session's events as NDJSON, in the order of commits; with `follow` the stream stays open.
@@ -74,10 +74,10 @@ async def get_events(request: Request, query: Annotated[EventParameters, Query()
     wanted = EventFilter(tuple(query.type), query.session_id, query.group_id)
     asked = EventQuery(query.after, query.follow, query.limit, wanted)
     lines = await while_connected(request.receive, feed.start(asked))
-    return _FollowedStream(lines, feed) if query.follow else ClosedStream(lines, NDJSON)
+    return _AllFollowed(lines, feed) if query.follow else ClosedStream(lines, NDJSON)
 
 
-class _FollowedStream(ClosedStream):
+class _AllFollowed(FollowedStream):
     """Ends with the server, also if the client does not read."""
 
     def __init__(self, pieces: AsyncGenerator[bytes], feed: AllEvents) -> None:

@@ -25,7 +25,7 @@ ROWS = Reply(
         BYTES: BINARY,
         "application/vnd.msgpack": BINARY,
     },
-    ("x-turnlog-cursor", "x-turnlog-next-cursor", "content-disposition"),
+    ("x-turnlog-cursor", "x-turnlog-next-cursor", "x-turnlog-empty", "content-disposition"),
 )
 
 
@@ -41,7 +41,8 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     """Training rows in the order of commit, in any format and shape.
 
     `x-turnlog-cursor` repeats this export. Each row's `cursor` continues after that row, and `x-turnlog-next-cursor`
-    after the last row; with a `limit` that header is only sent when no rows are left.
+    after the last row; with a `limit` that header is only sent when no rows are left. `x-turnlog-empty` says that there
+    is no row.
     """
     require_known(request, ExportParameters)
     started = await while_connected(request.receive, services(request).exporter.start(query, query.cursor))
@@ -49,6 +50,8 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
         "x-turnlog-cursor": started.cursor,
         "content-disposition": f'attachment; filename="turnlog{started.suffix}"',
     }
+    if started.is_empty:
+        headers["x-turnlog-empty"] = "true"
     if query.limit is None or started.is_empty:
         headers["x-turnlog-next-cursor"] = started.next_cursor
     return ClosedStream(started.pieces, started.media_type, headers)

@@ -7,7 +7,8 @@ The guard authorises every request:
     admin token              everything
     session token            the session's own routes; on routes that name a session in a header, the session itself and
                              its agents' sessions (checked by `header_sessions`, which finds the token's session in the
-                             scope under TOKEN_SESSION)
+                             scope under TOKEN_SESSION). No reward and no erasure (`require_judge`, which the three
+                             routes call that can do that by their path, query or body)
     the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
@@ -43,7 +44,7 @@ from app.errors import (
 from app.fleet.engines import COUNT_TOKENS, MODELS
 from app.logs import LogContext
 from app.protocols.registry import ROUTES
-from app.settings import Network
+from app.settings import Network, Settings
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ _PAGE = frozenset({"/ui", "/ui/", "/docs"})
 _STATIC = "/ui/static/"
 _BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")
 _FORK = "/fork"
-_STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
-"""A response by its id; the route checks that it is the token's session's."""
+_STORED = re.compile(r"/v1/responses(/[^/]+(/input_items)?)?")
+"""A response by its id; the route checks that it is the token's session's. Without an id: a WebSocket, which is
+refused."""
 
 _LEASES = "/export/groups"
 """A GET that changes something, so the page's cookie does not allow it."""
@@ -314,6 +316,16 @@ class Guard:
         return any(self._tokens.is_signed_in(cookie, now) for cookie in _cookies(headers[b"cookie"]))
 
 
+def require_judge(scope: Scope, settings: Settings) -> None:
+    """Raises Forbidden where a session's token is about to set a reward or to erase content: the agent that is judged
+    may hold it, whose harness does."""
+    if TOKEN_SESSION in scope and settings.session_rewards == "refuse":
+        raise Forbidden(
+            "a session token sets no reward and erases nothing: use the admin token, or set "
+            "TURNLOG_SESSION_REWARDS=allow"
+        )
+
+
 def unknown_session(session_id: str) -> SessionNotFound:
     """The error for a session that does not exist, and for another token's session: a client cannot tell them apart."""
     if re.fullmatch(ID, session_id) is None:
@@ -348,7 +360,7 @@ def _check_session_token(token_session: str, head: Head) -> AppError | None:
     protocol = ROUTES.get(path)
     if (protocol is not None and method in protocol.methods) or (method == "POST" and path == COUNT_TOKENS):
         return None
-    if method in _READS and (path == MODELS or _STORED.fullmatch(path)):
+    if method in _READS and (path == MODELS or path.startswith(f"{MODELS}/") or _STORED.fullmatch(path)):
         return None
     return Forbidden("a session token is only valid for its own session's routes")
 

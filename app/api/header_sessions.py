@@ -20,6 +20,7 @@ from app.api.head import unknown_session
 from app.api.sessions import CreateSession, made_session_id, new_session
 from app.domain import control
 from app.domain.patterns import ID
+from app.domain.surrogates import decoded
 from app.errors import AppError, HistoryMismatch, InvalidRequest, RollbackTooDeep, SessionBusy, SessionClosed
 from app.turn.in_flight import TurnReply
 from app.upstream.headers import Headers
@@ -340,7 +341,7 @@ def _named_in(body: bytes, fields: Collection[str]) -> str | None:
     if not any(BODY_FIELDS[field] in body for field in fields):
         return None
     try:
-        named = _NAMED.decode(body)
+        named = decoded(_NAMED, body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None  # The turn's parser says what is wrong.
     values = {PROMPT_CACHE_KEY: _text(named.prompt_cache_key), USER_ID: _user(named.metadata)}

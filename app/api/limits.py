@@ -18,6 +18,7 @@ from app.errors import (
     RequestTooLarge,
     UnsupportedEncoding,
 )
+from app.freed_memory import LARGE
 from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
 
@@ -103,6 +104,11 @@ class BodyReservation:
         memory.size += size
         self.size += size
 
+    def give_back(self, size: int) -> None:
+        """Free `size` of the bytes that `grow` reserved."""
+        self._memory.size -= size
+        self.size -= size
+
     def hold(self, size: int) -> None:
         """Reserve the bytes of a body of at most SMALL that has come whole. Raises Overloaded."""
         memory = self._memory
@@ -163,6 +169,8 @@ class BodyReservation:
             else:
                 del memory.sessions[self.session]
         memory.size -= self.size
+        if self.size > LARGE:
+            memory.released()
         self.size = self.body_size = 0
 
 
@@ -170,11 +178,18 @@ class RequestMemory:
     """Bytes of all bodies in this process, at most `limit`; also by session, and by peer for incomplete bodies.
 
     A session and a peer may always have one request of `largest` bytes. `clock` returns seconds. `arriving` holds the
-    incomplete bodies, the oldest first.
+    incomplete bodies, the oldest first. `released` is called when a request with LARGE bodies has ended.
     """
 
-    def __init__(self, limit: int, largest: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limit: int,
+        largest: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        released: Callable[[], None] = lambda: None,
+    ) -> None:
         self.limit = limit
+        self.released = released
         self.clock = clock
         self.size = 0
         self.sessions: dict[str, int] = {}

@@ -54,7 +54,7 @@ from app.errors import (
     Unsupported,
     WorkerCrash,
 )
-from app.protocols.registry import PROTOCOLS
+from app.protocols.registry import ROUTES
 from turnlog.replies import Error, ToldEngines
 
 COMPONENTS, RESPONSES = "#/components/schemas/", "#/components/responses/"
@@ -109,6 +109,7 @@ REPLY_HEADERS: Mapping[str, str] = {
     "x-turnlog-session-id": "The session that was made for a request that named none (`TURNLOG_WITHOUT_SESSION`).",
     "x-turnlog-cursor": "Repeats this export.",
     "x-turnlog-next-cursor": "Goes on behind the whole export.",
+    "x-turnlog-empty": "`true` where there is no row.",
     "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
     "x-turnlog-shape": "A JSON list, rows first.",
     "x-turnlog-row-start": "Which token the first row belongs to.",
@@ -215,7 +216,7 @@ class _Builder:
         in_path = [{**session_id, "schema": {**TEXT, "pattern": ID}}]
         in_header = [_header_parameter(name, text) for name, text in SESSION_HEADERS.items()]
         paths: dict[str, Schema] = {}
-        for protocol in PROTOCOLS.values():
+        for protocol in ROUTES.values():
             name = str(protocol.schema["title"])
             self._schemas[name] = dict(protocol.schema)
             for prefix, summary, parameters, told in (
@@ -229,7 +230,7 @@ class _Builder:
                     (*TURN_REPLY_HEADERS, *told),
                 )
                 operation = {
-                    "summary": f"One turn, {protocol.name}{summary}",
+                    "summary": f"One turn, {protocol.route.removeprefix('/v1/')}{summary}",
                     "tags": ["Turns"],
                     "parameters": [*parameters, *(_header_parameter(*header) for header in TURN_HEADERS.items())],
                     "requestBody": {"required": True, "content": {JSON: body}},

@@ -13,8 +13,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import Receive
 
-from app.api.describe import ANYTHING, JSON, TEXT, Reply, describe, json_reply
-from app.api.direct import DirectRoute
+from app.api.describe import ANYTHING, JSON, TEXT, Reply, Schema, describe, json_reply
+from app.api.direct import DirectRoute, flag
 from app.api.head import Head
 from app.api.openapi import document
 from app.errors import AppError
@@ -70,19 +70,21 @@ async def health(app: Services, head: Head, receive: Receive) -> tuple[int, Any]
 
 
 @describe(
-    "Can the process serve turns?",
+    "Can the process serve?",
     "anyone",
     json_reply(reply_types.Readiness, "It can."),
     json_reply(reply_types.Readiness, "It cannot; `checks` says why.", 503),
 )
 async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
-    """Can the process serve turns: does the database answer and accept writes, are a worker and an engine alive?
+    """Does the database answer, are its events read in the order of commits, are a worker and an engine alive?
 
-    `warnings` concern the settings and do not change the status.
+    A store that takes no writes, such as a full one, is ready for reads: `writable` is false. With `writes=1` that is
+    503 too. Every ten seconds a write is tried; `read_only` is why it failed. `warnings` concern the settings and do
+    not change the status.
     """
-    read_only = app.registration.read_only
+    read_only = app.registration.read_only or app.proof.unwritable
     checks = {
-        "database": True,
+        "database": app.proof.is_ordered,
         "writable": read_only is None,
         "pool": app.pool.counters().alive > 0,
         # Who has no engine, but upstreams of text, has sessions of these alone.
@@ -92,7 +94,8 @@ async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
         await app.database.read(reads.epoch)
     except AppError:
         checks["database"] = False
-    is_ready = all(checks.values())
+    needed = checks if flag(head, "writes") else checks.keys() - {"writable"}
+    is_ready = all(checks[name] for name in needed)
     return 200 if is_ready else 503, {
         "status": "ready" if is_ready else "not_ready",
         "checks": checks,
@@ -101,9 +104,17 @@ async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     }
 
 
+WRITES: Schema = {
+    "name": "writes",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "boolean", "default": False},
+    "description": "Not ready either while the store takes no writes.",
+}
+
 DIRECT_ROUTES = (
     DirectRoute("GET", False, "/health", health, "Service"),
-    DirectRoute("GET", False, "/ready", ready, "Service"),
+    DirectRoute("GET", False, "/ready", ready, "Service", (WRITES,)),
 )
 
 

@@ -7,15 +7,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import parse_qsl
 
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.types import Receive, Scope
 
 from app.api.bodies import MAX_COMPONENTS, body_of, read_model, require_finite, require_small
+from app.api.closed_stream import FollowedStream, HeldReply
 from app.api.describe import (
     BINARY,
     BODY,
@@ -32,8 +32,9 @@ from app.api.describe import (
     describe,
     json_reply,
 )
-from app.api.direct import DirectRoute, small_body
-from app.api.head import Head
+from app.api.direct import DirectRoute, flag, small_body
+from app.api.head import Head, require_judge
+from app.api.limits import peer_of
 from app.api.parameters import SessionId
 from app.api.state import services, start_stream
 from app.domain.branches import Branches
@@ -56,6 +57,7 @@ from app.domain.session import Session
 from app.errors import (
     InvalidRequest,
     NotFound,
+    Overloaded,
     PayloadTombstoned,
     Restored,
     SessionClosed,
@@ -65,6 +67,7 @@ from app.errors import (
     SessionUnreadable,
     Unsupported,
 )
+from app.export.session_samples import bytes_of
 from app.sessions import event_log, transcript
 from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
@@ -314,17 +317,26 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
     example={"max_seq_len": 32768},
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
-    """The session's samples as safetensors; a `reward` in the body is first assigned to the session."""
+    """The session's samples as safetensors; a `reward` in the body is first assigned to the session, which needs the
+    admin's token unless `TURNLOG_SESSION_REWARDS=allow`."""
     app = services(request)
     query = await body_of(request, SamplesQuery, is_optional=True)
     require_finite(query.metadata, "metadata")
     require_small("metadata has", query.metadata)
     if query.reward is not None:
+        require_judge(request.scope, app.settings)
         await app.sessions.require(session_id)
         await app.sessions.assign_reward(session_id, query.reward, {}, None)
     live = await app.sessions.require(session_id)
-    body = await app.samples.safetensors(live, query.max_seq_len, query.branches, query.metadata)
-    return Response(body, media_type=BYTES)
+    reservation = app.inflight.reserve(peer=peer_of(request.scope))
+    try:
+        # Half of the memory at most, so that samples that take more are made, and not more than two at a time.
+        reservation.grow(min(bytes_of(live.session, query.branches), app.settings.inflight_bytes // 2))
+        body = await app.samples.safetensors(live, query.max_seq_len, query.branches, query.metadata)
+    except BaseException:
+        reservation.release()
+        raise
+    return HeldReply(body, BYTES, reservation)
 
 
 @router.get("/sessions/{session_id}/events")
@@ -332,7 +344,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
     "The session's event log",
     "session",
     Reply("Events.", {NDJSON: reply_types.EventLine}),
-    errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
+    errors=(InvalidRequest, SessionNotFound, SessionUnreadable, Overloaded, *READ),
 )
 async def get_events(
     request: Request,
@@ -343,9 +355,10 @@ async def get_events(
     """The session's events as NDJSON; with `follow` the stream stays open."""
     app = services(request)
     lines = await event_log.event_lines(app.database, app.followers, session_id, after, follow)
-    if not follow:
-        lines, _ = await start_stream(lines)
-    return StreamingResponse(lines, media_type=NDJSON)
+    if follow:
+        return FollowedStream(lines, NDJSON)
+    started, _ = await start_stream(lines)
+    return StreamingResponse(started, media_type=NDJSON)
 
 
 @router.get("/sessions/{session_id}/turns/{turn}/{kind}")
@@ -412,7 +425,9 @@ async def get_refused_reply(
     example={"reward": 1.0, "components": {"tests": 1.0}},
 )
 async def put_reward(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
-    """Set the reward of the session or of one of its turns."""
+    """Set the reward of the session or of one of its turns. With a session's token 403, unless
+    `TURNLOG_SESSION_REWARDS=allow`."""
+    require_judge(head.scope, app.settings)
     session_id = head.path_session
     assert session_id is not None
     body = read_model(await small_body(app, head, receive), Reward, MAX_COMPONENTS)
@@ -429,30 +444,17 @@ async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[i
     """Close the session at once; with `?erase=true` also delete its content permanently.
 
     202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
+    `?erase=true` with a session's token is 403, unless `TURNLOG_SESSION_REWARDS=allow`.
     """
     session_id = head.path_session
     assert session_id is not None
-    query: bytes = head.scope["query_string"]
-    if not (query and _wants_erasure(query)):
+    if not flag(head, "erase"):
         await app.sessions.close(session_id)
         return 204, None
+    require_judge(head.scope, app.settings)
     is_gone = await app.erasure.erase(session_id)
     log.info("session erased", extra={"session_id": session_id})
     return 204 if is_gone else 202, None
-
-
-_BOOLEAN = TypeAdapter(bool)
-
-
-def _wants_erasure(query: bytes) -> bool:
-    """The parameter `erase`. Raises InvalidRequest."""
-    given = [value for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if name == "erase"]
-    if not given:
-        return False
-    try:
-        return _BOOLEAN.validate_python(given[-1])
-    except ValidationError as error:
-        raise InvalidRequest(f"erase={given[-1]:.64}: {error.errors()[0]['msg']}") from error
 
 
 ERASE: Schema = {

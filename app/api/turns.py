@@ -105,6 +105,7 @@ class TurnRequest:
                 error = failed
             outcome = error.code
             await self._send_error(error)
+            app.freed.refused(stages.request_bytes)
             stages.ended_at = stages.clock()
         except Exception:
             reservation.release()

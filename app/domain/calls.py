@@ -16,7 +16,9 @@ import msgspec
 
 from app.domain import bounds
 from app.domain.events import GivenIds
+from app.domain.left_out import SURROGATE, left_out_at
 from app.domain.request import join_object
+from app.domain.surrogates import mended_text
 from workers.reply import SampledCall
 
 Message = Mapping[str, Any]
@@ -294,13 +296,23 @@ def sendable(raw: bytes) -> bytes:
     return join_object({**message, "tool_calls": b"[" + b",".join(mended) + b"]"})
 
 
+def halves_in(messages: Sequence[bytes], base: int) -> list[str]:
+    """Those of the chat messages from `base` on that have half of a surrogate pair in the JSON of a call's arguments
+    (`app.domain.left_out`)."""
+    return [
+        left_out_at(SURROGATE, f"messages[{index}]")
+        for index, raw in enumerate(messages, base)
+        if any(isinstance(call.arguments, str) and mended_text(call.arguments) for call in sampled_calls(raw))
+    ]
+
+
 def lenient_object(arguments: Any) -> str:
-    """The object that such arguments may be read as, as text: raw control characters and NaN are taken, and of anything
-    else comes `{}`."""
+    """The object that such arguments may be read as, as text: raw control characters, NaN and halves of surrogate pairs
+    are taken, and of anything else comes `{}`."""
     if not isinstance(arguments, str) or bounds.is_too_much(arguments.encode(errors="surrogatepass")):
         return "{}"
     try:
-        value = json.loads(arguments, strict=False)
+        value = json.loads(mended_text(arguments) or arguments, strict=False)
         return msgspec.json.encode(value).decode() if isinstance(value, dict) else "{}"
     except (ValueError, OverflowError, RecursionError):
         return "{}"

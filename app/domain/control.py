@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from app.domain import bounds, patterns
+from app.domain.surrogates import decoded
 from app.errors import InvalidRequest
 
 Action = Literal["open", "bind", "close"]
@@ -62,7 +63,7 @@ def remove_control(params: dict[str, msgspec.Raw]) -> SessionControl | None:
 def session_named(body: bytes) -> str | None:
     """The session that a request's control names. Raises InvalidRequest for an invalid control."""
     try:
-        raw = _EXTENDED.decode(body).nvext
+        raw = decoded(_EXTENDED, body).nvext
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     if not bytes(raw):

@@ -24,6 +24,7 @@ from app.domain.returned import ReturnedCalls, StoredReplies
 from app.domain.rules import EMPTY_HASH, RULES, Plan, TreeIndex, running_hash
 from app.domain.session import Session, Turn
 from app.domain.split import LONG, quoted_parts
+from app.domain.surrogates import mended_text
 from app.errors import InvalidRequest
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import Hasher
@@ -133,7 +134,8 @@ def _arguments(arguments: Any) -> Any:
         try:
             return _plain(msgspec.json.decode(text))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return text
+            mended = mended_text(text)
+            return text if mended is None else _arguments(mended)
     return {} if arguments is None else _plain(arguments)
 
 

@@ -19,6 +19,15 @@ IMAGE_DETAIL = "image_detail"
 INCLUDE = "include"
 """A part of a server's tool's result that the response was to include."""
 
+SURROGATE = "surrogate"
+"""Half of a surrogate pair, read as U+FFFD."""
+
+REMOVED_TOOL = "removed_tool"
+"""A tool that the client has withdrawn."""
+
+UNKNOWN_TOOL = "unknown_tool"
+"""A tool that the client adds by a name that it has not defined."""
+
 SILENT_MESSAGE = "silent_message"
 """A message of system or developer that the chat template renders as nothing."""
 

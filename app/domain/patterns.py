@@ -51,11 +51,12 @@ def base_url_fault(url: str, *, may_have_query: bool = False) -> str | None:
         (parts.hostname or "").encode("idna")
     except ValueError:
         return wanted
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
+    # An empty query or fragment too: a path that is added behind it would become part of it.
+    if parts.scheme not in ("http", "https") or not parts.hostname or "#" in url:
         return wanted
-    if parts.query and not may_have_query:
+    if "?" in url and not may_have_query:
         return wanted
-    if parts.username or parts.password:
+    if "@" in parts.netloc:
         return "without credentials (use TURNLOG_UPSTREAM_API_KEY)"
     return None
 

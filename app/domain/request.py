@@ -75,7 +75,6 @@ class CompletionRequest(msgspec.Struct, frozen=True):
 
     shape: ClassVar[EngineShape] = "completions"
     refusal: ClassVar[str | None] = None
-    left_out: ClassVar[Sequence[str]] = ()
     beginning: ClassVar[bytes | None] = None
 
     text: str | None
@@ -83,6 +82,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     params: dict[str, msgspec.Raw]
     stream: bool
     control: SessionControl | None = None
+    left_out: Sequence[str] = ()
     protocol: str = "completions"
     echo: bytes | None = None
     key: str | None = None

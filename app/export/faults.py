@@ -30,10 +30,17 @@ def told(error: Exception) -> str:
 
 
 def excluded(
-    session_id: object, cursor: object, reason: str, *, segment: object = None, turn: int | None = None
+    session_id: object,
+    cursor: object,
+    reason: str,
+    *,
+    segment: object = None,
+    turn: int | None = None,
+    cut_tokens: int | None = None,
 ) -> Fields:
-    """A row that says why something is not in an export."""
-    return {"session_id": session_id, "segment": segment, "turn": turn, EXCLUDED: reason, "cursor": cursor}
+    """A row that says why something is not in an export; `cut_tokens`: the sampled tokens that `max_seq_len` took."""
+    cut = {} if cut_tokens is None else {"cut_tokens": cut_tokens}
+    return {"session_id": session_id, "segment": segment, "turn": turn, EXCLUDED: reason, **cut, "cursor": cursor}
 
 
 def instead(shaped: Fields, error: Exception) -> Fields:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
+from typing import NamedTuple
 
 import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
-from app.domain.samples import Truncate, aged
+from app.domain.samples import Segment, Status, Truncate, aged
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
 from app.export.pages import ExportPage
 from app.export.query import Cursor, ExportQuery, session_excluded
 from app.export.row import Fields, Row, Unfit
-from app.export.rows import SessionRows, known
+from app.export.rows import Known, SessionRows, known
 from app.export.shapes.tree import SessionTree
 from app.store.bulk import StoredSession
 
@@ -29,6 +31,15 @@ NOTHING_FITS: Mapping[Truncate, str] = {
 
 Warn = Callable[[str, object], None]
 """Is told the id of a session that cannot be read, and why."""
+
+
+class _Missing(NamedTuple):
+    """What of a session is not in an export: from turn `turn` on, or that turn."""
+
+    segment: int
+    turn: int
+    reason: str
+    cut_tokens: int | None = None
 
 
 class PartRows:
@@ -206,7 +217,11 @@ class PartRows:
             top_k=self._query.top_k,
         )
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
-        missing = list(turns_left_out(session.session, made.rows, self._query.branches)) if self._query.explain else []
+        missing: list[_Missing] = []
+        if self._query.explain:
+            left_out = turns_left_out(session.session, made.rows, self._query.branches)
+            missing = [_Missing(turn.segment, turn.number, reason) for turn, reason in left_out]
+            missing += filter(None, (self._cut(session, made, row) for row in made.rows))
         total = len(made.rows) + len(missing)
         for nth, row in enumerate(made.rows, 1):
             cursor, segment, number = (
@@ -216,11 +231,10 @@ class PartRows:
             )
             if segment is None:
                 reason = NOTHING_FITS[self._query.truncate] + _in_no_loss(session.session, row, self._query)
-                yield excluded(session_id, cursor, reason, segment=number)
-            elif self._query.status not in (
-                None,
-                status := formats.status_of(self._query.format, self._query.shape, segment),
-            ):
+                yield excluded(
+                    session_id, cursor, reason, segment=number, cut_tokens=sum(_sampled(session, row).values())
+                )
+            elif self._query.status not in (None, status := self._status(segment)):
                 yield excluded(
                     session_id,
                     cursor,
@@ -242,9 +256,43 @@ class PartRows:
                     yield excluded(session_id, cursor, reason, segment=number)
                 else:
                     yield _as_asked(made_row, self._query)
-        for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
+        for nth, one in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
-            yield excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)
+            yield excluded(
+                session_id, cursor, one.reason, segment=one.segment, turn=one.turn, cut_tokens=one.cut_tokens
+            )
+
+    def _cut(self, session: Known, made: SessionRows, row: BranchRow) -> _Missing | None:
+        """What `max_seq_len` took of a row that is in the export; None: nothing that the row has in its loss."""
+        segment = next((one for one in made.segments if one.row is row), None)
+        asked = self._query.status
+        if segment is None or not segment.cut or asked not in (None, self._status(segment)):
+            return None
+        whole = row.turns[: len(segment.turns) - (segment.end is not None)]
+        sampled = _sampled(session, row)
+        lost = sum(tokens for turn, tokens in sampled.items() if turn not in whole)
+        last = segment.turns[-1].event
+        if segment.end is not None and last.turn in sampled:
+            lost -= segment.end - last.base_tokens - last.suffix_tokens
+        if lost <= 0:
+            return None
+        first = row.turns[len(whole)]
+        reason = f"max_seq_len: {lost} of {sum(sampled.values())} sampled tokens are cut"
+        return _Missing(row.leaf.segment, first, reason, lost)
+
+    def _status(self, segment: Segment) -> Status:
+        return formats.status_of(self._query.format, self._query.shape, segment)
+
+
+def _sampled(session: Known, row: BranchRow) -> dict[int, int]:
+    """By turn, the sampled tokens that a row has in its loss where nothing is cut."""
+    events = [session.events[turn] for turn in row.turns]
+    ends = [*(after.base_tokens for after in events[1:]), math.inf]  # what the next prompt does not repeat is trimmed
+    return {
+        event.turn: int(min(event.output_tokens, end - event.base_tokens - event.suffix_tokens))
+        for event, end in zip(events, ends, strict=True)
+        if event.turn in row.in_loss
+    }
 
 
 def _as_asked(row: Row, query: ExportQuery) -> Row:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.branches import TEXT_ONLY, Branches
+from app.domain.branches import TEXT_ONLY, Branches, pick
 from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
@@ -140,6 +140,20 @@ class SessionSamples:
             return await self._token_in.mismatch(session, leaf, tokens, messages)
         except InvalidRequest:
             return None
+
+
+TOKEN_BYTES = 8 + 1 + 8
+"""Of a token in samples: its id, loss mask and logprob."""
+
+
+def bytes_of(session: Session, branches: Branches) -> int:
+    """About the memory that making the samples takes: the arrays, in which payloads are int32, and the reply."""
+    size = 0
+    for leaf in pick(session, branches):
+        size += leaf.token_count * TOKEN_BYTES
+        for payload in session.whole_payloads(leaf.number):
+            size += max(4 * (payload.stop - payload.start) * payload.row_ids, sum(one.size for one in payload.chunks))
+    return 2 * size
 
 
 def summary(session: Session) -> dict[str, Any]:

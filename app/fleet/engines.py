@@ -17,7 +17,7 @@ from app.domain.request import IdsField
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
 from app.fleet.versions import WeightVersions
-from app.upstream.client import ONCE, EngineClient, EngineReply, Grow, TooLarge, Unreadable, Withheld
+from app.upstream.client import ONCE, EngineClient, EngineReply, Grow, TooLarge, Unreadable
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.http import EngineError, Lost, NotSent, TimedOut
@@ -196,14 +196,23 @@ class Engines:
     ) -> EngineReply:
         """Send a generation to the first engine that can be connected to; its answer, whatever its status.
 
-        `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
-        `version` is the adapter's weight version, if known. `open_stream` is for a reply that the engine streams; the
-        answer is the whole reply all the same. `path` is the route for the body that was made last, if not the shape's.
+        `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled once it was
+        sent, `abort` it. `version` is the adapter's weight version, if known. `open_stream` is for a reply that the
+        engine streams; the answer is the whole reply all the same. `path` is the route for the body that was made last,
+        if not the shape's.
 
         Raises as `body_for`, UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (malformed, too large, a redirect or
         another status that holds no completion), Withheld if `may_send` refuses at the last moment.
         """
-        tried = 0
+        tried, url, is_cancelled = 0, "", False
+
+        def sends() -> bool:
+            if may_send is not None and not may_send():
+                return False
+            if rid:
+                self._generating[rid] = url
+            return True
+
         try:
             for url in order:
                 tried += 1
@@ -217,8 +226,6 @@ class Engines:
                     dispatched = version
                     if version is None:
                         dispatched = known if self._versions is None else await self._dispatched(url)
-                    if rid:
-                        self._generating[rid] = url
                     sent = headers
                     if rid and dialect != "sglang":
                         sent = with_request_id(sent, rid)
@@ -228,7 +235,7 @@ class Engines:
                     if open_stream is not None:
                         stream = open_stream(url, dispatched, member.logprobs_of or self._logprobs_of)
                     route = PATHS[shape] if path is None else path()
-                    reply = await self._client.post(url + route, body, sent, grow, may_send, stream)
+                    reply = await self._client.post(url + route, body, sent, grow, sends, stream)
                 except NotSent as error:
                     self._refused(member, error)
                     continue
@@ -242,17 +249,19 @@ class Engines:
                     member.in_flight -= 1
                 if member.is_refusing:
                     member.answered()
-                self._generating.pop(rid, None)
                 reply.engine, reply.dispatched, reply.known = url, dispatched, known
                 reply.logprobs_of = member.logprobs_of or self._logprobs_of
                 if reply.status != 200:
                     require_status(url, reply.status)
                 return reply
-        except (AppError, EngineError, Withheld):
-            self._generating.pop(rid, None)
+            raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
+        except asyncio.CancelledError:
+            is_cancelled = True
             raise
-        self._generating.pop(rid, None)
-        raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
+        finally:
+            # A cancelled one that was sent stays, for `abort` to find.
+            if not is_cancelled:
+                self._generating.pop(rid, None)
 
     async def _dispatched(self, url: str) -> str | None:
         """The weight version of what is sent to this engine now; None if it is not known."""
@@ -287,6 +296,8 @@ class Engines:
         if member.is_refusing:
             member.answered()
         member.token_ids = field or "none"
+        if field is not None and member.dialect is None:
+            member.dialect = "sglang" if field == "input_ids" else "vllm"
         if field is None:
             log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
         return field

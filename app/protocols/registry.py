@@ -9,7 +9,7 @@ from app.protocols.base import WireProtocol
 from app.protocols.chat import Chat
 from app.protocols.completions import Completions
 from app.protocols.messages import Messages
-from app.protocols.responses import Responses
+from app.protocols.responses import Compaction, Responses
 from app.protocols.tokens import SglangGenerate, VllmGenerate
 
 PROTOCOLS: Mapping[str, WireProtocol] = {
@@ -18,7 +18,7 @@ PROTOCOLS: Mapping[str, WireProtocol] = {
 }
 """By name, as the log has it."""
 
-ROUTES: Mapping[str, WireProtocol] = {protocol.route: protocol for protocol in PROTOCOLS.values()}
+ROUTES: Mapping[str, WireProtocol] = {protocol.route: protocol for protocol in (*PROTOCOLS.values(), Compaction())}
 """By path below a base URL."""
 
 _AT = re.compile(rf"({'|'.join(map(re.escape, ROUTES))})(/|$)")

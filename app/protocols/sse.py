@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from app.domain.json_lines import in_one_line
+from app.domain.surrogates import decoded
 from workers.codec import describe
 
 SEARCHED = 64 << 10
@@ -31,6 +32,7 @@ class _Flag(msgspec.Struct):
 
 
 describe(_Flag)
+_FLAG = msgspec.json.Decoder(_Flag)
 
 
 def is_set(stream: msgspec.Raw | None) -> bool:
@@ -43,6 +45,6 @@ def wants_stream(body: bytes) -> bool:
     if len(body) <= SEARCHED and b'"stream"' not in body:
         return False
     try:
-        return bool(msgspec.json.decode(body, type=_Flag).stream)
+        return bool(decoded(_FLAG, body).stream)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False

@@ -42,10 +42,11 @@ from workers import codec
 from workers.codec import CorruptContent
 from workers.parse_prompt import Hasher, KnownText
 
-ENTRY_BYTES = 2048
-TURN_BYTES = 768
+ENTRY_BYTES = 7 << 10
+TURN_BYTES = 1536
 CHUNK_BYTES = 256
-"""Approximate memory in bytes of an entry, of each of its turns, and of each chunk that its payloads name."""
+"""Approximate memory in bytes of an entry, of each of its turns, and of each chunk that its payloads name: what Python
+allocates for them beside texts, and a tenth."""
 
 
 class PrefixBuffer:

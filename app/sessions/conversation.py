@@ -208,9 +208,9 @@ def turn_messages(turns: Sequence[Turn], frames: Frames, most: int | None = None
             continue
         for index, message in enumerate(as_messages(turn.protocol, contents), turn.base_messages):
             is_long = len(message) > (most or MAX_BYTES)
-            error = f"{len(message)} bytes are too many to show" if is_long else None
+            why = f"{len(message)} bytes are too many to show" if is_long else None
             raw = None if is_long else msgspec.Raw(message)
-            shown.append(ShownMessage(index, turn.number, turn.agent_id, index == end, raw, error))
+            shown.append(ShownMessage(index, turn.number, turn.agent_id, index == end, raw, why))
     return shown
 
 

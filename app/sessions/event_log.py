@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from app.domain.events import BlobRef, Recorded, SessionErased, UnknownEvent, name_of, to_fields
 from app.domain.rules import superseded
 from app.domain.session import Payload, Session, Turn
-from app.errors import NotFound, SessionNotFound, SessionUnreadable
+from app.errors import NotFound, Overloaded, SessionNotFound, SessionUnreadable
 from app.store import heads_view, reads
 from app.store.ports import Database
 from workers import codec
@@ -23,11 +23,16 @@ POLL_S = 1.0
 """Interval in seconds at which a follower looks for events of other processes."""
 
 
+MOST_FOLLOWERS = 1000
+"""Open followed logs of a process: each reads the store once a second, even if nothing happens."""
+
+
 class Followers:
-    """The followers of each session's log in this process."""
+    """The followers of each session's log in this process. `open` counts them with those of the log of all sessions."""
 
     def __init__(self) -> None:
         self.stopping = False
+        self.open = 0
         self.following: dict[str, set[asyncio.Event]] = {}
         """By session; one without followers has no entry."""
 
@@ -36,6 +41,17 @@ class Followers:
         self.stopping = True
         for session_id in self.following:
             self.notify(session_id)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Raises Overloaded."""
+        if self.open >= MOST_FOLLOWERS:
+            raise Overloaded(f"{self.open} logs are followed already")
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
 
     @contextlib.contextmanager
     def follow(self, session_id: str) -> Iterator[asyncio.Event]:
@@ -136,7 +152,7 @@ PAGE = 500
 
 async def event_lines(
     database: Database, followers: Followers, session_id: str, after: int, follow: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """The events after seq `after` as NDJSON. Raises SessionNotFound before the first line."""
     if await database.read(lambda connection: heads_view.head(connection, session_id), session_id=session_id) is None:
         raise SessionNotFound.of(session_id)
@@ -145,7 +161,7 @@ async def event_lines(
 
 async def _event_lines(
     database: Database, followers: Followers, session_id: str, after: int, follow: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     with followers.follow(session_id) as changed:
         while True:
             changed.clear()

@@ -36,8 +36,9 @@ class SessionAt(NamedTuple):
         assert isinstance(recorded.event, TurnCommitted)
         return recorded.at, recorded.event
 
-    def said_of(self, turn: int) -> list[dict[str, Any]]:
-        """The annotations of a turn (0: of the session) with their values; of a column what it is, not its numbers."""
+    def said_of(self, turn: int, most: int | None = None) -> list[dict[str, Any]]:
+        """The annotations of a turn (0: of the session) with their values, if these have at most `most` bytes; of a
+        column what it is, not its numbers."""
         said: list[dict[str, Any]] = []
         for name, one in sorted(self.session.annotations.get(turn, {}).items()):
             event = self.events[one.seq - 1].event
@@ -48,7 +49,9 @@ class SessionAt(NamedTuple):
                 if column is None
                 else {"dtype": column.dtype, "over": column.over, "length": column.length, "absent": column.absent}
             )
-            said.append({"name": name, "seq": one.seq, "at": one.at, "writer": one.writer, **content})
+            if most is not None and one.size > most:
+                content.pop("value", None)
+            said.append({"name": name, "seq": one.seq, "at": one.at, "writer": one.writer, "size": one.size, **content})
         return said
 
 

@@ -9,7 +9,16 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import asdict
 
-from app.domain.events import Recorded, RolledBack, Timing, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
+from app.domain.events import (
+    LimitReached,
+    Recorded,
+    RolledBack,
+    Timing,
+    TurnAbandoned,
+    TurnCommitted,
+    TurnOpened,
+    TurnRejected,
+)
 from app.domain.session import AssignedReward, OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
@@ -20,9 +29,12 @@ from app.store.engine import Database
 from turnlog import replies
 from turnlog.events import VersionSpan
 from turnlog.parameters import SessionState
-from turnlog.replies import FailedTurn, Rollback, StageTimes, State, StatePayload, StateTurn
+from turnlog.replies import FailedTurn, RefusedRequest, Rollback, StageTimes, State, StatePayload, StateTurn
 from turnlog.rows import Part, TurnReward
 from workers.codec import CorruptContent
+
+MAX_VALUE = 4096
+"""Bytes of an annotation's value that a state has."""
 
 
 class SessionViews:
@@ -78,6 +90,7 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         created_at=session.created_at,
         closed_at=session.closed_at,
         reward=None if session.reward is None else _reward(session.reward),
+        annotations={str(turn): cast(Any, state.said_of(turn, MAX_VALUE)) for turn in sorted(session.annotations)},
         turn_rewards={str(turn): _reward(reward) for turn, reward in session.turn_rewards.items()},
         note=session.note,
         tags=list(session.tags),
@@ -93,6 +106,11 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
             _failed(state, recorded, recorded.event)
             for recorded in state.events
             if isinstance(recorded.event, TurnRejected | TurnAbandoned)
+        ],
+        refused=[
+            RefusedRequest(seq=recorded.seq, at=recorded.at, turn=recorded.event.turn, limit=recorded.event.limit)
+            for recorded in state.events
+            if isinstance(recorded.event, LimitReached) and not recorded.event.sampled
         ],
         rollbacks=[
             Rollback(

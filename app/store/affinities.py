@@ -76,9 +76,12 @@ _slide = (
 )
 
 
+_last_engine = select(sessions.c.engine).where(
+    sessions.c.session_id == bindparam("sid", type_=String()), sessions.c.engine.is_not(None)
+)
 _end_of_session = insert(affinities).from_select(
     [*(column.name for column in affinities.columns)],
-    select(
+    _last_engine.with_only_columns(
         bindparam("name", type_=String()),
         sessions.c.engine,
         literal("ending"),
@@ -87,9 +90,16 @@ _end_of_session = insert(affinities).from_select(
         now(),
         literal(0),
         sessions.c.session_id,
-    ).where(sessions.c.session_id == bindparam("sid", type_=String()), sessions.c.engine.is_not(None)),
+    ),
 )
 """`incarnation` 0 is no process's, so the first one that looks tells the engine."""
+
+_end_again = (
+    update(affinities)
+    .where(affinities.c.control_id == bindparam("name", type_=String()), _last_engine.exists())
+    .values(engine=_last_engine.scalar_subquery(), incarnation=0)
+)
+"""The session was closed before, and a restore opened it again, while the engine has not answered yet."""
 
 
 class AffinityRow(NamedTuple):
@@ -107,9 +117,9 @@ class AffinityRow(NamedTuple):
 
     def may_be_ended(self, me: int, in_use: Collection[str]) -> bool:
         """May process `me`, whose turns use the names `in_use`, end this row?"""
-        if self.incarnation == me or self.state == "bound":
-            return self.is_due and self.control_id not in in_use
-        return self.is_dead
+        if self.control_id in in_use:
+            return False
+        return self.is_due if self.incarnation == me or self.state == "bound" else self.is_dead
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -144,7 +154,9 @@ class Ending(msgspec.Struct, frozen=True):
 
 def end_at_engine(tx: Tx, session_id: str, name: str) -> None:
     """Have some process tell the session's last engine, if it had a turn, that the session `name` has ended."""
-    tx.run(_end_of_session, {"sid": session_id, "name": name})
+    values = {"sid": session_id, "name": name}
+    if not tx.run(_end_again, values):
+        tx.run(_end_of_session, values)
 
 
 def due(connection: Connection, lease_s: float) -> Sequence[AffinityRow]:

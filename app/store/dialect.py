@@ -89,6 +89,16 @@ class next_tx(_Expression):
     postgresql = "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
 
 
+class oldest_runs(_Expression):
+    """Does the transaction that `oldest_tx` names still run? None: there is none yet, since nothing runs."""
+
+    inherit_cache = True
+    type = Boolean()
+    sqlite = "NULL"
+    postgresql = """(CASE WHEN pg_snapshot_xmin(pg_current_snapshot()) < pg_snapshot_xmax(pg_current_snapshot())
+        THEN pg_xact_status(pg_snapshot_xmin(pg_current_snapshot())) = 'in progress' END)"""
+
+
 class log_written(_Expression):
     """How far PostgreSQL has written its log of changes, in bytes; 0 on SQLite."""
 
@@ -151,6 +161,14 @@ class change_pins(_Expression):
     inherit_cache = True
     sqlite = "1"
     postgresql = "pg_advisory_xact_lock(8384003170512)"
+
+
+class change_schema(_Expression):
+    """Until the transaction ends, no other process migrates the database. On SQLite the file's lock does that."""
+
+    inherit_cache = True
+    sqlite = "1"
+    postgresql = "pg_advisory_xact_lock(8384003170513)"
 
 
 class used_bytes(_Expression):

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.dialects import sqlite
@@ -24,6 +24,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
+from app.database_url import driver_arguments
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import reads, sqlite_engine
 from app.store.broken import BrokenRow, Unreadable, damage
@@ -48,6 +49,7 @@ from app.store.postgres import (
     Reconnect,
     answered,
     is_lost,
+    require_usable,
     warn_of_weak_promises,
 )
 from app.store.sqlite import SqliteWriter
@@ -86,11 +88,8 @@ def create_engine(url: str) -> AsyncEngine:
 
 def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
     """With `?prepared_statement_cache_size=0` statements have no names, as older transaction poolers require."""
-    arguments: dict[str, Any] = {
-        "timeout": CONNECT_S,
-        "command_timeout": ANSWER_S,
-        "server_settings": {"application_name": "turnlog"},
-    }
+    url, arguments = driver_arguments(url, CONNECT_S)
+    arguments["command_timeout"] = ANSWER_S
     if url.query.get("prepared_statement_cache_size") == "0":
         arguments |= {"statement_cache_size": 0, "prepared_statement_name_func": str}
     return create_async_engine(
@@ -274,9 +273,6 @@ class Database:
             except (sqlite3.Error, OSError) as error:
                 _raise_if_full(error)
                 raise unopened(self.url, error) from error
-        if self._reading is not None:
-            async with self._reading.connect() as connection:
-                await warn_of_weak_promises(connection)
         self._opened = True
 
     async def close(self) -> None:
@@ -445,7 +441,9 @@ class Database:
             else:
                 assert self._reading is not None
                 async with self._reading.connect() as connection:
+                    await require_usable(connection)
                     revision = await connection.run_sync(revision_of)
+                    await warn_of_weak_promises(connection)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             _raise_if_full(error)
             raise unopened(self.url, error) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -430,8 +430,9 @@ class NoteDelivery(BaseOperation, frozen=True):
 class AbsorbAttempt(BaseOperation, frozen=True):
     """A late attempt at a committed turn's request is to be given its reply; False if it may not.
 
-    Its bytes came `age_s` seconds ago, and must have come before the commit, by the database's clock. A turn absorbs
-    at most `most` attempts, whichever processes they are late at.
+    Its bytes came at `came_at` by the process's monotonic `clock`, and so long ago must be before the commit by the
+    database's, so that processes' clocks need not agree. A turn absorbs at most `most` attempts, whichever processes
+    they are late at.
     """
 
     durable: ClassVar[bool] = False
@@ -439,10 +440,12 @@ class AbsorbAttempt(BaseOperation, frozen=True):
     session_id: str
     turn: int
     most: int
-    age_s: float
+    came_at: float
+    clock: Callable[[], float]
 
     def apply(self, tx: Tx) -> bool:
-        given = {"sid": self.session_id, "number": self.turn, "most": self.most, "age_s": self.age_s}
+        age_s = self.clock() - self.came_at
+        given = {"sid": self.session_id, "number": self.turn, "most": self.most, "age_s": age_s}
         return tx.one(sql.absorb_attempt, given) is not None
 
 

@@ -435,8 +435,8 @@ def _cause(error: BaseException) -> str:
     return f"{type(origin).__name__} {getattr(origin, 'sqlstate', None) or ''}".strip()
 
 
+_conditions = select(func.pg_is_in_recovery(), func.current_setting("server_encoding"))
 _promises = select(
-    func.pg_is_in_recovery(),
     func.current_setting("fsync"),
     func.current_setting("synchronous_commit"),
     func.current_setting("synchronous_standby_names"),
@@ -444,11 +444,21 @@ _promises = select(
 )
 
 
-async def warn_of_weak_promises(connection: AsyncConnection) -> None:
-    """Warn about settings that break "acknowledged means on disk". Raises StartupError on a standby."""
-    standby, fsync, synced, names, followers = (await connection.execute(_promises)).one()
+async def require_usable(connection: AsyncConnection) -> None:
+    """Raises StartupError on a standby, and where a database cannot hold every text."""
+    standby, encoding = (await connection.execute(_conditions)).one()
     if standby:
         raise StartupError("the database is a standby, which cannot be written to: give the primary's address")
+    if encoding != "UTF8":
+        raise StartupError(
+            f"the database has the encoding {encoding}, which cannot hold every text: TURNLOG_DATABASE_URL has to name "
+            "one made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
+        )
+
+
+async def warn_of_weak_promises(connection: AsyncConnection) -> None:
+    """Warn about settings that break "acknowledged means on disk"."""
+    fsync, synced, names, followers = (await connection.execute(_promises)).one()
     if fsync == "off":
         log.warning("PostgreSQL runs with fsync=off: a crash of its machine loses acknowledged turns")
     if followers and not names:

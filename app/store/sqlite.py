@@ -9,6 +9,7 @@ that a client waits for.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 import math
 import os
@@ -24,9 +25,9 @@ from typing import Any, TypeVar
 
 from sqlalchemy import literal_column, select
 
-from app.errors import StartupError, StoreLocked, StoreLost, StoreUnavailable
+from app.errors import StartupError, StoreFull, StoreLocked, StoreLost, StoreUnavailable
 from app.store.broken import damage
-from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
+from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy, store_error
 from app.store.lock import SqliteLock
 from app.store.ports import LOCKED_S, Committed
 from app.store.reads import forgotten_place, select_forgotten
@@ -44,12 +45,21 @@ QUICK_S, QUICK_SYNCS = 0.0005, 16
 QUICK_S."""
 
 CHECKPOINT_BYTES = 32 << 20
-"""Size of the log file, roughly, after which it is moved into the database."""
+"""What may be in the log file before it is moved into the database."""
 
-ROW_BYTES = 4096
-"""A changed row's size in the log file besides its content: about a page."""
+LOW_ROOM, SHORT_LOG_BYTES = 64 << 20, 1 << 20
+"""With less free on the disk, so much may be in the log file, and it is cut to nothing afterwards: a long one would
+take the room that the database needs to take its pages back, and then neither can grow."""
 
-RESERVED_LOG_BYTES = 32 + 4062 * (24 + 4096)
+LOOK_COMMITS, LOOK_BYTES = 32, 1 << 20
+"""Transactions, or bytes of content, between two looks at the log file. A transaction writes whole pages, so that small
+turns fill it with 66 KiB each."""
+
+MAKE_ROOM_S = 1.0
+"""Interval of attempts to make room on a full disk: each may write as much as the log file has."""
+
+LOG_MAGIC, LOG_HEADER_BYTES, FRAME_HEADER_BYTES = b"\x37\x7f\x06", 32, 24
+RESERVED_LOG_BYTES = LOG_HEADER_BYTES + 4062 * (FRAME_HEADER_BYTES + 4096)
 """What the first segment of SQLite's shared memory indexes: a header and a number of page frames.
 
 On a full disk, one more frame would be in the file but in no index, and the next process could not open the file
@@ -62,6 +72,8 @@ waits until current readers have ended."""
 
 READERS_END_MS = 100
 """How long that write waits. Reads take milliseconds; a backup takes longer and does not hold up writes."""
+
+NOT_MOVED = "the log file was not moved into the database, and grows: %s"
 
 EMPTY_TRIES = 50
 
@@ -93,8 +105,10 @@ class SqliteWriter:
         self._thread_jobs = 0
         self._durable: bool | None = None
         self._sync_times_s = deque([math.inf] * QUICK_SYNCS, QUICK_SYNCS)
-        self._checkpointed_at = 0
+        self._commits = 0
         self._content_bytes = 0
+        self._moved = (b"", 0)
+        self._made_room_at = -math.inf
         self._checkpointing: asyncio.Task[None] | None = None
         self.connection: sqlite3.Connection
         self._tx: SqliteTx
@@ -127,14 +141,33 @@ class SqliteWriter:
             result = transact() if here else await self._run_in_thread(transact)
         except StoreLocked:
             result = await self._retry_while_locked(transact, until)
-        if here and not durable:
-            return result
+        except sqlite3.Error as error:
+            if not isinstance(store_error(error), StoreFull):
+                raise
+            self._commits, self._moved = LOOK_COMMITS, (b"", 0)  # What it holds is moved as soon as there is room.
+            result = await self._run_in_thread(partial(self._make_room, transact, error))
+        self._commits += 1
         self._content_bytes += size
-        rows = self.connection.total_changes - self._checkpointed_at
-        if self._content_bytes + rows * ROW_BYTES > CHECKPOINT_BYTES:
-            self._checkpointed_at, self._content_bytes = self.connection.total_changes, 0
+        if self._commits >= LOOK_COMMITS or self._content_bytes >= LOOK_BYTES:
+            self._commits = self._content_bytes = 0
             self._checkpointing = asyncio.ensure_future(self._checkpoint_in_background())
         return result
+
+    def _make_room(self, transact: Callable[[], T], full: sqlite3.Error) -> T:
+        """The transaction once more, after what is in the log file was moved into the database. Raises as `_transact`.
+
+        The log file may be what fills the disk; once there is room for the database again, this is what heals it.
+        """
+        now = time.monotonic()
+        if now < self._made_room_at + MAKE_ROOM_S:
+            raise full
+        self._made_room_at = now
+        try:
+            self._checkpoint("TRUNCATE")
+        except (sqlite3.Error, OSError) as error:
+            log.warning(NOT_MOVED, error)
+            raise full from error
+        return transact()
 
     async def _retry_while_locked(self, transact: Callable[[], T], until: float | None) -> T:
         clock = asyncio.get_running_loop().time
@@ -151,7 +184,7 @@ class SqliteWriter:
         try:
             await self._run_in_thread(self._move_log)
         except (sqlite3.Error, OSError) as error:
-            log.warning("the log file was not moved into the database, and grows: %s", error)
+            log.warning(NOT_MOVED, error)
 
     async def empty_log_file(self) -> None:
         """Move everything out of the log file and truncate it.
@@ -235,8 +268,11 @@ class SqliteWriter:
     def _reserve_log(self) -> None:
         """Extend the log file to its final length: an fsync of a growing file takes half as long again.
 
-        SQLite ignores what follows the last valid frame. If there is no room, the file stays as it is.
+        SQLite ignores what follows the last valid frame. If there is little room, the file stays as it is.
         """
+        disk = os.statvfs(self._path)
+        if disk.f_bavail * disk.f_frsize < LOW_ROOM + RESERVED_LOG_BYTES:
+            return
         with open(f"{self._path}-wal", "r+b", buffering=0) as file:
             end = at = file.seek(0, os.SEEK_END)
             try:
@@ -282,6 +318,17 @@ class SqliteWriter:
         return result
 
     def _move_log(self) -> None:
+        """Move the log into the database if enough has come to it since the last time."""
+        salts, used = self._log_used()
+        moved = self._moved[1] if self._moved[0] == salts else 0
+        disk = os.statvfs(self._path)
+        is_low = disk.f_bavail * disk.f_frsize < LOW_ROOM
+        if used - moved < (SHORT_LOG_BYTES if is_low else CHECKPOINT_BYTES):
+            return
+        self._moved = (salts, used)
+        if is_low:
+            self._checkpoint("TRUNCATE")
+            return
         self._checkpoint("PASSIVE")
         if os.path.getsize(f"{self._path}-wal") <= LONG_LOG_BYTES:
             return
@@ -290,6 +337,25 @@ class SqliteWriter:
             self._checkpoint("RESTART")
         finally:
             self.connection.execute("PRAGMA busy_timeout = 0")
+
+    def _log_used(self) -> tuple[bytes, int]:
+        """The salts of the log file, other ones each time that it begins anew, and its bytes in use: the frames up to
+        the first with other salts.
+
+        Python's module does not tell them, and the file's size says nothing: it is reserved, and used again from its
+        beginning. https://www.sqlite.org/fileformat.html#walformat
+        """
+        with open(f"{self._path}-wal", "rb", buffering=0) as file:
+            header = file.read(LOG_HEADER_BYTES)
+            if not header.startswith(LOG_MAGIC):
+                return b"", 0  # It is empty, but for what is reserved.
+            frame, salts = FRAME_HEADER_BYTES + int.from_bytes(header[8:12]), header[16:24]
+
+            def is_used(number: int) -> bool:
+                return os.pread(file.fileno(), 8, LOG_HEADER_BYTES + number * frame + 8) == salts
+
+            frames = range((os.fstat(file.fileno()).st_size - LOG_HEADER_BYTES) // frame)
+            return salts, bisect.bisect_left(frames, True, key=lambda number: not is_used(number)) * frame
 
     def _checkpoint(self, mode: str) -> bool:
         """Was the whole log file moved?"""

@@ -11,7 +11,6 @@ from typing import Any
 from app.errors import StartupError
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "deepseek-v4": {"drop_thinking": False},
     "glm-4.7": {"clear_thinking": False},
     "lfm2.5": {"keep_past_thinking": True},
     "nemotron-3": {"truncate_history_thinking": False},

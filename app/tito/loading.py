@@ -12,12 +12,15 @@ import msgspec
 
 from app.errors import StartupError
 from app.extras import install
+from app.tito.models import rendered_elsewhere
+from app.tito.normalise import EngineDialect
 
 
-def tokenizer(path_or_name: str) -> tuple[Any, frozenset[int]]:
+def tokenizer(path_or_name: str, dialect: EngineDialect | None = None) -> tuple[Any, frozenset[int]]:
     """A fast tokenizer with a chat template, and the ids that end a generation by its `generation_config.json`.
 
-    Raises StartupError.
+    It is the one that an engine of this dialect makes of the folder. Raises StartupError, also where the dialect is not
+    known and the two make different ones.
     """
     # With one text per call there is nothing to parallelise, and the package's threads would not have the caller's
     # niceness.
@@ -26,11 +29,75 @@ def tokenizer(path_or_name: str) -> tuple[Any, frozenset[int]]:
     loaded = _tokenizer(transformers, path_or_name)
     if not loaded.is_fast:
         raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: not a fast tokenizer (one with a tokenizer.json)")
+    if dialect != "vllm":
+        loaded = _as_sglang(transformers, path_or_name, loaded, dialect)
     if not loaded.chat_template:
         raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: the tokenizer has no chat template")
+    source = loaded.chat_template
+    source = "\n".join(source.values()) if isinstance(source, dict) else source
+    model = rendered_elsewhere(_json(transformers, path_or_name, "config.json"), source)
+    if model is not None:
+        raise StartupError(
+            f"TURNLOG_TOKENIZER={path_or_name!r}: engines render {model} with code of their own, not with its chat "
+            "template: unset TURNLOG_TOKENIZER, and the ids that the engine renders are captured"
+        )
     loaded.backend_tokenizer.no_truncation()
     loaded.backend_tokenizer.no_padding()
     return loaded, _stops(transformers, path_or_name, loaded.eos_token_id)
+
+
+def _as_sglang(transformers: ModuleType, path_or_name: str, loaded: Any, dialect: EngineDialect | None) -> Any:
+    """The tokenizer as SGLang 0.5.23 makes it (`hf_transformers/tokenizer.py`).
+
+    A class of `transformers` 5 may build another `pre_tokenizer` than `tokenizer.json` has. SGLang takes that of the
+    file where the two are of other types. It also prefers the class that `tokenizer_config.json` names to none, and the
+    first of several templates. vLLM does neither.
+    """
+    ours = _of_declared_class(transformers, path_or_name, loaded)
+    path = _file(transformers, path_or_name, "tokenizer.json")
+    backend = ours.backend_tokenizer
+    if path is not None:
+        raw = importlib.import_module("tokenizers").Tokenizer.from_file(path)
+        if raw.pre_tokenizer and backend.pre_tokenizer and type(raw.pre_tokenizer) is not type(backend.pre_tokenizer):
+            if dialect is None and ours is loaded:
+                raise _depends(path_or_name)
+            backend.pre_tokenizer, backend.decoder = raw.pre_tokenizer, raw.decoder
+    if dialect is None and ours is not loaded and _splits(backend) != _splits(loaded.backend_tokenizer):
+        raise _depends(path_or_name)
+    if isinstance(ours.chat_template, dict):
+        if dialect is None and len(set(ours.chat_template.values())) > 1:
+            raise _depends(path_or_name)
+        ours.chat_template = next(iter(ours.chat_template.values()))
+    return ours
+
+
+def _of_declared_class(transformers: ModuleType, path_or_name: str, loaded: Any) -> Any:
+    if type(loaded).__name__ != "TokenizersBackend":
+        return loaded
+    name = _json(transformers, path_or_name, "tokenizer_config.json").get("tokenizer_class")
+    if not isinstance(name, str) or name in ("PreTrainedTokenizer", "PreTrainedTokenizerBase"):
+        return loaded
+    declared = getattr(transformers, name, None)
+    if declared is None or declared is type(loaded):
+        return loaded
+    try:
+        own = declared.from_pretrained(path_or_name)
+    except (OSError, ValueError, TypeError, ImportError):
+        return loaded
+    return own if own.is_fast else loaded
+
+
+def _splits(backend: Any) -> tuple[Any, ...]:
+    """What of a tokenizer decides which ids a text becomes, beside its vocabulary."""
+    parts = (backend.normalizer, backend.pre_tokenizer)
+    return tuple(None if part is None else part.__getstate__() for part in parts)
+
+
+def _depends(path_or_name: str) -> StartupError:
+    return StartupError(
+        f"TURNLOG_TOKENIZER={path_or_name!r}: SGLang and vLLM make different tokenizers of this folder: set "
+        "TURNLOG_UPSTREAM_DIALECT to the one that the engines are"
+    )
 
 
 def _transformers() -> ModuleType:
@@ -60,9 +127,22 @@ def _not_loaded(path_or_name: str, error: Exception) -> StartupError:
 
 
 def _stops(transformers: ModuleType, path_or_name: str, eos: int | None) -> frozenset[int]:
-    path = transformers.utils.cached_file(
-        path_or_name, "generation_config.json", _raise_exceptions_for_missing_entries=False
-    )
-    stops = msgspec.json.decode(Path(path).read_bytes()).get("eos_token_id") if path else None
+    stops = _json(transformers, path_or_name, "generation_config.json").get("eos_token_id")
     every = [eos, *(stops if isinstance(stops, list) else [stops])]
     return frozenset(token for token in every if isinstance(token, int))
+
+
+def _json(transformers: ModuleType, path_or_name: str, name: str) -> dict[str, Any]:
+    """An object of the model's folder; an empty one if there is no such file."""
+    path = _file(transformers, path_or_name, name)
+    if path is None:
+        return {}
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: {name} is not a JSON object") from error
+
+
+def _file(transformers: ModuleType, path_or_name: str, name: str) -> str | None:
+    path: str | None = transformers.utils.cached_file(path_or_name, name, _raise_exceptions_for_missing_entries=False)
+    return path

@@ -12,13 +12,14 @@ import msgspec
 
 from app.errors import InvalidRequest, StartupError, Unsupported
 from app.tito import loading, normalise
+from app.tito.arguments import arguments as template_arguments
 from app.tito.battery import Tools, conversations, examine, history, shapes
 from app.tito.compare import Comparator
 from app.tito.continuation import STAND_IN_TOOL, ContinuationRule
 from app.tito.encoding import Encoder
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.families import pinned
-from app.tito.normalise import MessageFormat
+from app.tito.normalise import EngineDialect, MessageFormat
 from app.tito.template import Message, Template
 
 RESERVED = frozenset(
@@ -66,10 +67,11 @@ class Prompts:
         self._backend = tokenizer.backend_tokenizer
         self._encoder = Encoder(self._backend)
         self._template = Template(tokenizer)
-        self._pinned = pinned(family, self._template.reads())
+        self.pinned = pinned(family, self._template.reads())
         added = self._backend.get_added_tokens_decoder().items()
         special = frozenset({token for token, what in added if what.special} | set(tokenizer.all_special_ids))
-        message_format = MessageFormat("" if self._joins_parts() else " ")
+        lists: list[EngineDialect] = ["sglang"] if self._template.loops_over_content() else []
+        message_format = MessageFormat(frozenset([*lists, "vllm"] if self._joins_parts() else lists))
         self.findings = examine(self._probe, self._encode, self.decode, message_format, special, frozenset(stops))
         self._rule = ContinuationRule(self._encode, self.decode, self.findings.stops)
         self._comparator = Comparator(self._opening(), self.findings.stops.ids, special, self.decode)
@@ -77,12 +79,14 @@ class Prompts:
         self._rewrites = functools.lru_cache(_CACHED_VARIANTS)(self._derive_rewrites)
 
     @classmethod
-    def load(cls, path_or_name: str, family: str = "auto") -> Prompts:
+    def load(cls, path_or_name: str, family: str = "auto", dialect: EngineDialect | None = None) -> Prompts:
         """Load from a folder, or by a hub's name: local cache first, then the hub. A model's own code is never run.
 
-        Raises StartupError: no such tokenizer, no fast one, no chat template, or one that cannot be continued.
+        `dialect`: that of all engines, where the operator names it. Raises StartupError: no such tokenizer, no fast
+        one, one that engines load differently, no chat template, one that engines do not render, or that cannot be
+        continued.
         """
-        tokenizer, stops = loading.tokenizer(path_or_name)
+        tokenizer, stops = loading.tokenizer(path_or_name, dialect)
         try:
             return cls(tokenizer, stops, family)
         except StartupError as error:
@@ -93,11 +97,32 @@ class Prompts:
         """How many of the last stored ids an extension may trim: 1 if a message in the middle may end otherwise."""
         return int(self.findings.trims)
 
+    def arguments(
+        self, own: Mapping[str, Any], effort: Any, reasoning: Any, dialect: EngineDialect = "sglang"
+    ) -> dict[str, Any]:
+        """A request's template arguments, by its `chat_template_kwargs`, `reasoning_effort` and `reasoning`.
+
+        Raises InvalidRequest.
+        """
+        return template_arguments(own, effort, reasoning, self._template.source, dialect)
+
     def first(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        arguments: Mapping[str, Any],
+        dialect: EngineDialect = "sglang",
+        stored: int = 0,
     ) -> array[int]:
-        """A whole prompt with the generation prompt. Raises InvalidRequest and Unsupported, without content."""
-        return self._encode(self._render(messages, tools, arguments, generation_prompt=True))
+        """A whole prompt with the generation prompt, as an engine of this dialect renders it.
+
+        `stored`: how many of the messages are. Raises InvalidRequest and Unsupported, without content.
+        """
+        shown = normalise.messages(messages[:stored], self.findings.message_format, dialect, stored=True)
+        shown += self._new(messages[stored:], dialect, stored)
+        schemas = self._schemas(tools, dialect)
+        every = {**arguments, **self.pinned}
+        return self._encode(self._template.render(shown, schemas, every, generation_prompt=True))
 
     def beginning(self, text: str, arguments: Mapping[str, Any], *, is_spliced: bool) -> array[int]:
         """The ids of a reply's beginning, behind a prompt. SGLang splices them in so; vLLM renders a message of the
@@ -105,11 +130,13 @@ class Prompts:
         ids = self._encode(text)
         if is_spliced:
             return ids
-        asked, every = [{"role": "user", "content": _WORD}], {**arguments, **self._pinned}
-        begun = normalise.messages([*asked, {"role": "assistant", "content": text}], self.findings.message_format)
+        asked, every = [{"role": "user", "content": _WORD}], {**arguments, **self.pinned}
+        said = [*asked, {"role": "assistant", "content": text}]
+        begun = normalise.messages(said, self.findings.message_format, "vllm")
         prompt = self._template.render(begun[:1], None, every, generation_prompt=True)
         whole = self._template.render(begun, None, every, generation_prompt=False)
-        if not whole.startswith(prompt + text) or self._encode(prompt + text) != self._encode(prompt) + ids:
+        is_alike = text.strip() and whole.startswith(prompt + text)  # White space has no place that vLLM could find.
+        if not is_alike or self._encode(prompt + text) != self._encode(prompt) + ids:
             raise Unsupported(
                 "continue_final_message: the chat template renders the message otherwise than a reply that begins so"
             )
@@ -124,6 +151,7 @@ class Prompts:
         tools: Sequence[Any] | None,
         arguments: Mapping[str, Any],
         first: int = 0,
+        dialect: EngineDialect = "sglang",
     ) -> Extension:
         """The tokens for the messages `new`, after stored ids that end with id `last` of the message `answer`.
 
@@ -134,18 +162,20 @@ class Prompts:
         stored ones.
         """
         message_format = self.findings.message_format
-        (stored,) = normalise.messages([answer], message_format)
-        shown = normalise.messages(new, message_format, first)
+        (stored,) = normalise.messages([answer], message_format, None)
+        shown = self._new(new, dialect, first)
         for shape in shapes(before, stored, shown, tools=bool(tools)):
             if (why := self.findings.refused.get(shape)) is not None:
                 raise NotAnExtension(f"{shape}: {why}")
         full = self.findings.full_history
-        known = normalise.messages(history(before, self._rule.question, full=full), message_format)
-        schemas = self._schemas(tools if full or not tools else [STAND_IN_TOOL])
-        every = {**arguments, **self._pinned}
+        known = normalise.messages(
+            history(before, self._rule.question, full=full), message_format, dialect, stored=True
+        )
+        schemas = self._schemas(tools if full or not tools else [STAND_IN_TOOL], dialect)
+        every = {**arguments, **self.pinned}
 
         def render(answer: Message, new: Sequence[Message], generation_prompt: bool) -> str:
-            messages = [*known, *normalise.messages([answer], message_format), *new]
+            messages = [*known, *normalise.messages([answer], message_format, None), *new]
             return self._template.render(messages, schemas, every, generation_prompt=generation_prompt)
 
         return self._rule.extension(render, stored, shown, last)
@@ -157,7 +187,7 @@ class Prompts:
         `enable_thinking` of Qwen3 affects only the generation prompt, that of Qwen3.8 the system message. Raises
         InvalidRequest if the template refuses the arguments `now`.
         """
-        one, other = {**before, **self._pinned}, {**now, **self._pinned}
+        one, other = {**before, **self.pinned}, {**now, **self.pinned}
         if _key(one) == _key(other):  # 1 and True are equal in Python, but not to a template.
             return False
         return self._rewrites(_key(self._schemas(tools), one, other))
@@ -173,8 +203,8 @@ class Prompts:
         for name, value in arguments.items():
             if name in RESERVED or name.startswith("return_"):
                 raise InvalidRequest(f"chat_template_kwargs.{name} is set by the server")
-            if name in self._pinned and (value != self._pinned[name] or type(value) is not type(self._pinned[name])):
-                pinned = _JSON.encode(self._pinned[name]).decode()
+            if name in self.pinned and (value != self.pinned[name] or type(value) is not type(self.pinned[name])):
+                pinned = _JSON.encode(self.pinned[name]).decode()
                 raise InvalidRequest(f"chat_template_kwargs.{name} is always {pinned}: otherwise history would change")
 
     def mismatch(
@@ -183,12 +213,15 @@ class Prompts:
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
         arguments: Mapping[str, Any],
+        dialect: EngineDialect = "sglang",
     ) -> list[dict[str, Any]]:
         """Differences between stored ids, which end with a reply, and a rendering of all messages.
 
         See `compare.Comparator`; O(all tokens). Raises InvalidRequest if the template cannot render them.
         """
-        expected = self._encode(self._render(messages, tools, arguments, generation_prompt=False))
+        shown = normalise.messages(messages, self.findings.message_format, dialect, stored=True)
+        schemas, every = self._schemas(tools, dialect), {**arguments, **self.pinned}
+        expected = self._encode(self._template.render(shown, schemas, every, generation_prompt=False))
         return self._comparator.differences(expected, array("i", ids))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -196,18 +229,12 @@ class Prompts:
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        arguments: Mapping[str, Any],
-        *,
-        generation_prompt: bool,
-    ) -> str:
-        shown = normalise.messages(messages, self.findings.message_format)
-        schemas = self._schemas(tools)
-        every = {**arguments, **self._pinned}
-        return self._template.render(shown, schemas, every, generation_prompt=generation_prompt)
+    def _new(self, messages: Sequence[Message], dialect: EngineDialect, first: int = 0) -> list[dict[str, Any]]:
+        """A client's messages. SGLang makes a question of an assistant's text that comes last."""
+        shown = normalise.messages(messages, self.findings.message_format, dialect, first)
+        if dialect == "sglang" and shown and shown[-1]["role"] == "assistant" and isinstance(shown[-1]["content"], str):
+            shown[-1] = {"role": "user", "content": shown[-1]["content"]}
+        return shown
 
     def _encode(self, text: str) -> array[int]:
         """Special tokens are recognised, but none is added: templates write their own, as engines expect."""
@@ -220,7 +247,9 @@ class Prompts:
         rendered_any = False
         for conversation in conversations():
             messages = normalise.messages(
-                [*conversation.before, conversation.answer, *conversation.new], self.findings.message_format
+                [*conversation.before, conversation.answer, *conversation.new],
+                self.findings.message_format,
+                None,
             )
             try:
                 rendered = self._template.render(messages, tools, before, generation_prompt=False)
@@ -237,13 +266,13 @@ class Prompts:
         before = [] if is_first else [asked, {"role": "assistant", "content": "an answer"}]
         probe = [*before, {"role": role, "content": _RULE_PROBE}, asked]
         try:
-            text = self._template.render(probe, None, self._pinned, generation_prompt=True)
+            text = self._template.render(probe, None, self.pinned, generation_prompt=True)
         except InvalidRequest:
             return False
         return _RULE_PROBE not in text
 
     def _joins_parts(self) -> bool:
-        """Does the template join a content list's text parts itself? If not, SGLang joins them with a space."""
+        """Does the template join a content list's text parts itself?"""
         parts = [{"type": "text", "text": text} for text in _PARTS_PROBE]
         try:
             text = self._template.render([{"role": "user", "content": parts}], None, {}, generation_prompt=False)
@@ -251,17 +280,18 @@ class Prompts:
             return False
         return "".join(_PARTS_PROBE) in text
 
-    def _schemas(self, tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
+    def _schemas(self, tools: Sequence[Any] | None, dialect: EngineDialect = "sglang") -> list[dict[str, Any]] | None:
         """Raises Unsupported if the template would leave the tools out."""
         if tools and not self.findings.tools:
             raise Unsupported("tools: the chat template renders none")
-        return normalise.tools(tools, self.findings.message_format)
+        return normalise.tools(tools, self.findings.message_format, dialect)
 
     def _probe(
         self, message_format: MessageFormat, tools: Tools, messages: Sequence[Message], generation_prompt: bool
     ) -> str:
-        shown, schemas = normalise.messages(messages, message_format), normalise.tools(tools, message_format)
-        return self._template.render(shown, schemas, self._pinned, generation_prompt=generation_prompt)
+        shown = normalise.messages(messages, message_format, None)
+        schemas = normalise.tools(tools, message_format)
+        return self._template.render(shown, schemas, self.pinned, generation_prompt=generation_prompt)
 
     def _opening(self) -> array[int]:
         """The common beginning of a generation prompt and of an assistant message, last or earlier."""

@@ -215,7 +215,7 @@ class Claims:
         )
         # A marked retry waits for a turn that it repeats at another process: whether that turn's client still waits is
         # known there alone. Of SQLite there is no other process.
-        if turn.is_retry and turn.retry_key is None and not self._cache.database.is_sqlite:
+        if turn.retry_count and turn.retry_key is None and not self._cache.database.is_sqlite:
             same = turn.body_hash, turn.agent_id
             unlike = [held.fence for held in session.open_turns.values() if (held.body_hash, held.agent_id) != same]
             claim = msgspec.structs.replace(claim, is_retry=True, unlike=unlike)

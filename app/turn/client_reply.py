@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from app.upstream.body import Body
-from app.upstream.dialects import asked_for, asks_for_prompt, logprob_wish
+from app.upstream.dialects import PROMPT_WISHES, RETURN, asked_for, asks_for_prompt, logprob_wish
 from workers import scan
 from workers.codec import describe
 from workers.parse_json import NULL
@@ -37,6 +37,17 @@ number, of which 0 asks too."""
 ASKED_FOR = frozenset(name for names in ASKS.values() for name in names)
 """What Turnlog asks engines for, beside payloads."""
 
+PROMPT_LOGPROBS = "prompt_logprobs"
+
+META: Mapping[str, Sequence[str]] = {
+    **{kind: (name,) for kind, name in NAMES["sglang"].items()},
+    PROMPT_LOGPROBS: ("input_token_logprobs", "input_top_logprobs"),
+}
+"""Members of SGLang's `meta_info` that a client may ask for without all of it."""
+
+_ASKING = frozenset((*ASKS, *PROMPT_WISHES, *RETURN.values(), "top_logprobs"))
+_NOTHING: frozenset[str] = frozenset()
+
 
 class _Choice(msgspec.Struct, gc=False):
     logprobs: msgspec.Raw = NULL
@@ -61,56 +72,64 @@ describe(_Reply, dict[str, msgspec.Raw])
 def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
     """A valid reply with null for each value that Turnlog asked for and these parameters do not; all else is the
     engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are long."""
-    asked: set[str] = set(asked_for(params))
-    for name in ASKS.keys() & params.keys():
-        if bytes(params[name]) not in (b"null", b"false"):
-            asked.update(ASKS[name])
-    if bytes(params.get("top_logprobs", b"")).lstrip(b"0").isdigit():
-        asked.add("logprobs")  # Some harnesses, and pinned parameters, have it alone.
+    asked = _NOTHING if _ASKING.isdisjoint(params) else _asked(params)
     names = ASKED_FOR - asked
     if not places:
-        return [_with_nulls(body.joined(), _hidden(body.joined(), names, params))] if names else body.pieces
+        return [_with_nulls(body.joined(), _hidden(body.joined(), names, asked))] if names else body.pieces
     hidden: list[Range] = []
     if names:
         # The long values are left out of what is decoded, also those that the client gets.
         long_values = sorted(places, key=lambda place: place.start)
         text = b"".join(body.without([(place.start, place.end) for place in long_values]))
-        hidden = [_in_body(start, end, long_values) for start, end in _hidden(text, names, params)]
+        hidden = [_in_body(start, end, long_values) for start, end in _hidden(text, names, asked)]
     for place in places:
         if place.kind not in asked and not any(start <= place.start < end for start, end in hidden):
             hidden.append((place.start, place.end))
     return body.without(hidden)
 
 
-def _hidden(text: bytes, names: Collection[str], params: Fields) -> list[Range]:
+def _asked(params: Fields) -> frozenset[str]:
+    """What the parameters ask for: names of ASKED_FOR, kinds of payloads, and those of META."""
+    asked: set[str] = set(asked_for(params))
+    for name in ASKS.keys() & params.keys():
+        if bytes(params[name]) not in (b"null", b"false"):
+            asked.update(ASKS[name])
+    if bytes(params.get("top_logprobs", b"")).lstrip(b"0").isdigit():
+        asked.add("logprobs")  # Some harnesses, and pinned parameters, have it alone.
+    if asks_for_prompt(logprob_wish(params)):
+        asked.add(PROMPT_LOGPROBS)
+    return frozenset(asked)
+
+
+def _hidden(text: bytes, names: Collection[str], asked: frozenset[str]) -> list[Range]:
     """The places of these members of a reply, and of its choice, that are not null."""
     reply = _REPLY.decode(text)
-    values: list[msgspec.Raw] = []
+    base = scan.address(memoryview(text))
+    places: list[Range] = []
     for home in (reply, *reply.choices):
         for name in home.__struct_fields__:
-            if name in names and (value := getattr(home, name)) != NULL:
-                values += _unasked_in_meta(value, params) if name == "meta_info" else (value,)
-    views = [memoryview(value) for value in values]
-    base = scan.address(memoryview(text)) if views else 0
-    starts = [scan.address(view) - base for view in views]
-    return [(start, start + len(view)) for start, view in zip(starts, views, strict=True)]
+            if name not in names or (found := getattr(home, name)) == NULL:
+                continue
+            for value in _unasked_in_meta(found, asked) if name == "meta_info" and asked else (found,):
+                view = memoryview(value)
+                start = scan.address(view) - base
+                places.append((start, start + len(view)))
+    return places
 
 
 def _with_nulls(text: bytes, places: Sequence[Range]) -> bytes:
-    parts, done = [], 0
+    parts: list[bytes] = []
+    done = 0
     for start, end in sorted(places):
         parts += (text[done:start], b"null")
         done = end
     return b"".join((*parts, text[done:]))
 
 
-def _unasked_in_meta(meta: msgspec.Raw, params: Fields) -> Sequence[msgspec.Raw]:
+def _unasked_in_meta(meta: msgspec.Raw, asked: frozenset[str]) -> Sequence[msgspec.Raw]:
     """All of SGLang's `meta_info`; but if it holds a payload or the prompt's logprobs, for which the client asked, its
     other members."""
-    kinds = asked_for(params)
-    kept = {name for kind, name in NAMES["sglang"].items() if kind in kinds}
-    if asks_for_prompt(logprob_wish(params)):
-        kept |= {"input_token_logprobs", "input_top_logprobs"}
+    kept = {name for kind in asked & META.keys() for name in META[kind]}
     members = _META.decode(meta) if kept else {}
     if kept.isdisjoint(members):
         return (meta,)

@@ -165,8 +165,8 @@ class EngineCalls:
             call.messages = (*history, *call.messages)
         if request.ids is not None or turn.template is not None:
             await self._add_prompt(turn)
-        elif request.left_out:
-            turn.left_out = bounded(request.left_out)
+        elif turn.request.left_out:
+            turn.left_out = bounded(turn.request.left_out)
         if self._replays_experts:
             self._ask_for_rows(turn)
         elif FIRST_ROW_NAMES[0] in request.params or FIRST_ROW_NAMES[1] in request.params:
@@ -206,6 +206,9 @@ class EngineCalls:
             if calls.NAME in message or IMAGE_MARK in message or REFERENCE_MARK in message or ESCAPED_LETTER in message:
                 messages = [calls.sendable(raw) for raw in new]
                 turn.odd_arguments = messages != new
+                if turn.odd_arguments:
+                    told = (*request.left_out, *calls.halves_in(new, turn.plan.base_messages))
+                    turn.request = msgspec.structs.replace(request, left_out=told)
                 turn.stored, images = _without_images(turn.session, new)
                 turn.shared = (*turn.shared, *images)
                 break

@@ -22,6 +22,7 @@ from app.errors import AppError, ClientGone, OverBudget, SessionClosed
 from app.fleet.engines import EngineOrder
 from app.sessions.cache import CacheEntry
 from app.store.log_turns import Claim, Commit, Limited, Release
+from app.tito.normalise import EngineDialect
 from app.turn.live import LiveStream
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -136,12 +137,14 @@ class StreamKeeper(Protocol):
 
 
 class TemplateInputs(msgspec.Struct, frozen=True):
-    """What a request's chat template renders besides messages. `offered` are the tools that it shows."""
+    """What a request's chat template renders besides messages. `offered` are the tools that it shows, `dialect` that of
+    the engines, which render so."""
 
     tools: Sequence[Any] | None
     choice: Any
     offered: Sequence[Any] | None
     arguments: Mapping[str, Any]
+    dialect: EngineDialect
 
 
 class TurnReply(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ REMEMBERED = 1 << 16
 UNREAD_S = 60.0
 """A reply that a process committed in the last so many seconds before it died may not have been delivered."""
 
-AGE_ERROR_S = 0.02
+AGE_ERROR_S = 0.01
 """How much older than it is a connection's newest byte may seem: the kernel counts in ticks of up to 10 ms."""
 
 _Key = tuple[str, int]
@@ -69,7 +69,8 @@ class Retries:
         self._replaying: set[_Key] = set()
         self._noting: set[asyncio.Task[None]] = set()
         self._writing: set[tuple[str, ReplyUndelivered | ReplyRedelivered]] = set()
-        self._sent: OrderedDict[_Key, bool | None] = OrderedDict()
+        self._sent: OrderedDict[str, dict[int, bool | None]] = OrderedDict()
+        self._remembered = 0
 
     # what a request repeats
 
@@ -123,7 +124,9 @@ class Retries:
             age_s = connection.data_age_s()
             if age_s is None:
                 return None
-            attempt = AbsorbAttempt(session.session_id, number, later.retry_count, age_s - AGE_ERROR_S)
+            clock = turn.stages.clock
+            came_at = clock() - age_s + AGE_ERROR_S
+            attempt = AbsorbAttempt(session.session_id, number, later.retry_count, came_at, clock)
             if await self._writer.submit(attempt):
                 turn.absorbed_by = number
                 return number
@@ -163,17 +166,20 @@ class Retries:
         """Is the reply known to have been delivered, or on its way to a client that waits for it?"""
         key = entry.session.session_id, turn.number
         is_on_its_way = key in self._sending or key in self._replaying
-        return is_on_its_way or self._sent.get(key) is True or entry.session.deliveries.get(turn.number) is True
+        return is_on_its_way or self._was_sent(key) or entry.session.deliveries.get(turn.number) is True
+
+    def _was_sent(self, key: _Key) -> bool:
+        return self._sent.get(key[0], {}).get(key[1]) is True
 
     async def _is_undelivered(self, entry: CacheEntry, turn: Turn, died_after: dict[int, float | None]) -> bool:
         """`died_after`: what is known of other processes, by incarnation."""
         if self._is_delivered(entry, turn):
             return False
-        key = entry.session.session_id, turn.number
-        if key in self._sent:
-            return self._sent[key] is False
-        if turn.number in entry.session.deliveries:
-            return entry.session.deliveries[turn.number] is False
+        told: Mapping[int, bool | None] = self._sent.get(entry.session.session_id, {})
+        if turn.number not in told:
+            told = entry.session.deliveries
+        if turn.number in told:
+            return told[turn.number] is False
         if turn.incarnation in (0, self._incarnation()):
             return False
         if turn.incarnation not in died_after:
@@ -200,12 +206,6 @@ class Retries:
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
 
-    async def sent(self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool) -> None:
-        """As `record_delivery`; what is written down is on its way when this returns."""
-        event = self._delivery_event(session_id, turn, delivered=delivered, is_replay=is_replay)
-        if event is not None:
-            await self._note(session_id, event)
-
     def _delivery_event(
         self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool
     ) -> ReplyUndelivered | ReplyRedelivered | None:
@@ -220,7 +220,7 @@ class Retries:
         if delivered:
             self._remember(key, True)
             return ReplyRedelivered(turn) if is_replay else None
-        if others or self._sent.get(key, False):
+        if others or self._was_sent(key):
             return None
         self._remember(key, False)
         return ReplyUndelivered(turn)
@@ -237,11 +237,18 @@ class Retries:
         """What is not written down by now is lost: the retry then generates once more."""
         await cancelled(*self._noting)
 
+    def forget(self, session_id: str, _ended: object = None) -> None:
+        """The session has ended: nobody asks for its replies again."""
+        self._remembered -= len(self._sent.pop(session_id, ()))
+
     def _remember(self, key: _Key, delivered: bool | None) -> None:
-        self._sent[key] = delivered
-        self._sent.move_to_end(key)
-        if len(self._sent) > REMEMBERED:
-            self._sent.popitem(last=False)
+        session_id, turn = key
+        turns = self._sent.setdefault(session_id, {})
+        self._remembered += turn not in turns
+        turns[turn] = delivered
+        self._sent.move_to_end(session_id)
+        while self._remembered > REMEMBERED and len(self._sent) > 1:
+            self.forget(next(iter(self._sent)))
 
     async def _note(self, session_id: str, event: ReplyUndelivered | ReplyRedelivered) -> None:
         """Write the event down, unless the log says so already or the turn is none of a retry's any more."""

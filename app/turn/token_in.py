@@ -33,6 +33,7 @@ from app.sessions.cache import SessionCache, id_text
 from app.store import reads
 from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
+from app.tito.normalise import EngineDialect
 from app.turn.engine_call import PromptIds, blobs_of, template_arguments
 from app.turn.in_flight import InFlightTurn, Request, TemplateInputs
 from workers.codec import CorruptContent
@@ -67,11 +68,15 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class TokenIn:
-    """Builds prompts as token ids. `prompts` is None in capture mode, where only clients send ids."""
+    """Builds prompts as token ids. `prompts` is None in capture mode, where only clients send ids.
 
-    def __init__(self, cache: SessionCache, prompts: Prompts | None) -> None:
+    `dialect`: that of the engines, whose rendering the prompts are.
+    """
+
+    def __init__(self, cache: SessionCache, prompts: Prompts | None, dialect: Callable[[], EngineDialect]) -> None:
         self._cache = cache
         self.prompts = prompts
+        self._dialect = dialect
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer", initializer=_lower_priority)
         self._short_threads = ThreadPoolExecutor(THREADS, "tokenizer-short")
 
@@ -85,7 +90,7 @@ class TokenIn:
             return None
         if holds_images(request.messages):
             return None  # engines that get ids ignore images: this one renders the prompt
-        template = _template(request.params, request.tools)
+        template = self._template(request.params, request.tools)
         self.prompts.check_arguments(template_arguments(request.params))
         for name, accepted in _BUILT_HERE.items():
             is_begun = request.beginning is not None and name in prefill.PARAMS
@@ -107,7 +112,7 @@ class TokenIn:
 
         def counted() -> int:
             messages = [msgspec.json.decode(raw) for raw in raws]
-            return len(prompts.first(messages, template.offered, template.arguments))
+            return len(prompts.first(messages, template.offered, template.arguments, template.dialect))
 
         return await self._run(sum(len(memoryview(raw)) for raw in raws), counted)
 
@@ -143,7 +148,8 @@ class TokenIn:
                     ) from error
         messages = await self._all_messages(turn, incoming)
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
-        text = await self._run(size, _whole_prompt_text, self.prompts, messages, template.offered, template.arguments)
+        stored = turn.plan.base_messages
+        text = await self._run(size, _whole_prompt_text, self.prompts, messages, template, stored)
         return PromptIds(text, None)
 
     async def begun(self, template: TemplateInputs, prompt: PromptIds, beginning: bytes, dialect: str) -> PromptIds:
@@ -175,13 +181,34 @@ class TokenIn:
         """
         assert self.prompts is not None
         template = await self._rendered_with(session, leaf)
-        return await self._run(SMALL + 1, self.prompts.mismatch, tokens, messages, template.offered, template.arguments)
+        return await self._run(
+            SMALL + 1,
+            self.prompts.mismatch,
+            tokens,
+            messages,
+            template.offered,
+            template.arguments,
+            template.dialect,
+        )
 
     async def _rendered_with(self, session: Session, turn: Turn) -> TemplateInputs:
         """The template inputs of the first prompt of the turn's segment. Raises SessionUnreadable."""
         first = session.token_chain(turn.number)[0]
         blobs = await self._blobs(session.session_id, first)
-        return _template(_FIELDS.decode(blobs[first.params]), None if first.tools is None else blobs[first.tools])
+        return self._template(_FIELDS.decode(blobs[first.params]), None if first.tools is None else blobs[first.tools])
+
+    def _template(self, params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> TemplateInputs:
+        """Raises InvalidRequest."""
+        assert self.prompts is not None
+        tools = value_of(raw_tools, "tools") or None
+        if tools is not None and not isinstance(tools, list):
+            raise InvalidRequest("tools must be a list")
+        dialect = self._dialect()
+        choice, effort, reasoning = (
+            value_of(params.get(name), name) for name in ("tool_choice", "reasoning_effort", "reasoning")
+        )
+        arguments = self.prompts.arguments(template_arguments(params), effort, reasoning, dialect)
+        return TemplateInputs(tools, choice, normalise.offered(tools, choice, dialect), arguments, dialect)
 
     async def _blobs(self, session_id: str, turn: Turn) -> dict[int, bytes]:
         """A turn's parameters and tools by blob number. Raises SessionUnreadable."""
@@ -286,10 +313,10 @@ class TokenIn:
 
 
 def _whole_prompt_text(
-    prompts: Prompts, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
+    prompts: Prompts, messages: Sequence[Mapping[str, Any]], template: TemplateInputs, stored: int
 ) -> bytes:
-    """A whole prompt as the text of its ids; runs on a thread."""
-    return _long_id_text(prompts.first(messages, tools, arguments))
+    """A whole prompt as the text of its ids, the first messages stored ones; runs on a thread."""
+    return _long_id_text(prompts.first(messages, template.offered, template.arguments, template.dialect, stored))
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
@@ -309,7 +336,14 @@ def _extension_text(
 ) -> tuple[Extension, bytes]:
     """The new tokens as `Prompts.after` returns them, and their text; runs on a thread."""
     extension = prompts.after(
-        stored.last, stored.before, stored.answer, new, template.offered, template.arguments, stored.messages
+        stored.last,
+        stored.before,
+        stored.answer,
+        new,
+        template.offered,
+        template.arguments,
+        stored.messages,
+        template.dialect,
     )
     return extension, _long_id_text(extension.ids)
 
@@ -351,14 +385,3 @@ def _begins_with(text: bytes, parent: Turn) -> bool:
 
 def _known(parent: Turn) -> KnownTokens:
     return KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
-
-
-def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> TemplateInputs:
-    """Raises InvalidRequest."""
-    tools = value_of(raw_tools, "tools") or None
-    if tools is not None and not isinstance(tools, list):
-        raise InvalidRequest("tools must be a list")
-    choice = value_of(params.get("tool_choice"), "tool_choice")
-    effort = value_of(params.get("reasoning_effort"), "reasoning_effort")
-    arguments = normalise.arguments(template_arguments(params), effort)
-    return TemplateInputs(tools, choice, normalise.offered(tools, choice), arguments)

@@ -29,10 +29,11 @@ from app.domain.history import RequestHistory, digest
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
-from app.domain.request import ChatRequest, canonical_hash, require_own
+from app.domain.request import ChatRequest, CompletionRequest, canonical_hash, require_own
 from app.domain.rules import RULES, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
+from app.domain.surrogates import mended
 from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
@@ -227,10 +228,14 @@ class Turns:
         if continued is not None and continued.known not in entry.bodies:
             continued = None
         large = large_bytes(body, continued) if len(body) > INLINE_VALUES else 0
-        if large:
-            request = await self.large_bodies.run(large, partial(protocol.parse, body, False, continued))
-        else:
-            request = protocol.parse(body, True, continued)
+        try:
+            if large:
+                request = await self.large_bodies.run(large, partial(protocol.parse, body, False, continued))
+            else:
+                request = protocol.parse(body, True, continued)
+        except InvalidRequest as error:
+            continued, large = None, large_bytes(body) if len(body) > INLINE_VALUES else 0
+            request = await self.large_bodies.run(large, partial(_parse_mended, protocol, body, error))
         if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
             request = protocol.complete(request, await self._stored_turns(entry, request))
         if continued is not None:
@@ -422,7 +427,9 @@ class Turns:
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
         if self._is_verbatim(turn):
             return body.pieces
-        decoded_bytes = len(body) - sum(place.end - place.start for place in places)
+        decoded_bytes = len(body)
+        for place in places:
+            decoded_bytes -= place.end - place.start
         if decoded_bytes <= INLINE_BYTES:
             return shown(body, places, turn.request.params)
         return await asyncio.to_thread(shown, body, places, turn.request.params)
@@ -459,3 +466,14 @@ class Turns:
             await asyncio.wait(finished, timeout=grace_s)
         for task in self._aborting:
             task.cancel()
+
+
+def _parse_mended(protocol: WireProtocol, body: bytes, refusal: InvalidRequest) -> ChatRequest | CompletionRequest:
+    """The request in a body that is mended (`app.domain.surrogates`).
+
+    Raises as `protocol.parse`, or `refusal`, that of the body as it came, if there is nothing to mend.
+    """
+    if (read := mended(body)) is None:
+        raise refusal
+    request = protocol.parse(read.body)
+    return msgspec.structs.replace(request, left_out=(*read.left_out(), *request.left_out))

@@ -92,7 +92,9 @@ class ReplyValidator:
         size = len(result.message)
         if size >= settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = reply_hashes(turn.history, result)
+        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
+        if result.rest:
+            bare_hash = rest_hash(turn.history, result.rest)
         # Tokens without a reported weight version get the one known at dispatch.
         unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
         return msgspec.structs.replace(
@@ -128,7 +130,7 @@ class ReplyValidator:
             mended, failure = await asyncio.to_thread(_looked_at, answer.body.joined())
             refusal = error
         if failure is not None:
-            raise GenerationFailed(f"{answer.engine} ended the generation with an error", *failure) from refusal
+            raise GenerationFailed.of(answer.engine, *failure) from refusal
         try:
             if mended is not None:
                 answer.body = Body([mended])
@@ -174,14 +176,11 @@ class ReplyValidator:
         )
 
 
-def reply_hashes(history: TurnHistory, result: ValidatedReply) -> tuple[str, str | None, str | None]:
-    """As `RequestHistory.reply_hashes`. A client that began the reply may send back what came of it alone: that is then
-    its other spelling."""
-    message_hash, calls_hash, bare_hash = history.reply_hashes(result.message)
-    if result.rest:
-        own, _, bare = history.reply_hashes(result.rest)
-        bare_hash = None if own == EMPTY_REPLY else bare or own
-    return message_hash, calls_hash, bare_hash
+def rest_hash(history: TurnHistory, rest: bytes) -> str | None:
+    """The hash of what came of a reply that its client began: it may send that back alone, as the reply's other
+    spelling."""
+    own, _, bare = history.reply_hashes(rest)
+    return None if own == EMPTY_REPLY else bare or own
 
 
 class Weighed:

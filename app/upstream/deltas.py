@@ -60,7 +60,7 @@ class _Call:
         self._more: dict[str, Any] = {}
         self._inner: dict[str, Any] = {}
         self._arguments: list[str] = []
-        self._read = self._depth = 0
+        self._size = self._read = self._depth = 0
         self._in_text = self._is_closed = False
         self._carried = ""
 
@@ -73,6 +73,7 @@ class _Call:
         """`more` and `inner` are fields of the call and of its function that are not known."""
         if arguments:
             self._arguments.append(arguments)
+            self._size += len(arguments)
         self._more |= more
         self._inner |= inner
 
@@ -93,7 +94,7 @@ class _Call:
                 self._is_closed |= self._depth <= 0
         if self._is_closed or self._depth or self._in_text:
             return self._is_closed
-        return sum(map(len, self._arguments)) <= _LITERAL and _is_json("".join(self._arguments))
+        return self._size <= _LITERAL and _is_json("".join(self._arguments))
 
     def whole(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": "".join(self._arguments), **self._inner}

@@ -41,7 +41,9 @@ _NEEDED: Mapping[DialectChoice, Mapping[str, bytes]] = {
 _COMPLETION: Mapping[str, bytes] = {"return_token_ids": b"true", "return_weight_versions": b"true"}
 """For completions on either engine, with a number for `logprobs`; 0 returns only the sampled token's."""
 
-_RETURN: Mapping[str, str] = {kind: f"return_{kind}" for kind in REPLAY}
+RETURN: Mapping[str, str] = {kind: f"return_{kind}" for kind in REPLAY}
+"""By kind of replay payload, the parameter that asks for it."""
+
 _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
     "sglang": ("routed_experts_start_len",),
     "vllm": ("routed_experts_prompt_start",),
@@ -73,7 +75,7 @@ def complete(
         fields["top_logprobs"] = b"0"
     for kind in replay:
         if returns(kind, dialect, shape):
-            fields[_RETURN[kind]] = b"true"
+            fields[RETURN[kind]] = b"true"
     if "routed_experts" in replay:
         for name in FIRST_ROW_NAMES:
             fields.pop(name, None)
@@ -144,7 +146,7 @@ def returns(kind: str, dialect: DialectChoice, shape: EngineShape) -> bool:
 
 def asked_for(params: Mapping[str, msgspec.Raw]) -> frozenset[str]:
     """The kinds of replay payload that the client asked for."""
-    return frozenset(kind for kind, name in _RETURN.items() if bytes(params.get(name, b"")) == b"true")
+    return frozenset(kind for kind, name in RETURN.items() if bytes(params.get(name, b"")) == b"true")
 
 
 def clients_first_row(params: Mapping[str, msgspec.Raw]) -> int:

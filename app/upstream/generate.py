@@ -10,6 +10,9 @@ The stream, with `--incremental-streaming-output`, is read into the reply to a c
     last        also meta_info.finish_reason
     then        `[DONE]`
 
+A request that is aborted in the waiting queue, at once or after the engine took it back there, ends with an event
+that repeats what came: behind what is new, all text and logprobs and the last id. Its meta_info has no prompt_tokens.
+
 The message of that reply has the whole text as its content: only the engine's parsers know what of it is reasoning or a
 call (`app.fleet.native`). What the engine cannot know is written with it: the time, the model, the prompt's ids.
 """
@@ -172,21 +175,34 @@ class GenerateStream(EventReader):
         if self.has_ended:
             raise BadStream("the stream went on after its finish reason")
         meta = {name: bytes(raw) for name, raw in event.meta_info.items()}
+        finish = _FINISH.decode(meta.get("finish_reason", b"null"))
         raw = meta.pop("output_token_logprobs", b"[]").strip()
-        triples = _TRIPLES.decode(raw)
-        if [token for _, token, _ in triples] != event.output_ids:
+        triples, ids, text = _TRIPLES.decode(raw), event.output_ids, event.text
+        if finish is not None and finish.type == "abort" and "prompt_tokens" not in meta:
+            new = max(_COUNT.decode(meta.get("completion_tokens", b"0")) - self.tokens, 0)
+            triples, ids, text = triples[:new], ids[:new], self._without_repeat(text)
+            raw = b"[" + b",".join(b"[%b,%d,%b]" % (bytes(p), i, msgspec.json.encode(t)) for p, i, t in triples) + b"]"
+            meta = self._meta | meta
+        if [token for _, token, _ in triples] != ids:
             raise BadStream("an event has other logprobs than ids: is --incremental-streaming-output on?")
         if triples:
             self._triples.append(raw[1:-1])
-            self._tokens += [text for _, _, text in triples]
-            self._logprobs += [_entry(bytes(logprob), text) for logprob, _, text in triples]
+            self._tokens += [token for _, _, token in triples]
+            self._logprobs += [_entry(bytes(logprob), token) for logprob, _, token in triples]
         self.tokens += len(triples)
         require_within(self.tokens, self._limit)
-        self._texts.append(event.text)
-        self._meta = meta
-        self._finish = _FINISH.decode(meta.get("finish_reason", b"null"))
-        if self._finish is not None and self._finish.type == "error":
+        if finish is not None and finish.type == "error":
             raise CutStream(told_error(None))
+        self._texts.append(text)
+        self._meta, self._finish = meta, finish
+
+    def _without_repeat(self, text: str) -> str:
+        """What is new of a text behind which all text comes again."""
+        before = "".join(self._texts)
+        new = text[: max(len(text) - len(before), 0) // 2]
+        if text != new + before + new:
+            raise BadStream("an aborted generation repeats another text than it had")
+        return new
 
     def _text(self, finish: _Finish) -> str:
         """Without a stop string, whose beginning may have been sent before it was known to be one."""
@@ -197,7 +213,7 @@ class GenerateStream(EventReader):
         return kept if text.startswith(kept) else text
 
     def _whole(self, meta: Mapping[str, bytes], finish: _Finish) -> bytes:
-        prompt = _COUNT.decode(meta.get("prompt_tokens", b"0"))
+        prompt = _COUNT.decode(meta.get("prompt_tokens", b"0"))  # 0 as in a chat that was never counted
         usage = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + self.tokens,

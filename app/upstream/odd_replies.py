@@ -44,6 +44,7 @@ def failure_in(body: bytes) -> Failure | None:
     None where there is none. A key that is not taken is the operator's business: it is no client's 401.
     """
     try:
+        body.decode()
         root = _ROOT.decode(body)
         if root.choices:
             is_failed = bytes(root.choices[0].get("finish_reason", NULL)) == FAILED

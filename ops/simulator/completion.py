@@ -52,7 +52,8 @@ def conversation(prompt: Encoded) -> Conversation:
 def sglang(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
     """SGLang's reply: without ``meta_info``; payloads are in ``sglext``, weight versions in ``metadata``."""
     request, draft = generation.request, generation.draft
-    experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
+    wants_experts = request.return_routed_experts and not generation.queued
+    experts = writer.experts(generation, wants_experts, request.routed_experts_start_len)
     choice = [
         _head(generation, generation.id),
         _text(generation, writer, with_prompt=bool(request.echo)),

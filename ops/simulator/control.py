@@ -286,7 +286,7 @@ class Control:
         request = msgspec.json.decode(body or b"{}", type=PauseGeneration)
         if failed := self._failed(self._behaviour.pause):
             return failed
-        self._engine.runs.pause()
+        self._engine.runs.pause(retract=request.mode == "retract")
         if request.mode == "abort":
             self._engine.runs.abort("", everything=True)
         return json_reply({"message": "Generation paused successfully.", "status": "ok"})

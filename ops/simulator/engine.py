@@ -237,7 +237,8 @@ class Engine:
             self.policy.leave(prompt.packed, whole, len(draft.ids))
         self.prefixes.served(prompt.packed + array("i", draft.ids).tobytes())
         spans = _spans(run, request.sim, len(draft.ids))
-        generation = Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
+        queued = (run.queued or sim.queued) and draft.finish == "abort" and self.config.dialect == "sglang"
+        generation = Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans, queued)
         for witness in self.witnesses:
             witness(generation)
         return generation

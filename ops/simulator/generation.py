@@ -42,7 +42,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class Generation(Generic[R]):
-    """All data from which a reply is written."""
+    """All data from which a reply is written. ``queued``: SGLang aborted it in its waiting queue."""
 
     id: str
     created: int
@@ -51,6 +51,7 @@ class Generation(Generic[R]):
     draft: Draft
     cached_tokens: int
     versions: tuple[Span, ...]
+    queued: bool = False
 
     @property
     def weight_version(self) -> str:
@@ -69,12 +70,12 @@ class Generation(Generic[R]):
 
     @property
     def usage(self) -> dict[str, object]:
-        prompt, completion = self.prompt.count, self.completion_tokens
+        prompt, completion = 0 if self.queued else self.prompt.count, self.completion_tokens
         return {
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": None if self.queued else {"cached_tokens": self.cached_tokens},
         }
 
     @property

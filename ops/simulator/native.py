@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from ops.simulator.generate import parse
 from ops.simulator.generation import DONE, EVENT_STREAM, Generation, ReplyWriter, event
-from ops.simulator.sglang import finish_of, speculative_of
+from ops.simulator.sglang import finish_of, queued_info, speculative_of
 from ops.simulator.wire import BadRequest, ChatRequest, Reply, Sim, json_reply
 
 # The arguments are taken as the model wrote them, whether they are JSON or not.
@@ -85,12 +85,14 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     events = []
     for start, text in zip_longest(starts, texts[: len(starts)], fillvalue=""):
         at = int(start)
+        if generation.queued and not draft.ids:
+            break
         ids, is_last = draft.ids[at : at + size], at == starts[-1]
         delta = left if is_last else text[: len(left)]
         left = left[len(delta) :]
         meta = {
             "id": generation.id,
-            "finish_reason": finish_of(generation, writer) if is_last else None,
+            "finish_reason": finish_of(generation, writer) if is_last and not generation.queued else None,
             "prompt_tokens": generation.prompt.count,
             "weight_version": generation.weight_version,
             "output_token_logprobs": Raw(writer.triples_of(ids, numbers[at : at + size])),
@@ -100,6 +102,9 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
             **(speculative_of(generation) if is_last else {}),
         }
         events.append(event({"text": delta, "output_ids": ids, "meta_info": meta}))
+    if generation.queued:  # what came is repeated: all text and logprobs, and the last id
+        info = queued_info(generation, Raw(writer.triples_of(draft.ids, numbers)))
+        events.append(event({"text": draft.text, "output_ids": draft.ids[-1:], "meta_info": info}))
     return Reply((*events, DONE), content_type=EVENT_STREAM)
 
 

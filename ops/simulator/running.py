@@ -15,7 +15,8 @@ class Run:
     ``external_id`` is vLLM's name of it, by which ``/abort_requests`` finds it. ``versions`` lists
     ``(share done, version)`` for each weight version it has used. ``prefill`` is the time in seconds before its first
     token, and ``duration`` the time of its tokens. ``gone`` is set when the client disconnected, and ``aborted`` when
-    the generation was aborted. ``wake`` ends its wait.
+    the generation was aborted. ``retracted``: it was taken back into the waiting queue; ``queued``: it was aborted
+    there. ``wake`` ends its wait.
     """
 
     rid: str
@@ -26,6 +27,8 @@ class Run:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = 0.0
     aborted: bool = False
+    retracted: bool = False
+    queued: bool = False
     gone: bool = False
 
     def progress(self, now: float) -> float:
@@ -63,6 +66,7 @@ class Runs:
         found = [run for run in self._runs.values() if everything or (rid and run.rid.startswith(rid))]
         for run in found:
             run.aborted = True
+            run.queued = not run.began or run.retracted
             run.wake.set()
         return len(found)
 
@@ -79,11 +83,15 @@ class Runs:
         for run in self._runs.values():
             run.versions.append((run.progress(now), version))
 
-    def pause(self) -> None:
+    def pause(self, retract: bool = False) -> None:
         self._resumed.clear()
+        for run in self._runs.values():
+            run.retracted = retract
 
     def resume(self) -> None:
         self._resumed.set()
+        for run in self._runs.values():
+            run.retracted = False
 
     async def resumed(self) -> None:
         await self._resumed.wait()
@@ -123,6 +131,8 @@ class Runs:
     async def _wait(self, run: Run) -> float:
         loop = asyncio.get_running_loop()
         await self._until_resumed(run)
+        if run.aborted:
+            return 0.0
         run.began = loop.time()
         takes = run.prefill + run.duration
         if not run.aborted and takes > 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Raw
+
 from ops.simulator.config import Config
 from ops.simulator.generation import (
     Alternatives,
@@ -63,7 +65,8 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The whole reply, with large payloads as separate parts."""
     request, draft = generation.request, generation.draft
     numbers = writer.logprobs(draft) if request.logprobs else []
-    experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
+    wants_experts = request.return_routed_experts and not generation.queued
+    experts = writer.experts(generation, wants_experts, request.routed_experts_start_len)
     asked = request.alternatives if request.logprobs else 0
     tops = writer.alternatives(draft.ids, numbers, asked) if asked else []
     head = [
@@ -80,7 +83,10 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     if request.return_token_ids:
         head += [b',"response_token_ids":', encode(draft.ids)]
     parts = [b"".join(head)]
-    if request.return_meta_info:
+    if request.return_meta_info and generation.queued:
+        triples = writer.triples(draft, numbers) if request.logprobs else b"[]"
+        parts.append(b',"meta_info":' + encode(queued_info(generation, Raw(triples))))
+    elif request.return_meta_info:
         parts += _meta_info(generation, writer, numbers, tops, experts)
     parts.append(b"}]" + _tail(generation))
     if experts is not None and not request.return_meta_info:
@@ -100,6 +106,17 @@ def finish_of(generation: Generation[ChatRequest], writer: ReplyWriter) -> dict[
     if generation.draft.stop_text is not None:
         return {"type": "stop", "matched": generation.draft.stop_text}
     return {"type": finish}
+
+
+def queued_info(generation: Generation[ChatRequest], triples: Raw) -> dict[str, object]:
+    """The ``meta_info`` of an abort in the waiting queue: the scheduler, which counts, has no part in it."""
+    return {
+        "id": generation.id,
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "weight_version": generation.weight_version,
+        "output_token_logprobs": triples,
+        "completion_tokens": generation.completion_tokens,
+    }
 
 
 def speculative_of(generation: Generation[ChatRequest]) -> dict[str, object]:

@@ -89,7 +89,7 @@ class Sim(Struct, forbid_unknown_fields=True):
     tags, which stays in the content, or be empty. ``reasoning`` says whether the reply has some or, with a ``text``,
     what it is. ``chunk_tokens`` is the number of tokens in each chunk of vLLM's stream of a plain text. ``speculative``
     are the counters of speculative decoding: how often drafts were verified, how many tokens they had, and how many
-    were accepted.
+    were accepted. ``queued``: SGLang's abort comes in the waiting queue, after the engine took the generation back.
     """
 
     completion_tokens: int | None = None
@@ -109,6 +109,7 @@ class Sim(Struct, forbid_unknown_fields=True):
     call_ids: list[str | int | None] = []
     chunk_tokens: int | None = None
     speculative: tuple[int, int, int] | None = None
+    queued: bool = False
 
 
 class PlannedReply(Struct, forbid_unknown_fields=True):

@@ -27,6 +27,7 @@ from app.store.affinities import (
 )
 from app.store.dialect import now
 from app.store.schema import affinities as table
+from app.store.schema import sessions
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
@@ -298,6 +299,27 @@ async def test_a_closed_session_ends_what_it_used_last(names: Names, others: Nam
     assert not await names.store.database.read(lambda connection: affinities.used_last_by(connection, "one"))
     assert await names.store.database.read(lambda connection: affinities.used_last_by(connection, "two"))
     assert await others.store.submit(EndOf("two", others.me)) == [Ending("c", A)]
+
+
+async def test_a_close_after_a_restore_is_told_once_more(names: Names) -> None:
+    """The engine has not answered the first close: its row is `ending` still, or again."""
+    database = names.store.database
+    await names.store.create("s")
+    engine = update(sessions).where(sessions.c.session_id == "s")
+
+    async def close(at: str) -> None:
+        await database.write(lambda tx: tx.run(engine.values(engine=at), {}), durable=False)
+        await database.write(lambda tx: affinities.end_at_engine(tx, "s", "c"), durable=False)
+
+    await close(A)
+    await close(A)
+    assert await names.end_due() == [Ending("c", A)]
+    await close(B)
+    await names.store.submit(EngineTold("c", names.me))
+    assert await names.end_due(frozenset({"c"})) == [], "the first is being told"
+    assert await names.end_due() == [Ending("c", B)]
+    await names.store.submit(EngineTold("c", names.me))
+    assert await names.row() is None
 
 
 async def test_only_what_is_due_is_looked_at(names: Names) -> None:

@@ -13,8 +13,9 @@ from helpers.log import BODY
 from helpers.store import Store
 from sqlalchemy import Connection, event, func, select, update
 
+from app.api.limits import RequestMemory
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
-from app.errors import ArchiveBusy, PayloadsUnavailable, SessionEnded
+from app.errors import ArchiveBusy, PayloadsUnavailable
 from app.feature_faults import FeatureFaults
 from app.features.archive.archive import Archive
 from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Reserve, unfinished
@@ -78,6 +79,7 @@ class Stage:
             lambda: self.store.me,
             lease_s=math.inf,
             timeout_s=5.0,
+            file_root=str(self.folder),
             forget=forget,
         )
 
@@ -139,15 +141,21 @@ async def test_a_session_that_is_erased_while_it_leaves_leaves_nothing_behind(st
     assert not stage.in_files("session-erased")
     left = select(func.count()).select_from(turns)
     assert await stage.store.database.read(lambda connection: connection.execute(left).scalar_one()) == 0
-    assert await stage.store.create("session-erased") == Existing("archived", BODY)
+    assert await stage.store.create("session-erased") == Existing("erased", BODY)
 
 
 async def test_a_session_that_is_erased_while_it_returns_does_not(stage: Stage) -> None:
     await stage.ended("session-erased")
     file = await stage.move(stage.archive())
     assert file is not None
-    with pytest.raises(SessionEnded):
-        await stage.archive(Import, lambda: stage.erasure.erase("session-erased")).bring_back(file)
+    archive = stage.archive(Import, lambda: stage.erasure.erase("session-erased"))
+    with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+        told = await archive.bring_back(file, memory)
+    assert told == {
+        "imported": 0,
+        "there": 0,
+        "refused": [{"session_id": "session-erased", "reason": "it was erased"}],
+    }
     assert await stage.store.head("session-erased") is None
     await stage.erased("session-erased")
 

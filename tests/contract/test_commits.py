@@ -62,7 +62,8 @@ class Process:
         """`abandoned`: why the claim ends before the commit."""
         entry = await self.cache.open("s")
         request = PROTOCOLS["chat"].parse(json.dumps({"messages": messages}).encode(), True, None)
-        turn = InFlightTurn("s", Waiter(lambda size: None), Stages(time.monotonic), request=request)
+        waiter = Waiter(lambda size: None)
+        turn = InFlightTurn("s", waiter, Stages(time.monotonic), request=request, waiters=[waiter])
         turn.history = history = RequestHistory(cast(Any, request).messages, "tolerant")
         history.check(entry.index, entry.session)
         turn.session = entry.session

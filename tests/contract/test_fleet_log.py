@@ -242,7 +242,7 @@ async def watching(states: Sequence[FleetState], database: Database) -> AsyncIte
             fleet=state,
             gates=Gates(state),
             engines=Engines(client),
-            control=EngineControl(client, "auto", None),
+            control=EngineControl(client, "auto", None, lambda url: False),
             database=database,
         )
         for state in dict.fromkeys(states)
@@ -278,7 +278,7 @@ class Late(EngineControl):
     """Its orders to go on come to the engines late."""
 
     def __init__(self, client: EngineClient) -> None:
-        super().__init__(client, "sglang", None)
+        super().__init__(client, "sglang", None, lambda url: True)
         self.began, self.goes = asyncio.Event(), asyncio.Event()
 
     async def resume(self, url: str, known: Literal["sglang", "vllm"] | None = None) -> str | None:

@@ -13,7 +13,7 @@ from helpers.buckets import TestBucket
 from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
 from helpers.store import LEASE_S, Store, add_incarnation, end_incarnation
-from sqlalchemy import update
+from sqlalchemy import insert, select, update
 from sqlalchemy.sql import Executable
 
 from app.domain import retention
@@ -219,6 +219,47 @@ async def test_an_erasure_deletes_at_once_all_that_has_the_sessions_name(yard: Y
     assert await yard.is_being_erased("s")
     assert await yard.look() == [f"t/{yard.store.me}-2.routed_experts.0"]
     assert not await yard.is_being_erased("s")
+
+
+BAD_NAMES = ("../victim/", "../victim", "a//b", "a/../../b", "/etc/passwd", "./", "x/\n")
+
+
+async def test_a_name_that_no_object_has_keeps_nothing_else_from_being_deleted(
+    yard: Yard, caplog: pytest.LogCaptureFixture
+) -> None:
+    victim = yard.folder.parent / "victim"
+    victim.mkdir()
+    (victim / "1-1.routed_experts.0").write_text("precious")
+    await yard.turn("t", large(1))
+    queued = [{"session_id": name, "name": name, "since": 0.0, "incarnation": None} for name in BAD_NAMES]
+    await yard.store.database.write(lambda tx: tx.insert(insert(dead_objects), queued), durable=True)
+    await yard.erase("t")
+    assert await yard.look() == []
+    left = await yard.store.database.read(lambda c: c.execute(select(dead_objects.c.name)).scalars().all())
+    assert left == []
+    assert "../victim/" in caplog.text
+    assert (victim / "1-1.routed_experts.0").exists()
+
+
+async def test_an_object_that_cannot_be_deleted_does_not_stop_the_others(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        await yard.turn(name, large(1))
+        await yard.erase(name)
+    delete = yard.bucket.delete
+
+    async def some(name: str) -> None:
+        if name.startswith("b/"):
+            raise PayloadsUnavailable("no permission")
+        await delete(name)
+
+    monkeypatch.setattr(yard.bucket, "delete", some)
+    with pytest.raises(PayloadsUnavailable):
+        await yard.look()
+    assert {name[0] for name in yard.there()} == {"b"}
+    monkeypatch.undo()
+    assert await yard.look() == []
 
 
 @pytest.mark.parametrize("ends", ["upload", "process"])

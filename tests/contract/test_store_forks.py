@@ -85,7 +85,7 @@ async def forked(store: Store, fork_id: str, turn: int, **given: Any) -> Any:
 
 
 async def content(store: Store, session_id: str) -> list[tuple[Any, ...]]:
-    columns = [column for column in turns.c if column.name != "session_id"]
+    columns = [column for column in turns.c if column.name not in ("session_id", "written_at")]
     query = select(*columns).where(turns.c.session_id == session_id).order_by(turns.c.turn)
     return await store.database.read(lambda connection: [tuple(row) for row in connection.execute(query)])
 

@@ -34,7 +34,7 @@ from app.store import reads
 from app.store.erasure import UNREADABLE, EraseTexts, TextRow, text_rows, without_text
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Erase, Existing
-from app.store.log_turns import AbandonDead, AbandonLost, Busy, Stale
+from app.store.log_turns import AbandonDead, AbandonLost, AbsorbAttempt, Busy, Stale
 from app.store.schema import events
 from workers import codec
 from workers.codec import CorruptContent
@@ -144,6 +144,18 @@ async def test_a_lost_fence_does_not_fail_its_neighbours(store: Store) -> None:
         assert head is not None
         assert head.turns == turns
         await store.head_equals_fold(name)
+
+
+async def test_a_turn_absorbs_so_many_attempts_that_came_before_it(store: Store) -> None:
+    """By the database's clock, whatever the clock of the process shows."""
+    await store.create("s")
+    await store.take_turn("s")
+
+    async def absorbs(age_s: float, turn: int = 1) -> bool:
+        return bool(await store.submit(AbsorbAttempt("s", turn, 2, -age_s, lambda: 0.0)))
+
+    assert [await absorbs(age_s) for age_s in (0.0, 60.0, 60.0, 60.0)] == [False, True, True, False]
+    assert not await absorbs(60.0, turn=2)
 
 
 async def test_release_frees_the_session_for_the_next_claim(store: Store) -> None:

@@ -86,12 +86,23 @@ def _claude(place: Place, task: str, more: Mapping[str, str], *flags: str) -> su
 
 
 def _codex(place: Place, task: str, more: Mapping[str, str], *command: str) -> subprocess.Popen[str]:
-    provider = {"name": "x", "base_url": f"{place.base_url}/v1", "wire_api": "responses", "env_key": "KEY"}
+    provider = {"name": "x", "base_url": f"{place.base_url}/v1", "wire_api": "responses", "env_key": "CODEX_API_KEY"}
     settings = {"model_provider": "x", **{f"model_providers.x.{name}": value for name, value in provider.items()}}
-    settings = {name: json.dumps(value) for name, value in settings.items()} | {**more}
+    return _codex_with(settings, place, task, more, *command)
+
+
+def _codex_builtin(place: Place, task: str, more: Mapping[str, str], *command: str) -> subprocess.Popen[str]:
+    """With nothing but a base URL: it tries a WebSocket first, and has the server compact its history."""
+    return _codex_with({"openai_base_url": f"{place.base_url}/v1"}, place, task, more, *command)
+
+
+def _codex_with(
+    given: Mapping[str, str], place: Place, task: str, more: Mapping[str, str], *command: str
+) -> subprocess.Popen[str]:
+    settings = {name: json.dumps(value) for name, value in given.items()} | {**more}
     options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
     flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "simulator")
-    return place.run("codex", ("exec", *command, *flags, *options, task), {"KEY": place.token})
+    return place.run("codex", ("exec", *command, *flags, *options, task), {"CODEX_API_KEY": place.token})
 
 
 def _qwen(place: Place, task: str, more: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -153,6 +164,12 @@ PROGRAMS: Mapping[str, Program] = {
         lambda command: call("exec_command", cmd=command),
         lambda task: call("multi_agent_v1__spawn_agent", message=task),
         goes_on=lambda place, task, more: _codex(place, task, more, "resume", "--last"),
+    ),
+    "Codex, built in": Program(
+        _codex_builtin,
+        lambda command: call("exec_command", cmd=command),
+        lambda task: call("multi_agent_v1__spawn_agent", message=task),
+        goes_on=lambda place, task, more: _codex_builtin(place, task, more, "resume", "--last"),
     ),
     "OpenCode, Messages": Program(_opencode("@ai-sdk/anthropic"), _described("bash"), causes=["root"]),
     "OpenCode, Responses": Program(_opencode("@ai-sdk/openai"), _described("bash"), causes=["root"]),

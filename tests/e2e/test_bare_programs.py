@@ -22,7 +22,7 @@ from e2e.test_programs import Said, one_call, owned, plan, two_calls, until_over
 
 pytestmark = [pytest.mark.long, pytest.mark.harness]
 
-NAMES = ("Claude Code", "Codex", "OpenCode, Messages", "OpenCode, Responses")
+NAMES = ("Claude Code", "Codex", "Codex, built in", "OpenCode, Messages", "OpenCode, Responses")
 STEPS = 4
 KILL_S = 1.5
 """How long a generation takes that the server is killed in."""

@@ -49,9 +49,10 @@ def test_hits_lead_to_their_turns(searched: Stand, watch: Watch) -> None:
         page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
         assert barriers(page, scheme) == []
     hit.locator("a").first.click()
-    page.wait_for_url("**/ui#/session/found-03?turn=1")
+    page.wait_for_url("**/ui#/session/found-03?turn=1&brought=1")
     page.go_back()
     expect(page.locator("input[name=q]")).to_have_value("zebra")
+    expect(page.locator("body")).not_to_be_focused()
 
 
 def test_many_hits_are_paged_and_filtered(searched: Stand, watch: Watch) -> None:

@@ -120,7 +120,9 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     page.keyboard.press("/")
     page.keyboard.type("BOOM")
     expect(page.locator(".act")).to_have_count(1)
-    expect(page.locator(".tabcontent h2").first).to_have_text("Turn 3")
+    # The result stands beside the call that it answers.
+    expect(page.locator(".tabcontent h2").first).to_have_text("Turn 2")
+    expect(page.locator(".tabcontent .said[data-role=tool]")).to_contain_text("boom", ignore_case=True)
     page.locator("a", has_text="Details").or_(page.locator(".sessiondetails > summary")).click()
     expect(page.locator(".sessiondetails")).to_contain_text("4 of 9 turns, 5 left per rollout")
     expect(page.locator(".sessiondetails")).to_contain_text("0.500 a 1.000")

@@ -32,8 +32,8 @@ class Said(NamedTuple):
 
 class Case(NamedTuple):
     """`said(program)` are the engine's replies, `causes(program)` those of the branches besides the first, `fault` what
-    befalls the engine or the server once. The tasks `later` are given to new processes that go on with the
-    conversation."""
+    befalls the engine or the server once, `killed_in` the generation in which the server is killed. The tasks `later`
+    are given to new processes that go on with the conversation."""
 
     said: Callable[[Program], Sequence[Said]]
     causes: Callable[[Program], Sequence[str]] = lambda program: ()
@@ -42,6 +42,7 @@ class Case(NamedTuple):
     more: Mapping[str, str] = {}
     task: str = TASK
     later: Sequence[str] = ()
+    killed_in: int = 1
 
 
 def one_call(program: Program, latency_s: float = 0.0) -> Sequence[Said]:
@@ -109,6 +110,15 @@ CASES: Mapping[str, Case] = {
         more={"model_auto_compact_token_limit": "5000"},
         task=LONG,
     ),
+    "a compaction by the server, which is killed": Case(
+        lambda program: [Said("Summarize this conversation", "It counts.", latency_s=1.5), *one_call(program)],
+        lambda program: ["root"],
+        "kill",
+        ["Codex, built in"],
+        {"model_auto_compact_token_limit": "5000"},
+        LONG,
+        killed_in=2,
+    ),
     "goes on later": Case(goes_on, programs=AGENTS, later=["And again", "A third time"]),
     **{
         f"engine: {fault}": Case(one_call, fault=fault) for fault in ("status_500", "status_503", "status_529", "reset")
@@ -138,7 +148,7 @@ def test_what_a_program_sampled_is_in_the_loss_once(server: Stand, tmp_path: Pat
     for start, task in ((ran.start, wanted.task), *((ran.goes_on, task) for task in wanted.later)):
         assert start is not None
         process = start(place, task, wanted.more)
-        output = until_over(process, server, talk if wanted.fault == "kill" else None)
+        output = until_over(process, server, talk if wanted.fault == "kill" else None, wanted.killed_in)
         if process.returncode != 0:
             break
     branches = [branch["cause"] for branch in talk.tree()["branches"]]

@@ -113,9 +113,13 @@ def refused(stand: Stand, talk: Talk, kept: Held, code: tuple[int, str], retry_a
 def read(stand: Stand, kept: Held, rows: list[Any], why: str) -> None:
     """Everything that was there before, and what is the matter."""
     assert stand.http.get("/health").status_code == 200
-    answer = stand.http.get("/ready")
+    until(lambda: stand.http.get("/ready").is_success)
+    answer, writing = stand.http.get("/ready"), stand.http.get("/ready", params={"writes": 1})
     found = answer.json()
-    assert (answer.status_code, found["status"]) == (503, "not_ready")
+    assert [(one.status_code, one.json()["status"]) for one in (answer, writing)] == [
+        (200, "ready"),
+        (503, "not_ready"),
+    ]
     assert (found["checks"]["database"], found["checks"]["writable"]) == (True, False)
     assert found["read_only"] == why
     assert kept.rows() == rows
@@ -128,7 +132,7 @@ def read(stand: Stand, kept: Held, rows: list[Any], why: str) -> None:
 
 def well_again(stand: Stand, kept: Held, tally: Tally, lines: int = 1) -> None:
     """Without a restart."""
-    until(lambda: stand.http.get("/ready").status_code == 200)
+    until(lambda: stand.http.get("/ready", params={"writes": 1}).status_code == 200)
     assert stand.http.get("/ready").json()["read_only"] is None
     until(lambda: stand.http.get("/ui/api/overview").json()["read_only"] is None)
     kept.acknowledged.append(acknowledgement(kept.open.id, kept.open.say("More")))

@@ -70,6 +70,9 @@ class Postgres:
         yield self.url(name)
         self._server.psql(f"DROP DATABASE {name} WITH (FORCE);")
 
+    def psql(self, statement: str) -> None:
+        self._server.psql(f"{statement};")
+
     def stop(self) -> None:
         self._server.cleanup()
 

@@ -116,6 +116,39 @@ def test_what_was_cut_is_as_if_it_had_not_been(replaying: Stand, at: list[int], 
     assert sum(row["loss_mask"]) == sum(turn["output_tokens"] for turn in talk.committed())
 
 
+@pytest.mark.parametrize("at", [[0], [7], [7, 0, 20]])
+def test_what_is_aborted_in_sglangs_waiting_queue_goes_on(replaying: Stand, at: list[int]) -> None:
+    """The engine took it back there before. Its reply counts no prompt and has no payloads, so all rows are asked for
+    again."""
+    assert replaying.sim.post("/sim/reset").status_code == 200
+    talk, asks = replaying.talk(), {"return_routed_experts": True, "return_indexer_topk": True}
+    joined = interrupted(replaying, talk, at, **asks, sim={**THINKING["sim"], "queued": True})
+    assert {one["body"].get("routed_experts_start_len") for one in replaying.engine_requests(talk.id)} == {None}
+    assert as_said(joined) == as_said(uncut(replaying, replaying.talk(), **asks, **THINKING))
+
+
+@pytest.mark.parametrize("path", [None, COMPLETIONS])
+def test_a_turn_that_has_not_begun_when_the_engine_aborts_is_an_abort_without_tokens(
+    stand: Stand, path: str | None
+) -> None:
+    talk = stand.talk(on_abort="return")
+    try:
+        assert stand.sim.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+        body = {"prompt": "Hello", "logprobs": 0} if path else {"messages": [ASKED]}
+        turn = stand.meanwhile(
+            stand.http.post, talk.path + path if path else talk.chat_path, json={"model": "m", **body}
+        )
+        until(generating(stand))
+        assert stand.sim.post("/abort_request", json={"abort_all": True}).status_code == 200
+        reply = turn.result().json()
+    finally:
+        assert stand.sim.post("/continue_generation", json={}).status_code == 200
+    assert (reply["choices"][0]["finish_reason"], reply["usage"]["prompt_tokens"]) == ("abort", 0)
+    [committed] = talk.committed()
+    assert (committed["output_tokens"], committed["finish_reason"]) == (0, "abort")
+    assert committed["suffix_tokens"] > 0
+
+
 @pytest.mark.parametrize("engine", ["stand", "vllm_stand"])
 @pytest.mark.parametrize("body", [{}, {"max_tokens": 40, "stop": " more th"}], ids=["default budget", "stop"])
 def test_a_completion_goes_on_by_its_ids(

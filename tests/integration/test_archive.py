@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+import sqlite3
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zstandard
 
 from app.crash_points import VARIABLE, CrashPoint
 from app.features.archive.rows import DROPPED_AT_ONCE
@@ -23,9 +27,15 @@ from integration.stand import Stand, Talk, error_of, serving, until
 from integration.test_rollouts import close, reward, rollout
 from ops.simulator.process import SimulatorProcess
 
+pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-SETTINGS = {"TURNLOG_AGENTS": "sessions", "TURNLOG_REPLAY": "routed_experts", "TURNLOG_CLOSED_REPLAY_TTL_S": "off"}
+SETTINGS = {
+    "TURNLOG_AGENTS": "sessions",
+    "TURNLOG_REPLAY": "routed_experts",
+    "TURNLOG_CLOSED_REPLAY_TTL_S": "off",
+    "TURNLOG_FILE_ROOT": tempfile.gettempdir(),
+}
 ROUTED: dict[str, Any] = {"sim": {"experts": {"layers": 4, "top_k": 4}}, "return_routed_experts": True}
 
 
@@ -49,6 +59,7 @@ def imported(stand: Stand, file: str) -> dict[str, Any]:
     response = stand.http.post("/archives/import", json={"file": file})
     assert response.status_code == 200, response.text
     told: dict[str, Any] = response.json()
+    assert told.pop("refused") == []
     return told
 
 
@@ -244,18 +255,195 @@ def test_an_archived_session_is_erased(own: Stand, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_id_that_is_anothers_refuses_the_file(own: Stand, tmp_path: Path) -> None:
-    talk = ended(own)
-    file = archived(own, tmp_path)["file"]
-    copy = tmp_path / "copy.parquet"
-    copy.write_bytes(Path(file.removeprefix("file://")).read_bytes())
-    assert imported(own, file)["imported"] == 1
+def refused(stand: Stand, file: str) -> dict[str, Any]:
+    """What an import says, without the words of its refusals."""
+    told: dict[str, Any] = stand.http.post("/archives/import", json={"file": file}).json()
+    assert all(one["reason"] for one in told["refused"])
+    return {**told, "refused": {one["session_id"] for one in told["refused"]}}
+
+
+def test_only_the_file_that_the_index_names_brings_a_session_back(own: Stand, tmp_path: Path) -> None:
+    """An older file would bring an older reward; another session of it comes back all the same."""
+    talk, other = ended(own), ended(own)
+    first = archived(own, tmp_path)["file"]
+    assert imported(own, first)["imported"] == 2
     reward(own, talk, 0.75)
-    assert error_of(own.http.post("/archives/import", json={"file": copy.as_uri()})) == (409, "session_exists")
-    until(lambda: own.http.delete(talk.path, params={"erase": "true"}).status_code == 204)
-    assert error_of(own.http.post("/archives/import", json={"file": copy.as_uri()})) == (409, "session_closed")
-    copy.write_bytes(b"PAR1")
+    assert refused(own, first) == {"imported": 0, "there": 2, "refused": set()}
+    second = archived(own, tmp_path, limit=1)["file"]
+    assert error_of(own.http.get(talk.path if second in own.http.get(talk.path).text else other.path))[0] == 404
+    newest = archived(own, tmp_path)["file"]
+    assert {second, newest} != {first}
+    assert refused(own, first) == {"imported": 0, "there": 0, "refused": {talk.id, other.id}}
+    copy = tmp_path / "copy.parquet"
+    copy.write_bytes(Path(first.removeprefix("file://")).read_bytes())
     assert error_of(own.http.post("/archives/import", json={"file": copy.as_uri()})) == (400, "invalid_request")
+    assert imported(own, second)["imported"] == imported(own, newest)["imported"] == 1
+    assert [row["reward"] for row in talk.rows()] == [0.75]
+
+
+def test_an_erased_session_is_refused_and_its_neighbour_comes_back(own: Stand, tmp_path: Path) -> None:
+    erased, kept = ended(own), ended(own)
+    file = Path(archived(own, tmp_path)["file"].removeprefix("file://"))
+    before = file.read_bytes()
+    until(lambda: own.http.delete(erased.path, params={"erase": "true"}).status_code == 204)
+    moved = Path(own.http.get(kept.path).json()["error"]["message"].rpartition(" ")[2].removeprefix("file://"))
+    moved.write_bytes(before)  # as a backup of the file would
+    assert refused(own, moved.as_uri()) == {"imported": 1, "there": 0, "refused": {erased.id}}
+
+
+def test_followers_learn_of_the_erasure_of_an_archived_session(own: Stand, tmp_path: Path) -> None:
+    talks = rollout(own)
+    reward(own, talks[0], 1.0, components={"secret": 1.0})
+    close(own, talks[0])
+    neighbour = ended(own)
+    cursor = own.http.get("/export", params={"explain": "true"}).headers["x-turnlog-next-cursor"]
+    position = json.loads(own.http.get("/events").text.splitlines()[-1])["position"]
+    archived(own, tmp_path)
+    until(lambda: own.http.delete(talks[0].path, params={"erase": "true"}).status_code == 204)
+    lines = [json.loads(line) for line in own.http.get("/events", params={"after": position}).text.splitlines()]
+    told = {line["session_id"] for line in lines if line.get("type") == "SessionErased"}
+    assert told == {talk.id for talk in talks}
+    assert "secret" not in str(lines)
+    window = own.http.get("/export", params={"explain": "true", "cursor": cursor}).text.splitlines()
+    assert {one["session_id"]: one["excluded"] for one in map(json.loads, window)} == dict.fromkeys(told, "erased")
+    assert talks[0].events()[-1]["type"] == "SessionErased"
+    assert error_of(own.http.get(neighbour.path)) == (404, "session_archived")
+
+
+@pytest.mark.parametrize("kind", ["blob", "turn", "chunk"])
+def test_a_damaged_rollout_is_left_and_told_of(
+    sglang: SimulatorProcess, places: Places, tmp_path: Path, kind: str
+) -> None:
+    with serving(places.new("damaged"), sglang.base_url, environment=SETTINGS) as stand:
+        if not stand.server.environment["TURNLOG_DATABASE_URL"].startswith("sqlite"):
+            pytest.skip("it is damaged by hand")
+        bad, *good = [ended(stand) for _ in range(3)]
+        damage = {
+            "blob": "update blobs set data = X'00' where kind = 'metadata' and session_id = ?",
+            "turn": "update turns set exchange = X'00' where session_id = ?",
+            "chunk": "update chunks set data = X'00' where session_id = ? and tombstoned_by is null",
+        }[kind]
+        with contextlib.closing(sqlite3.connect(stand.server.database_path)) as connection, connection:
+            assert connection.execute(damage, (bad.id,)).rowcount
+        step = archived(stand, tmp_path)
+        assert (step["archived"], step["left"]) == (len(good), 1)
+        assert bad.id in stand.server.log_path.read_text()
+        assert archived(stand, tmp_path)["left"] == 1
+
+
+OUTSIDE = ("/etc", "/", "/etc/cron.d", "{root}/../other", "{root}x", "{root}/link", "{root}/a/../../b", "{root}/\0")
+
+
+@pytest.mark.threat("server-side files named by a request")
+def test_a_requests_folder_lies_below_the_file_root(sglang: SimulatorProcess, places: Places, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to("/etc")
+    (root / "turnlog-1-0.parquet").symlink_to("/etc/passwd")
+    environment = {**SETTINGS, "TURNLOG_FILE_ROOT": str(root)}
+    with serving(places.new("rooted"), sglang.base_url, environment=environment) as stand:
+        ended(stand)
+        for folder in OUTSIDE:
+            url = "file://" + folder.format(root=root)
+            bodies: list[tuple[str, dict[str, Any]]] = [
+                ("/archives", {"to": url, "older_than_s": 0}),
+                ("/archives/import", {"file": f"{url}/turnlog-1-0.parquet"}),
+            ]
+            for path, body in bodies:
+                answer = stand.http.post(path, json=body)
+                assert error_of(answer) == (400, "invalid_request"), url
+                assert "TURNLOG_FILE_ROOT" in answer.text or "path" in answer.text
+        assert (
+            error_of(stand.http.post("/archives/import", json={"file": f"file://{root}/turnlog-1-0.parquet"}))[0] == 400
+        )
+        step = archived(stand, root / "inside")
+        assert imported(stand, step["file"])["imported"] == 1
+    with serving(places.new("rootless"), sglang.base_url, environment={**SETTINGS, "TURNLOG_FILE_ROOT": ""}) as stand:
+        bodies = [
+            ("/archives", {"to": root.as_uri(), "older_than_s": 0}),
+            ("/archives/import", {"file": f"{root.as_uri()}/x"}),
+        ]
+        for path, body in bodies:
+            answer = stand.http.post(path, json=body)
+            assert error_of(answer) == (400, "invalid_request")
+            assert "TURNLOG_FILE_ROOT" in answer.text
+
+
+Change = Callable[[dict[str, Any]], object]
+HOSTILE: dict[str, Change] = {
+    "id": lambda row: row.update(session_id="../victim", rollout_id="../victim"),
+    "dots": lambda row: row.update(session_id="..", rollout_id=".."),
+    "another root": lambda row: row.update(rollout_id="another"),
+    "NaN date": lambda row: row.update(created_at=math.nan),
+    "endless date": lambda row: row.update(closed_at=math.inf),
+    "far date": lambda row: row.update(updated_at=1e18),
+    "NaN reward": lambda row: row.update(reward=math.nan),
+    "no date": lambda row: row.update(closed_at=None),
+    "open": lambda row: row.update(status="open"),
+    "claims": lambda row: row.update(open_turns=1),
+    "version": lambda row: row.update(version=row["version"] + 1),
+    "large number": lambda row: row.update(turns=2**40),
+    "NUL": lambda row: row.update(group_id="a\0b"),
+    "NaN event": lambda row: row["events_rows"][0].update(at=math.nan),
+    "no event": lambda row: row["events_rows"][1].update(data='{"turn": NaN}'),
+    "a type": lambda row: row["events_rows"][1].update(type="Unknown"),
+    "no events": lambda row: row.update(events_rows=None),
+    "another group": lambda row: row.update(feed=FEED),
+    "content": lambda row: row["turns_rows"][0].update(exchange=zstandard.compress(b"\0" * (300 << 20))),
+    "blob": lambda row: row["blobs_rows"][0].update(data=b"\0"),
+    "chunk": lambda row: row["chunks_rows"][0].update(data=zstandard.compress(b"\0" * (2 << 20))),
+    "twice": lambda row: row["turns_rows"].append(row["turns_rows"][0]),
+    "long name": lambda row: row["annotation_columns_rows"][0].update(name="n" * 65),
+}
+FEED = {"group_id": "g", "sessions": 1, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}
+
+
+def test_hostile_rows_of_a_file_are_refused_alone(own: Stand, tmp_path: Path) -> None:
+    """Each is in a file that the index names; a neighbour comes back beside it."""
+    bad, good = ended(own), ended(own)
+    for name, change in HOSTILE.items():
+        file = Path(archived(own, tmp_path)["file"].removeprefix("file://"))
+        original = file.read_bytes()
+        table = pq.read_table(file)
+        changed = table.to_pylist()
+        row = next(row for row in changed if row["session_id"] == bad.id)
+        change(row)
+        rewrite(file, changed, table.schema)
+        told = refused(own, file.as_uri())
+        assert (told["imported"], told["there"]) == (1, 0), name
+        assert len(told["refused"]) == 1, name
+        file.write_bytes(original)
+        assert imported(own, file.as_uri()) == {"imported": 1, "there": 1}
+    assert len(good.rows()) == len(bad.rows()) == 1
+
+
+def rewrite(file: Path, changed: list[dict[str, Any]], schema: Any, **options: Any) -> None:
+    settings = {"use_dictionary": False, "write_page_checksum": True, "compression": "zstd", **options}
+    pq.write_table(pa.Table.from_pylist(changed, schema), file, **settings)
+
+
+def peak_of(stand: Stand) -> int:
+    """Bytes of the server's memory at its highest."""
+    status = Path(f"/proc/{stand.server.pid}/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused_before_it_is(own: Stand, tmp_path: Path) -> None:
+    ended(own)
+    file = Path(archived(own, tmp_path)["file"].removeprefix("file://"))
+    table = pq.read_table(file)
+    [row] = table.to_pylist()
+    event = row["events_rows"][0]
+    large = {**row, "events_rows": [{**event, "data": event["data"] + " " * (100 << 20)}]}
+    memory = peak_of(own)
+    for changed, options in ((large, {}), (row, {"use_dictionary": True})):
+        rewrite(file, [changed], table.schema, **options)
+        assert error_of(own.http.post("/archives/import", json={"file": file.as_uri()})) == (400, "invalid_request")
+    assert peak_of(own) < memory + (100 << 20)
+    rewrite(file, [row], table.schema.remove_metadata())
+    assert error_of(own.http.post("/archives/import", json={"file": file.as_uri()})) == (400, "invalid_request")
+    file.write_bytes(b"PAR1")
+    assert error_of(own.http.post("/archives/import", json={"file": file.as_uri()})) == (400, "invalid_request")
 
 
 LEAVING: tuple[CrashPoint, ...] = (
@@ -292,7 +480,7 @@ def test_kill_9_while_sessions_leave(own: Stand, tmp_path: Path, point: CrashPoi
     assert there.items() <= before.items()
     step = archived(own, tmp_path)
     for file in sorted(tmp_path.iterdir()):
-        imported(own, file.as_uri())
+        refused(own, file.as_uri())
     assert step["archived"] == len(there)
     assert exported(own) == before
     assert [len(talk.committed()) for talk in talks] == counts
@@ -331,5 +519,5 @@ def test_the_commands(own: Stand, tmp_path: Path, clean_environment: Any) -> Non
     talk = ended(own)
     told = answer("archive", "--older-than", "0s", "--to", tmp_path.as_uri())
     assert (told["archived"], len(told["files"])) == (1, 1)
-    assert answer("import", told["files"][0].removeprefix("file://")) == {"imported": 1, "there": 0}
+    assert answer("import", told["files"][0].removeprefix("file://")) == {"imported": 1, "there": 0, "refused": []}
     assert len(talk.rows()) == 1

@@ -55,6 +55,36 @@ def test_tokens_are_counted_and_refused(stand: Stand, history: str) -> None:
     assert talk.state()["session"]["limit"] == "tokens"
 
 
+NULL = {"max_tokens": None, "max_completion_tokens": None}
+WITHOUT_LIMIT: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+    ("/v1/chat/completions", {"messages": [user("Go")]}, {}, 20),
+    ("/v1/chat/completions", {"messages": [user("Go")], **NULL}, {}, 20),
+    ("/v1/chat/completions", {"messages": [user("Go")]}, {"params": {"max_completion_tokens": 30}}, 20),
+    ("/v1/chat/completions", {"messages": [user("Go")], **NULL}, {"params": {"max_tokens": 8}}, 8),
+    ("/v1/completions", {"prompt": "Go"}, {}, 20),
+    ("/v1/completions", {"prompt": [1, 2, 3], **NULL}, {}, 20),
+    ("/v1/completions", {"prompt": "Go", "max_tokens": 8}, {}, 8),
+    ("/v1/messages", {"messages": [user("Go")], "max_tokens": 100}, {}, 20),
+    ("/v1/responses", {"input": "Go"}, {}, 20),
+    ("/v1/responses", {"input": "Go", "max_output_tokens": None}, {}, 20),
+    ("/v1/responses/compact", {"input": "Go"}, {}, 20),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "session", "most"), WITHOUT_LIMIT)
+def test_every_generation_is_asked_for_no_more_than_is_left(
+    stand: Stand, path: str, body: dict[str, Any], session: dict[str, Any], most: int
+) -> None:
+    talk = stand.talk(limits={"tokens": 20}, **session)
+    response = stand.http.post(f"{talk.path}{path}", json={"model": "simulator", **body, **of_length(300)})
+    assert response.status_code == (409 if most == 20 else 200), response.text
+    route = path if path == "/v1/completions" else "/v1/chat/completions"
+    [asked] = stand.engine_requests(talk.id, route)
+    named = [asked["body"].get(name) for name in NULL]
+    assert [value for value in named if value is not None] == [most]
+    assert budget(talk)["used"]["tokens"] == most
+
+
 def test_the_last_turn_ends_as_length(stand: Stand) -> None:
     talk = stand.talk(limits={"tokens": 20}, on_limit="length")
     talk.say("One", **of_length(12))

@@ -15,7 +15,7 @@ PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
 HISTORIES = ("linear", "tree")
 
 BAD_ARGUMENTS = ('{"cmd": "echo', "[1]", "null", '{"cmd": "a\tb"}', "", '{"a": NaN}', '{"a": "\\ud800"}')
-SENT = {'{"cmd": "a\tb"}': '{"cmd":"a\\tb"}', '{"a": NaN}': '{"a":null}'}
+SENT = {'{"cmd": "a\tb"}': '{"cmd":"a\\tb"}', '{"a": NaN}': '{"a":null}', '{"a": "\\ud800"}': '{"a":"\ufffd"}'}
 """What an engine is sent where that is not `{}`."""
 
 

@@ -48,6 +48,24 @@ def cli(filled: Filled, clean_environment: Callable[..., None]) -> Filled:
     return filled
 
 
+def test_what_is_cut_or_does_not_match_is_told(cli: Filled, tmp_path: Path) -> None:
+    wish = ("--group", cli.group, "--max-seq-len", "40")
+    cut = [row.get("cut_tokens", 0) for row in map(json.loads, cli.whole(max_seq_len=40, explain=True).splitlines())]
+    assert sum(cut) > 0
+    told = f"turnlog: {sum(cut)} sampled tokens cut by --max-seq-len 40"
+    assert told in run("export", *wish, "--explain").stderr
+    assert told in run("export", tmp_path / "cut", *wish, "--explain").stderr
+    assert (
+        "--explain says how many sampled tokens --max-seq-len cuts" in run("export", tmp_path / "short", *wish).stderr
+    )
+    assert "--max-seq-len" not in run("export", "--group", cli.group).stderr
+    nothing = "turnlog: no row matches; --explain says what was left out, and why"
+    for number, (form, shape, _) in enumerate(FORMS):
+        empty = ("--group", "typo", "--format", form, "--shape", shape)
+        assert nothing in run("export", tmp_path / f"none-{number}", *empty).stderr
+        assert run("export", *empty).stderr == f"{nothing}\n"
+
+
 FORMS = [
     ("ndjson", "turnlog", ()),
     ("ndjson", "slime", ("--explain",)),

@@ -24,6 +24,8 @@ from turnlog import (
     EnginesFailed,
     Forbidden,
     InvalidRequest,
+    Limits,
+    NewSession,
     NotFound,
     NotTurnlog,
     Session,
@@ -78,7 +80,9 @@ def test_a_proxy_is_used_only_where_one_is_given(stand: Stand, monkeypatch: pyte
 
 
 def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stand) -> None:
-    with client.create_session(group_id="task-17", attempt=2, metadata={"a": [1]}, on_drift="reject") as session:
+    limits: Limits = {"turns": 50, "tokens": 100_000, "context": 32_768, "seconds": 1800}
+    fields: NewSession = {"group_id": "task-17", "attempt": 2, "metadata": {"a": [1]}, "on_drift": "reject"}
+    with client.create_session(**fields, limits=limits) as session:
         assert session.base_url == f"{stand.server.base_url}/sessions/{session.id}/v1"
         assert session.base_url == session.anthropic_base_url + "/v1"
         assert session.url == client.attach(session.id).url == session.anthropic_base_url
@@ -378,9 +382,12 @@ def test_tokens(sglang: SimulatorProcess, places: Places, monkeypatch: pytest.Mo
             assert client.create_session(session_id="mine").token == session.token
             converse(session, "Hello")
             assert len(list(client.export())) == 1
+            session.set_reward(1.0)
         with Turnlog(base, token=session.token) as agent:
             own = agent.attach("mine")
-            own.set_reward(1.0)
+            for judge in (lambda: own.set_reward(0.0), own.erase):
+                with pytest.raises(Forbidden):
+                    judge()
             assert own.samples().session["reward"] == 1.0
             with pytest.raises(NotFound):
                 agent.attach(other.id).get()

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from helpers.streams import assembled
 
-from app.turn.client_reply import ASKED_FOR
+from app.turn.client_reply import ASKED_FOR, ASKS
 from integration.places import Places
 from integration.routing import EXPERTS, KINDS, POSITIONS, Recorded, recorded, text_of, without
 from integration.stand import user
@@ -179,8 +179,8 @@ def test_only_what_was_asked_for_is_given(
         assert whole["choices"][0]["message"]["content"] == sent["choices"][0]["message"]["content"]
     else:
         for home in (sent, sent["choices"][0]):
-            kept = {"logprobs": gets_logprobs, "token_ids": gets_ids, "prompt_token_ids": gets_ids}
-            home.update({name: None for name in HIDDEN if name in home and not kept.get(name)})
+            kept = {"logprobs"} if gets_logprobs else {*ASKS["return_token_ids"]} if gets_ids else set()
+            home.update(dict.fromkeys(home.keys() & {*HIDDEN} - kept))
         assert reply.json() == sent
     again = talk.chat([user("Hello")], headers=RETRY, stream=stream, **body)
     assert (again.headers["x-turnlog-replayed"], again.content) == ("true", reply.content)

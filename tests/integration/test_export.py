@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.stand import WEATHER, Stand, Talk, error_of
+from integration.stand import WEATHER, Stand, Talk, error_of, user
 
 FIELDS = {
     "tokens",
@@ -110,6 +110,33 @@ def test_explain_gives_a_reason_for_what_is_left_out(stand: Stand) -> None:
     reasons = {row["session_id"]: row["excluded"] for row in rows if "excluded" in row}
     assert reasons == {talks[0].id: "no reward", talks[1].id: "no reward", empty.id: "no committed turn"}
     assert len(rows) == 3
+
+
+@pytest.mark.parametrize("truncate", ["turn", "token"])
+@pytest.mark.parametrize("history", ["linear", "tree"])
+def test_explain_counts_the_sampled_tokens_that_are_cut(stand: Stand, truncate: str, history: str) -> None:
+    """What rows have in their loss, and what is cut, are all that was sampled."""
+    group = uuid.uuid4().hex
+    talk = stand.talk(group_id=group, history=history)
+    for number in range(4):
+        before = list(talk.messages)
+        talk.say(f"Question {number}", sim={"text": "word " * 10})
+    if history == "tree":
+        assert talk.chat([*before, user("Instead")], sim={"text": "other " * 20}).status_code == 200
+    [stored, *_] = rows = stand.rows(group_id=group)
+    sampled = sum(sum(row["loss_mask"]) for row in rows)
+    ends = [span["end"] for span in stored["turns"]]
+    for most in (1, ends[0] - 2, ends[0], ends[1] + 30, ends[-1] - 1, ends[-1] + 999):
+        asked = {"group_id": group, "explain": True, "max_seq_len": most, "truncate": truncate}
+        for shape in ("turnlog", "tree", "atropos"):
+            told = [row for row in stand.rows(**asked, shape=shape) if row.get("excluded") is not None]
+            kept = [row for row in stand.rows(**asked) if row.get("excluded") is None]
+            cut = sum(row.get("cut_tokens", 0) for row in told)
+            assert cut + sum(sum(row["loss_mask"]) for row in kept) == sampled, (most, shape, told)
+    explained = stand.rows(**{**asked, "session_id": talk.id, "max_seq_len": ends[1], "branches": "main"})
+    [line] = [row for row in explained if "cut_tokens" in row]
+    assert line["turn"] == stored["turns"][2]["turn"]
+    assert line["excluded"].startswith("max_seq_len: ")
 
 
 @pytest.mark.parametrize("shape", ["turnlog", "atropos"])

@@ -6,7 +6,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -162,3 +164,25 @@ def test_a_fault_in_a_turn_ends_it_at_once(tmp_path: Path, engine: str, caplog: 
         services.points.claimed.remove(fails)
         talk.say("Hello")
     assert "a fault" in caplog.text
+
+
+def test_an_unexpected_fault_of_a_route_ends_no_connection(
+    tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The 500 is whole, and the client's next request may be on its way already."""
+
+    async def fails(_: object) -> dict[str, Any]:
+        raise ValueError("a fault")
+
+    with Place(tmp_path).database() as url, hosted(url, engine) as server, closing(Api(server.base_url)) as api:
+        talk = api.talk()
+        server.services.session_fields.append(fails)
+        with closing(HTTPConnection("127.0.0.1", int(server.base_url.rpartition(":")[2]), timeout=20)) as connection:
+            connection.connect()
+            connection.auto_open = 0
+            for _ in range(3):
+                for path, expected in ((talk.path, 500), ("/health", 200)):
+                    connection.request("GET", path)
+                    reply = connection.getresponse()
+                    assert (reply.status, len(reply.read()) > 0) == (expected, True)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a fault"] * 3

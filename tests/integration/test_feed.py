@@ -92,7 +92,7 @@ def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
     assert line["statistics"] == {
         "count": 3,
         "mean": pytest.approx(2 / 3),
-        "std": pytest.approx(math.sqrt(2) / 3),
+        "std": pytest.approx(math.sqrt(1 / 3)),
         "min": 0.0,
         "max": 1.0,
         "zero_variance": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -65,3 +66,33 @@ def test_a_conversation_is_one_branch(stand: Stand, way: str) -> None:
     assert len(listed) == 17
     assert [(turn["parent"], turn["branch"]) for turn in talk.tree()["turns"]] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert prompts == [223, 331, 389, 497], "the same tokens, whichever way the history came"
+
+
+def test_a_history_is_compacted_and_gone_on_with(stand: Stand) -> None:
+    """By the route for it and by an item, also streamed: each is a turn behind the history, and its summary is all
+    that a new beginning has of it."""
+    talk = stand.talk(history="tree")
+    base = str(stand.http.base_url).rstrip("/") + talk.path + "/v1"
+    trigger: Any = {"type": "compaction_trigger"}
+    body = {"sim": {"tool_calls": False, "text": "It counts."}}
+    with OpenAI(base_url=base, api_key="x", max_retries=0) as client:
+        first = client.responses.create(model="simulator", input=[USER], extra_body=body)  # type: ignore[list-item]
+        history: list[Any] = [USER, *(item.to_dict() for item in first.output)]
+        raw = client.responses.with_raw_response.compact(model="simulator", input=history, extra_body=body)
+        assert raw.parse().object == "response.compaction"
+        by_route = json.loads(raw.text)["output"]
+        by_item = client.responses.create(model="simulator", input=[*history, trigger], extra_body=body)
+        with client.responses.stream(model="simulator", input=[*history, trigger], extra_body=body) as stream:
+            streamed = stream.get_final_response()
+        by_id = client.responses.compact(model="simulator", previous_response_id=first.id, extra_body=body)
+        compacted = [raw.parse().output[-1], *by_item.output, *streamed.output, *by_id.output]
+        assert [item.type for item in compacted] == ["compaction"] * 4
+        assert by_route == [USER, compacted[0].to_dict()]
+        client.responses.create(model="simulator", input=[*by_route, USER], extra_body=body)
+        kept = client.responses.retrieve(by_item.id)
+        assert [item.to_dict() for item in kept.output] == [item.to_dict() for item in by_item.output]
+    assert [turn["parent"] for turn in talk.tree()["turns"]] == [0, 1, 1, 1, 1, 0]
+    sent = stand.engine_requests(talk.id)[-1]["body"]["messages"]
+    assert [message["role"] for message in sent] == ["user"] * 3
+    assert sent[1]["content"].endswith("\n\nIt counts.")
+    assert sum(sum(row["loss_mask"]) for row in talk.rows()) == sum(turn["output_tokens"] for turn in talk.committed())

@@ -14,15 +14,16 @@ import pytest
 
 from app.api.openapi import document
 from app.main import create_app
-from app.protocols.registry import PROTOCOLS
+from app.protocols import registry
 from app.settings import Settings
 from integration.guarded import ADMIN, ADMIN_BEFORE, ENVIRONMENT, Client, Guarded, bearer, guarded_serving, raw
 from integration.places import Places
 from integration.stand import error_of, user
+from ops.server import ROOT
 from ops.simulator.process import SimulatorProcess
 
 CHAT = "/v1/chat/completions"
-GENERATING = [protocol.route for protocol in PROTOCOLS.values()]
+GENERATING = [*registry.ROUTES]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +45,26 @@ OPEN = {
     *(("POST", path) for path in ("/ui/sign-in", "/ui/sign-out")),
     *PAGE,
 }
+MODEL = "/v1/models/{model_id}"
 STORED = "/v1/responses/{response_id}"
 HEADER_ROUTES = {
-    *(("GET", path) for path in ("/v1/models", STORED, f"{STORED}/input_items")),
+    *(("GET", path) for path in ("/v1/models", MODEL, STORED, f"{STORED}/input_items")),
     *(("POST", path) for path in (*GENERATING, "/v1/messages/count_tokens")),
 }
+
+
+def documented() -> dict[tuple[str, str], str]:
+    """What docs/security.md says of each route with a session's token."""
+    table = (ROOT / "docs" / "security.md").read_text().partition("| route | with the session's token |")[2]
+    found: dict[tuple[str, str], str] = {}
+    for line in table.partition("\n\n")[0].splitlines()[2:]:
+        routes, answer = line.strip("| ").split(" | ")
+        method, *paths = re.findall("`([^`]+)`", routes)
+        found |= {(method, path.replace("…", "/sessions/{session_id}")): answer.strip("`") for path in paths}
+    return found
+
+
+DOCUMENTED = documented()
 
 
 def filled(path: str, session_id: str) -> str:
@@ -60,6 +76,8 @@ def test_every_route_is_known() -> None:
     """That the lists above are about real routes."""
     assert len(ROUTES) > 25
     assert {*OPEN, *HEADER_ROUTES} <= set(ROUTES)
+    of_sessions = {(method, path) for method, path in ROUTES if path.startswith("/sessions/")}
+    assert set(DOCUMENTED) == of_sessions | HEADER_ROUTES
 
 
 @pytest.mark.threat("missing token")
@@ -84,19 +102,60 @@ def test_a_sessions_token_opens_its_own_routes_and_no_other(guarded: Guarded) ->
             continue
         reply = mine.ask(method, filled(path, other.id))
         if (method, path) in HEADER_ROUTES:
-            # In the order of paths the session is closed before these come.
-            assert reply.status_code in (200, 400) or error_of(reply) == (404, "session_closed"), path
+            # In the order of paths the session is closed before these come, and there is no such model.
+            code = "not_found" if path == MODEL else "session_closed"
+            assert reply.status_code in (200, 400) or error_of(reply) == (404, code), path
         elif path.startswith("/sessions/"):
             assert error_of(reply) == (404, "session_not_found"), path
             own = mine.ask(method, filled(path, mine.id))
-            if path.endswith("/fork") or (method in ("PUT", "DELETE") and "/annotations/" in path):
-                assert error_of(own) == (403, "forbidden")
+            if DOCUMENTED[method, path] in ("no", "TURNLOG_SESSION_REWARDS"):
+                assert error_of(own) == (403, "forbidden"), path
                 continue
             assert own.status_code in (200, 204, 400, 404), path
             assert own.status_code != 404 or own.json()["error"]["code"] in ("not_found", "session_closed")
         else:
             assert error_of(reply) == (403, "forbidden"), path
     assert guarded.events(other.id) == before
+
+
+JUDGING: list[tuple[str, str, dict[str, Any]]] = [
+    *(("PUT", f"/reward{end}", {"json": {"reward": 1.0}}) for end in ("", "/", "?turn=1")),
+    *(("PUT", "/reward", {"json": body}) for body in ({"reward": 1.0, "turn": 1}, {}, {"reward": "much"})),
+    *(("POST", f"/samples{end}", {"json": {"reward": 0}}) for end in ("", "?reward=null")),
+    *(
+        ("DELETE", f"?{query}", {})
+        for query in ("erase=true", "erase=1", "erase=on", "erase=false&erase=yes", "eras%65=t")
+    ),
+    *(("PUT", f"{of}/annotations/reward", {"json": {"value": 1.0}}) for of in ("", "/turns/1")),
+    ("POST", "/fork", {"json": {"turn": 1}}),
+]
+
+
+@pytest.mark.threat("the judged agent sets its reward")
+@pytest.mark.parametrize("has_closed", [False, True])
+def test_a_sessions_token_sets_no_reward_and_erases_nothing(guarded: Guarded, has_closed: bool) -> None:
+    mine = guarded.client()
+    assert mine.chat_at(mine.chat_path).status_code == 200
+    if has_closed:
+        assert mine.ask("DELETE", mine.path, params={"erase": "false"}).status_code == 204
+    else:
+        assert mine.ask("POST", f"{mine.path}/samples", json={"reward": None}).status_code == 200
+    before = guarded.events(mine.id)
+    for method, rest, more in JUDGING:
+        assert error_of(mine.ask(method, mine.path + rest, **more)) == (403, "forbidden"), rest
+    assert guarded.events(mine.id) == before
+    assert guarded.admin.put(f"{mine.path}/reward", json={"reward": 0.5}).status_code == 200
+    assert guarded.admin.delete(f"{mine.path}?erase=true").status_code == 204
+
+
+def test_an_operator_may_let_a_sessions_token_judge(lenient: Guarded) -> None:
+    mine = lenient.client()
+    assert mine.chat_at(mine.chat_path).status_code == 200
+    assert mine.ask("PUT", f"{mine.path}/reward", json={"reward": 0.5}).status_code == 200
+    assert mine.ask("POST", f"{mine.path}/samples", json={"reward": 1.0}).status_code == 200
+    assert lenient.admin.get(mine.path).json()["metadata"]["reward"] == 1.0
+    assert error_of(mine.ask("PUT", f"{mine.path}/annotations/reward", json={"value": 1})) == (403, "forbidden")
+    assert mine.ask("DELETE", f"{mine.path}?erase=true").status_code == 204
 
 
 def test_each_fork_has_a_token_of_its_own(guarded: Guarded) -> None:
@@ -344,7 +403,7 @@ def test_what_reaches_beyond_the_session_is_for_the_admin(guarded: Guarded, fiel
 @pytest.fixture(scope="module")
 def lenient(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
     agents = {"TURNLOG_AGENTS": "sessions", "TURNLOG_MAX_AGENT_SESSIONS": "2"}
-    settings = {"TURNLOG_SESSION_PARAMS": "priority, extra_args", **agents}
+    settings = {"TURNLOG_SESSION_PARAMS": "priority, extra_args", "TURNLOG_SESSION_REWARDS": "allow", **agents}
     with guarded_serving(places.new("lenient"), sglang.base_url, environment=settings) as made:
         yield made
 
@@ -431,10 +490,9 @@ def test_the_token_of_a_closed_session_does_what_can_still_be_done(guarded: Guar
     assert mine.ask("DELETE", mine.path).status_code == 204
     assert error_of(mine.ask("GET", mine.path)) == (404, "session_closed")
     assert error_of(mine.chat_at(mine.chat_path)) == (404, "session_closed")
-    assert mine.ask("PUT", f"{mine.path}/reward", json={"reward": 1}).status_code == 200
     assert "SessionClosed" in mine.ask("GET", f"{mine.path}/events").text
     assert error_of(mine.ask("GET", "/export", params={"session_id": mine.id})) == (403, "forbidden")
-    assert mine.ask("DELETE", f"{mine.path}?erase=true").status_code == 204
+    assert error_of(mine.ask("DELETE", mine.path)) == (404, "session_closed")
 
 
 def test_a_browser_signs_in_and_out(guarded: Guarded) -> None:

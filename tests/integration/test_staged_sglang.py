@@ -84,11 +84,12 @@ def test_what_only_the_chat_takes_goes_through_it(staging: Stand, body: dict[str
     assert asked(staging)[-1] == CHAT
 
 
-@pytest.mark.parametrize("at", [[5], [20, 10]])
-def test_an_interrupted_one_goes_on_by_the_same_route(staging: Stand, at: list[int]) -> None:
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("at", [[5], [20, 0, 10]])
+def test_an_interrupted_one_goes_on_by_the_same_route(staging: Stand, at: list[int], queued: bool) -> None:
     body: dict[str, Any] = {"tools": [WEATHER], "temperature": 0, "sim": {"completion_tokens": 60, "reasoning": True}}
     talk = staging.talk()
-    joined = interrupted(staging, talk, at, **body)
+    joined = interrupted(staging, talk, at, **{**body, "sim": {**body["sim"], "queued": queued}})
     assert asked(staging)[-len(at) - 1 :] == [NATIVE] * (len(at) + 1)
     assert [part[1:] for part in talk.committed()[0]["parts"]][-1][-1] == len(output_of(joined.json()))
     assert staging.sim.post("/sim/reset").status_code == 200

@@ -114,6 +114,31 @@ def test_a_database_that_postgresql_does_not_have(postgres: Postgres, tmp_path: 
         assert "does not exist; is PostgreSQL running there" in line
 
 
+LATIN = "CREATE DATABASE latin ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+
+
+@pytest.mark.long
+def test_a_database_that_cannot_hold_every_text(postgres: Postgres, tmp_path: Path) -> None:
+    postgres.psql(LATIN)
+    for name, line in refusals(postgres.url("latin"), tmp_path).items():
+        assert line.startswith("the database has the encoding LATIN1, which cannot hold every text"), name
+
+
+@pytest.mark.long
+def test_an_empty_database_is_migrated_by_two_at_once(postgres: Postgres) -> None:
+    for number in range(3):
+        postgres.psql(f"CREATE DATABASE at_once_{number}")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
+        variables = {"TURNLOG_DATABASE_URL": postgres.url(f"at_once_{number}")}
+        arguments = [sys.executable, "-m", "alembic", "upgrade", "head"]
+        both = [
+            popen(arguments, env=kept | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for _ in range(2)
+        ]
+        said = [process.communicate(timeout=PATIENCE_S)[0] for process in both]
+        assert [process.returncode for process in both] == [0, 0], said
+
+
 def test_a_store_of_another_version(sqlite_url: str, tmp_path: Path) -> None:
     with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")

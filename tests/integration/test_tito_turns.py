@@ -257,9 +257,10 @@ def test_tools_that_are_not_offered_at_first_are_not_shown_and_then_begin_a_segm
     talk.say("Still none", tools=[WEATHER], tool_choice="none")
     talk.say("Now", tools=[WEATHER], sim=NO_CALLS)
     prompts = sent_ids(tito, talk)
-    assert prompts[1] == rendered(talk.messages[:3])
+    shown = [WEATHER] if talk.committed()[0]["dialect"] == "vllm" else None  # vLLM shows them all the same
+    assert prompts[1] == rendered(talk.messages[:3], shown)
     assert prompts[2] == rendered(talk.messages[:5], [WEATHER])
-    assert [row["segment_cause"] for row in talk.rows()] == [None, "drift"]
+    assert [row["segment_cause"] for row in talk.rows()] == ([None] if shown else [None, "drift"])
     require_consistent(tito, talk)
 
 

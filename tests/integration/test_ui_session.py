@@ -118,8 +118,8 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     assert [one["message"] for one in own["messages"]] == walked.messages[-2:]
     assert [one["sampled"] for one in own["messages"]] == [False, True]
     assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}/turns/3")) == (404, "not_found")
-    assert get(shared, f"{walked.id}/find", text="otHER") == {"turns": [4]}
-    assert get(shared, f"{walked.id}/find") == {"turns": []}
+    assert get(shared, f"{walked.id}/find", text="otHER") == {"turns": [], "brought": [4]}
+    assert get(shared, f"{walked.id}/find") == {"turns": [], "brought": []}
 
     talk = shared.talk()
     talk.say("Go", sim={"calls": [{"name": "bash", "arguments": {"command": "x"}}]})
@@ -129,8 +129,8 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
         "content": "x: command not found",
     }
     talk.add(failed, user("ü" * 100_000), sim={"tool_calls": False})
-    assert get(shared, f"{talk.id}/find") == {"turns": [2]}
-    assert get(shared, f"{talk.id}/find", after=2) == {"turns": []}
+    assert get(shared, f"{talk.id}/find") == {"turns": [], "brought": [2]}
+    assert get(shared, f"{talk.id}/find", after=2) == {"turns": [], "brought": []}
     [_, cut, _] = get(shared, f"{talk.id}/turns/2")["messages"]
     [_, whole, _] = get(shared, f"{talk.id}/turns/2", whole=True)["messages"]
     assert (cut["cut"], cut["message"]["content"], cut["bytes"]) == (True, "ü" * 4000, whole["bytes"])

@@ -47,7 +47,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 @pytest.fixture(params=["capture", "tito"])
 def lane(request: pytest.FixtureRequest, engine: EngineProcess, tmp_path: Path) -> Iterator[Lane]:
     """With a tokenizer too, turns with images are captured."""
-    environment = {"TURNLOG_TOKENIZER": str(image_model())} if request.param == "tito" else {}
+    environment = (
+        {"TURNLOG_TOKENIZER": str(image_model()), "TURNLOG_UPSTREAM_DIALECT": "vllm"} if request.param == "tito" else {}
+    )
     with (
         RecordingProxy(engine.base_url) as proxy,
         checked(tmp_path, proxy.base_url, environment=environment) as stand,

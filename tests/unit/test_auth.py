@@ -280,7 +280,13 @@ OWN_ROUTES = [
     ),
     *(("POST", f"/sessions/a{rest}") for rest in ("/v1/chat/completions", "/v1/completions", "/samples", "/nowhere")),
     *(("PUT", "/sessions/a/reward"), ("DELETE", "/sessions/a"), ("OPTIONS", "/sessions/a")),
-    *(("GET", "/v1/models"), ("HEAD", "/v1/models"), ("POST", "/v1/messages/count_tokens")),
+    *(
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/a/b"),
+        ("GET", "/v1/responses"),
+        ("HEAD", "/v1/models"),
+        ("POST", "/v1/messages/count_tokens"),
+    ),
     *(("POST", route) for route in ROUTES),
     *(("GET", f"/v1/responses/{rest}") for rest in ("resp_1", "resp_1/input_items")),
 ]

@@ -57,7 +57,7 @@ def test_the_places_of_ids_that_a_client_could_not_use(
         (5, "{}"),
         ('{"a":"x\ty\n"}', '{"a":"x\\ty\\n"}'),
         ('{"a":1e999,"b":NaN}', '{"a":null,"b":null}'),
-        ('{"a":"\\ud800"}', "{}"),
+        ('{"a":"\\ud800"}', '{"a":"\ufffd"}'),
         ('{"a":' * 9000, "{}"),
     ],
 )

@@ -26,6 +26,7 @@ from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay, SaveSnapshot
 from app.store.log_turns import (
     AbandonLost,
+    AbsorbAttempt,
     Busy,
     Claim,
     Commit,
@@ -338,6 +339,14 @@ def a_closed_session_is_in_a_checkpoint(shared: Shared) -> None:
     assert shared.do(FreeReplay("s", 4, 7.0, FREED, unless_pinned=True)) == Appended(())
 
 
+def an_attempt_comes_late(shared: Shared) -> None:
+    """Two of them, at other processes, behind a turn that one attempt came before."""
+    shared.takes(1)
+    shared.commits(1, 2)
+    assert not shared.do(AbsorbAttempt("s", 1, 1, 9.0, lambda: 9.0))
+    assert [shared.do(AbsorbAttempt("s", 1, 1, 3.0, lambda: 9.0)) for _ in range(2)] == [True, False]
+
+
 def a_claims_answer_is_lost(shared: Shared) -> None:
     """Its turn has ended; another one of the session is in flight."""
     for at in (2.0, 2.5):
@@ -547,6 +556,8 @@ CASES = (
     Case("Commit.staged", staged_chunks_are_lost, unchanged, ((Commit, "staged", set()),)),
     Case("Commit.stages", two_turns_have_staged_tokens, given(Commit, stages="session")),
     Case("_is_open", staged_tokens_are_in_use, unchanged, ((staged_tokens, "_take_over", _taken_over),)),
+    Case("AbsorbAttempt.most", an_attempt_comes_late, given(AbsorbAttempt, most=2)),
+    Case("AbsorbAttempt.came_at", an_attempt_comes_late, given(AbsorbAttempt, came_at=0.0)),
     Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
     Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),
     Case("open_turns.reserved", two_turns_reserve_tokens, unchanged, ((Claim, "_open_row", _without_reserved),)),

@@ -163,7 +163,7 @@ def test_a_tokenizer_that_is_none(clean_environment: Environment, tmp_path: Path
     assert "no tokenizer can be loaded" in what
 
 
-SOUND = postgres.PostgresFacts(160004, False, "on", "on", 0, 0, 97, 5, 1 << 20, 0.0)
+SOUND = postgres.PostgresFacts(160004, False, "UTF8", "on", "on", 0, 0, 97, 5, 1 << 20, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,7 @@ SOUND = postgres.PostgresFacts(160004, False, "on", "on", 0, 0, 97, 5, 1 << 20, 
         ({}, None, ""),
         ({"version": 120000}, Level.PROBLEM, "13 or newer"),
         ({"in_recovery": True}, Level.PROBLEM, "primary"),
+        ({"encoding": "LATIN1"}, Level.PROBLEM, "ENCODING 'UTF8'"),
         ({"fsync": "off"}, Level.PROBLEM, "fsync = on"),
         ({"standbys": 2}, Level.WARNING, "synchronous_standby_names"),
         ({"standbys": 2, "sync": 1}, None, ""),

@@ -24,7 +24,8 @@ from app.features.groups.rules import Attempt, Statistics
 from app.features.search.routes import SearchQuery
 from app.sessions.session_list import Sort, Status
 from ops import unasync
-from turnlog import client, events, parameters, replies, rows
+from turnlog import events, parameters, replies, rows
+from turnlog.client import names as client
 from turnlog.client.checked import checked, metadata_filter, rows_wanted
 
 
@@ -117,6 +118,15 @@ WRONG: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (parameters.SessionFilters, {"status": "idle"}, ValueError, "status must be one of open, closed, erased"),
     (parameters.NewSession, {"history": "trees"}, ValueError, "history must be one of linear, tree, not trees"),
     (parameters.NewSession, {"attempt": "0"}, TypeError, "attempt must be int"),
+    (parameters.NewSession, {"limits": 50}, TypeError, "limits must be a mapping or None, not int"),
+    (
+        parameters.NewSession,
+        {"limits": {"tokns": 5}},
+        TypeError,
+        "limits: tokns is not a parameter, did you mean tokens",
+    ),
+    (parameters.NewSession, {"limits": {"turns": "5"}}, TypeError, "limits: turns must be int"),
+    (parameters.NewSession, {"limits": {"per": "run"}}, ValueError, "limits: per must be one of rollout, session"),
 ]
 
 
@@ -132,6 +142,8 @@ def test_right_parameters_pass() -> None:
     assert checked(parameters.ExportParameters, {**given, "replay": True, "cursor": None}) == {**given, "replay": True}
     assert rows_wanted(parameters.ExportParameters, {"columns": ["a", "b"]}) == {"columns": "a,b"}
     assert checked(parameters.EventParameters, {"type": ("TurnCommitted",)}) == {"type": ("TurnCommitted",)}
+    limits = {"turns": 50, "tokens": None, "seconds": 1800, "per": "session"}
+    assert checked(parameters.NewSession, {"limits": limits, "params": {}}) == {"limits": limits, "params": {}}
     filters = {"a": "b", "n": 3, "yes": True, "none": None}
     assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}
     assert metadata_filter(filters) == ["a=b", "n=3", "yes=true", "none=null"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import struct
+import tracemalloc
 
 import msgspec
 import pytest
@@ -89,6 +91,18 @@ def test_a_reply_that_is_packed_apart_is_not_looked_at_for_what_was_said() -> No
     assert unpack_messages(frame[: len(frame) // 2]) == Messages(LARGE.messages, LARGE.message)
     with pytest.raises(CorruptContent):
         unpack(frame[: len(frame) // 2], Exchange)
+
+
+def test_a_frame_whose_messages_unpack_to_more_than_they_say() -> None:
+    body = compress(b"\0" * (64 << 20))
+    frame = struct.pack("<cIII", APART, len(body), 10, 0) + body
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptContent):
+            unpack_messages(frame)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_flipped_bit_in_what_was_said_is_found_without_the_rest() -> None:

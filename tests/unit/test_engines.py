@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from app.domain.fleet import EngineListed
-from app.errors import NoUpstream, UpstreamUnreachable
+from app.errors import NoUpstream, UpstreamInvalid, UpstreamUnreachable
 from app.fleet.engines import Engines
 from app.upstream.client import EngineClient, Withheld
+from app.upstream.streams import ReplyStream
 from ops.server import reserve_port
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +42,7 @@ class Listening:
         self.heard = asyncio.Event()
         self.go = asyncio.Event()
         self.url = ""
+        self.replies: list[bytes] = []
         self._hangs_up = hangs_up
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,7 +53,7 @@ class Listening:
             self.heard.set()
             if not self._hangs_up:
                 await self.go.wait()
-                writer.write(REPLY)
+                writer.write(self.replies.pop(0) if self.replies else REPLY)
                 await writer.drain()
         writer.close()
 
@@ -194,6 +196,48 @@ async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: Engin
         assert other.asked == []
         await engines.abort("turnlog-1")
         assert [len(working.asked), len(other.asked)] == [3, 1]
+
+
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: %b\n\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "asked"),
+    [
+        (b'{"choices":[{"delta":{},"token_ids":[%b1]}]}' % (b"1," * 16), UpstreamInvalid, 2),
+        (b'{"choices":[{"delta":{},"token_ids":[%b1]}]}' % (b"1," * 15), UpstreamUnreachable, 1),
+        (b'{"error":{"code":500}}', UpstreamUnreachable, 1),
+    ],
+)
+async def test_an_engine_whose_stream_is_left_is_told_to_abort(
+    client: EngineClient, event: bytes, error: type[Exception], asked: int
+) -> None:
+    """It goes on past the limit; a stream that it ended itself needs no word."""
+    async with listening() as engine:
+        engine.replies, engines = [EVENTS % event], over(client, engine.url)
+        engine.go.set()
+        opened = {"rid": "r", "open_stream": lambda *_: ReplyStream(limit=0)}
+        with pytest.raises(error):
+            await engines.generate([engine.url], "chat", nothing, [], lambda size: None, **opened)
+    paths = [one.decode().partition(" ")[0] for one in engine.asked]
+    assert paths == ["/v1/chat/completions", "/abort_request"][:asked]
+
+
+async def test_a_cancelled_connect_is_not_remembered(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was sent, so no abort follows that would forget it."""
+    connecting = asyncio.Event()
+
+    async def hangs(origin: object) -> None:
+        connecting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client._connections, "connect", hangs)
+    engines = over(client, A)
+    turn = asyncio.create_task(asked(engines, A, rid="turnlog-1"))
+    await connecting.wait()
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    assert engines.engine_of("turnlog-1") is None
 
 
 async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(client: EngineClient) -> None:

@@ -50,6 +50,20 @@ def test_a_request_joins_what_it_repeats(
     assert joins(turn(**flight), turn(**request_), is_tree=True) is tree
 
 
+def test_what_ended_sessions_were_sent_is_forgotten() -> None:
+    """Else a process grows with each session for as long as it lives."""
+    none = cast(Any, None)
+    retries = Retries(cache=none, writer=none, followers=none, clock=none, incarnation=none, lease_s=none)
+    for number in range(1000):
+        for turn in (1, 2):
+            retries.sending(f"s{number}", turn)
+            retries.record_delivery(f"s{number}", turn, delivered=True, is_replay=False)
+        if number:
+            retries.forget(f"s{number}")
+    assert (dict(retries._sent), retries._remembered) == ({"s0": {1: True, 2: True}}, 2)
+    assert not retries._sending
+
+
 def test_a_key_with_another_body_is_refused() -> None:
     with pytest.raises(IdempotencyMismatch):
         joins(turn(retry_key="k"), turn(retry_key="k", body_hash="other"), is_tree=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from app.domain.left_out import MOST, bounded
 from app.domain.request import ChatRequest
-from app.errors import Unsupported
+from app.errors import InvalidRequest, Unsupported
 from app.protocols.registry import PROTOCOLS
 
 Json = dict[str, Any]
@@ -141,6 +142,57 @@ OTHERS: list[tuple[str, Json, list[str]]] = [
     ("messages", {"mcp_servers": [{"type": "url", "url": "https://secret.example"}]}, ["server_tool:mcp_servers"]),
     ("messages", {"mcp_servers": []}, []),
 ]
+
+
+LATE = {"name": "late", "input_schema": SCHEMA}
+NAMED = {"type": "tool_reference", "name": "late"}
+DEFINED = {"type": "tool_definition", "definition": LATE}
+ADDED, REMOVED = ({"type": f"tool_{kind}", "tool": NAMED} for kind in ("addition", "removal"))
+AT = "messages[1].content"
+CHANGES: list[tuple[list[Json], list[Json], list[str], list[str]]] = [
+    ([LATE], [ADDED], ["look", "late"], []),
+    ([], [{"type": "tool_addition", "tool": DEFINED}], ["look", "late"], []),
+    ([], [DEFINED], ["look", "late"], []),
+    ([LATE], [REMOVED], ["look"], [f"removed_tool:{AT}[1]"]),
+    ([LATE], [REMOVED, ADDED], ["look", "late"], []),
+    ([], [{"type": "tool_addition", "tool": DEFINED}, REMOVED, ADDED], ["look", "late"], []),
+    ([], [ADDED], ["look"], [f"unknown_tool:{AT}[1]"]),
+    (
+        [],
+        [
+            {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "server_name": "secret"}},
+            {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": SERVERS["messages"][0]}},
+        ],
+        ["look"],
+        [f"server_tool:{AT}[1]", f"server_tool:{AT}[2]"],
+    ),
+]
+"""Tools beside `look`, their changes in a system message, the names that the engine gets, and what is told."""
+
+
+@pytest.mark.parametrize(("tools", "changes", "offered", "left_out"), CHANGES)
+def test_late_tools(tools: list[Json], changes: list[Json], offered: list[str], left_out: list[str]) -> None:
+    """They leave no trace in the conversation, whether in a system message or in a block of the user's."""
+    say = {"type": "text", "text": "Tools changed."}
+    own = [LOOK["messages"], *tools]
+    in_message = parsed("messages", messages=[USER, {"role": "system", "content": [say, *changes]}], tools=own)
+    block = {"type": "mid_conv_system", "content": [say, *changes]}
+    in_block = parsed("messages", messages=[USER, {"role": "user", "content": [block]}], tools=own)
+    for request in (in_message, in_block):
+        assert names(request) == offered
+        assert json.loads(bytes(request.messages[-1])) == {"role": "user", "content": "Hi\n\nTools changed."}
+    assert list(in_message.left_out) == left_out
+    with pytest.raises(InvalidRequest, match=re.escape("messages[1].content[0].tool")):
+        parsed("messages", messages=[USER, {"role": "system", "content": [{"type": "tool_addition", "tool": 5}]}])
+
+
+def test_a_defined_tool_takes_the_place_of_the_one_before() -> None:
+    wider = {**LATE, "name": "look", "description": "more"}
+    change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": wider}}
+    changed = [USER, {"role": "system", "content": [change]}]
+    request = parsed("messages", messages=changed, tools=[LOOK["messages"], LATE])
+    assert names(request) == ["look", "late"]
+    assert json.loads(bytes(request.tools or b""))[0]["function"]["description"] == "more"
 
 
 @pytest.mark.parametrize(("protocol", "fields", "left_out"), OTHERS)

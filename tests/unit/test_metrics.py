@@ -12,7 +12,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from app import errors, metric_files
 from app import metrics as app_metrics
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
-from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics, RecentTurnStats, Sample, render
+from app.metrics import (
+    METHOD_NOT_ALLOWED,
+    NOT_FOUND,
+    NOT_OF_TURNS,
+    UPGRADE_REQUIRED,
+    Metrics,
+    RecentTurnStats,
+    Sample,
+    render,
+)
 from app.metrics import Metric as Rendered
 from app.store.writer import EventCounters
 from app.turn.in_flight import OUTCOMES, Stages, TurnStage
@@ -110,7 +119,7 @@ def test_each_error_that_a_client_can_meet_has_its_label_from_the_start(metrics:
     assert outcomes == (codes - NOT_OF_TURNS) | set(OUTCOMES)
     assert len(outcomes) < 50
     others = {sample.labels["code"] for sample in found["turnlog_request_errors"].samples}
-    assert others == codes | {NOT_FOUND, METHOD_NOT_ALLOWED}
+    assert others == codes | {NOT_FOUND, METHOD_NOT_ALLOWED, UPGRADE_REQUIRED}
 
 
 def test_names_have_their_unit_and_labels_few_values(metrics: Metrics) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from array import array
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.replies import CHATS, COMPLETIONS, GONE, SHAPES, Changes, Reply, Text, body_of, doubled, sglang, vllm
 
-from workers.parse import Parsed, VersionSpan, parse_reply
+from workers.parse import Parsed, PromptDiffers, VersionSpan, parse_reply
 
 CHOICE = "choices.0"
 META = f"{CHOICE}.meta_info"
@@ -73,6 +74,36 @@ def test_an_empty_completion(shape: str) -> None:
     parsed = sound(shape, empty, {f"{CHOICE}.logprobs": {"token_logprobs": []}, "usage.completion_tokens": 0})
     assert (parsed.message, parsed.output_ids, parsed.logprobs) == (b'""', b"", b"")
     assert (parsed.weight_versions, parsed.finish_reason) == ([], "abort")
+
+
+NOT_COUNTED: Changes = {"usage.prompt_tokens": 0, f"{CHOICE}.finish_reason": "abort"}
+"""Of a request that SGLang 0.5.23 aborts in its waiting queue, also after it was taken back there with some output."""
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+@pytest.mark.parametrize("shape", ["sglang", "sglang completion"])
+def test_an_abort_in_the_waiting_queue_has_no_count_of_the_prompt(shape: str, has_ids: bool) -> None:
+    chat = {f"{META}.prompt_tokens": GONE} if shape == "sglang" else {}
+    ids = {} if has_ids else {f"{CHOICE}.prompt_token_ids": GONE}
+    protocol: Any = "chat" if shape == "sglang" else "completions"
+
+    def taken(*changes: Changes) -> Parsed:
+        return parse_reply(body_of(shape, NOT_COUNTED, chat, ids, *changes), "auto", None, protocol, b"1,2,3,")
+
+    parsed = taken()
+    assert (parsed.was_queued, parsed.miscounted, parsed.finish_reason) == (True, None, "abort")
+    assert array("i", parsed.output_ids).tolist() == [10, 11]
+    assert array("i", parsed.suffix_ids).tolist() == [1, 2, 3]
+    # Whatever else has such counts is told or refused: another end, another count, a `meta_info` that counts.
+    for change in ({f"{CHOICE}.finish_reason": "stop"}, {"usage.prompt_tokens": 2}):
+        if has_ids:
+            assert taken(change).miscounted is not None
+        else:
+            with pytest.raises(PromptDiffers):
+                taken(change)
+    if shape == "sglang":
+        with pytest.raises(PromptDiffers) if not has_ids else contextlib.nullcontext():
+            assert taken({f"{META}.prompt_tokens": 2}).miscounted is not None
 
 
 @pytest.mark.parametrize("entry", ["[-1,4]", '[-1.5,4,"text"]', '[-1,4,null,{"more":[1]}]', "[0,4,null]", "[-1E-3,4]"])

@@ -275,11 +275,13 @@ REFUSED: list[tuple[Json, str]] = [
     ({"truncation": "none"}, "truncation"),
     ({"messages": []}, "messages"),
     ({"store": "yes"}, "store"),
+    ({"input": [text("user", "hi"), {"type": "compaction_trigger"}, text("user", "hi")]}, "input[2]"),
     ({"top_logprobs": 21}, "top_logprobs"),
 ]
 
 UNSUPPORTED: list[tuple[Json, str]] = [
-    *[({"input": [{"type": kind}]}, "input[0].type") for kind in ("web_search_call", "mcp_call", "compaction", "x")],
+    *[({"input": [{"type": kind}]}, "input[0].type") for kind in ("web_search_call", "mcp_call", "x")],
+    ({"input": [{"type": "compaction", "encrypted_content": "gAAAAA"}]}, "input[0].encrypted_content"),
     ({"input": [text("user", [{"type": "input_file"}])]}, "input[0].content[0].type"),
     ({"input": [text("user", [{**IMAGE, "file_id": "f"}])]}, "input[0].content[0].file_id"),
     ({"input": [text("system", [IMAGE])]}, "input[0].content"),

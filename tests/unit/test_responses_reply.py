@@ -19,7 +19,7 @@ from app.domain.calls import with_given_ids
 from app.errors import InvalidRequest, PreviousResponseNotFound
 from app.protocols.base import CommittedReply, StoredTurn
 from app.protocols.errors import ErrorFields
-from app.protocols.responses import Responses
+from app.protocols.responses import Compaction, Responses
 from app.protocols.responses.listing import input_items
 from app.protocols.responses.reply import read_echo
 
@@ -251,6 +251,41 @@ def test_previous_response_of_another_protocol() -> None:
     asked = RESPONSES.parse(request(instructions="s", previous_response_id=f"resp_{proof(4)}"))
     messages = [json.loads(bytes(raw)) for raw in RESPONSES.complete(asked, {proof(4): turn}).messages]
     assert [message["content"] for message in messages] == ["s", "q", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("message", "summary"),
+    [({"content": "It counts.", "reasoning_content": "Hm."}, "It counts."), ({"reasoning_content": "Hm."}, "Hm.")],
+)
+def test_a_compaction_is_the_sampled_summary(client: OpenAI, answers: Answers, message: Json, summary: str) -> None:
+    """In place of the history, which the client forgets, it is all that the next request has of it."""
+    trigger = {"type": "compaction_trigger"}
+    asked = RESPONSES.parse(request(input=[*HISTORY, trigger], tools=TOOLS))
+    plain = RESPONSES.parse(request(input=HISTORY, tools=TOOLS))
+    assert [bytes(raw) for raw in asked.messages[:-1]] == [bytes(raw) for raw in plain.messages]
+    assert (asked.tools, bytes(asked.params["tool_choice"])) == (plain.tools, b'"none"')
+    reply = committed(calls_reply(**message), input=[*HISTORY, trigger])
+    answers.body = RESPONSES.events(reply)
+    events, response = assembled(client)
+    [item] = response.output
+    assert [event.type for event in events] == [
+        *("response.created", "response.in_progress"),
+        *("response.output_item.added", "response.output_item.done", "response.completed"),
+    ]
+    live = RESPONSES.live(reply)
+    assert live.delta({"content": "It "}) == b""
+    assert live.end(reply) == answers.body
+    next_one = RESPONSES.parse(request(input=[HISTORY[1], item.model_dump(exclude_none=True)]))
+    assert [json.loads(bytes(raw))["role"] for raw in next_one.messages] == ["user", "user"]
+    assert json.loads(bytes(next_one.messages[-1]))["content"].endswith(f"\n\n{summary}")
+
+    compact = Compaction()
+    listed = compact.parse(request(input=HISTORY, tools=TOOLS))
+    assert [bytes(raw) for raw in listed.messages] == [bytes(raw) for raw in asked.messages]
+    whole = json.loads(compact.reply(CommittedReply(reply.body, proof(1), listed.echo)))
+    assert whole["output"] == [HISTORY[1], item.model_dump(exclude_none=True)]
+    continued = compact.parse(request(input=None, previous_response_id=f"resp_{proof(1)}"))
+    assert len(continued.messages) == 1
 
 
 def test_input_items() -> None:

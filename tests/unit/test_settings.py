@@ -87,6 +87,19 @@ BAD = [
     ("DATABASE_URL", "sqlite:///x.db"),
     ("DATABASE_URL", "sqlite+aiosqlite://"),
     ("DATABASE_URL", "nonsense"),
+    *(
+        ("DATABASE_URL", f"postgresql+asyncpg://host/db?{query}")
+        for query in (
+            "channel_binding=require",
+            "sslmode=require&gssencmode=disable",
+            "sslmode=always",
+            "sslmode=require&sslmode=disable",
+            "target_session_attrs=writable",
+            "connect_timeout=0",
+            "connect_timeout=soon",
+            "command_timeout=5",
+        )
+    ),
     ("PAYLOADS", "bucket"),
     ("PAYLOADS", "s3:///run"),
     ("PAYLOADS", "file://folder/run"),
@@ -99,6 +112,9 @@ BAD = [
     ("PUBLIC_URL", "https://turnlog.example.org/?x=1"),
     ("PUBLIC_URL", "https://user@turnlog.example.org"),
     ("WITHOUT_SESSION", "create"),
+    ("ROUTER_WORKERS", "10.0.0.*"),
+    ("FILE_ROOT", "archives"),
+    ("SESSION_REWARDS", "yes"),
 ]
 
 
@@ -125,6 +141,7 @@ def test_a_bad_value_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, val
         ("UPSTREAMS", "http://user:sesame@host"),
         ("ENGINE_SESSIONS", "http://user:sesame@host"),
         ("DATABASE_URL", "postgresql://host/db?user=me&password=sesame"),
+        ("DATABASE_URL", "postgresql+asyncpg://host/db?sslpassword=sesame&channel_binding=require"),
     ],
 )
 def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

@@ -38,6 +38,7 @@ from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
 from tests.tools.simulation.schedule import Simulation
+from tests.tools.simulation.wire import Wire
 
 pytestmark = pytest.mark.long
 
@@ -139,6 +140,31 @@ def any_retry_joins(patch: Patch) -> None:
         return flights[0] if is_marked else plain(self, entry, flights, turn)
 
     patch.setattr(Retries, "joinable", joinable)
+
+
+def the_socket_is_not_looked_at(patch: Patch) -> None:
+    """That a client has gone is known only once its connection's end has been read."""
+    patch.setattr(Wire, "is_gone", lambda self: False)
+
+
+def late_attempts_are_new_requests(patch: Patch) -> None:
+    """An attempt that comes behind its retry's commit generates."""
+
+    async def absorbing(self: Retries, entry: CacheEntry, turn: InFlightTurn) -> None:
+        return None
+
+    patch.setattr(Retries, "_absorbing", absorbing)
+
+
+def resets_are_not_seen(patch: Patch) -> None:
+    """A reply is delivered once the kernel has it."""
+    plain = Retries.record_delivery
+
+    def record_delivery(self: Retries, *of: Any, delivered: bool | None, is_replay: bool) -> None:
+        if delivered is not None:
+            plain(self, *of, delivered=delivered, is_replay=is_replay)
+
+    patch.setattr(Retries, "record_delivery", record_delivery)
 
 
 def a_commit_is_not_decided_again(patch: Patch) -> None:
@@ -292,6 +318,9 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
     any_retry_joins,
+    the_socket_is_not_looked_at,
+    late_attempts_are_new_requests,
+    resets_are_not_seen,
     a_commit_is_not_decided_again,
     claims_of_nobody_stay,
     what_an_open_turn_continues_is_dropped,

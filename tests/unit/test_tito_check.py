@@ -47,7 +47,7 @@ def _always_trims(self: object, rests: Endings, last: int, *, called: bool) -> E
     return Extension(1, rests.followed)
 
 
-def _newlines(item: Any, index: int, separator: str) -> str:
+def _newlines(item: Any, *_: Any) -> str:
     return "\n".join(part["text"] for part in item) if isinstance(item, list) else item or ""
 
 
@@ -57,8 +57,8 @@ def _newlines(item: Any, index: int, separator: str) -> str:
         (continuation.ContinuationRule, "join", _all_of_the_ending),
         (continuation.ContinuationRule, "join", _always_trims),
         (normalise, "_content", _newlines),
-        (normalise, "_arguments", lambda text: text),
-        (normalise, "tools", lambda items, spelling: items),
+        (normalise, "_sglang_arguments", lambda text, *_: text),
+        (normalise, "tools", lambda items, *_: items),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3", "glm-4.5"])

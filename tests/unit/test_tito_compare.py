@@ -24,7 +24,7 @@ FAMILIES = ("qwen3-2507", "glm-4.5", "llama3")
 
 
 def whole(prompts: Prompts) -> array[int]:
-    return prompts._encode(prompts._render(MESSAGES, None, {}, generation_prompt=False))
+    return prompts._encode(prompts._probe(prompts.findings.message_format, None, MESSAGES, False))
 
 
 def replaced(prompts: Prompts, old: str, new: str) -> array[int]:

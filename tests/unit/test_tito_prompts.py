@@ -161,13 +161,34 @@ def test_errors_hold_no_content(tmp_path_factory: pytest.TempPathFactory) -> Non
         after(prompts, stored, system)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "secret"}}
     injected = [{"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION[1:]]
-    with pytest.raises(InvalidRequest, match=r"cannot render these messages \(\w+\)$"):
+    with pytest.raises(InvalidRequest, match=r"^messages\[0\]: tool call 0: arguments must be the JSON of an object"):
         after(prompts, stored, injected)
+    with pytest.raises(InvalidRequest, match=r"cannot render these messages \(\w+\)$"):
+        prompts.first([*QUESTION, *injected], None, {}, stored=4)
     small = load_prompts(tmp_path_factory, "qwen3.8")
     with pytest.raises(InvalidRequest, match=r"cannot render these messages \(TemplateError\)$"):
         small.first(QUESTION, None, {"reasoning_effort": "secret"})
     with pytest.raises(InvalidRequest, match=r"\(TemplateError\)$"):
         small.rewrites_history({}, {"reasoning_effort": "secret"}, None)
+
+
+def test_an_effort_of_none_ends_the_thinking_and_another_begins_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Qwen3.5's template does not think unless it is told to."""
+    prompts = load_prompts(tmp_path_factory, "qwen3.5-nothink")
+    silent, thinking = (prompts.first(QUESTION, None, {"enable_thinking": on}) for on in (False, True))
+    assert silent != thinking
+    for effort, made in (("none", silent), ("low", thinking), (None, silent)):
+        for dialect in ("sglang", "vllm"):
+            assert prompts.first(QUESTION, None, prompts.arguments({}, effort, None, dialect), dialect) == made
+
+
+def test_sglang_makes_a_question_of_a_last_answer_and_vllm_does_not(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prompts = qwen3(tmp_path_factory)
+    answer = {"role": "assistant", "content": "I would", "reasoning_content": "Hm."}
+    asked = prompts.first([*QUESTION, {"role": "user", "content": "I would"}], None, {})
+    assert prompts.first([*QUESTION, answer], None, {}) == asked
+    assert prompts.first([*QUESTION, answer], None, {}, stored=3) != asked
+    assert prompts.first([*QUESTION, answer], None, {}, "vllm") != asked
 
 
 def test_images_and_lone_surrogates_are_refused(prompts: Prompts) -> None:

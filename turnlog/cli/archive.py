@@ -18,7 +18,12 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def archive(
     ctx: typer.Context,
     older_than: Annotated[str, typer.Option(help="Rollouts that were closed so long ago: 90s, 30m, 12h, 7d.")],
-    to: Annotated[str, typer.Option(help="A folder's URL, as the server sees it: s3://…, gs://…, az://…, file:///….")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="A folder's URL, as the server sees it: s3://…, gs://…, az://…, file:///… below its TURNLOG_FILE_ROOT."
+        ),
+    ],
 ) -> None:
     """Move old rollouts out of the database into Parquet files, while turns go on."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", older_than)
@@ -43,10 +48,12 @@ def archive(
 
 def bring_back(
     ctx: typer.Context,
-    file: Annotated[str, typer.Argument(help="The file's URL, or its path on the server's machine.")],
+    file: Annotated[str, typer.Argument(help="The file's URL, or its path below the server's TURNLOG_FILE_ROOT.")],
 ) -> None:
     """Bring the sessions of an archive back into the database."""
     url = file if "://" in file else Path(file).absolute().as_uri()
     told = remote(ctx).read("POST", "/archives/import", body={"file": url}, slow=True)
     if not printed_as_json(ctx, told):
         typer.echo(f"imported {amount(told['imported'], 'session')}, {told['there']} were there already")
+        for one in told["refused"]:
+            say(f"{one['session_id']} is not imported: {one['reason']}")

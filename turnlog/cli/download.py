@@ -68,6 +68,7 @@ class Download:
         self._partial = file.with_name(f"{file.name}.partial")
         self._notes = file.with_name(f"{file.name}.partial.json")
         self._has_lines = wish["format"] in LINES
+        self.is_empty = False
 
     def run(self, *, restart: bool) -> dict[str, Any]:
         """Download; returns a summary as a JSON object. Raises Failure, TurnlogError; the next run resumes what was
@@ -140,6 +141,7 @@ class Download:
         with self._server.stream("/export", wish) as response:
             if notes is None:
                 notes = self._note(response)
+            self.is_empty = not begun.rows and "x-turnlog-empty" in response.headers
             rows = self._write(out, response, begun)
             return self._made(out, rows, notes, response.headers.get("x-turnlog-next-cursor"))
 
@@ -171,7 +173,7 @@ class Download:
 
     def _write(self, out: IO[bytes], response: httpx.Response, begun: _Begun) -> int:
         """Receive the rest of the file; returns the number of lines of the whole. Raises _Changed."""
-        pieces = response.iter_bytes()
+        pieces = response.iter_raw()
         rows = begun.rows
         with _progress(begun.size, rows if self._has_lines else None) as moved:
             if begun.skip:

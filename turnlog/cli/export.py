@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -62,18 +64,50 @@ def _to_file(
         return
     rows = "" if made["rows"] is None else f"{amount(made['rows'], 'row')}, "
     say(f"{file}: {rows}{size(made['bytes'])}")
+    if download.is_empty:
+        _say_nothing(wish)
+    with file.open("rb") as lines:
+        _say_cut(wish, lines if wish.get("max_seq_len") and wish.get("explain") else ())
     if made["next_cursor"] is not None:
         say(f"what changes from now on: --cursor {made['next_cursor']}")
 
 
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
-    """The bytes as they arrive; if the reader closes the pipe, the export ends. Only a format of lines can be empty."""
+    """The bytes as they arrive; if the reader closes the pipe, the export ends."""
     if sys.stdout.isatty() and wish["format"] in ("parquet", "safetensors", "msgpack"):
         raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
-    out, size = sys.stdout.buffer, 0
+    out = sys.stdout.buffer
     with server.stream("/export", wish) as response:
-        for piece in response.iter_bytes():
-            size += out.write(piece)
-        out.flush()
-    if not size:
-        say("no row matches")
+        is_empty = "x-turnlog-empty" in response.headers
+        _say_cut(wish, _printed(out, response.iter_raw()))
+    if is_empty:
+        _say_nothing(wish)
+
+
+def _printed(out: BinaryIO, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of what is printed meanwhile."""
+    begun: list[bytes] = []
+    for piece in pieces:
+        out.write(piece)
+        first, *lines = piece.split(b"\n")
+        begun.append(first)
+        for line in lines:
+            yield b"".join(begun)
+            begun = [line]
+    out.flush()
+
+
+def _say_nothing(wish: dict[str, Any]) -> None:
+    say("no row matches" + ("" if wish.get("explain") else "; --explain says what was left out, and why"))
+
+
+def _say_cut(wish: dict[str, Any], lines: Iterable[bytes]) -> None:
+    """The sum of the sampled tokens that --max-seq-len took; the lines are read to their end."""
+    cut = 0
+    for line in lines:
+        if b'"cut_tokens":' in line and "excluded" in (row := json.loads(line)):
+            cut += row.get("cut_tokens", 0)
+    if cut:
+        say(f"{amount(cut, 'sampled token')} cut by --max-seq-len {wish['max_seq_len']}")
+    elif wish.get("max_seq_len") and not wish.get("explain"):
+        say("--explain says how many sampled tokens --max-seq-len cuts")

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 Hint = Any
 """A type as `get_type_hints` gives it."""
@@ -57,6 +57,13 @@ def _meant(name: str, known: Mapping[str, Hint]) -> str:
 def _require(name: str, value: object, hint: Hint) -> None:
     """Raises TypeError, ValueError."""
     choices = _choices(hint)
+    fields = next((choice for choice in choices if is_typeddict(choice)), None)
+    if fields is not None and isinstance(value, Mapping):
+        try:
+            checked(fields, value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+        return
     if any(_is(value, choice) for choice in choices):
         if _is(value, float) and not math.isfinite(value):  # type: ignore[arg-type]
             raise ValueError(f"{name} must be finite, not {value}")
@@ -90,6 +97,8 @@ def _is(value: object, choice: Hint) -> bool:
     """Numbers may be of any kind, so numpy's are numbers too."""
     if isinstance(choice, str):
         return value == choice
+    if is_typeddict(choice):
+        return False  # `isinstance` refuses one; `_require` has looked into a mapping
     origin: Any = get_origin(choice)
     if origin is Sequence:
         of = _choices(get_args(choice)[0])
@@ -108,5 +117,7 @@ def _is(value: object, choice: Hint) -> bool:
 def _name(choice: Hint) -> str:
     if isinstance(choice, str):
         return repr(choice)
+    if is_typeddict(choice):
+        return "a mapping"
     found: str = getattr(get_origin(choice) or choice, "__name__", str(choice))
     return {"NoneType": "None", "Mapping": "a mapping", "Sequence": "a sequence"}.get(found, found)

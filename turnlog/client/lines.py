@@ -10,6 +10,20 @@ from turnlog.errors import NotTurnlog
 
 Object = dict[str, Any]
 
+LARGEST = 4 << 30
+"""Bytes of a reply, or of a line of one, that are held in memory."""
+
+UNPACKED = {"accept-encoding": "identity"}
+"""A reply is read as it was sent: a few KiB of zstd or gzip can unpack to gigabytes in one piece, before a limit sees
+them."""
+
+
+def require_unpacked(headers: Mapping[str, str]) -> None:
+    """Raises NotTurnlog for a reply that is compressed although UNPACKED was sent."""
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise NotTurnlog(f"a reply with content-encoding {encoding:.64}, which was not asked for")
+
 
 def present(given: Mapping[str, Any]) -> Object:
     """Without parameters that are None: the server's defaults apply."""
@@ -37,6 +51,11 @@ class Place(Protocol):
         ...
 
     @property
+    def has_all(self) -> bool:
+        """Has everything that was asked for been read, however the reply ended?"""
+        ...
+
+    @property
     def is_done(self) -> bool:
         """Is the stream complete, if the reply ended normally?"""
         ...
@@ -50,14 +69,19 @@ class Lines:
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []
+        self._size = 0
 
     def feed(self, data: bytes) -> Iterator[Object]:
-        """The objects that are complete so far. Raises NotTurnlog."""
+        """The objects that are complete so far. Raises NotTurnlog, also for a line of more than LARGEST bytes."""
         *whole, rest = data.split(b"\n")
         if whole:
             whole[0] = b"".join((*self._rest, whole[0]))
             self._rest.clear()
+            self._size = 0
         if rest:
+            self._size += len(rest)
+            if self._size > LARGEST:
+                raise NotTurnlog(f"a line of more than {LARGEST} bytes: ask for less in a row")
             self._rest.append(rest)
         for line in whole:
             if line:
@@ -107,9 +131,13 @@ class EventsPlace:
         return self._follow
 
     @property
+    def has_all(self) -> bool:
+        return self._is_erased
+
+    @property
     def is_done(self) -> bool:
         """A followed log ends when the session is erased; any other end means that the server was stopped."""
-        return self._is_erased or not self._follow
+        return self.has_all or not self._follow
 
 
 class AllEventsPlace:
@@ -149,8 +177,12 @@ class AllEventsPlace:
         return self._follow
 
     @property
+    def has_all(self) -> bool:
+        return self._left == 0
+
+    @property
     def is_done(self) -> bool:
-        return self._left == 0 or not self._follow
+        return self.has_all or not self._follow
 
 
 def is_event(line: Object) -> bool:
@@ -182,6 +214,10 @@ class ExportPlace:
     @property
     def is_open_ended(self) -> bool:
         return False
+
+    @property
+    def has_all(self) -> bool:
+        return self._left == 0
 
     @property
     def is_done(self) -> bool:

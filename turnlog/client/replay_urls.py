@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 
+from turnlog.client.lines import UNPACKED, require_unpacked
 from turnlog.errors import NotTurnlog, Unreachable
 
 if TYPE_CHECKING:
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 
+LARGEST_CHUNK = 1 << 30
+"""Bytes of a chunk: the server makes them of about 1 MiB, and of one row at least."""
+
 
 def fetch_payload(links: Mapping[str, Any], http: httpx.Client | None = None) -> Array:
     """The rows of one payload, as `replay=true` gives them: ids of shape `links["shape"]`, in the smallest type that
     holds them. The first row is that of token `links["row_start"]`.
 
-    Each chunk is one request, verified by its hash. Needs zstandard: `turnlog[urls]`. Raises Unreachable, also
-    for a URL that has expired (export the row again); NotTurnlog for bytes that are not the chunk's.
+    Each chunk is one request, verified by its hash; no more is read and unpacked than its size. Needs zstandard:
+    `turnlog[urls]`. Raises Unreachable, also for a URL that has expired (export the row again); NotTurnlog for bytes
+    that are not the chunk's.
     """
     stop = links["row_start"] + links["shape"][0]
     with httpx.Client(timeout=TIMEOUT_S) if http is None else _Borrowed(http) as client:
@@ -48,26 +53,42 @@ class _Borrowed:
 
 
 def _rows(chunk: Mapping[str, Any], http: httpx.Client) -> Array:
-    from zstandard import ZstdDecompressor, ZstdError
+    from zstandard import ZstdDecompressor, ZstdError, frame_content_size
 
+    size = chunk["size"]
+    if not 0 <= size <= LARGEST_CHUNK:
+        raise NotTurnlog(f"a chunk of {size} bytes")
     frame = base64.b64decode(chunk["frame"]) if "frame" in chunk else _fetched(chunk, http)
     try:
-        raw = ZstdDecompressor().decompress(frame, max_output_size=chunk["size"])
+        # `max_output_size` holds only for a frame that does not say its size.
+        if frame_content_size(frame) != size:
+            raise NotTurnlog(f"the chunk from row {chunk['start']} on has another size")
+        raw = ZstdDecompressor().decompress(frame)
     except ZstdError as error:
         raise NotTurnlog(f"the chunk from row {chunk['start']} on cannot be decompressed") from error
-    if len(raw) != chunk["size"] or hashlib.sha256(raw).hexdigest()[:32] != chunk["hash"]:
+    if hashlib.sha256(raw).hexdigest()[:32] != chunk["hash"]:
         raise NotTurnlog(f"the rows from {chunk['start']} on are not those that were stored")
     return np.frombuffer(raw, np.dtype(chunk["dtype"]).newbyteorder("<")).reshape(chunk["rows"], -1)
 
 
 def _fetched(chunk: Mapping[str, Any], http: httpx.Client) -> bytes:
+    """The object's bytes: of a frame at most a little more than it unpacks to. Raises Unreachable, NotTurnlog."""
+    most = chunk["size"] + (chunk["size"] >> 6) + 1024
+    parts: list[bytes] = []
+    size = 0
     try:
-        reply = http.get(chunk["url"])
+        with http.stream("GET", chunk["url"], headers=UNPACKED) as reply:
+            if reply.status_code != httpx.codes.OK:
+                raise Unreachable(f"the object storage answered {reply.status_code}: the URL may have expired")
+            require_unpacked(reply.headers)
+            for part in reply.iter_raw():
+                size += len(part)
+                if size > most:
+                    raise NotTurnlog(f"the object with the rows from {chunk['start']} on is larger than they are")
+                parts.append(part)
     except httpx.TransportError as error:
         raise Unreachable(f"the object storage does not answer: {type(error).__name__}") from error
-    if reply.status_code != httpx.codes.OK:
-        raise Unreachable(f"the object storage answered {reply.status_code}: the URL may have expired")
-    return reply.content
+    return b"".join(parts)
 
 
 def _smallest(ids: Array) -> Array:

@@ -19,6 +19,7 @@ EXCLUSION: dict[str, Column] = {
     "segment": "int64",
     "turn": "int64",
     EXCLUDED: "text",
+    "cut_tokens": "int64",
     "cursor": "text",
 }
 """The columns of such a row."""

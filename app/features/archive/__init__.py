@@ -40,6 +40,7 @@ def add_to(app: Services) -> Archive:
         app.registration.incarnation,
         lease_s=math.inf if app.database.is_sqlite else app.settings.lease_s,
         timeout_s=app.settings.payloads_timeout_s,
+        file_root=app.settings.file_root,
         forget=app.erasure.forget,
     )
     app.explain.append(archive.where_is)

@@ -12,23 +12,22 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.crash_points import reach
-from app.domain.events import UnknownEvent
 from app.errors import (
     AppError,
     ArchiveBusy,
     InvalidRequest,
     NotFound,
+    Overloaded,
     SessionArchived,
     SessionClosed,
-    SessionEnded,
-    SessionExists,
     SessionUnreadable,
     StartupError,
     Unsupported,
@@ -37,6 +36,7 @@ from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.extras import install
 from app.features.archive import rows
+from app.features.archive.checks import require_own, require_whole
 from app.features.archive.rows import Indexed, Place, Rollout, StoredRows
 from app.sessions.cache import SessionCache
 from app.store import reads
@@ -45,10 +45,11 @@ from app.store.leases import ReleaseLease, TakeLease
 from app.store.object_names import PROBE
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
-from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile
+from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile, RefusedSession
 from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
+    from app.api.limits import BodyReservation
     from app.export.exporter import Exporter
     from app.features.objects.bucket import Bucket
 
@@ -56,12 +57,6 @@ log = logging.getLogger("turnlog.archive")
 
 FILE_BYTES = 32 << 20
 """Bytes of content in one file, about; the last rollout may go beyond it."""
-
-LARGEST_BYTES = 256 << 20
-"""A rollout with more content than this stays: it would be one transaction of an import."""
-
-INLINE = 64
-"""Logs of at most so many events are folded on the event loop."""
 
 AT_ONCE = 100
 """Operations submitted together, and sessions shaped together."""
@@ -74,11 +69,20 @@ LEASE_S = 3600.0
 
 SCHEMES = ("s3://", "gs://", "az://", "file:///")
 
+UNPACKED = 4
+"""Memory of a row group that is imported, in its unpacked bytes: the columns, the rows, and what is written."""
+
+MOST_URL = 1024
+"""Characters of a folder's or a file's URL."""
+
+MOST_WAITING = 4
+"""Requests that wait for the one that archives or imports."""
+
 
 class Archive:
-    """`clock` gives seconds, `incarnation` this process's number in the store; `lease_s` seconds without a heartbeat
-    mean that another process is dead. `forget`: what other features do with a session that left. Runs a task from
-    `start` to `stop`."""
+    """`file_root`: the folder below which the files of requests must lie. `clock` gives seconds, `incarnation` this
+    process's number in the store; `lease_s` seconds without a heartbeat mean that another process is dead. `forget`:
+    what other features do with a session that left. Runs a task from `start` to `stop`."""
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Archive:
         *,
         lease_s: float,
         timeout_s: float,
+        file_root: str | None,
         forget: Sequence[Callable[[str], Awaitable[None]]],
     ) -> None:
         self._database = database
@@ -101,7 +106,9 @@ class Archive:
         self._incarnation = incarnation
         self._lease_s = lease_s
         self._timeout_s = timeout_s
+        self._file_root = file_root
         self._forget = forget
+        self._waiting = 0
         self._buckets: dict[str, Bucket] = {}
         self._one = asyncio.Lock()
         self._due = asyncio.Event()
@@ -132,8 +139,15 @@ class Archive:
 
     @contextlib.asynccontextmanager
     async def _leased(self) -> AsyncIterator[int]:
-        """The fence of the lease. Raises ArchiveBusy if another process has it."""
-        async with self._one:
+        """The fence of the lease. Raises ArchiveBusy if another process has it, Overloaded."""
+        if self._waiting >= MOST_WAITING:
+            raise Overloaded(f"{self._waiting} requests wait for archives already")
+        self._waiting += 1
+        try:
+            await self._one.acquire()
+        finally:
+            self._waiting -= 1
+        try:
             fence = await self._writer.submit(TakeLease(rows.LEASE, self._incarnation(), LEASE_S, self._lease_s))
             if fence is None:
                 raise ArchiveBusy("another process archives or imports")
@@ -141,8 +155,10 @@ class Archive:
                 yield fence
             finally:
                 await self._writer.submit(ReleaseLease(rows.LEASE, fence))
+        finally:
+            self._one.release()
 
-    async def _write(self, operation: rows.Fenced | rows.Forget) -> bool:
+    async def _write(self, operation: rows.Fenced | rows.Forget) -> Any:
         """Raises ArchiveBusy if the lease was lost."""
         done = await self._writer.submit(operation)
         if done is None:
@@ -158,7 +174,7 @@ class Archive:
         Raises InvalidRequest, Unsupported (without pyarrow), ArchiveBusy, PayloadsUnavailable, StoreUnavailable,
         StoreFull.
         """
-        bucket = self._bucket(to)
+        bucket = self._bucket(self._allowed(to))
         async with self._leased() as fence:
             await self._finish(fence)
             cutoff = self._clock() - older_than_s
@@ -192,23 +208,18 @@ class Archive:
     async def _readable(self, root_id: str) -> Rollout | None:
         """A rollout with all of its content, checked; None if it must stay."""
         try:
-            read = partial(rows.read_rollout, root_id=root_id, largest=LARGEST_BYTES)
+            read = partial(rows.read_rollout, root_id=root_id)
             rollout = await self._database.read(read, one_moment=True, session_id=root_id)
             if rollout is None:
                 return None
             whole = [await self._whole(session) for session in rollout.sessions]
-        except (SessionUnreadable, CorruptContent, UnknownEvent) as error:
+        except (SessionUnreadable, CorruptContent) as error:
             self._database.unreadable.warn(root_id, error)
             return None
         return Rollout(root_id, whole)
 
     async def _whole(self, session: StoredRows) -> StoredRows:
-        """The session with the bytes of its chunks. Raises CorruptContent, UnknownEvent, PayloadsUnavailable."""
-        log_rows = [reads.EventRow(*(row[name] for name in reads.EventRow._fields)) for row in session.rows["events"]]
-        fold = partial(reads.fold_rows, session.session_id, None, log_rows)
-        folded = fold() if len(log_rows) <= INLINE else await asyncio.to_thread(fold)
-        if folded is None or folded.version != session.head["version"]:
-            raise CorruptContent("its log is not whole")
+        """The session with the bytes of its chunks. Raises CorruptContent, PayloadsUnavailable."""
         for table, column in (("turns", "exchange"), ("blobs", "data")):
             if any(row[column] is None for row in session.rows[table]):
                 raise CorruptContent("content is missing")
@@ -220,7 +231,9 @@ class Archive:
         chunks = [
             {**row, "data": frames.get((row["fence"], row["number"]), row["data"])} for row in session.rows["chunks"]
         ]
-        return session._replace(rows={**session.rows, "chunks": chunks})
+        whole = session._replace(rows={**session.rows, "chunks": chunks})
+        await asyncio.to_thread(require_whole, whole)
+        return whole
 
     async def _archive(
         self, fence: int, bucket: Bucket, file: str, taken: Sequence[Rollout]
@@ -308,8 +321,10 @@ class Archive:
             if line.state == "erasing":  # it may have been leaving
                 await self._drop_content(fence, line)
         kept = [(line.session_id, line.root_id) for line in lines if line.state not in ("erasing", "erased")]
-        body = await self._read(file) if kept else None
+        body = await self._read(file)
         if body is not None:
+            await self._tell_erased(fence, body, {line.session_id for line in lines if line.state == "erasing"})
+        if body is not None and kept:
             from app.features.archive.file import without
 
             erased = frozenset(line.session_id for line in lines) - {session_id for session_id, _ in kept}
@@ -326,6 +341,28 @@ class Archive:
         await self._delete(file)
         reach("after_archive_deleted")
         await self._write(rows.EndErasing(fence, file))
+
+    async def _tell_erased(self, fence: int, body: bytes, erasing: Collection[str]) -> None:
+        """The logs of erased sessions that are in the file alone come back, without content, and say so."""
+        from app.features.archive.file import decode, unpacked_bytes
+
+        ids = list(erasing)
+        there: set[str] = set()
+        for at in range(0, len(ids), AT_ONCE):
+            there |= (await self._database.read(partial(rows.identities, session_ids=ids[at : at + AT_ONCE]))).keys()
+        if there.issuperset(erasing):
+            return
+        try:
+            await asyncio.to_thread(unpacked_bytes, body)
+            for group in decode(body):
+                for session in (one for rollout in group for one in rollout.sessions):
+                    if session.session_id in erasing and session.session_id not in there:
+                        await asyncio.to_thread(
+                            require_own, Rollout(session.head["root_id"] or session.session_id, [session])
+                        )
+                        await self._write(rows.TellErased(fence, session, self._clock()))
+        except CorruptContent as error:
+            log.error("followers are not told of sessions that were erased in an archive: %s", error)
 
     # For the routes of sessions.
 
@@ -357,44 +394,61 @@ class Archive:
 
     # Back.
 
-    async def bring_back(self, file: str) -> ImportedFile:
-        """Write the sessions of a file into the database, but those that are there already.
+    async def bring_back(self, file: str, memory: BodyReservation) -> ImportedFile:
+        """Write the sessions of a file into the database, but those that are there already, and those that are refused:
+        the index names another file for them, or they are not as this version writes them. `memory` is reserved for
+        what is read.
 
-        Raises NotFound (no such file), InvalidRequest (not an archive), SessionExists, SessionEnded (one was erased),
-        Unsupported, ArchiveBusy, PayloadsUnavailable, StoreUnavailable, StoreFull.
+        Raises NotFound (no such file), InvalidRequest (not an archive of this store), Overloaded, Unsupported,
+        ArchiveBusy, PayloadsUnavailable, StoreUnavailable, StoreFull.
         """
-        self._bucket(file.rpartition("/")[0])
+        from app.features.archive.file import MOST_FILE, decode, unpacked_bytes
+
+        file = self._allowed(file)
+        bucket = self._bucket(file.rpartition("/")[0])
         async with self._leased() as fence:
             await self._finish(fence)
-            body = await self._read(file)
-            if body is None:
+            if not await self._database.read(partial(rows.of_file, file=file)):
+                raise InvalidRequest(f"{file:.1100}: no session of this store is archived in it")
+            size = await bucket.size(_name(file))
+            if size is None:
                 raise NotFound(f"there is no {file}")
-            from app.features.archive.file import decode
-
+            if size > MOST_FILE:
+                raise InvalidRequest(f"{file}: it has {size} bytes, at most {MOST_FILE} are read")
+            memory.grow(size)
+            body = await self._read(file)
+            if body is None or len(body) != size:
+                raise NotFound(f"{file} has changed")
+            told = ImportedFile(imported=0, there=0, refused=[])
             try:
-                for group in decode(body):
-                    await self._require_importable(group)
-                imported = there = 0
-                for group in decode(body):
+                memory.grow(UNPACKED * await asyncio.to_thread(unpacked_bytes, body))
+                groups = decode(body)
+                while (group := await asyncio.to_thread(next, groups, None)) is not None:
                     for rollout in group:
-                        if await self._write(rows.Import(fence, rollout)):
-                            imported += len(rollout.sessions)
-                        else:
-                            await self._require_importable([rollout])
-                            there += len(rollout.sessions)
+                        await self._import(fence, file, rollout, told)
                         reach("after_imported")
             except CorruptContent as error:
                 raise InvalidRequest(f"{file}: {error}") from error
-            return ImportedFile(imported=imported, there=there)
+            return told
 
-    async def _require_importable(self, group: Sequence[Rollout]) -> None:
-        """Raises SessionExists if an id is another session's, or the session has changed since; SessionEnded."""
-        own = {session.session_id: session.identity for rollout in group for session in rollout.sessions}
-        for session_id in await self._database.read(partial(rows.erased_among, session_ids=list(own))):
-            raise SessionEnded(f"session {session_id} was erased")
-        for session_id, known in (await self._database.read(partial(rows.identities, session_ids=list(own)))).items():
-            if known != own[session_id]:
-                raise SessionExists(f"session {session_id} exists")
+    async def _import(self, fence: int, file: str, rollout: Rollout, told: ImportedFile) -> None:
+        try:
+            await asyncio.to_thread(require_own, rollout)
+        except CorruptContent as error:
+            reason = str(error)
+        else:
+            match await self._write(rows.Import(fence, file, rollout)):
+                case "imported":
+                    told["imported"] += len(rollout.sessions)
+                    return
+                case "there":
+                    told["there"] += len(rollout.sessions)
+                    return
+                case outcome:
+                    reason = _REFUSED[outcome]
+        ids = [session.session_id for session in rollout.sessions]
+        told["refused"] += [RefusedSession(session_id=one, reason=reason) for one in ids]
+        log.warning("%d sessions of %s were not imported: %s", len(ids), file, reason)
 
     # Files.
 
@@ -413,10 +467,26 @@ class Archive:
             await bucket.delete(PROBE)
         await bucket.delete(_name(file))
 
-    def _bucket(self, url: str) -> Bucket:
-        """Raises InvalidRequest, Unsupported."""
+    def _allowed(self, url: str) -> str:
+        """The URL that a request names, a folder's after its symbolic links. Raises InvalidRequest."""
         if not url.startswith(SCHEMES):
             raise InvalidRequest(f"{url:.200}: a URL begins with {', '.join(SCHEMES)}")
+        url = url.rstrip("/")
+        if not url.startswith("file:"):
+            return url
+        if self._file_root is None:
+            raise InvalidRequest(
+                "file:///…: the server's TURNLOG_FILE_ROOT must be set, the folder below which it lies"
+            )
+        if not url.isprintable() or len(url) > MOST_URL:
+            raise InvalidRequest("file:///…: it is no path")
+        path, root = (os.path.realpath(one) for one in (url.removeprefix("file://"), self._file_root))
+        if os.path.commonpath((path, root)) != root:
+            raise InvalidRequest("file:///…: it does not lie below the server's TURNLOG_FILE_ROOT")
+        return f"file://{path}"
+
+    def _bucket(self, url: str) -> Bucket:
+        """Raises InvalidRequest, Unsupported."""
         if find_spec("pyarrow") is None:
             raise Unsupported(f"archives need pyarrow on the server (turnlog[parquet]): {install('parquet')}")
         from app.features.objects.bucket import Bucket
@@ -428,6 +498,12 @@ class Archive:
             except StartupError as error:
                 raise InvalidRequest(f"{url:.200}: there is no such storage") from error
         return self._buckets[url]
+
+
+_REFUSED = {
+    "erased": "it was erased",
+    "elsewhere": "it is not archived in this file; the message of its 404 names the file that it is in",
+}
 
 
 def _name(file: str) -> str:

@@ -25,7 +25,7 @@ from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, Table
 from app.export import formats
 from app.export.query import ExportQuery
 from app.export.row import Fields
-from app.features.archive.rows import CONTENT, Rollout, StoredRows
+from app.features.archive.rows import CONTENT, LARGEST_BYTES, LARGEST_EVENTS, Rollout, StoredRows
 from app.store.schema import blobs, events, groups, sessions
 from workers import codec
 from workers.codec import CorruptContent
@@ -35,6 +35,14 @@ _KEY = b"turnlog.archive"
 
 GROUP_BYTES = 4 << 20
 """Bytes of a row group, about: a reader holds one in memory."""
+
+MOST_FILE = 1 << 30
+"""Bytes of a file: content of FILE_BYTES and a largest rollout, and its samples."""
+
+MOST_GROUP = LARGEST_BYTES + LARGEST_EVENTS + (64 << 20)
+"""Bytes of a row group's own columns, unpacked."""
+
+_EVENT_DATA = f"{events.name}_rows.list.element.data"
 
 
 def encode(rollouts: Sequence[Rollout], samples: Sequence[Fields]) -> bytes:
@@ -65,13 +73,41 @@ def encode(rollouts: Sequence[Rollout], samples: Sequence[Fields]) -> bytes:
     return out.getvalue()
 
 
+def unpacked_bytes(body: bytes) -> int:
+    """How many bytes the largest row group unpacks to, as its head says. Raises CorruptContent for more than this
+    version writes, and for columns of other types or encodings: of a dictionary, a few bytes could be read many
+    times."""
+    with _readable(body) as file:
+        for field in _SCHEMA:
+            at = file.schema_arrow.get_field_index(field.name)
+            if at < 0 or file.schema_arrow.field(at).type != field.type:
+                raise CorruptContent(f"the file's column {field.name} is not as this version writes it")
+        return max((_group_bytes(file.metadata.row_group(at)) for at in range(file.num_row_groups)), default=0)
+
+
+def _group_bytes(group: pq.RowGroupMetaData) -> int:
+    size = 0
+    for at in range(group.num_columns):
+        column = group.column(at)
+        if column.path_in_schema.partition(".")[0] not in _SCHEMA.names:
+            continue
+        if column.has_dictionary_page:
+            raise CorruptContent("the file has another encoding")
+        size += column.total_uncompressed_size
+        if column.path_in_schema == _EVENT_DATA and column.total_uncompressed_size > LARGEST_EVENTS + GROUP_BYTES:
+            raise CorruptContent(f"the events of a row group have {column.total_uncompressed_size} bytes")
+    if size > MOST_GROUP:
+        raise CorruptContent(f"a row group unpacks to {size} bytes")
+    return size
+
+
 def decode(body: bytes) -> Iterator[list[Rollout]]:
     """The rollouts, a row group at a time. Raises CorruptContent."""
     with _readable(body) as file:
         for number in range(file.num_row_groups):
             try:
                 rows = file.read_row_group(number, _SCHEMA.names).to_pylist()
-            except (pa.ArrowException, OSError, KeyError) as error:
+            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
                 raise CorruptContent(f"the file cannot be read: {type(error).__name__}") from error
             rollouts: dict[str, list[StoredRows]] = {}
             for row in rows:
@@ -95,7 +131,7 @@ def _readable(body: bytes) -> pq.ParquetFile:
     """Raises CorruptContent."""
     try:
         file = pq.ParquetFile(io.BytesIO(body), page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise CorruptContent(f"the file cannot be read: {type(error).__name__}") from error
     metadata = (file.schema_arrow.metadata or {}).get(_KEY)
     if metadata != FORMAT:
@@ -136,8 +172,10 @@ def _row(rollout: Rollout, session: StoredRows) -> dict[str, Any]:
 
 
 def _stored(row: Mapping[str, Any]) -> StoredRows:
-    content = {table.name: row[_list_of(table)] for table in CONTENT}
-    content[events.name] = [{**event, "data": event["data"].encode()} for event in content[events.name]]
+    content = {table.name: row[_list_of(table)] or [] for table in CONTENT}
+    if any(one is None for rows in content.values() for one in rows):
+        raise CorruptContent("a row is missing")
+    content[events.name] = [{**event, "data": (event["data"] or "").encode()} for event in content[events.name]]
     return StoredRows({column.name: row[column.name] for column in sessions.columns}, row["feed"], content)
 
 

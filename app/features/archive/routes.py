@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.bodies import body_of
 from app.api.describe import BODY, PAYLOADS, WRITE, describe, json_reply
+from app.api.limits import peer_of
 from app.api.state import services
 from app.domain.patterns import ID
-from app.errors import ArchiveBusy, NotFound, SessionEnded, SessionExists, Unsupported
+from app.errors import ArchiveBusy, NotFound, Unsupported
 from app.features.archive.archive import Archive
 from app.features.archive.rows import Place
 from turnlog.replies import ArchiveStep, ImportedFile
@@ -71,16 +72,18 @@ async def archive_sessions(request: Request) -> dict[str, Any]:
 @describe(
     "Bring the sessions of an archive back",
     "admin",
-    json_reply(ImportedFile, "How many were written, and how many were there already."),
-    errors=(*BODY, NotFound, SessionExists, SessionEnded, ArchiveBusy, *WRITE, *PAYLOADS, Unsupported),
+    json_reply(ImportedFile, "How many were written, how many were there already, and which were refused."),
+    errors=(*BODY, NotFound, ArchiveBusy, *WRITE, *PAYLOADS, Unsupported),
     body=ImportFile,
     example={"file": "s3://bucket/run-7/turnlog-1-5d41402abc4b2a76.parquet"},
 )
 async def import_file(request: Request) -> dict[str, Any]:
     """Write the sessions of a file with their numbers, rewards and payloads. Their events stand at the end of the
-    order of commits. No group is offered in the training feed again. Repeat it after a crash."""
+    order of commits. No group is offered in the training feed again. Repeat it after a crash. A session is refused
+    where this is not the file that it is archived in, or where the file is damaged there."""
     given = await body_of(request, ImportFile)
-    return {**await _archive(request).bring_back(given.file)}
+    with services(request).inflight.reserve(peer=peer_of(request.scope)) as memory:
+        return {**await _archive(request).bring_back(given.file, memory)}
 
 
 def _archive(request: Request) -> Archive:

@@ -15,7 +15,7 @@ Every operation of a run checks the fence of the lease `archive`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from sqlalchemy import (
     Column,
@@ -39,6 +39,7 @@ from app.store import statements as sql
 from app.store.dialect import Tx, oldest_tx
 from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
+from app.store.log_sessions import Erase
 from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.schema import (
     annotation_columns,
@@ -63,6 +64,12 @@ CONTENT: dict[Any, list[Column[Any]]] = {
     for table in (events, turns, blobs, chunks, annotation_columns, refused_replies)
 }
 """The tables whose rows leave, and their columns that do: a place in the order of commits is the database's."""
+
+LARGEST_BYTES = 256 << 20
+"""A rollout with more content than this stays: it would be one transaction of an import."""
+
+LARGEST_EVENTS = 64 << 20
+"""So does one with more bytes of events."""
 
 DROPPED_AT_ONCE = 16
 """Rows of content, of at most about 1 MiB each, that one transaction deletes: SQLite overwrites what it frees."""
@@ -164,6 +171,7 @@ def _stored_bytes(connection: Connection, root_id: str) -> int:
         (blobs, func.coalesce(func.length(blobs.c.data), 0)),
         (chunks, chunks.c.size),
         (annotation_columns, func.length(annotation_columns.c.data)),
+        (refused_replies, func.length(refused_replies.c.data)),
     )
     of_each = (
         select(func.coalesce(func.sum(size), 0)).where(
@@ -174,12 +182,15 @@ def _stored_bytes(connection: Connection, root_id: str) -> int:
     return sum(int(connection.execute(query).scalar_one()) for query in of_each)
 
 
-def read_rollout(connection: Connection, root_id: str, largest: int) -> Rollout | None:
+def read_rollout(connection: Connection, root_id: str) -> Rollout | None:
     """A rollout's closed sessions, the root first, with all rows but the bytes of chunks that are elsewhere.
 
-    None if it has more than `largest` bytes of content, or if a transaction that began before its last event may still
-    run: a reader of the log could then pass over what that one appends."""
-    if _stored_bytes(connection, root_id) > largest:
+    None if it has more than LARGEST_BYTES of content or LARGEST_EVENTS of events, or if a transaction that began before
+    its last event may still run: a reader of the log could then pass over what that one appends."""
+    if _stored_bytes(connection, root_id) > LARGEST_BYTES:
+        return None
+    of_events = select(func.sum(func.length(events.c.data))).where(events.c.session_id.in_(_of_rollout(root_id)))
+    if (connection.execute(of_events).scalar() or 0) > LARGEST_EVENTS:
         return None
     heads = connection.execute(select(sessions).where(sessions.c.session_id.in_(_of_rollout(root_id)), _is_closed))
     by_id = {head["session_id"]: dict(head) for head in heads.mappings()}
@@ -242,12 +253,6 @@ def has_left(connection: Connection, file: str) -> bool:
     return connection.execute(_has_left, {"in_file": file}).first() is not None
 
 
-def erased_among(connection: Connection, session_ids: Sequence[str]) -> list[str]:
-    is_erased = or_(archived.c.state == "erasing", archived.c.state == "erased")
-    query = select(archived.c.session_id).where(archived.c.session_id.in_(session_ids), is_erased)
-    return list(connection.execute(query).scalars())
-
-
 def have_objects(connection: Connection, session_ids: Sequence[str]) -> bool:
     """Do replay payloads of these sessions, which are not in the database, wait for their deletion?"""
     gone = dead_objects.c.session_id.in_(session_ids) & ~exists().where(
@@ -285,10 +290,10 @@ class Fenced(StoreOperation, frozen=True):
 
     fence: int
 
-    def apply(self, tx: Tx) -> bool | None:
+    def apply(self, tx: Tx) -> Any:
         return self.write(tx) if holds_lease(tx, LEASE, self.fence) else None
 
-    def write(self, tx: Tx) -> bool:
+    def write(self, tx: Tx) -> Any:
         raise NotImplementedError
 
 
@@ -429,46 +434,84 @@ class BeginErasing(StoreOperation, frozen=True):
             tx.run(sql.queue_prefix, {"object": names.folder_of(session_id), "sid": session_id})
 
 
-class Import(Fenced, frozen=True):
-    """Write a rollout's rows again, with new places at the end of the order of commits. False, and nothing is written,
-    if one of its sessions is there or is being erased."""
+Imported = Literal["imported", "there", "erased", "elsewhere"]
+"""What became of a rollout of a file: it was written; it is in the database; it was erased; its sessions are archived
+in another file, or in none: this one may hold what they were before."""
 
+
+class Import(Fenced, frozen=True):
+    """Write a rollout's rows again, with new places at the end of the order of commits, if `file` is the one that the
+    index names for all of its sessions."""
+
+    file: str
     rollout: Rollout
 
     @property
     def size(self) -> int:
         return min(self.rollout.size, 64 << 20)
 
-    def write(self, tx: Tx) -> bool:
+    def write(self, tx: Tx) -> Imported:
         heads = [session.head for session in self.rollout.sessions]
-        if any(tx.one(sql.head, {"sid": head["session_id"]}) is not None for head in heads):
-            return False
         files = {head["session_id"]: tx.all(_files_of, {"sid": head["session_id"]}) for head in heads}
-        if any(state in ("erasing", "erased") for own in files.values() for _, state in own):
-            return False
+        states = {state for own in files.values() for file, state, root in own}
+        if not states.isdisjoint(("erasing", "erased")):
+            return "erased"
+        lines = [
+            {state for file, state, root in own if file == self.file and root == self.rollout.root_id}
+            for own in files.values()
+        ]
+        if all("copy" in line for line in lines) and all(
+            tx.one(sql.head, {"sid": head["session_id"]}) is not None for head in heads
+        ):
+            return "there"
+        if len(files) != len(heads) or any(line.isdisjoint(("leaving", "archived")) for line in lines):
+            return "elsewhere"
         pins.keep(tx)
         for session_id, own in files.items():
-            for file, state in own:
+            for file, state, _ in own:
                 while state == "leaving" and _drop_content(tx, session_id, file):
                     pass
             tx.run(_imported, {"sid": session_id})
         tx.insert(insert(sessions), heads)
         for table in CONTENT:
-            rows = [
-                {**row, "session_id": session.session_id}
-                for session in self.rollout.sessions
-                for row in session.rows[table.name]
-            ]
-            if table is events and tx.positions is not None:
-                rows = [{**row, "position": next(tx.positions)} for row in rows]
-            if rows:
-                tx.insert(insert(table), rows)
+            for session in self.rollout.sessions:
+                _insert_rows(tx, table, session)
         feed = self.rollout.sessions[0].feed
         if feed is not None and tx.one(_group, {"sid": feed["group_id"]}) is None:
             tx.insert(insert(groups), [feed])
         rollouts.note(tx, heads[0]["group_id"])
         reach("in_import")
+        return "imported"
+
+
+class TellErased(Fenced, frozen=True):
+    """An archived session is erased: its log comes back without content, and ends with the event that says so. Else no
+    follower of the log or of exports would learn of it. False if it is there already."""
+
+    session: StoredRows
+    at: float
+
+    @property
+    def size(self) -> int:
+        return sum(len(row["data"]) for row in self.session.rows[events.name])
+
+    def write(self, tx: Tx) -> bool:
+        session_id = self.session.session_id
+        if tx.one(sql.head, {"sid": session_id}) is not None:
+            return False
+        pins.keep(tx)
+        tx.insert(insert(sessions), [self.session.head])
+        _insert_rows(tx, events, self.session)
+        Erase(session_id, self.at).apply(tx)
         return True
+
+
+def _insert_rows(tx: Tx, table: Any, session: StoredRows) -> None:
+    rows = [{**row, "session_id": session.session_id} for row in session.rows[table.name]]
+    if table is events and tx.positions is not None:
+        rows = [{**row, "position": next(tx.positions)} for row in rows]
+    if rows:
+        tx.insert(insert(table), rows)
 
 
 def _drop_content(tx: Tx, session_id: str, file: str) -> bool:
@@ -493,7 +536,12 @@ _without_head = (
     .distinct()
     .order_by(archived.c.session_id)
 )
-_files_of = select(archived.c.file, archived.c.state).where(_of_sid).order_by(archived.c.file).with_for_update()
+_files_of = (
+    select(archived.c.file, archived.c.state, archived.c.root_id)
+    .where(_of_sid)
+    .order_by(archived.c.file)
+    .with_for_update()
+)
 _imported = _set_state.where(_of_sid, archived.c.state == "archived").values(state="copy")
 _group = select(groups.c.group_id).where(groups.c.group_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sql.of_session(sessions))

@@ -11,7 +11,7 @@ import msgspec
 
 from app.domain import decide
 from app.domain.events import LimitName, LimitReached, OnLimit, TurnCommitted
-from app.domain.request import CompletionRequest, value_of
+from app.domain.request import value_of
 from app.domain.session import Session
 from app.errors import AppError, InvalidRequest, OverBudget, SessionBusy
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit, NoteLimit, read_used
@@ -23,7 +23,6 @@ from app.tasks import cancelled
 from app.turn.in_flight import InFlightTurn, TurnCancelled
 from app.turn.points import Generate
 from app.upstream.body import Body
-from app.upstream.control import EngineControl
 from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 
 ABORT_S = 5.0
 """How long an engine has to return the tokens of a generation that it was told to end."""
-
-COMPLETION_TOKENS = 16
-"""Both engines' default of `max_tokens` for completions."""
 
 FEW_TOKENS = 16
 """Where an engine has no room for all that is left, half of it is asked for, and so on down to this."""
@@ -57,9 +53,7 @@ class Budgets:
     """The limits of sessions, of this process's turns."""
 
     def __init__(self, services: Services) -> None:
-        settings = services.settings
         self._services = services
-        self._control = EngineControl(services.client, settings.upstream_dialect, settings.upstream_api_key)
 
     async def held(self, session: Session) -> list[Held]:
         """The budgets that hold for a session: its own, that of its rollout. Raises SessionUnreadable."""
@@ -83,9 +77,7 @@ class Budgets:
             wanted = wanted_tokens([value_of(params.get(name), name) for name in NAMES])
         except ValueError:
             raise InvalidRequest("max_tokens must be an integer, at least 1") from None
-        if wanted is None and isinstance(turn.request, CompletionRequest):
-            wanted = COMPLETION_TOKENS
-        turn.limit = LimitedTurn(self._services, self._control, held, session, wanted)
+        turn.limit = LimitedTurn(self._services, held, session, wanted)
         return BudgetClaim(
             **msgspec.structs.asdict(claim),
             budgets=[one.budget for one in held],
@@ -161,11 +153,8 @@ class LimitedTurn:
     `_most` is what it may sample, and `_cut_by` the limit that made that less than its client wants.
     """
 
-    def __init__(
-        self, services: Services, control: EngineControl, held: Sequence[Held], session: Session, wanted: int | None
-    ) -> None:
+    def __init__(self, services: Services, held: Sequence[Held], session: Session, wanted: int | None) -> None:
         self._services = services
-        self._control = control
         self._held = held
         self._session_id = session.session_id
         self._ends_as_length = all(one.on_limit == "length" for one in held)
@@ -260,7 +249,7 @@ class LimitedTurn:
 
     async def _abort(self, turn: InFlightTurn, engine: str) -> None:
         member = self._services.engines.members.get(engine)
-        await self._control.abort(engine, [turn.rid], None if member is None else member.dialect)
+        await self._services.control.abort(engine, [turn.rid], None if member is None else member.dialect)
         await asyncio.sleep(ABORT_S)
         if turn.task is not None:
             turn.cancel("limit")

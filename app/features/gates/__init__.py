@@ -62,15 +62,13 @@ def routers() -> list[APIRouter]:
 
 def add_to(services: Services) -> Paused:
     from app.features.gates.pauses import Pauses
-    from app.upstream.control import EngineControl
 
-    settings = services.settings
     gates = in_turns(services)
     pauses = Pauses(
         fleet=services.fleet,
         gates=gates,
         engines=services.engines,
-        control=EngineControl(services.client, settings.upstream_dialect, settings.upstream_api_key),
+        control=services.control,
         database=services.database,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -24,7 +25,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Statistics of a group's rewards; `std` is the population's, because these are all of them."""
+    """Statistics of a group's rewards; `std` is the sample's (n − 1), by which `advantage=grpo` divides; 0 for one."""
 
     count: int
     mean: float
@@ -65,12 +66,20 @@ def statistics(rewards: Sequence[float]) -> Statistics:
         raise ValueError("no rewards have no statistics")
     lowest, highest = min(rewards), max(rewards)
     spread = spread_of(rewards)
-    std = min(spread.length / math.sqrt(len(rewards)), max(abs(deviation) for deviation in spread.deviations))
+    std = spread.length / math.sqrt(max(len(rewards) - 1, 1))
     return Statistics(
         count=len(rewards),
         mean=min(max(math.ldexp(spread.mean, spread.exponent), lowest), highest),
-        std=0.0 if lowest == highest else math.ldexp(std, spread.exponent),
+        std=0.0 if lowest == highest else _float64(std, spread.exponent),
         min=lowest,
         max=highest,
         zero_variance=lowest == highest,
     )
+
+
+def _float64(fraction: float, exponent: int) -> float:
+    """The largest finite number where the value would be beyond it."""
+    try:
+        return math.ldexp(fraction, exponent)
+    except OverflowError:
+        return sys.float_info.max

@@ -166,6 +166,15 @@ class Bucket:
         self.counters.read_bytes += len(body)
         return body
 
+    async def size(self, name: str) -> int | None:
+        """The bytes of an object; None if it is not there."""
+        try:
+            return (await obstore.head_async(self._store, name))["size"]
+        except FileNotFoundError:
+            return None
+        except _FAULTS as error:
+            raise self._failed(error) from error
+
     async def list(self, folder: str | None = None) -> AsyncIterator[list[str]]:
         """The names of all objects, page by page, or of those in a folder."""
         try:

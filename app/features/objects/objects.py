@@ -242,12 +242,29 @@ class Objects:
         await self._writer.submit(rows.EndWritingOfDead(self._lease_s()))
         while (fence := await self._fence()) is not None:
             due = await self._writer.submit(rows.TakeDue(fence, self._keep_s, DELETED_AT_ONCE))
-            exact = [dead for dead in due if not names.is_prefix(dead.name)]
-            await self._deleted(dead.name for dead in exact)
-            done = exact + [dead for dead in due if dead not in exact and await self._empty(dead)]
+            room = asyncio.Semaphore(DELETES)
+            outcomes = await asyncio.gather(*(self._gone(dead, room) for dead in due), return_exceptions=True)
+            done = [dead for dead, outcome in zip(due, outcomes, strict=True) if outcome is True]
             await self._writer.submit(rows.ForgetDead(done))
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
             if not done:
                 return
+
+    async def _gone(self, dead: DeadObject, room: asyncio.Semaphore) -> bool:
+        """Delete what the queue names. A name that no object can have is told of and forgotten: it may keep nothing
+        else from being deleted."""
+        async with room:
+            try:
+                if names.is_prefix(dead.name):
+                    return await self._empty(dead)
+                await self.bucket.delete(dead.name)
+            except (ValueError, TypeError) as error:  # obstore's for a path that is none
+                log.error("%.200r is the name of no object, and is not deleted: %s", dead.name, type(error).__name__)
+                return True
+            reach("after_object_deleted")
+            return True
 
     async def _empty(self, dead: DeadObject) -> bool:
         """Delete all objects whose names begin so; False if there may be more later.

@@ -40,6 +40,7 @@ class Missing(msgspec.Struct):
 
     reason: str
     count: int = 0
+    cut_tokens: int = 0
     examples: list[Example] = []
 
 
@@ -98,6 +99,7 @@ class _Counts:
             reason = OTHER
         missing = self._missing.setdefault(reason, Missing(reason))
         missing.count += 1
+        missing.cut_tokens += fields.get("cut_tokens", 0)
         if len(missing.examples) < EXAMPLES:
             missing.examples.append(Example(fields["session_id"], fields["segment"], fields["turn"], detail))
 

@@ -79,9 +79,10 @@ class TurnMessages(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The first MAX_FOUND turns that have what was looked for."""
+    """The first MAX_FOUND turns whose replies have what was looked for, and those whose requests brought it."""
 
     turns: Sequence[int]
+    brought: Sequence[int]
 
 
 class _Row(NamedTuple):
@@ -135,14 +136,17 @@ class TurnViews:
         """Turns after turn `after` whose own messages have `text`, in any case; without a text, those whose request
         brought a result that looks like an error. Raises as `actions`."""
         last = await self._database.read(lambda c: _last_turn(c, session_id), session_id=session_id)
-        has = _brings_error if text is None else partial(_has, needle=text.casefold())
-        found: list[int] = []
+        has = has_failed if text is None else partial(_has, needle=text.casefold())
+        replied: list[int] = []
+        brought: list[int] = []
         for start in range(after + 1, max(last, after + 1) + 1, MAX_TURNS):
             rows = await self._rows(session_id, start, MAX_TURNS)
-            found += await asyncio.to_thread(lambda: [row.turn for row in rows if has(row)])  # noqa: B023
-            if len(found) >= MAX_FOUND:
+            of_reply, of_request = await asyncio.to_thread(_found, rows, has)
+            replied += of_reply
+            brought += of_request
+            if len(replied) + len(brought) >= MAX_FOUND:
                 break
-        return Found(found[:MAX_FOUND])
+        return Found(replied[:MAX_FOUND], brought[:MAX_FOUND])
 
     async def _rows(self, session_id: str, start: int, limit: int) -> list[_Row]:
         def read(connection: Connection) -> list[_Row]:
@@ -202,20 +206,23 @@ def _head(value: object) -> object:
     return {name: _head(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _has(row: _Row, needle: str) -> bool:
-    return any(needle in text.casefold() for message in _searched(row) for text in _texts(message))
+def _found(rows: Sequence[_Row], has: Callable[[object], bool]) -> tuple[list[int], list[int]]:
+    """The turns whose replies have it, and those whose requests brought it."""
+    searched = {row.turn: _searched(row) for row in rows}
+    replied = [turn for turn, messages in searched.items() if has(messages[-1])]
+    return replied, [turn for turn, messages in searched.items() if any(map(has, messages[:-1]))]
 
 
-def _brings_error(row: _Row) -> bool:
-    return any(has_failed(message) for message in _searched(row))
+def _has(message: object, needle: str) -> bool:
+    return any(needle in text.casefold() for text in _texts(message))
 
 
-def _searched(row: _Row) -> Iterator[object]:
-    """Nothing of a turn whose messages cannot be read."""
+def _searched(row: _Row) -> list[object]:
+    """A turn's messages, the reply last; None for one that is not searched: it is too long, or cannot be read."""
     try:
-        yield from (_decoded(message) for message in row.messages() if len(message) <= MAX_BYTES)
+        return [_decoded(message) if len(message) <= MAX_BYTES else None for message in row.messages()]
     except CorruptContent:
-        return
+        return [None]
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -311,6 +311,19 @@ export interface Rollback {
 }
 
 /** GET /ui/api/sessions/{id}: the state after event `seq` of `last_seq` */
+export interface Annotation {
+  name: string;
+  seq: number;
+  at: number;
+  writer: string | null;
+  size: number;
+  value?: unknown;
+  dtype?: string;
+  over?: string;
+  length?: number;
+  absent?: number;
+}
+
 export interface Session {
   session_id: string;
   seq: number;
@@ -333,6 +346,10 @@ export interface Session {
   /** null where there is at most one branch */
   tree: Tree | null;
   turns: Turn[];
+  /** by turn, "0" the session's; a column has no value */
+  annotations: Record<string, Annotation[]>;
+  /** requests that a limit refused; they continue `turn` (0: none) */
+  refused: { seq: number; at: number; turn: number; limit: string }[];
   failed: FailedTurn[];
   rollbacks: Rollback[];
   /** those that have the session, as it was after event `seq`; the oldest first */
@@ -601,6 +618,8 @@ export interface Example {
 export interface Missing {
   reason: string;
   count: number;
+  /** sampled tokens that max_seq_len took */
+  cut_tokens: number;
   examples: Example[];
 }
 

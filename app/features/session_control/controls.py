@@ -126,10 +126,12 @@ class SessionControls:
     def session_closed(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
         """The session was closed: end the name that it used last, after its turns here have ended.
 
-        A cached session without such an affinity needs no look-up.
+        A cached session without such an affinity needs no look-up. One that the cache has still open has been used by
+        another process since it was read.
         """
         known = self._cache.known(session_id)
-        if known is None or self._running(session_id) or (known.affinity is not None and known.affinity.control):
+        has_name = known is None or known.status == "open" or (known.affinity is not None and known.affinity.control)
+        if has_name or self._running(session_id):
             self._create_task(self._end_used_by(session_id))
 
     async def submit(self, operation: Operation[T]) -> T:

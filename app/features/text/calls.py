@@ -17,7 +17,7 @@ from app.fleet.engines import UNUSABLE, failure, require_status
 from app.text_upstreams import SHORT_KEY, TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
 from app.turn.in_flight import InFlightTurn, TurnStage
-from app.turn.validation import reply_hashes
+from app.turn.validation import rest_hash
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -108,7 +108,9 @@ class TextCalls(EngineCalls):
         size = len(result.message)
         if size >= self._services.settings.max_request_bytes or bounds.is_too_much(result.message):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = reply_hashes(turn.history, result)
+        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
+        if result.rest:
+            bare_hash = rest_hash(turn.history, result.rest)
         return msgspec.structs.replace(
             result,
             engine=answer.engine,

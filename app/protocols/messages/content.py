@@ -84,6 +84,8 @@ class Block(msgspec.Struct):
     title: str | None = None
     context: str | None = None
     input: msgspec.Raw = ABSENT
+    tool: msgspec.Raw = ABSENT
+    definition: msgspec.Raw = ABSENT
     content: msgspec.Raw = ABSENT
     source: msgspec.Raw = ABSENT
     citations: msgspec.Raw = ABSENT

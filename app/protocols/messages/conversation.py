@@ -47,6 +47,14 @@ _MESSAGE = msgspec.json.Decoder(_Message)
 _SYSTEM: msgspec.json.Decoder[Content | None] = msgspec.json.Decoder(Content | None)
 
 
+class ToolChange(msgspec.Struct, frozen=True):
+    """From a place in the messages on a tool is offered, or, unless `is_added`, withdrawn. It is named, or defined."""
+
+    where: str
+    tool: msgspec.Raw
+    is_added: bool = True
+
+
 class Conversation(msgspec.Struct, frozen=True):
     """Chat messages; `proofs` are those of their signatures, the newest last. `is_prefill`: the last is an
     assistant's. `states` are those of their translation (`translated`)."""
@@ -54,6 +62,7 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: list[msgspec.Raw]
     proofs: tuple[str, ...]
     is_prefill: bool
+    tool_changes: Sequence[ToolChange]
     states: Sequence[State] = ()
 
 
@@ -72,7 +81,7 @@ def conversation(
     messages = chat.end()
     if text := "\n\n".join(filter(None, [*texts, *chat.leading])):
         messages.insert(0, _raw({"role": "system", "content": text}))
-    return Conversation(messages, tuple(chat.proofs), chat.role == "assistant", states)
+    return Conversation(messages, tuple(chat.proofs), chat.role == "assistant", chat.tool_changes, states)
 
 
 def _system_texts(content: Content | None, where: str) -> list[str]:
@@ -138,6 +147,7 @@ class _Chat:
     def __init__(self) -> None:
         self.proofs: list[str] = []
         self.leading: list[str] = []
+        self.tool_changes: list[ToolChange] = []
         self.role: str | None = None
         self._messages: list[msgspec.Raw] = []
         self._assistant: _Assistant | None = None
@@ -151,6 +161,7 @@ class _Chat:
     def copy(self) -> _Chat:
         made = _Chat()
         made.proofs, made.leading, made.role = self.proofs[:], self.leading[:], self.role
+        made.tool_changes = self.tool_changes[:]
         made._messages, made._is_silent = self._messages[:], self._is_silent
         made._assistant = None if self._assistant is None else self._assistant.copy()
         made._parts = self._parts.copy()
@@ -163,7 +174,7 @@ class _Chat:
         message = decode(_MESSAGE, raw, where)
         where += ".content"
         if message.role == "system":
-            texts = _system_texts(message.content, where)
+            texts = self._system(message.content, where)
             if not self.has_begun:
                 self.leading += texts
                 return
@@ -175,6 +186,19 @@ class _Chat:
             self.add_assistant(message.content, where)
         else:
             self.add_user(message.content, where)
+
+    def _system(self, content: Content, where: str) -> list[str]:
+        """The texts of system instructions in the middle; a change of the tools is noted."""
+        texts: list[Block] = []
+        for block, at in blocks_of(content, where):
+            if block.type in ("tool_addition", "tool_removal"):
+                self.tool_changes.append(ToolChange(at, block.tool, block.type == "tool_addition"))
+            elif block.type == "tool_definition":
+                given = _raw({"type": block.type, "definition": block.definition})
+                self.tool_changes.append(ToolChange(at, given))
+            else:
+                texts.append(block)
+        return _system_texts(texts, where)
 
     def end(self) -> list[msgspec.Raw]:
         self._end_assistant()
@@ -190,6 +214,9 @@ class _Chat:
             if block.type == "tool_result":
                 self._end_parts()
                 self._append(_tool_message(block, at))
+            elif block.type == "mid_conv_system":
+                for text in self._system(content_of(block.content, f"{at}.content"), f"{at}.content"):
+                    self._parts.add({"type": "text", "text": text}, separator)
             else:
                 self._parts.add(part_of(block, at), separator)
             separator = "\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from app.domain import control, prefill
 from app.domain.known_body import ContinuedBody, Translation
-from app.domain.left_out import DEFER_LOADING, SERVER_TOOL, left_out_at
+from app.domain.left_out import DEFER_LOADING, REMOVED_TOOL, SERVER_TOOL, UNKNOWN_TOOL, left_out_at
 from app.domain.request import (
     ChatRequest,
     engine_params,
@@ -22,7 +23,7 @@ from app.domain.request import (
 )
 from app.errors import InvalidRequest, ThreadUnsupported, Unsupported
 from app.protocols.messages.content import ABSENT, decode, is_given, object_text, required
-from app.protocols.messages.conversation import conversation
+from app.protocols.messages.conversation import ToolChange, conversation
 from app.protocols.messages.reply import Echo
 
 Params = dict[str, msgspec.Raw]
@@ -185,6 +186,14 @@ class _Choice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class _Changed(msgspec.Struct):
+    type: str
+    name: str | None = None
+    definition: msgspec.Raw = ABSENT
+
+
+_TOOL = msgspec.json.Decoder(_Tool)
+_CHANGED = msgspec.json.Decoder(_Changed)
 _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_Tool] | None)
 _CHOICE = msgspec.json.Decoder(_Choice)
 
@@ -198,22 +207,61 @@ class Tools(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...]
 
 
-def tools_of(tools: msgspec.Raw | None, choice: msgspec.Raw | None) -> Tools:
+def tools_of(tools: msgspec.Raw | None, choice: msgspec.Raw | None, changes: Sequence[ToolChange] = ()) -> Tools:
     """Raises InvalidRequest, which names the field, and Unsupported."""
     functions: list[dict[str, Any]] = []
     left_out: list[str] = []
     offered = None if tools is None else decode(_TOOLS, tools, "tools")
     for index, tool in enumerate(offered or []):
         where = f"tools[{index}]"
-        if tool.type not in (None, "custom") or "direct" not in (tool.allowed_callers or ["direct"]):
+        if not _is_carried(tool):
             left_out.append(left_out_at(SERVER_TOOL, where))
             continue
         functions.append(_function(tool, where))
         if tool.defer_loading:
             left_out.append(left_out_at(DEFER_LOADING, where))
+    if changes:
+        functions, untold = _changed(functions, changes)
+        left_out += untold
     names = {function["function"]["name"] for function in functions}
     params = _choice_params(choice, names, bool(left_out)) if is_given(choice) else {}
     return Tools(msgspec.Raw(msgspec.json.encode(functions)) if functions else None, params, tuple(left_out))
+
+
+def _is_carried(tool: _Tool) -> bool:
+    return tool.type in (None, "custom") and "direct" in (tool.allowed_callers or ["direct"])
+
+
+def _changed(functions: list[dict[str, Any]], changes: Sequence[ToolChange]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The functions after all changes, each at its first place, and what is left out."""
+    defined = {function["function"]["name"]: function for function in functions}
+    offered: dict[str, Any] = dict(defined)
+    removed: dict[str, str] = {}
+    left_out = []
+    for change in changes:
+        where = f"{change.where}.tool"
+        given = decode(_CHANGED, change.tool, where)
+        if given.type == "tool_definition":
+            tool = decode(_TOOL, given.definition, f"{where}.definition")
+            name = tool.name or ""
+            if not _is_carried(tool):
+                left_out.append(left_out_at(SERVER_TOOL, change.where))
+                continue
+            defined[name] = _function(tool, f"{where}.definition")
+        elif given.type == "tool_reference":
+            name = required(given.name, f"{where}.name")
+        else:  # An MCP server that only the provider could ask.
+            left_out.append(left_out_at(SERVER_TOOL, change.where))
+            continue
+        if not change.is_added:
+            offered.pop(name, None)
+            removed[name] = left_out_at(REMOVED_TOOL, change.where)
+        elif name in defined:
+            offered[name] = defined[name]
+            removed.pop(name, None)
+        else:
+            left_out.append(left_out_at(UNKNOWN_TOOL, change.where))
+    return list(offered.values()), [*left_out, *removed.values()]
 
 
 def _function(tool: _Tool, where: str) -> dict[str, Any]:
@@ -275,7 +323,7 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
     history = conversation(system, raws, continued, keeps_states=layout is not None)
     if layout is not None:
         layout.translation = Translation(history.messages, history.states)
-    offered = tools_of(tools, choice)
+    offered = tools_of(tools, choice, history.tool_changes)
     left_out = offered.left_out
     if bytes(params.pop("mcp_servers", b"[]")) not in (b"[]", b"null"):
         left_out = (*left_out, left_out_at(SERVER_TOOL, "mcp_servers"))

@@ -13,7 +13,7 @@ from app.domain.request import ChatRequest
 from app.protocols.base import COMMON, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
 from app.protocols.errors import ErrorFields, openai_error
 from app.protocols.responses.parse import complete_request, parse_responses
-from app.protocols.responses.reply import LiveResponse, as_events, failed, render
+from app.protocols.responses.reply import LiveResponse, as_events, failed, render, render_compacted
 from app.protocols.sse import KEEPALIVE
 
 REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
@@ -80,3 +80,20 @@ class Responses:
 
     def error_event(self, error: ErrorFields) -> bytes:
         return failed(error)
+
+
+class Compaction(Responses):
+    """A history's summary is a turn like any other; only its reply is spelled otherwise."""
+
+    route = "/v1/responses/compact"
+    schema: Mapping[str, Any] = {
+        **REQUEST,
+        "title": "CompactionRequest",
+        "description": "An OpenAI Responses request whose history is summarized.",
+    }
+
+    def parse(self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
+        return parse_responses(body, has_few_values, continued, compacts=True)
+
+    def reply(self, reply: CommittedReply) -> bytes:
+        return render_compacted(reply)

@@ -7,6 +7,8 @@ import re
 from app.domain.proofs import find_proof
 
 RESPONSE, REASONING, MESSAGE, FUNCTION, CUSTOM, ENCRYPTED = "resp_", "rs_", "msg_", "fc_", "ctc_", "tl_"
+COMPACTION, SUMMARY = "cmp_", "tls_"
+"""Of a compaction's id, and of its encrypted content: the summary stands behind it."""
 
 MAX_LENGTH = 256
 """Characters of a text in which a proof is looked for: ours are far shorter."""

@@ -150,6 +150,17 @@ REFERENCE = "item_reference"
 MAX_REFERRED = 256
 """Responses whose items one request may refer to: each is read from the store."""
 
+TRIGGER_ITEM = {"type": "compaction_trigger"}
+"""Stands behind a history that is to be compacted."""
+
+_COMPACT = (
+    "Summarize this conversation for a model that will go on with the work and will see nothing of it but the user's "
+    "messages and your summary: the goal, what was done and found out, decisions and constraints, the files, commands "
+    "and values that matter, and what is left to do. Answer with the summary alone, and call no tool."
+)
+
+_SUMMARY = "A summary of the conversation so far, which itself is left out:\n\n"
+
 _REASONING, _ITEMS_TEXT, _CALL = 0, 1, 2
 """Ranks of what an assistant's message holds: its parts stand in this order."""
 
@@ -158,7 +169,8 @@ class Conversation:
     """Builds the chat messages of a list of items. `system` are the leading texts of system and developer.
 
     `more_tools` are those that items offer, with their paths; `left_out` is what of the items no engine is sent.
-    `continues`: a stored history stands before the items, so that none of them leads.
+    `continues`: a stored history stands before the items, so that none of them leads. `compacts`: the reply is to be a
+    summary.
     """
 
     def __init__(self, continues: bool) -> None:
@@ -167,6 +179,7 @@ class Conversation:
         self.references: dict[str, None] = {}
         self.more_tools: list[tuple[str, Any]] = []
         self.left_out: list[str] = []
+        self.compacts = False
         self._messages: list[msgspec.Raw] = []
         self._last: Item | None = None
         self._leads = not continues
@@ -182,7 +195,7 @@ class Conversation:
         made = Conversation(False)
         made.system, made.proofs, made.more_tools = self.system[:], self.proofs[:], self.more_tools[:]
         made.references, made._messages = dict(self.references), self._messages[:]
-        made.left_out = self.left_out[:]
+        made.left_out, made.compacts = self.left_out[:], self.compacts
         made._leads, made._rank, made._proof = self._leads, self._rank, self._proof
         made._unfinished = self._unfinished
         if self._last is not None:
@@ -205,6 +218,8 @@ class Conversation:
         adder = _ADDERS.get(kind)
         if adder is None:
             raise unsupported(f"{path}.type", kind)
+        if self.compacts:
+            raise InvalidRequest(f"{path}: nothing may follow a compaction_trigger")
         proof = None
         for claim in ("id", "encrypted_content"):
             claimed = text_or_none(item.get(claim), f"{path}.{claim}")
@@ -306,6 +321,17 @@ class Conversation:
         """Tools that a client offers from here on; the engine is offered them from the beginning."""
         self.more_tools += placed(items(item.get("tools"), f"{path}.tools"), f"{path}.tools")
 
+    def add_trigger(self, item: Item, path: str, proof: str | None) -> None:
+        self._client({"role": "user", "content": _COMPACT})
+        self.compacts = True
+
+    def add_compaction(self, item: Item, path: str, proof: str | None) -> None:
+        """What took the place of a history. Only the server that made it can read it."""
+        summary = text(item.get("encrypted_content"), f"{path}.encrypted_content")
+        if not summary.startswith(ids.SUMMARY):
+            raise Unsupported(f"{path}.encrypted_content was made by another server")
+        self._client({"role": "user", "content": _SUMMARY + summary.removeprefix(ids.SUMMARY)})
+
     def add_reference(self, item: Item, path: str, proof: str | None) -> None:
         referred = text(item.get("id"), f"{path}.id")
         referred_item = ids.output_item(referred)
@@ -344,4 +370,7 @@ _ADDERS: dict[str, Callable[[Conversation, Item, str, str | None], None]] = {
     "local_shell_call_output": Conversation.add_output,
     "additional_tools": Conversation.add_tools,
     "item_reference": Conversation.add_reference,
+    "compaction": Conversation.add_compaction,
+    "compaction_summary": Conversation.add_compaction,
+    TRIGGER_ITEM["type"]: Conversation.add_trigger,
 }

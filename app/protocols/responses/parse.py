@@ -30,6 +30,7 @@ from app.protocols.responses import ids
 from app.protocols.responses.items import (
     BETWEEN_SYSTEM,
     REFERENCE,
+    TRIGGER_ITEM,
     Conversation,
     fields,
     flag_or_none,
@@ -306,15 +307,22 @@ def _referred(item_id: str, turns: Mapping[str, StoredTurn]) -> Any:
 MAX_PROOFS = 1000
 """The newest that are read: they tell which of several equal turns a history continues."""
 
+_TRIGGER = msgspec.json.encode([TRIGGER_ITEM])
+
 _NO_INPUT = "input must not be empty"
 
 
-def parse_responses(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
-    """As `chat.parse.parse_chat`. What needs a stored turn is left to `stored.complete`."""
+def parse_responses(
+    body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None, *, compacts: bool = False
+) -> ChatRequest:
+    """As `chat.parse.parse_chat`. What needs a stored turn is left to `stored.complete`. `compacts`: the history is to
+    be compacted, as with `compaction_trigger` at its end."""
     given, many_values = fields_of(body, has_few_values, continued)
     if "messages" in given:
         raise InvalidRequest("messages is not a field of this protocol; input is")
     stream = "stream" in given and flag(given.pop("stream"), "stream")
+    if stream and compacts:
+        raise unsupported("stream")
     mode = stream_mode(given) if "stream_mode" in given else None
     if "n" in given:
         require_one(given.pop("n"))
@@ -325,14 +333,19 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
     parameters = Parameters(given)
     instructions = text_or_none(parameters.take("instructions"), "instructions")
     previous = _previous(parameters.take("previous_response_id"))
+    if compacts and previous is not None and continued is None and bytes(raw_input or b"null") == b"null":
+        raw_input = msgspec.Raw(_TRIGGER)
     conversation, layout, states = _conversation(
         body, raw_input, many_values, continued, continues=previous is not None
     )
+    retained = _retained(raw_input, continued) if compacts else []
+    if compacts and not conversation.compacts:
+        conversation.add(TRIGGER_ITEM, "input")
     tools = read_tools(given.pop("tools", None))
     if conversation.more_tools:
         tools = collect(conversation.more_tools, tools)
     choice = parameters.take("tool_choice")
-    chosen, offered = read_choice(choice, tools)
+    chosen, offered = read_choice("none" if conversation.compacts else choice, tools)
     parameters.read()
     if chosen is not None:
         parameters.send("tool_choice", chosen)
@@ -356,7 +369,7 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
         prompt_ids,
         control.remove_control(params) if control.EXTENSIONS in params else None,
         "responses",
-        _echo(Echo(shown, tools.named, parameters.encrypted, parameters.logprobs)),
+        _echo(Echo(shown, tools.named, parameters.encrypted, parameters.logprobs, conversation.compacts, retained)),
         tuple(filter(None, (previous, *conversation.proofs[-MAX_PROOFS:]))),
         previous,
         tuple(references),
@@ -365,6 +378,15 @@ def parse_responses(body: bytes, has_few_values: bool = False, continued: Contin
         prefix=None if continued is None or layout is None else continued.translated(messages),
         left_out=(*tools.left_out, *conversation.left_out, *parameters.left_out),
     )
+
+
+def _retained(raw: msgspec.Raw | None, continued: ContinuedBody | None) -> list[dict[str, Any]]:
+    """The user's own messages of an input, which stay beside its summary."""
+    listed = None if raw is None else value_of(raw, "input")
+    if isinstance(listed, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": listed}]}]
+    given = listed if continued is None else [value_of(item, "input") for item in continued.messages]
+    return [item for item in given or () if isinstance(item, dict) and item.get("role") == "user"]
 
 
 def _echo(echo: Echo) -> bytes:

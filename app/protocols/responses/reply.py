@@ -19,12 +19,16 @@ from app.protocols.sse import event
 
 class Echo(msgspec.Struct, frozen=True, tag="responses", tag_field="protocol", omit_defaults=True):
     """`shown` are the request's fields that its response repeats. `named` are the tools whose calls are spelled
-    otherwise than a function's, by the name that the engine knows. `logprobs`: its text has them."""
+    otherwise than a function's, by the name that the engine knows. `logprobs`: its text has them. `compacts`: the reply
+    is a summary, which the client gets as a compaction; `retained` are the items that stay beside it, if the client is
+    given the whole new history."""
 
     shown: dict[str, Any]
     named: dict[str, Named] = {}
     encrypted: bool = False
     logprobs: bool = False
+    compacts: bool = False
+    retained: list[dict[str, Any]] = []
 
     @property
     def instructions(self) -> str:
@@ -67,6 +71,12 @@ def output_items(message: Mapping[str, Any], proof: str, named: Mapping[str, Nam
     if content or not calls:
         items.append(message_item(ids.MESSAGE + proof, content if isinstance(content, str) else ""))
     return items + [call_item(call, proof, index, named) for index, call in enumerate(calls)]
+
+
+def compaction_item(message: Mapping[str, Any], proof: str) -> Item:
+    """A model may leave its summary in its reasoning."""
+    summary = message.get("content") or reasoning_of(message) or ""
+    return {"id": ids.COMPACTION + proof, "type": "compaction", "encrypted_content": ids.SUMMARY + summary}
 
 
 def reasoning_item(item_id: str, text: str) -> Item:
@@ -131,7 +141,10 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
     """The Response object; JSON without raw parts. `message` is what there is of one that is still generated."""
     fields, echo = read_reply(reply.body), read_echo(reply.echo)
     given = with_given_ids(fields.message, reply.given_ids) if message is None else message
-    output = output_items(given, reply.proof, echo.named, echo.encrypted)
+    if echo.compacts:
+        output = [compaction_item(given, reply.proof)]
+    else:
+        output = output_items(given, reply.proof, echo.named, echo.encrypted)
     reason = _INCOMPLETE.get(fields.finish_reason or "")
     if reason is not None:
         output[-1]["status"] = "incomplete"
@@ -162,6 +175,14 @@ _DEFAULTS = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 def render(reply: CommittedReply) -> bytes:
     return msgspec.json.encode(response_of(reply))
+
+
+def render_compacted(reply: CommittedReply) -> bytes:
+    """The whole new history."""
+    response = response_of(reply)
+    fields = {name: response[name] for name in ("id", "created_at", "model", "usage")}
+    output = [*read_echo(reply.echo).retained, *response["output"]]
+    return msgspec.json.encode({**fields, "object": "response.compaction", "output": output})
 
 
 def _usage(counts: Counts) -> dict[str, Any]:
@@ -299,7 +320,13 @@ def _custom_call(item: Item) -> Iterator[Event]:
     return _call(item, "custom_tool_call_input", "input")
 
 
+def _compaction(item: Item) -> Iterator[Event]:
+    yield {"type": "response.output_item.added", "item": item}
+    yield _done(item)
+
+
 _ITEMS = {
+    "compaction": _compaction,
     "reasoning": _reasoning,
     "message": _message,
     "function_call": _function_call,
@@ -313,12 +340,13 @@ _KINDS = {"reasoning": "reasoning", "message": "content"}
 class LiveResponse:
     def __init__(self, begun: CommittedReply) -> None:
         self._begun = begun
+        self._is_whole = read_echo(begun.echo).compacts
         self._first = FirstText()
         self._delta: Event = {}
         self._count = 0
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
-        text = self._first.add(delta)
+        text = "" if self._is_whole else self._first.add(delta)
         if not text:
             return b""
         if self._delta:

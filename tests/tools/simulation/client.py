@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,53 +24,20 @@ from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
 from tests.tools.simulation.engine import Message, digest
+from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.history import Acknowledged, Fact, Seen
-from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.process import Disconnected, Process, Reset
 from tests.tools.simulation.service import snapshot
+from tests.tools.simulation.wire import Wire
 from tests.tools.simulation.world import World
 
 T = TypeVar("T")
-
-TIMEOUT_S = 90.0
-"""After which a client gives a request up; longer than the slowest generation."""
 
 TRIES = 6
 
 
 class GaveUp(Exception):
     """The client does not know whether what it wanted has happened."""
-
-
-class Habits(msgspec.Struct, frozen=True):
-    """How often clients do what, beside each other. `loyalty`: how often one stays with the process that it knows."""
-
-    take: float = 10.0
-    go_back: float = 1.0
-    read: float = 1.0
-    reward: float = 1.0
-    snapshot: float = 0.5
-    create: float = 0.5
-    reuse: float = 0.3
-    close: float = 0.2
-    erase: float = 0.2
-    loyalty: float = 0.7
-    gives_up: float = 0.1
-
-
-def draw_habits(rng: random.Random) -> Habits:
-    """Some clients do one thing often and another never."""
-    return Habits(
-        go_back=rng.choice((0.0, 1.0, 5.0)),
-        read=rng.choice((0.0, 1.0, 8.0)),
-        reward=rng.choice((0.0, 1.0)),
-        snapshot=rng.choice((0.0, 0.5, 4.0)),
-        create=rng.choice((0.0, 0.5)),
-        reuse=rng.choice((0.0, 0.5)),
-        close=rng.choice((0.0, 0.2, 1.0)),
-        erase=rng.choice((0.0, 0.2, 1.0)),
-        loyalty=rng.choice((0.0, 0.7, 0.95)),
-        gives_up=rng.choice((0.0, 0.1, 0.5)),
-    )
 
 
 class Client:
@@ -101,6 +68,7 @@ class Client:
         self._note = world.note
         self._asked = 0
         self._sticky: Process | None = None
+        self._wires: dict[str, list[Wire]] = {}
 
     async def live(self, config: SessionConfig, steps: int) -> None:
         """Create the session, unless another client has, and use it until it ends or `steps` are done."""
@@ -154,24 +122,26 @@ class Client:
         new = f"{self.name}.{self._asked}"
         logical = said or new
         how = self._rng.random()
-        key = new if how < 0.6 else None
+        key = new if how < self._world.weather.keyed else None
         marks = how < 0.9
+        was_reset = False
         for tried in range(tries):
             messages = [*before, {"role": "user", "content": logical}]
             turn = self._turn(key, agent, retry_count=tried if marks and key is None else 0)
             try:
-                reply = await self._ask(lambda: self._take(messages, logical, key, turn), TIMEOUT_S)  # noqa: B023
+                reply = await self._ask(lambda: self._take(messages, logical, key, turn))  # noqa: B023
             except (HistoryMismatch, RollbackTooDeep):
                 # What this client believes is not what is there: another one, or an attempt that came late.
                 await self._resync()
                 before = self.messages
                 self._asked += 1
-                logical, key = f"{self.name}.{self._asked}", None
+                logical, key, was_reset = f"{self.name}.{self._asked}", None, False
                 continue
             except (SessionClosed, SessionNotFound, InvalidRequest):
                 raise
             except (AppError, Disconnected, TimeoutError) as error:
                 self._note(f"{self.name}: {logical} failed: {type(error).__name__} {error}")
+                was_reset = isinstance(error, Reset) and error.reply.turn is not None
                 if self._rng.random() < self._habits.gives_up:
                     break
                 if not marks and self.history == "linear":
@@ -179,6 +149,8 @@ class Client:
                     logical = f"{self.name}.{self._asked}"
                 await asyncio.sleep(0.2 * 2**tried * self._rng.random())
                 continue
+            if was_reset and turn.is_retry and said is None and self.history == "tree" and not reply.replayed:
+                self._history.problem(f"{logical} was generated again, though a reset had cut its reply")
             if reply.turn is not None:
                 return [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
         raise GaveUp
@@ -187,7 +159,7 @@ class Client:
         """Raises GaveUp, and what a retry cannot mend."""
         for tried in range(tries):
             try:
-                return await self._ask(what, TIMEOUT_S)
+                return await self._ask(what)
             except (SessionClosed, SessionNotFound, SessionExists, InvalidRequest):
                 raise
             except (AppError, Disconnected, TimeoutError) as error:
@@ -195,8 +167,8 @@ class Client:
                 await asyncio.sleep(0.2 * 2**tried * self._rng.random())
         raise GaveUp
 
-    async def _ask(self, what: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        async with asyncio.timeout(timeout_s):
+    async def _ask(self, what: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with asyncio.timeout(self._world.weather.patience_s):
             return await what()
 
     def _process(self) -> Process:
@@ -217,26 +189,48 @@ class Client:
             new_history=self.history,
         )
 
-    async def _take(self, messages: Sequence[Message], logical: str, key: str | None, turn: InFlightTurn) -> TurnReply:
+    async def _take(
+        self, messages: Sequence[Message], logical: str, key: str | None, turn: InFlightTurn, unread_s: float = 0.0
+    ) -> TurnReply:
+        """`unread_s`: how long the request lies at the process before it is read."""
         process = self._process()
         control = self.control or self._wishes(self.session_id, logical)
         wish = {} if control is None else {"nvext": {"session_control": control}}
         body = msgspec.json.encode({"model": "simulated", "messages": messages, **wish})
         asked_at = self._history.now()
-        gone: list[bool] = []
-        turn.waiter.is_lost = lambda: bool(gone)
+        wire = Wire(self._history.now, process.name, is_proxied=self._world.weather.is_proxied)
+        self._wires.setdefault(logical, []).append(wire)
+        turn.waiter.connection = wire
         self._note(f"{self.name} asks {process.name} for {logical}{' again' if turn.is_retry else ''}")
-        work = process.call(
-            lambda: process.service.turns.take(turn, PROTOCOLS["chat"], body),
-            lambda reply: self._sent(process, reply, messages, logical, key, asked_at, delivered=not gone),
-        )
+        weather = self._world.weather
+        if self._world.happens(weather.unread):
+            unread_s = weather.patience_s * self._rng.uniform(1, 3)
+
+        async def begun() -> TurnReply:
+            if unread_s:
+                await asyncio.sleep(unread_s)
+            wire.begin()
+            return await process.service.turns.take(turn, PROTOCOLS["chat"], body)
+
+        def come() -> Coroutine[Any, Any, TurnReply]:
+            wire.come()
+            return begun()
+
+        def sent(reply: TurnReply) -> None:
+            self._sent(process, reply, messages, logical, key, asked_at, turn.retry_count, wire)
+
+        work = process.call(come, sent)
         try:
             reply = await work
+        except Reset as reset:
+            self._tell(process, reset.reply, delivered=None)
+            raise
         except (asyncio.CancelledError, Disconnected):
-            gone.append(True)
-            if process.serving and self._rng.random() < 0.5:
+            if process.serving and not wire.is_proxied and self._rng.random() < 0.5:
                 process.owner.context().run(turn.waiter.leave)
             raise
+        finally:
+            wire.end()
         self._note(f"{self.name} has turn {reply.turn} ({reply.status}) for {logical}")
         return reply
 
@@ -248,8 +242,8 @@ class Client:
         logical: str,
         key: str | None,
         asked_at: float,
-        *,
-        delivered: bool,
+        count: int,
+        wire: Wire,
     ) -> None:
         """A reply leaves the process: from now on the turn must be there for ever."""
         if reply.turn is None:
@@ -258,12 +252,33 @@ class Client:
         content = msgspec.json.decode(body)["choices"][0]["message"]["content"]
         if not content.startswith(digest(messages)):
             self._history.problem(f"turn {reply.turn} of {self.session_id} answers other messages than those asked")
-        retries = process.service.retries
-        retries.sending(self.session_id, reply.turn)
-        process.spawn(retries.sent(self.session_id, reply.turn, delivered=delivered, is_replay=reply.replayed))
+        process.service.retries.sending(self.session_id, reply.turn)
+        self._tell(process, reply, delivered=not wire.is_gone())
+        if not reply.replayed and wire.over_at < wire.begun_at and not wire.is_proxied:
+            others = [one for one in self._wires[logical] if one is not wire and one.process == wire.process]
+            if all(other.over_at < wire.begun_at for other in others):
+                self._history.problem(f"{logical} was begun although its client had gone")
         self._history.turn(
-            Acknowledged(self.session_id, reply.turn, body, logical, key, reply.replayed, asked_at, self._history.now())
+            Acknowledged(
+                self.session_id,
+                reply.turn,
+                body,
+                logical,
+                key,
+                reply.replayed,
+                asked_at,
+                self._history.now(),
+                count if self.history == "linear" else 0,
+                wire.came_at,
+            )
         )
+
+    def _tell(self, process: Process, reply: TurnReply, *, delivered: bool | None) -> None:
+        """The process learns what became of a reply that it has sent."""
+        if reply.turn is not None and process.serving:
+            record = process.service.retries.record_delivery
+            tell = partial(record, self.session_id, reply.turn, delivered=delivered, is_replay=reply.replayed)
+            process.owner.context().run(tell)
 
     async def _resync(self) -> None:
         """Take over the history that is there. Raises GaveUp, SessionClosed."""
@@ -344,7 +359,7 @@ class Client:
         messages = [*self.messages, {"role": "user", "content": f"not {turn.logical}"}]
         again = self._turn(turn.key, None)
         try:
-            reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, again), TIMEOUT_S)
+            reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, again))
         except (SessionClosed, SessionNotFound):
             raise
         except (AppError, Disconnected, TimeoutError):

@@ -10,9 +10,13 @@ import msgspec
 from app.turn.in_flight import hash_key
 from ops.verify import Acknowledged as Told
 
+SOON_S = 0.05
+"""Attempts that came within so many seconds may count as later ones (`app.turn.retries.AGE_ERROR_S`)."""
+
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """A turn's reply that left a process. Times are the loop's; `key` is the idempotency key as the client chose it."""
+    """A turn's reply that left a process. Times are the loop's; `key` is the idempotency key as the client chose it.
+    `came_at` is when the request's bytes came, `retry_count` that of an attempt in a linear session."""
 
     session_id: str
     turn: int
@@ -22,6 +26,8 @@ class Acknowledged(msgspec.Struct, frozen=True):
     replayed: bool
     asked_at: float
     sent_at: float
+    retry_count: int = 0
+    came_at: float = 0.0
 
     def told(self) -> Told:
         """What the store is audited for."""
@@ -73,6 +79,10 @@ class History:
             is_current = earlier.asked_at > self._restored_at
             if turn.key is not None and earlier.key == turn.key and not same and is_current:
                 self.problem(f"key {turn.key} was answered with turns {earlier.turn} and {turn.turn}")
+            if earlier.logical == turn.logical and turn.key is None and is_current and not turn.replayed:
+                is_late = turn.came_at + SOON_S < earlier.came_at and earlier.turn < turn.turn
+                if is_late and not earlier.replayed and earlier.retry_count > turn.retry_count:
+                    self.problem(f"turn {turn.turn} of {turn.session_id}, a late attempt, undid turn {earlier.turn}")
             if not turn.replayed and earlier.sent_at < turn.asked_at and earlier.turn >= turn.turn:
                 self.problem(f"turn {turn.turn} of {turn.session_id} was asked for after turn {earlier.turn} was there")
         self._not_after_an_end(turn.session_id, turn.asked_at, f"turn {turn.turn} was answered")

@@ -26,6 +26,14 @@ class Disconnected(Exception):
     """The client's connection ended before an answer came."""
 
 
+class Reset(Disconnected):
+    """The process saw the connection end so, behind the reply that it had handed to the kernel."""
+
+    def __init__(self, reply: Any) -> None:
+        super().__init__("the connection was reset")
+        self.reply = reply
+
+
 class SimulatedPool(Pool):
     """Where a process judges large replies; a job takes a moment, or two workers die over it."""
 
@@ -151,6 +159,8 @@ class Process:
         await self._travel()
         if self._world.happens(self._world.weather.reply_lost):
             raise Disconnected("the reply was lost")
+        if self.serving and self._world.happens(self._world.weather.reply_reset):
+            raise Reset(found)
         return found
 
     async def _travel(self) -> None:

@@ -14,14 +14,16 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import checks, client, weather
+from tests.tools.simulation import checks, weather
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import Server
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
+from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
+from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
 from tests.tools.simulation.store import MemoryStore
@@ -156,7 +158,7 @@ class _Schedule:
     def _clients(self) -> list[tuple[Client, SessionConfig]]:
         rng = self._rng
         found = []
-        habits = client.draw_habits(rng)
+        habits = draw_habits(rng)
         trees = random.Random(f"trees {self._seed}")
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
@@ -173,7 +175,7 @@ class _Schedule:
                 found.append((one, config))
         return found
 
-    def _client(self, name: str, session_id: str, habits: client.Habits, kind: type[Client] = Client) -> Client:
+    def _client(self, name: str, session_id: str, habits: Habits, kind: type[Client] = Client) -> Client:
         return kind(self._world, name, session_id, habits, self._wishes.of)
 
     def _pick(self) -> Process | None:
@@ -269,7 +271,7 @@ class _Schedule:
         """Nothing fails any more: each session that was not ended takes a turn, within a bounded time."""
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
             config = next(config for one, config in clients if one.session_id == session_id)
-            last = self._client(f"last-{session_id}", session_id, client.Habits(), _kind(config))
+            last = self._client(f"last-{session_id}", session_id, Habits(), _kind(config))
             await self._within(RECOVERY_S, self._go_on(last, config), f"{session_id} took no turn")
 
     async def _go_on(self, last: Client, config: SessionConfig) -> None:
@@ -291,22 +293,27 @@ class _Schedule:
     async def _drill(self, trainer: Trainer) -> None:
         await self._all_agree()
         name = self._rng.choice((*ADAPTERS, None))
-        drill = Drill(self._world, self._client("drill", SESSION_ID, client.Habits()), name, trainer)
+        drill = Drill(self._world, self._client("drill", SESSION_ID, Habits()), name, trainer)
         try:
             await self._within(2 * RECOVERY_S, drill.run(RECOVERY_S), "the drill was not over")
         except (SessionClosed, SessionNotFound) as error:
             self._was_idle(error)
-        asker = self._client("control", CONTROL_SESSION, client.Habits())
+        asker = self._client("control", CONTROL_SESSION, Habits())
         names = ControlDrill(self._world, asker, self._rng.choice(HOWS), self._kill_again)
         try:
             await self._within(RECOVERY_S, names.run(), self._names_left)
+        except (SessionClosed, SessionNotFound) as error:
+            self._was_idle(error)
+        late = LateClient(self._world, "late", "late", Habits())
+        try:
+            await self._within(RECOVERY_S, late.drill(), "the drill of late attempts was not over")
         except (SessionClosed, SessionNotFound) as error:
             self._was_idle(error)
         await self._all_agree()
 
     async def _check_checkpoints(self, clients: list[tuple[Client, SessionConfig]], trainer: Trainer) -> None:
         users = [
-            self._client(f"user-{session_id}", session_id, client.Habits(), _kind(config))
+            self._client(f"user-{session_id}", session_id, Habits(), _kind(config))
             for session_id, config in {one.session_id: config for one, config in clients}.items()
         ]
         drill = CheckpointDrill(self._world, self._seed, users, trainer, self._kill_again)
@@ -374,4 +381,5 @@ def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: rand
         max_open_turns=limits.choice((2, 64, 64)),
         max_replay_bytes=limits.choice((256, 1 << 30, 1 << 30)),
         closed_replay_ttl_s=rng.choice((86400.0,) * 5 + (8.0,)),
+        client_reply="verbatim",  # What a client was told is compared with the log.
     )

@@ -11,7 +11,10 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
+from app.store import proof
+from app.store.dialect import AlchemyTx
 from app.store.engine import LANES, SPARE_WRITERS, create_engine
+from app.store.opening import revision_head
 from app.store.ports import READERS
 from app.store.postgres import DRIVER_ERRORS
 from app.store.projections import living
@@ -38,6 +41,7 @@ class PostgresFacts(NamedTuple):
 
     version: int
     in_recovery: bool
+    encoding: str
     fsync: str
     synchronous_commit: str
     standbys: int
@@ -50,7 +54,8 @@ class PostgresFacts(NamedTuple):
 
 _SERVER = text(
     """
-    SELECT current_setting('server_version_num')::int, pg_is_in_recovery(), current_setting('fsync'),
+    SELECT current_setting('server_version_num')::int, pg_is_in_recovery(),
+      current_setting('server_encoding'), current_setting('fsync'),
       current_setting('synchronous_commit'), (SELECT count(*) FROM pg_stat_replication),
       (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('sync', 'quorum')),
       current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,
@@ -63,6 +68,7 @@ _SERVER = text(
 async def look(settings: Settings) -> tuple[list[Finding], str | None]:
     """The findings, and the revision (empty if there is none); None if the database cannot be read."""
     engine = create_engine(settings.database_url)
+    unordered: str | None = None
     try:
         async with asyncio.timeout(PATIENCE_S), engine.connect() as connection:
             asked_at = time.time()
@@ -70,6 +76,8 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
             answered_at = time.time()
             revision = await connection.run_sync(_revision)
             serving = await connection.run_sync(living, settings.lease_s) if revision else []
+            if revision == revision_head() and not server.in_recovery:
+                unordered = await connection.run_sync(_unordered)
     except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
         cause = getattr(error, "orig", None) or error
         what = f"it cannot be reached: {type(cause).__name__}" + (
@@ -79,11 +87,24 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
     finally:
         await engine.dispose()
     found = [*_judged(server, len(serving)), *_clock(server.clock, asked_at, answered_at)]
+    if unordered is not None:
+        found.append(problem("database", unordered, "give the address of one PostgreSQL server (docs/runbook.md)"))
     hosts = len({host for _, _, host in serving})
     found.append(
         ok("database", f"{len(serving)} processes on {hosts} hosts serve it" if serving else "no process serves it")
     )
     return found, revision
+
+
+def _unordered(connection: Connection) -> str | None:
+    """Why events do not come back in the order of commits; what is written for the proof is taken back."""
+    try:
+        proof.write(AlchemyTx(connection), 0)
+    except proof.StoreUnordered as error:
+        return str(error)
+    finally:
+        connection.rollback()
+    return None
 
 
 def _revision(connection: Connection) -> str:
@@ -98,6 +119,9 @@ def _judged(server: PostgresFacts, serving: int) -> Iterator[Finding]:
         yield ok("database", f"PostgreSQL {major}, {size(server.bytes)}")
     if server.in_recovery:
         yield problem("database", "it is a standby, which cannot be written to", "give the primary's address")
+    if server.encoding != "UTF8":
+        todo = "make a database with ENCODING 'UTF8' TEMPLATE template0"
+        yield problem("database", f"its encoding is {server.encoding}, which cannot hold every text", todo)
     if server.fsync != "on":
         yield problem("database", "fsync is off: a crash of its machine loses acknowledged turns", "set fsync = on")
     if server.standbys and not server.sync:

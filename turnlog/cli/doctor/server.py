@@ -50,7 +50,7 @@ def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding,
     yield ok("server", f"{server.base_url} answers, {amount(alive.get('in_flight', 0), 'turn')} in flight")
     yield from _pool(alive)
     try:
-        server.call("GET", "/ready")
+        server.call("GET", "/ready", parameters={"writes": "true"})
     except TurnlogError as error:
         missing = [name for name, good in error.body.get("checks", {}).items() if not good]
         yield problem("server", f"it is not ready: {', '.join(missing) or error}", "see what is said of these below")

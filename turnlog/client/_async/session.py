@@ -73,15 +73,16 @@ class AsyncSession:
         """Assign a reward to the session, or to one of its turns; it replaces an earlier one. Also possible after the
         close.
 
-        Returns the event's number. Raises ValueError for a number that is not finite, NotFound, InvalidRequest (no
-        such turn, more than 64 KiB).
+        Returns the event's number. Needs the admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
+        ValueError for a number that is not finite, NotFound, InvalidRequest (no such turn, more than 64 KiB),
+        Forbidden.
         """
         body: Object = {"reward": _finite(reward)}
         if components is not None:
             body["components"] = {name: _finite(value) for name, value in components.items()}
         if turn is not None:
             body["turn"] = turn
-        reply = await self._transport.read("PUT", f"{self._path}/reward", body=body, token=self.token)
+        reply = await self._transport.read("PUT", f"{self._path}/reward", body=body, token=self._judges_token)
         seq: int = reply["seq"]
         return seq
 
@@ -170,8 +171,7 @@ class AsyncSession:
         """The training samples of an open session, cut to `max_seq_len` tokens. Raises NotFound, SessionClosed."""
         body = {"max_seq_len": max_seq_len}
         path = f"{self._path}/samples"
-        response = await self._transport.call("POST", path, body=body, token=self.token, slow=True)
-        return parse(response.content)
+        return parse(await self._transport.call("POST", path, body=body, token=self.token, slow=True))
 
     async def tree(self, **parameters: Unpack[TreeParameters]) -> Tree:
         """The turns as a tree: `turns`, `branches`, and which rows of an export with these `branches` (`kept`, `main`,
@@ -228,8 +228,16 @@ class AsyncSession:
             return
 
     async def erase(self) -> None:
-        """Close the session and delete its content for good. Raises NotFound."""
-        await self._transport.call("DELETE", self._path, parameters={"erase": "true"}, token=self.token, slow=True)
+        """Close the session and delete its content for good. Needs the admin token, or a server with
+        `TURNLOG_SESSION_REWARDS=allow`. Raises NotFound, Forbidden."""
+        await self._transport.call(
+            "DELETE", self._path, parameters={"erase": "true"}, token=self._judges_token, slow=True
+        )
+
+    @property
+    def _judges_token(self) -> str | None:
+        """The client's own token, if it has one: the session's may set no reward and erase nothing."""
+        return self._transport.token or self.token
 
     async def __aenter__(self) -> AsyncSession:
         return self

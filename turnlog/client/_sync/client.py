@@ -93,7 +93,7 @@ class Turnlog:
         """
         body = checked(NewSession, fields)
         body["session_id"] = body.get("session_id") or uuid.uuid4().hex
-        body |= {name: dict(body[name]) for name in ("metadata", "params") if name in body}
+        body |= {name: dict(body[name]) for name in ("metadata", "params", "limits") if name in body}
         made = self._transport.read("POST", "/sessions", body=body)
         return Session(self._transport, made["session_id"], made.get("token"), made.get("url"))
 
@@ -231,8 +231,8 @@ class Turnlog:
         given = rows_wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
         given["consumer"] = consumer
         once = filters.get("new_only", False)
-        reply = self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
-        return [decode(line) for line in reply.content.split(b"\n") if line]
+        content = self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
+        return [decode(line) for line in content.split(b"\n") if line]
 
     def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
         """Acknowledge groups for good. Returns which were `acknowledged`, `already`, `not_leased` or `unknown`."""

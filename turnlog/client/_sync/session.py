@@ -72,15 +72,16 @@ class Session:
         """Assign a reward to the session, or to one of its turns; it replaces an earlier one. Also possible after the
         close.
 
-        Returns the event's number. Raises ValueError for a number that is not finite, NotFound, InvalidRequest (no
-        such turn, more than 64 KiB).
+        Returns the event's number. Needs the admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
+        ValueError for a number that is not finite, NotFound, InvalidRequest (no such turn, more than 64 KiB),
+        Forbidden.
         """
         body: Object = {"reward": _finite(reward)}
         if components is not None:
             body["components"] = {name: _finite(value) for name, value in components.items()}
         if turn is not None:
             body["turn"] = turn
-        reply = self._transport.read("PUT", f"{self._path}/reward", body=body, token=self.token)
+        reply = self._transport.read("PUT", f"{self._path}/reward", body=body, token=self._judges_token)
         seq: int = reply["seq"]
         return seq
 
@@ -169,8 +170,7 @@ class Session:
         """The training samples of an open session, cut to `max_seq_len` tokens. Raises NotFound, SessionClosed."""
         body = {"max_seq_len": max_seq_len}
         path = f"{self._path}/samples"
-        response = self._transport.call("POST", path, body=body, token=self.token, slow=True)
-        return parse(response.content)
+        return parse(self._transport.call("POST", path, body=body, token=self.token, slow=True))
 
     def tree(self, **parameters: Unpack[TreeParameters]) -> Tree:
         """The turns as a tree: `turns`, `branches`, and which rows of an export with these `branches` (`kept`, `main`,
@@ -227,8 +227,14 @@ class Session:
             return
 
     def erase(self) -> None:
-        """Close the session and delete its content for good. Raises NotFound."""
-        self._transport.call("DELETE", self._path, parameters={"erase": "true"}, token=self.token, slow=True)
+        """Close the session and delete its content for good. Needs the admin token, or a server with
+        `TURNLOG_SESSION_REWARDS=allow`. Raises NotFound, Forbidden."""
+        self._transport.call("DELETE", self._path, parameters={"erase": "true"}, token=self._judges_token, slow=True)
+
+    @property
+    def _judges_token(self) -> str | None:
+        """The client's own token, if it has one: the session's may set no reward and erase nothing."""
+        return self._transport.token or self.token
 
     def __enter__(self) -> Session:
         return self

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from turnlog.client.address import address, authorization
-from turnlog.client.lines import Lines, Object, Place, decode, present
+from turnlog.client.lines import LARGEST, UNPACKED, Lines, Object, Place, decode, present, require_unpacked
 from turnlog.client.waits import Waits
-from turnlog.errors import TurnlogError, Unreachable, refusal
+from turnlog.errors import NotTurnlog, TurnlogError, Unreachable, refusal
 
 CONNECT_S = 5.0
 SILENCE_S = 60.0
@@ -42,7 +42,7 @@ class Transport:
     ) -> None:
         self.base_url = address(base_url)
         authorization(token)
-        self._token = token
+        self.token = token
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         self._may_be_starting = waits_for_start
@@ -71,10 +71,10 @@ class Transport:
         slow: bool = False,
         once: bool = False,
         key: str | None = None,
-    ) -> httpx.Response:
-        """Send a request and return the successful reply. Parameters that are None are left out. `file`: a body's media
-        type and bytes, in the place of JSON. `once`: do not repeat a request that may have arrived. `key` is sent as
-        `Idempotency-Key`.
+    ) -> bytes:
+        """Send a request and return the successful reply's body. Parameters that are None are left out. `file`: a
+        body's media type and bytes, in the place of JSON. `once`: do not repeat a request that may have arrived. `key`
+        is sent as `Idempotency-Key`.
 
         Raises TurnlogError.
         """
@@ -84,7 +84,7 @@ class Transport:
             headers["content-type"] = file[0]
         while True:
             try:
-                response = self._client.request(
+                with self._client.stream(
                     method,
                     self.base_url + path,
                     json=None if body is None else dict(body),
@@ -92,11 +92,12 @@ class Transport:
                     params=present(parameters or {}),
                     headers=headers,
                     timeout=self._timeout(SLOW_S if slow else self._timeout_s),
-                )
-                self._may_be_starting = True
-                if response.is_success:
-                    return response
-                raise refusal(response.status_code, response.headers, response.content)
+                ) as response:
+                    self._may_be_starting = True
+                    content = self._content(response)
+                    if response.is_success:
+                        return content
+                    raise refusal(response.status_code, response.headers, content)
             except httpx.TransportError as cause:
                 if once and not isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
                     raise self._unreachable(cause) from cause
@@ -106,8 +107,7 @@ class Transport:
 
     def read(self, method: str, path: str, **options: Any) -> Object:
         """The reply's JSON object. Options as in `call`. Raises TurnlogError."""
-        response = self.call(method, path, **options)
-        return decode(response.content)
+        return decode(self.call(method, path, **options))
 
     @contextmanager
     def stream(
@@ -127,7 +127,8 @@ class Transport:
             ) as response:
                 self._may_be_starting = True
                 if not response.is_success:
-                    raise refusal(response.status_code, response.headers, response.read())
+                    raise refusal(response.status_code, response.headers, self._content(response))
+                require_unpacked(response.headers)
                 yield response
         except httpx.TransportError as cause:
             raise self._unreachable(cause) from cause
@@ -145,7 +146,7 @@ class Transport:
                 with self.stream(path, place.parameters(), token=token, silence_s=silence_s) as response:
                     place.begin(response.headers)
                     lines = Lines()
-                    for data in response.iter_bytes():
+                    for data in response.iter_raw():
                         for line in lines.feed(data):
                             place.read(line)
                             waits.reset()
@@ -153,10 +154,24 @@ class Transport:
                 if place.is_done:
                     return
             except TurnlogError as caught:
+                if isinstance(caught, Unreachable) and place.has_all:
+                    return  # the connection broke between the last line and the reply's end
                 if isinstance(caught.__cause__, httpx.ReadTimeout) and place.is_open_ended:
                     continue
                 error = caught
             self._pause(waits, error, error.__cause__)
+
+    def _content(self, response: httpx.Response) -> bytes:
+        """Raises NotTurnlog for more than LARGEST bytes, httpx.TransportError."""
+        require_unpacked(response.headers)
+        parts: list[bytes] = []
+        size = 0
+        for data in response.iter_raw():
+            size += len(data)
+            if size > LARGEST:
+                raise NotTurnlog(f"a reply of more than {LARGEST} bytes: ask for less at once")
+            parts.append(data)
+        return b"".join(parts)
 
     def _pause(self, waits: Waits, error: TurnlogError, cause: BaseException | None) -> None:
         """Raises the error if another attempt cannot help."""
@@ -167,7 +182,7 @@ class Transport:
         time.sleep(wait_s)
 
     def _headers(self, token: str | None) -> dict[str, str]:
-        return authorization(token or self._token)
+        return UNPACKED | authorization(token or self.token)
 
     def _timeout(self, read_s: float) -> httpx.Timeout:
         return httpx.Timeout(read_s, connect=CONNECT_S)

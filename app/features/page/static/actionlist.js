@@ -2,7 +2,7 @@
 
 import { arrange, badge, button, failure, h, replace, setText } from "./dom.js";
 import { amount, count, duration, serverNow, since } from "./format.js";
-import { isForPage } from "./keys.js";
+import { isForPage, isNowhere } from "./keys.js";
 import { sessionHref } from "./route.js";
 import { rendersSoon } from "./table.js";
 import { every, LatestRequest, SessionPart } from "./view.js";
@@ -23,11 +23,12 @@ const BRANCHES = 200;
  * A row. Times are seconds since the epoch: it generated from `begin` to `end`, and its environment worked until `next`.
  * `child`: the turn whose request brought its results. `begins`: the branch that begins here.
  * @typedef {object} Row
- * @property {"asked"|"turn"|"failed"|"open"} kind "asked": what a conversation begins with
+ * @property {"asked"|"turn"|"failed"|"open"|"refused"} kind "asked": what a conversation begins with; "refused": a limit refused a request
  * @property {number} number of the turn
  * @property {Turn|null} turn
  * @property {FailedTurn|null} failed
  * @property {OpenTurn|null} open
+ * @property {Session["refused"][number]|null} refused
  * @property {number} order the event with which it began
  * @property {number|null} begin
  * @property {number|null} end
@@ -41,7 +42,7 @@ const BRANCHES = 200;
  * @param {number|null} branch only what led to its newest turn; null: all turns
  * @returns {Row[]} in the order in which they began
  */
-export function rowsOf({ turns, failed, open_turns, tree }, branch) {
+export function rowsOf({ turns, failed, refused, open_turns, tree }, branch) {
   const path = branch === null || !tree ? null : pathOf(tree, branch);
   const children = Map.groupBy([...turns, ...open_turns], (one) => one.parent);
   /** @type {Map<number, TreeBranch>} */
@@ -51,7 +52,7 @@ export function rowsOf({ turns, failed, open_turns, tree }, branch) {
     if (one && one.cause !== "start") begins.set(number ?? 0, { ...one, leaf: turn });
   }
   const beginsAt = new Map([...begins.values()].map((one) => [one.leaf, one]));
-  const nothing = { turn: null, failed: null, open: null, begin: null, end: null, next: null, child: null, begins: null };
+  const nothing = { turn: null, failed: null, open: null, refused: null, begin: null, end: null, next: null, child: null, begins: null };
   /** @type {Row[]} */
   const rows = [];
   for (const turn of turns) {
@@ -72,6 +73,8 @@ export function rowsOf({ turns, failed, open_turns, tree }, branch) {
   }
   for (const one of path ? [] : failed)
     rows.push({ ...nothing, kind: "failed", number: one.turn, failed: one, order: one.fence, begin: one.opened_at, end: one.ended_at });
+  for (const one of refused)
+    if (!path || path.has(one.turn)) rows.push({ ...nothing, kind: "refused", number: one.turn, refused: one, order: one.seq, begin: null });
   for (const one of open_turns)
     if (!path || path.has(one.parent)) rows.push({ ...nothing, kind: "open", number: one.turn, open: one, order: one.fence, begin: one.opened_at });
   return rows.sort((one, other) => one.order - other.order);
@@ -86,13 +89,26 @@ function pathOf({ turns, branches }, branch) {
   return path;
 }
 
-/** @param {Row[]} rows @returns {{generating: number, environment: number}} seconds */
-export function timesOf(rows) {
-  const sum = (/** @type {(row: Row) => number} */ of) => rows.reduce((total, row) => total + Math.max(0, of(row)), 0);
-  return {
-    generating: sum(({ begin, end }) => (end ?? begin ?? 0) - (begin ?? 0)),
-    environment: sum(({ end, next }) => (end === null || next === null ? 0 : next - end)),
-  };
+/** @param {Row[]} rows @param {number} total from the first turn to the last @returns seconds; what runs at once counts each time */
+export function timesOf(rows, total) {
+  const sum = (/** @type {(row: Row) => number} */ of) => rows.reduce((before, row) => before + Math.max(0, of(row)), 0);
+  const took = (/** @type {boolean} */ hasFailed) =>
+    sum(({ kind, begin, end }) => ((kind === "failed") === hasFailed ? (end ?? begin ?? 0) - (begin ?? 0) : 0));
+  let last = -Infinity;
+  let isParallel = false;
+  for (const { begin, end } of rows) {
+    isParallel ||= begin !== null && begin < last;
+    last = Math.max(last, end ?? last);
+  }
+  const [generating, failed] = [took(false), took(true)];
+  const between = sum(({ end, next }) => (end === null || next === null ? 0 : next - end));
+  return { generating, failed, isParallel, environment: isParallel ? between : Math.max(0, total - generating - failed) };
+}
+
+/** @param {Turn[]} turns @param {number} number @returns {number} the turn beside which the results stand that this one brought */
+export function cameFrom(turns, number) {
+  const turn = turns.find((one) => one.turn === number);
+  return turn?.parent && !turn.segment_cause ? turn.parent : number;
 }
 
 export class ActionList extends SessionPart {
@@ -214,8 +230,9 @@ export class ActionList extends SessionPart {
     if (text) {
       return this.searching.run(
         { path: `${this.path}/find`, parameters: { text } },
-        (/** @type {{turns: number[]}} */ { turns }) => {
-          this.matches = new Set(turns);
+        (/** @type {{turns: number[], brought: number[]}} */ { turns, brought }) => {
+          const all = this.session?.turns ?? [];
+          this.matches = new Set([...turns, ...brought.map((turn) => cameFrom(all, turn))]);
           this.#filter();
           const first = this.rows[0];
           if (first && !this.matches.has(this.turn ?? 0)) this.pick(first.number, this.branch);
@@ -235,9 +252,9 @@ export class ActionList extends SessionPart {
     if (last <= this.failingUpTo || this.failures.isRunning) return;
     this.failures.run(
       { path: `${this.path}/find`, parameters: { after: this.failingUpTo } },
-      (/** @type {{turns: number[]}} */ { turns: found }) => {
+      (/** @type {{brought: number[]}} */ { brought }) => {
         this.failingUpTo = last;
-        for (const turn of found) this.failing.add(turn);
+        for (const turn of brought) this.failing.add(turn);
         this.#changed();
       },
       () => {},
@@ -321,7 +338,7 @@ export class ActionList extends SessionPart {
     link.ariaCurrent = number === this.turn && kind !== "asked" ? "true" : null;
     replace(
       link,
-      h("span", { class: "n" }, kind === "asked" ? "" : number),
+      h("span", { class: "n" }, kind === "asked" || kind === "refused" ? "" : number),
       h("span", { class: "what" }, this.#what(row)),
       h("span", { class: "res" }, this.#result(row)),
       h("span", { class: "wf", "aria-hidden": "true" }, barOf("gen", begin, kind === "open" ? axis.to : end, axis), barOf("env", end, next, axis)),
@@ -333,7 +350,8 @@ export class ActionList extends SessionPart {
   }
 
   /** @param {Row} row @returns {Child} what it did */
-  #what({ kind, number, turn, failed, begins }) {
+  #what({ kind, number, turn, failed, refused, begins }) {
+    if (refused) return [badge("refused", "warn"), ` the limit on ${refused.limit} is reached`];
     if (kind === "open") return badge("in flight", "running");
     if (failed) return [badge(failed.kind, failed.kind === "rejected" ? "bad" : "warn"), " ", named(failed.reason)];
     const known = this.known.get(number);
@@ -349,6 +367,7 @@ export class ActionList extends SessionPart {
       known?.error && badge("unreadable", "bad"),
       first && (first.tool === null ? h("span", { class: "says" }, named(first.text)) : [h("strong", null, named(first.tool)), " ", h("code", null, named(first.text))]),
       more.length > 0 && h("span", { class: "note" }, ` + ${more.map((one) => one.tool).join(", ")}`),
+      (this.session?.annotations[number] ?? []).map(({ name }) => h("span", { class: "note" }, " ✎ ", named(name))),
     ];
   }
 
@@ -387,7 +406,7 @@ export class ActionList extends SessionPart {
   }
 
   /** @param {number} by @param {(row: Row) => boolean} [isWanted] */
-  #step(by, isWanted = (row) => row.kind !== "asked") {
+  #step(by, isWanted = (row) => row.kind !== "asked" && row.kind !== "refused") {
     let index = this.#at;
     if (index < 0 && by < 0) index = this.rows.length;
     do index += by;
@@ -402,7 +421,7 @@ export class ActionList extends SessionPart {
     const hadFocus = this.list.contains(document.activeElement);
     this.pick(row.number, this.branch);
     this.#render();
-    if (hadFocus || document.activeElement === document.body) this.shown.get(`${row.kind} ${row.order}`)?.element.querySelector("a")?.focus({ preventScroll: true });
+    if (hadFocus || isNowhere()) this.shown.get(`${row.kind} ${row.order}`)?.element.querySelector("a")?.focus({ preventScroll: true });
   }
 
   /** @param {KeyboardEvent} event */
@@ -414,7 +433,7 @@ export class ActionList extends SessionPart {
     else if (event.key === "e") this.#step(1, this.#isError);
     else if (event.key === "E") this.#step(-1, this.#isError);
     else if (event.key === "Home" && isInside) this.#go(this.rows.findIndex((row) => row.kind !== "asked"));
-    else if (event.key === "End" && (isInside || document.activeElement === document.body)) this.#go(this.rows.length - 1);
+    else if (event.key === "End" && (isInside || isNowhere())) this.#go(this.rows.length - 1);
     else return;
     event.preventDefault();
   }

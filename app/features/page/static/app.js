@@ -141,6 +141,7 @@ class App {
       this.view.onQuery(route.query);
       return;
     }
+    const isFirst = !this.place;
     this.#leave();
     this.place = place;
     markNavigation(route && (LIST_ABOVE[route.name] ?? route.name));
@@ -155,6 +156,8 @@ class App {
     document.title = `${route.id || title} · Turnlog`;
     announce(route.id ? `${title} ${route.id}` : title);
     this.view = new View(this.main, { ...route, overview: () => this.overview });
+    // What had the focus is gone: the next Tab goes on in the view, not at the top of the page.
+    if (!isFirst && document.activeElement === document.body) this.main.focus({ preventScroll: true });
   }
 
   #leave() {

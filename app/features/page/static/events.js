@@ -20,15 +20,16 @@ const KEPT = 2000;
 const FLUSH_MS = 100;
 const RETRY_MS = 2000;
 
-/** The fields of an event that its line shows. */
+/** The fields of an event that its line shows, and characters of one. */
+const MOST_TOLD = 300;
 const SUMMARY = (
   "turn to_turn discarded turns reason status detail segment_cause " +
-  "branch branch_cause carries finish_reason reward engine cause"
+  "branch branch_cause carries finish_reason reward engine cause limit name value column writer"
 ).split(" ");
 
 /** @param {LogEvent} event @returns {string} */
 function summaryOf(event) {
-  const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
+  const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : String(value)).slice(0, MOST_TOLD);
   return SUMMARY.filter((name) => event[name] != null)
     .map((name) => `${name} ${text(event[name])}`)
     .join(" · ");

@@ -19,6 +19,8 @@ import { visible } from "./visible.js";
 /** So many sessions are looked at without asking; then the user says whether to go on. */
 const AT_ONCE = 10_000;
 const MOST_EXAMPLES = 20;
+/** The reason of what is cut off rows that are in the export. */
+const CUT = "max_seq_len";
 const FIRST_ROWS = 3;
 /** Characters of a row; one that is longer is not shown. */
 const MOST_READ = 8 << 20;
@@ -132,8 +134,8 @@ export class ExportsView extends View {
     this.reading.run(
       (signal) => Array.fromAsync(lines("/export", { ...this.query, limit }, signal, MOST_READ)),
       (read) => {
-        totals.sample = read.filter((line) => !line.startsWith('{"excluded"'));
         const rows = read.map((line) => /** @type {Row} */ (JSON.parse(line)));
+        totals.sample = read.filter((_, at) => !("excluded" in (rows[at] ?? {})));
         const none = h("p", { class: "muted" }, "There is no row, or the first is too long to be shown.");
         replace(this.first, h("h2", null, "First rows"), rows.length ? rowTable(rows) : none);
         this.#show();
@@ -216,6 +218,7 @@ class PreviewTotals {
     const reasons = [...byReason].map(([reason, some]) => ({
       reason,
       count: some.reduce((sum, one) => sum + one.count, 0),
+      cut_tokens: some.reduce((sum, one) => sum + one.cut_tokens, 0),
       examples: some.flatMap((one) => one.examples).slice(0, MOST_EXAMPLES),
     }));
     return reasons.sort((a, b) => b.count - a.count);
@@ -238,7 +241,8 @@ class PreviewTotals {
       Tokens: compact(tokens),
       Sampled: compact(sampled) + share,
       "Size as ndjson, an estimate by the first rows": this.size(),
-      "Left out": count(this.reasons().reduce((sum, one) => sum + one.count, 0)),
+      "Left out": count(this.reasons().reduce((sum, one) => sum + (one.reason === CUT ? 0 : one.count), 0)),
+      "Sampled tokens that max_seq_len cuts": count(this.reasons().reduce((sum, one) => sum + one.cut_tokens, 0)),
     };
     return Object.entries(shown).map(([label, value]) => figure(label, h("span", { class: "value" }, value)));
   }

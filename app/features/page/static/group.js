@@ -146,9 +146,8 @@ export class GroupView extends View {
 /** @param {Attempt} attempt @param {Statistics|null} statistics */
 function advantage({ reward, status }, statistics) {
   if (reward === null || !statistics || status === "erased" || status === "undone") return { advantage: null, normalized: null };
-  const { mean, std, count: n, zero_variance: isFlat } = statistics;
-  const sample = n > 1 ? std * Math.sqrt(n / (n - 1)) : 0;
-  return { advantage: isFlat ? 0 : reward - mean, normalized: isFlat ? 0 : (reward - mean) / (sample + EPSILON) };
+  const { mean, std, zero_variance: isFlat } = statistics;
+  return { advantage: isFlat ? 0 : reward - mean, normalized: isFlat ? 0 : (reward - mean) / (std + EPSILON) };
 }
 
 /** @param {Attempt[]} attempts @param {Statistics|null} statistics @returns {Element} */
@@ -175,7 +174,7 @@ function facts(group) {
     fact("Closed", count(closed)),
     fact("Rewarded", count(statistics?.count ?? 0)),
     fact("Mean", decimal(statistics?.mean)),
-    fact("Std. dev.", decimal(statistics?.std)),
+    fact("Std. dev. (sample)", decimal(statistics?.std)),
     fact("Min, max", `${decimal(statistics?.min)}, ${decimal(statistics?.max)}`),
     fact("State", group.complete ? badge("complete", "good") : badge("not complete", "muted")),
     isFlat && fact("Variance", flag("zero: all rewards are equal, a group-relative advantage is 0")),

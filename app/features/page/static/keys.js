@@ -23,6 +23,11 @@ function isWriting(target) {
   return target.isContentEditable || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName);
 }
 
+/** Is the focus on nothing that can be used? After a change of the view it is on the view. */
+export function isNowhere() {
+  return document.activeElement === document.body || document.activeElement?.id === "main";
+}
+
 /** @param {KeyboardEvent} event @returns {boolean} without a modifier, in no field and no dialog */
 export function isForPage(event) {
   const isModified = event.ctrlKey || event.metaKey || event.altKey;

@@ -1,6 +1,6 @@
 /** One session: what its agent did, turn by turn, and what there is to know of each; now or after any of its events. */
 
-import { ActionList, rowsOf, timesOf } from "./actionlist.js";
+import { ActionList, cameFrom, rowsOf, timesOf } from "./actionlist.js";
 import { copyCurl } from "./copy.js";
 import { badge, button, folded, h, message, renew, replace } from "./dom.js";
 import { EventsTab } from "./events.js";
@@ -54,6 +54,8 @@ function placeOf(query) {
   return {
     turn: wholeNumber(query.get("turn"), 1),
     branch: wholeNumber(query.get("branch"), 0),
+    /** What the turn's request brought is meant: it stands beside the turn before. */
+    brought: query.has("brought"),
     seq: wholeNumber(query.get("seq"), 1),
     tab: name in TABS ? /** @type {TabName} */ (name) : /** @type {const} */ ("turn"),
   };
@@ -131,16 +133,18 @@ export class SessionView extends View {
   /** @param {number|null} turn @param {number|null} branch whose newest turn is meant where `turn` is null @param {number|null} [seq] */
   #pick(turn, branch, seq = this.at.seq) {
     const isHere = seq === this.at.seq;
-    this.at = { ...this.at, turn, branch, seq };
-    changeQuery({ turn, branch, seq });
+    this.at = { ...this.at, turn, branch, seq, brought: false };
+    changeQuery({ turn, branch, seq, brought: null });
     if (this.session && isHere) this.#mark(this.session);
     else this.refresh();
+    // On a phone the turn stands below the list.
+    if (this.tabs.getBoundingClientRect().top > innerHeight / 2) this.tabs.scrollIntoView();
   }
 
   /** @param {Session} session @returns {number|null} the turn to show: that of the address, else the first, or in flight the newest */
   #chosen({ turns, failed, open_turns, tree }) {
     const all = [...turns, ...failed, ...open_turns].map((one) => one.turn);
-    if (this.at.turn !== null && all.includes(this.at.turn)) return this.at.turn;
+    if (this.at.turn !== null && all.includes(this.at.turn)) return this.at.brought ? cameFrom(turns, this.at.turn) : this.at.turn;
     const leaf = tree?.branches.find((one) => one.branch === this.at.branch)?.leaf;
     if (leaf !== undefined) return leaf;
     this.isFollowing ||= open_turns.length > 0;
@@ -197,9 +201,9 @@ export class SessionView extends View {
     const { session_id, state, seq, last_seq, reward, config, turns, tree, affinity, open_turns, limit } = session;
     const live = turns.filter((turn) => turn.live);
     const rows = rowsOf(session, null).filter((row) => !row.turn || row.turn.live);
-    const { generating, environment } = timesOf(rows);
     const begin = rows.find((row) => row.begin !== null)?.begin ?? null;
     const end = rows.reduce((last, row) => Math.max(last, row.end ?? 0), 0);
+    const { generating, failed, environment, isParallel } = timesOf(rows, end - (begin ?? end));
     const sampled = live.reduce((sum, turn) => sum + turn.output_tokens, 0);
     const suffix = live.reduce((sum, turn) => sum + turn.suffix_tokens, 0);
     const engine = affinity?.engine ?? live.at(-1)?.engine;
@@ -217,7 +221,13 @@ export class SessionView extends View {
           "span",
           { title: "from the first turn to the last; generating, and the time between a turn and the next: the environment's" },
           open_turns.length ? since(begin, "for") : duration(end - begin),
-          h("span", { class: "note" }, " = ", h("i", { class: "key gen" }), ` ${duration(generating)} generating + `, h("i", { class: "key env" }), ` ${duration(environment)} environment`),
+          h(
+            "span",
+            { class: "note" },
+            isParallel || open_turns.length ? " ≈ " : " = ",
+            [h("i", { class: "key gen" }), ` ${duration(generating)} generating + `, failed > 0 && `${duration(failed)} in failed turns + `],
+            [h("i", { class: "key env" }), ` ${duration(environment)} environment`, isParallel && ", some of it at once"],
+          ),
         ),
       h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),
       engine && h("span", { class: "note" }, named(engine.replace(/^https?:\/\//, ""))),

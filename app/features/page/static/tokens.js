@@ -220,7 +220,7 @@ export class TokensTab extends SessionPart {
         "p",
         { class: "note" },
         reason && `Branch ${branch} began because ${reason}. `,
-        !tokenizer && [`${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."],
+        !tokenizer && total > 0 && [`${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."],
       ),
     );
     this.#showLegend();
@@ -277,6 +277,7 @@ export class TokensTab extends SessionPart {
 
   /** The whole row; a click or a key goes to what was sampled there. @param {TokenPage} row */
   #showBar({ total, turns, outline, tokens, start }) {
+    if (!total) return;
     const x = (/** @type {number} */ at) => Number(((at / total) * BAR).toFixed(2));
     const box = (/** @type {number} */ from, /** @type {number} */ to) =>
       `M${x(from)} 0H${Math.max(x(to), x(from) + 0.5)}V10H${x(from)}Z`;
@@ -295,7 +296,7 @@ export class TokensTab extends SessionPart {
     };
     const paths = Object.entries(parts).map(([name, d]) => svg("path", { class: name, d }));
     const picture = { viewBox: `0 0 ${BAR} 10`, preserveAspectRatio: "none", "aria-hidden": "true" };
-    if (total) refill(this.bar, svg("svg", picture, paths), range);
+    refill(this.bar, svg("svg", picture, paths), range);
   }
 
   /** @param {Unlikely} token */

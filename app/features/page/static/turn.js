@@ -3,7 +3,7 @@
 import { get, url } from "./api.js";
 import { messageElement } from "./conversation.js";
 import { copyCurl } from "./copy.js";
-import { badge, button, failure, folded, h, message, replace } from "./dom.js";
+import { badge, button, fact, failure, folded, h, message, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
 import { every, LatestRequest, SessionPart } from "./view.js";
@@ -43,7 +43,7 @@ export class TurnTab extends SessionPart {
     this.session = session;
     this.turn = turn;
     const committed = session.turns.find((one) => one.turn === turn);
-    const key = JSON.stringify([turn, committed?.seq, this.#next?.turn, committed?.discarded_by, this.isRendered, session.erased]);
+    const key = JSON.stringify([turn, committed?.seq, this.#next?.turn, committed?.discarded_by, this.isRendered, session.erased, session.annotations[turn ?? 0]]);
     if (key === this.key) return;
     this.key = key;
     this.#read();
@@ -108,6 +108,7 @@ export class TurnTab extends SessionPart {
       this.element,
       turnHead(turn, session, rendering),
       list(elements(own, true)),
+      annotations(session.annotations[turn.turn] ?? []),
       results.length > 0 && [
         h("h2", null, "What came back", next?.opened_at != null && h("span", { class: "note" }, ` after ${duration(next.opened_at - turn.committed_at)}`)),
         list(results),
@@ -187,6 +188,13 @@ export class TurnTab extends SessionPart {
       list(messages.slice(begin).map((one) => messageElement(one, { sessionId: this.id, isRendered: this.isRendered }))),
     );
   }
+}
+
+/** @param {Session["annotations"][string]} all @returns {Child} */
+function annotations(all) {
+  const text = (/** @type {typeof all[number]} */ { value, dtype, length, size }) =>
+    dtype ? `${count(length)} numbers, ${dtype}` : value === undefined ? bytes(size) : typeof value === "string" ? value : JSON.stringify(value);
+  return all.length > 0 && h("dl", { class: "sessionfacts" }, all.map((one) => fact(one.name, [named(text(one)), one.writer && h("span", { class: "note" }, ` ${one.writer}`)])));
 }
 
 /** @param {HTMLElement[]} elements */

@@ -1,0 +1,114 @@
+"""Proof that a database takes a write, and gives events back in the order of commits.
+
+Exports and `GET /events` end below the oldest transaction that runs. Where events carry other transactions' ids, as of
+several servers behind a sharding proxy or extension, or where a transaction's statements run apart from each other, as
+behind a pooler in statement mode, they would be empty, or miss events, without an error.
+
+    in one transaction      two events are written, read in order as a reader of all events does, and deleted again
+    once it is committed    it is seen on another connection, and the oldest running transaction has passed it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import NamedTuple
+
+from sqlalchemy import BigInteger, Connection, Double, String, bindparam, delete, exists, func, insert, select
+
+from app.errors import StoreUnavailable
+from app.store.dialect import Tx, current_tx, next_tx, now, oldest_runs, oldest_tx
+from app.store.engine import Database
+from app.store.incarnations import heartbeat
+from app.store.schema import events, incarnations
+from app.store.tail import PAUSE_S, SETTLE_S
+
+_probe = insert(events).values(tx=current_tx())
+_forget = delete(events).where(events.c.session_id == bindparam("sid", type_=String()))
+_in_order = (
+    select(events.c.seq, events.c.tx)
+    .where(
+        events.c.session_id == bindparam("sid", type_=String()), events.c.tx >= bindparam("since", type_=BigInteger())
+    )
+    .order_by(events.c.tx, events.c.position)
+)
+_begun = select(current_tx(), now())
+_seen = select(
+    exists().where(
+        incarnations.c.id == bindparam("me", type_=BigInteger()),
+        incarnations.c.heartbeat_at >= bindparam("moment", type_=Double()),
+    ),
+    oldest_tx(),
+    next_tx(),
+    oldest_runs(),
+    select(func.coalesce(func.max(events.c.tx), 0)).scalar_subquery(),
+)
+
+
+class StoreUnordered(StoreUnavailable):
+    """Events do not come back in the order of commits: no export of this database can be trusted."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the database does not give events back in the order of commits: {why}; is it a sharding proxy or "
+            "extension (such as Citus), a replica, or a pooler in statement mode? TURNLOG_DATABASE_URL has to name one "
+            "PostgreSQL server, or a pooler in transaction or session mode before it"
+        )
+
+
+class Written(NamedTuple):
+    """A transaction that wrote events, and a moment before its end by the database's clock."""
+
+    tx: int
+    moment: float
+
+
+def write(tx: Tx, incarnation: int) -> Written:
+    """Write two events, read them and delete them, and renew the process's lease. Raises StoreUnordered.
+
+    No session's id has a `~`. Nobody else ever sees the events, since their transaction deletes them.
+    """
+    begun = tx.one(_begun, {})
+    assert begun is not None
+    written, name = Written(*begun), f"~{incarnation}"
+    again = tx.one(_begun, {})
+    if again is None or again[0] != written.tx:  # before anything is written: there is no transaction to take it back
+        raise StoreUnordered("two statements of one transaction ran in two")
+    row = {"session_id": name, "type": "Probe", "version": 1, "at": 0.0, "data": b"{}"}
+    places = tx.positions
+    for seq in (1, 2):
+        tx.insert(_probe, [row | {"seq": seq} | ({} if places is None else {"position": next(places)})])
+    rows = [tuple(found) for found in tx.all(_in_order, {"sid": name, "since": written.tx})]
+    tx.run(_forget, {"sid": name})
+    if rows != [(1, written.tx), (2, written.tx)]:
+        raise StoreUnordered(f"of two events that transaction {written.tx} wrote, {rows} are read as (number, its id)")
+    heartbeat(tx, incarnation)
+    return written
+
+
+async def prove(database: Database, incarnation: int) -> None:
+    """Raises StoreUnordered, StoreUnavailable, StoreFull, WriteConflict."""
+    written = await database.write(partial(write, incarnation=incarnation), durable=True)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + SETTLE_S
+    while True:
+        why = await database.read(partial(missing, written=written, incarnation=incarnation))
+        if why is None:
+            return
+        if clock() >= deadline:
+            raise StoreUnordered(why)
+        await asyncio.sleep(PAUSE_S)
+
+
+def missing(connection: Connection, written: Written, incarnation: int) -> str | None:
+    """What keeps a committed transaction from readers; None: nothing, or another one that still runs."""
+    row = connection.execute(_seen, {"me": incarnation, "moment": written.moment}).one()
+    is_seen, oldest, following, runs, newest = row
+    if not is_seen:
+        return "a write that was confirmed is not read on another connection"
+    if following <= max(newest, written.tx):
+        return (
+            f"transaction {max(newest, written.tx)} has written events, and the next one has the id {following}; after "
+            "a dump was loaded, run `turnlog restore`"
+        )
+    return None if oldest > written.tx or runs else f"the oldest transaction that runs is {oldest}, which has ended"
