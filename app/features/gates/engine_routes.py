@@ -137,7 +137,10 @@ async def pass_on(request: Request) -> Response:
 
 @router.post("/pause")
 @describe("vLLM's pause", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
-async def pause(request: Request, mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort") -> Response:
+async def pause(
+    request: Request,
+    mode: Annotated[Literal["abort", "wait", "keep"], Query(description="As vLLM has them.")] = "abort",
+) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes. `wait` is 400: a turn may take hours, and the gate holds new
     ones back meanwhile."""
     if mode not in _VLLMS_MODES:
