@@ -18,6 +18,9 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 ROOT = Path(__file__).resolve().parents[1]
+
+VERBATIM = {"TURNLOG_CLIENT_REPLY": "verbatim"}
+"""For a server whose clients' replies are compared with the log, byte by byte."""
 STOP_S = 20.0
 PORT = "{port}"
 """Placeholder for the port in a command."""

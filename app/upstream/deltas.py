@@ -197,10 +197,12 @@ class JoinedMessage:
         is_more = name not in ("", call.name)
         more = {field: value for field, value in delta.items() if field not in _OF_CALLS and value is not None}
         inner = {field: value for field, value in function.items() if field not in _OF_FUNCTIONS and value is not None}
+        if call.id is None and delta.get("id") == "":
+            call.id = ""  # None, but in the engine's own spelling, which it is given back.
         call.name += name if is_more else ""
         call.add(arguments, more, inner)
         if not call.is_told:
-            if call.id is None and call_id is not None:
+            if call.id in (None, "") and call_id is not None:
                 call.id = call_id
                 self._by_id.setdefault(call_id, call)
             call.type = delta.get("type") or call.type
@@ -237,7 +239,7 @@ class JoinedMessage:
         if call is None:
             return None, call_id
         call_id = call_id or call.next_id
-        is_new = call_id is not None and call.id not in (None, call_id)
+        is_new = call_id is not None and call.id not in (None, "", call_id)
         is_whole = (name != "" or is_new) and call.is_whole()
         if name and call.name:
             if is_new:

@@ -15,7 +15,7 @@ from typing import Any
 from ops.bench.peers.protocol import Place, interpreter
 from ops.bench.peers.servers.rllm import Gateway
 from ops.engine.process import PYTHON, EngineProcess, environment, kept_model, run_module
-from ops.server import ROOT, OwnProcess, ServerProcess
+from ops.server import ROOT, VERBATIM, OwnProcess, ServerProcess
 from ops.train.agents import AGENTS
 from ops.train.faults import Program, Schedule, Supervisor
 from ops.train.rollouts import MAX_STALENESS, lines
@@ -78,7 +78,9 @@ def _processes(folder: Path, seed: int, steps: int, model: Path, in_memory: bool
     server = (
         gateway(folder, engine.base_url)
         if in_memory
-        else ServerProcess(folder, upstreams=[engine.base_url], environment={"TURNLOG_TOKENIZER": str(model)})
+        else ServerProcess(
+            folder, upstreams=[engine.base_url], environment={**VERBATIM, "TURNLOG_TOKENIZER": str(model)}
+        )
     )
     given = ["--url", server.base_url, "--folder", str(folder)]
     given += ["--in-memory"] if in_memory else []

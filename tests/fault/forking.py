@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
 class ForkedServer(ServerProcess):
-    """As `ServerProcess`, with one worker. `application`, what uvicorn serves, may be a module of the tests."""
+    """As `ServerProcess`, with one worker, and the engine's bytes for its clients, which are compared with the log.
+    `application`, what uvicorn serves, may be a module of the tests."""
 
     def __init__(
         self,
@@ -25,7 +26,8 @@ class ForkedServer(ServerProcess):
         application: str = "app.main:app",
         **settings: str,
     ) -> None:
-        environment: dict[str, Any] = {"TURNLOG_WORKERS": "1", "PYTHONPATH": str(TESTS), **settings}
+        own = {"TURNLOG_WORKERS": "1", **VERBATIM, "PYTHONPATH": str(TESTS)}
+        environment: dict[str, Any] = {**own, **settings}
         super().__init__(
             folder, upstreams=upstreams, database_url=database_url, environment=environment, application=application
         )

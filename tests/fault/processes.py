@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fault.agents import Agent, Agents
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 
 START_S = 90.0
 
@@ -48,7 +48,7 @@ def serving(
     folder: Path, count: int, database_url: str, engine_url: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Processes]:
     """All of them start at once, each with one worker. Replies have the ids and logprobs to compare rows with."""
-    environment = {"TURNLOG_WORKERS": "1", "TURNLOG_CLIENT_REPLY": "verbatim", **(environment or {})}
+    environment = {"TURNLOG_WORKERS": "1", **VERBATIM, **(environment or {})}
     servers = [
         ServerProcess(folder, upstreams=[engine_url], database_url=database_url, environment=environment)
         for _ in range(count)

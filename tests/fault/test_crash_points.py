@@ -158,7 +158,7 @@ def site(
 
 def _server(folder: Path, url: str, engine: SimulatorProcess, vendor: SimulatorProcess) -> ForkedServer:
     upstreams = json.dumps({"vendor": {"url": vendor.base_url, "model": "large"}})
-    settings = {"TURNLOG_CLIENT_REPLY": "verbatim", "TURNLOG_TEXT_UPSTREAMS": upstreams}
+    settings = {"TURNLOG_TEXT_UPSTREAMS": upstreams}
     return ForkedServer(folder, url, [engine.base_url], **settings)
 
 

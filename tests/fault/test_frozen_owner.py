@@ -45,10 +45,7 @@ class Pair:
     def __init__(self, folder: Path, url: str, engine: SimulatorProcess) -> None:
         self.url = url
         self._engine = engine
-        self._servers = [
-            ForkedServer(folder, url, [engine.base_url], TURNLOG_LEASE_S=str(LEASE_S), TURNLOG_CLIENT_REPLY="verbatim")
-            for _ in range(2)
-        ]
+        self._servers = [ForkedServer(folder, url, [engine.base_url], TURNLOG_LEASE_S=str(LEASE_S)) for _ in range(2)]
         self.frozen, self._other = self._servers
         self.stands: list[Stand] = []
 

@@ -20,7 +20,7 @@ from integration.stand import until, user
 
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -35,7 +35,11 @@ KEY = {"idempotency-key": "slow"}
 @pytest.fixture
 def server(engine: SimulatorProcess, postgres_url: str, tmp_path: Path) -> Iterator[ServerProcess]:
     made = ServerProcess(
-        tmp_path, upstreams=[engine.base_url], database_url=postgres_url, arguments=["--workers", str(WORKERS)]
+        tmp_path,
+        upstreams=[engine.base_url],
+        database_url=postgres_url,
+        environment=VERBATIM,
+        arguments=["--workers", str(WORKERS)],
     )
     made.launch()
     try:

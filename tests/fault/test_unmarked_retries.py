@@ -70,7 +70,7 @@ def site(
 ) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("unmarked")
     url = sqlite_template.copy(folder / "turnlog.db")
-    server = ForkedServer(folder, url, [engine.base_url], TURNLOG_CLIENT_REPLY="verbatim").start()
+    server = ForkedServer(folder, url, [engine.base_url]).start()
     made = Site(url, server, engine)
     yield made
     made.stand.close()

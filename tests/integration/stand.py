@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from integration.places import Place
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from tests.tools.real_engine import weather
 
@@ -237,7 +237,7 @@ def serving(
     The server has one worker unless the environment says another number: each takes a quarter of a second to start.
     Replies are the engine's, with the ids and logprobs that rows are compared with (test_client_reply.py: others).
     """
-    environment = {"TURNLOG_WORKERS": "1", "TURNLOG_CLIENT_REPLY": "verbatim", **(environment or {})}
+    environment = {"TURNLOG_WORKERS": "1", **VERBATIM, **(environment or {})}
     place = where if isinstance(where, Place) else Place(where)
     with contextlib.ExitStack() as database:
         place.folder.mkdir(parents=True, exist_ok=True)

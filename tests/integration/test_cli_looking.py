@@ -95,7 +95,7 @@ def test_a_value_that_an_option_does_not_take_is_told_in_our_words() -> None:
 def test_what_matches_nothing_says_so(cli: Stand) -> None:
     nobody = uuid.uuid4().hex
     for command, noun in (("sessions", "session"), ("export", "row"), ("tail", "event")):
-        assert run(command, "--group", nobody).stderr.splitlines()[0] == f"turnlog: no {noun} matches"
+        assert run(command, "--group", nobody).stderr.startswith(f"turnlog: no {noun} matches")
 
 
 def test_forks_are_made_and_shown(cli: Stand) -> None:

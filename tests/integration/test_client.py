@@ -153,7 +153,7 @@ def test_annotations_are_of_numpy_in_and_out(client: Turnlog) -> None:
     for wrong in ([[1.0]], ["a"], [None], [1 << 40]):
         with pytest.raises(ValueError, match="column"):
             session.annotate("scores", wrong, turn=2, over="output")
-    with pytest.raises(ValueError, match="of a turn"):
+    with pytest.raises(ValueError, match="requires a turn"):
         session.annotate("scores", scores, over="output")  # type: ignore[call-overload]
     with pytest.raises(InvalidRequest, match=str(size)):
         session.annotate("scores", scores[1:], turn=2, over="output")

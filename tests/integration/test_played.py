@@ -48,7 +48,7 @@ async def test_a_rollout_is_played_until_it_is_rewarded(stand: Stand, shape: Any
 async def test_a_session_left_open_is_closed_and_another_played(stand: Stand) -> None:
     async with AsyncTurnlog(stand.base_url) as turnlog:
         with pytest.raises(TimeoutError):
-            await Agent(deaths=1)(await turnlog.create_session(session_id="left.0"))
+            await Agent(deaths=1)(await turnlog.create_session(session_id="left.0", history="tree"))
         agent = Agent()
         [row] = await played(turnlog, "left", agent, shape="verl")
         assert (agent.played, row["extra_fields"]["session_id"]) == (1, "left.1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def stand(sglang: SimulatorProcess, vendor: SimulatorProcess, places: Places) ->
         "KEY_OF_THE_JUDGE": KEY,
         "TURNLOG_UPSTREAM_API_KEY": "key-of-the-engines",
         "TURNLOG_FEATURES": "all",
+        "TURNLOG_FILE_ROOT": tempfile.gettempdir(),
         # What is for engines must not hold up or change a turn of text.
         "TURNLOG_REPLAY": "routed_experts",
         "TURNLOG_ENGINE_SESSION_IDS": "true",
@@ -368,7 +370,7 @@ REFUSED = (
     ({"capture": "text"}, 400, "upstream must be one of gone, judge, local, stranger"),
     ({"capture": "text", "upstream": "nobody"}, 400, "upstream must be one of"),
     ({"capture": "text", "upstream": "gone"}, 400, "model is missing"),
-    ({"capture": "text", "upstream": "judge", "adapter": "one"}, 400, "adapter is for sessions of engines"),
+    ({"capture": "text", "upstream": "judge", "adapter": "one"}, 400, "adapter requires capture"),
     ({"upstream": "judge"}, 400, "upstream is for a session with capture"),
     ({"capture": "sound"}, 400, "capture"),
 )

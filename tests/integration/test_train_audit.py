@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.train.audit import Evidence, account, audit, read
 from ops.train.task import digest
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("run")
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(SimulatorProcess("--dialect", "vllm", "--silent-versions"))
-        server = stack.enter_context(ServerProcess(folder, upstreams=[engine.base_url]))
+        server = stack.enter_context(ServerProcess(folder, upstreams=[engine.base_url], environment=VERBATIM))
         turnlog = stack.enter_context(Turnlog(server.base_url))
         turnlog.resume_fleet(version="1")
         run = Run(folder, turnlog)

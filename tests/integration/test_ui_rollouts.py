@@ -115,7 +115,7 @@ def test_a_session_without_turns_an_erased_one_and_a_long_message(stand: Stand) 
     erased = rollout(stand, talk.id, limit=5)
     assert [(turn["asked"], turn["actions"]) for turn in erased["marks"]] == [([], [])]
     (step,) = erased["steps"]
-    assert [entry["message"] for entry in step["messages"]] == [None]
+    assert [entry["message"] for entry in step["messages"]] == [None, None]
 
 
 def summary_of(stand: Stand, session_id: str) -> dict[str, Any]:

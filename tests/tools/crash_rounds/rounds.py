@@ -21,7 +21,7 @@ import aiohttp
 from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
 from app.store.engine import Database
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Problem, verify_url
 from tests.tools.audit import audit
@@ -140,7 +140,7 @@ async def run(
     `folder`, and one server. `mode`: of `MODES`. `payloads`: as TURNLOG_PAYLOADS; the mode is `payloads` then.
     """
     turns = MODES[mode if payloads is None else "payloads"]
-    environment = {**turns.environment, **({} if payloads is None else {"TURNLOG_PAYLOADS": payloads})}
+    environment = {**VERBATIM, **turns.environment, **({} if payloads is None else {"TURNLOG_PAYLOADS": payloads})}
     os.environ.update(environment)  # for the checks
     with (
         tempfile.TemporaryDirectory(prefix="turnlog-crash-", dir=folder) as made,
