@@ -465,6 +465,9 @@ def _parse_mended(protocol: WireProtocol, body: bytes, refusal: InvalidRequest) 
     Raises as `protocol.parse`, or `refusal`, that of the body as it came, if there is nothing to mend.
     """
     if (read := mended(body)) is None:
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            del refusal  # Its traceback has this frame: it would hold itself, and the body.
     request = protocol.parse(read.body)
     return msgspec.structs.replace(request, left_out=(*read.left_out(), *request.left_out))
