@@ -107,6 +107,7 @@ class TurnRequest:
             await self._send_error(error)
             app.freed.refused(stages.request_bytes)
             stages.ended_at = stages.clock()
+            del error  # Its traceback has this frame: it would hold itself, and the body.
         except Exception:
             reservation.release()
             outcome = AppError.code
