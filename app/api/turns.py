@@ -261,6 +261,8 @@ class TurnRequest:
             log.exception("an unexpected fault in a streamed turn")
             await stream.fail(own_error(AppError(INTERNAL), self._head.request_id))
             return AppError.code
+        finally:
+            del task  # An error has this frame in its traceback, and with the task in it would hold itself, and the body.
         if reply.turn is not None:
             if not stream.has_begun:
                 await stream.begin([h for h in self._reply_headers(reply) if h[0] != "content-type"])
