@@ -5,7 +5,8 @@ several servers behind a sharding proxy or extension, or where a transaction's s
 behind a pooler in statement mode, they would be empty, or miss events, without an error.
 
     in one transaction      two events are written, read in order as a reader of all events does, and deleted again
-    once it is committed    it is seen on another connection, and the oldest running transaction has passed it
+    once it is committed    the process's lease is renewed, which is seen on another connection, and the oldest running
+                            transaction has passed the first one
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Written(NamedTuple):
 
 
 def write(tx: Tx, incarnation: int) -> Written:
-    """Write two events, read them and delete them, and renew the process's lease. Raises StoreUnordered.
+    """Write two events, read them and delete them. Raises StoreUnordered.
 
     No session's id has a `~`. Nobody else ever sees the events, since their transaction deletes them.
     """
@@ -86,13 +87,14 @@ def write(tx: Tx, incarnation: int) -> Written:
     tx.run(_forget, {"sid": name})
     if rows != [(1, written.tx), (2, written.tx)]:
         raise StoreUnordered(f"of two events that transaction {written.tx} wrote, {rows} are read as (number, its id)")
-    heartbeat(tx, incarnation)
     return written
 
 
 async def prove(database: Database, incarnation: int) -> None:
     """Raises StoreUnordered, StoreUnavailable, StoreFull, WriteConflict."""
     written = await database.write(partial(write, incarnation=incarnation), durable=True)
+    # Apart: a commit that waits for its standby keeps its locks, and the process would lose its lease meanwhile.
+    await database.write(partial(heartbeat, incarnation=incarnation), durable=False)
     clock = asyncio.get_running_loop().time
     deadline = clock() + SETTLE_S
     for look in itertools.count(1):
