@@ -127,7 +127,7 @@ class Turnlog(FastAPI):
                 self._services.metrics.request_failed(refusal.code)
                 parts = error_parts(refusal, protocol_at(head.path), head.request_id)
                 await send_reply(head.hardening(send), *parts)
-            elif head.method == "POST" and (protocol := ROUTES.get(head.route)) is not None:
+            elif (protocol := ROUTES.get(head.route)) is not None and head.method in protocol.methods:
                 await TurnRequest(self._services, protocol, head, receive, send).run()
             elif endpoint := _DIRECT.get((head.method, head.path_session is not None, head.route)):
                 await serve_direct(self._services, endpoint, head, receive, send)

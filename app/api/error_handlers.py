@@ -120,8 +120,8 @@ def _refusal(request: Request, status: int, code: str, message: str, headers: di
 def _allowed(request: Request) -> list[str]:
     """The methods of all routes with this path."""
     app: FastAPI = request.app
-    if _TURN.fullmatch(route_path(request.scope)):
-        return ["POST"]
+    if turn := _TURN.fullmatch(route_path(request.scope)):
+        return [*ROUTES[turn[2]].methods]
     direct: Collection[DirectRoute] = app.state.direct_routes
     path = route_path(request.scope)
     allowed = {method for route in direct if route.matches(path) for method in route.methods}

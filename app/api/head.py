@@ -357,7 +357,8 @@ def _check_session_token(token_session: str, head: Head) -> AppError | None:
         if method not in _READS and _ANNOTATION.fullmatch(head.route):
             return Forbidden("a session token cannot write annotations")
         return None
-    if method == "POST" and (path in ROUTES or path == COUNT_TOKENS):
+    protocol = ROUTES.get(path)
+    if (protocol is not None and method in protocol.methods) or (method == "POST" and path == COUNT_TOKENS):
         return None
     if method in _READS and (path == MODELS or path.startswith(f"{MODELS}/") or _STORED.fullmatch(path)):
         return None

@@ -56,8 +56,10 @@ HARNESSES = (
         makes_up_ids=True,
     ),
     Harness("x-multi-turn-session-id"),
+    Harness("x-smg-routing-key"),
 )
-"""Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's, a generic one. The first one present is used."""
+"""Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's, a generic one, that of SGLang's router. The first one
+present is used."""
 
 AGENT, PARENT, FINAL = "x-turnlog-agent-id", "x-turnlog-parent-session-id", "x-dynamo-session-final"
 """Headers that are valid with any harness and take precedence over the harness's own."""
@@ -278,8 +280,9 @@ def session_of_request(
         if without_session == "refuse":
             expected = ", ".join(harness.session for harness in HARNESSES)
             raise InvalidRequest(
-                f"no session: send one of the headers {expected}, nvext.session_control or its own token "
-                "(TURNLOG_WITHOUT_SESSION=record gives a turn one of its own)"
+                "no session: use the url that POST /sessions returns as the base URL, or name the session in a header "
+                f"({expected}) or in nvext.session_control, or send its own token as the API key "
+                "(TURNLOG_WITHOUT_SESSION=record gives a request that names none a session of its own)"
             )
         session_id = _made_up(headers)
     main = given[harness.session] if harness is not None else session_id

@@ -237,7 +237,7 @@ class _Builder:
                     "responses": {"200": self._reply(reply), **self._errors(TURN, engines_too=True)},
                     "security": SECURITY["session"],
                 }
-                paths[prefix + protocol.route] = {"post": operation}
+                paths[prefix + protocol.route] = {method.lower(): operation for method in protocol.methods}
         return paths
 
     def _reply(self, reply: Reply) -> Schema:

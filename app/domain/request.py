@@ -47,6 +47,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     """
 
     shape: ClassVar[EngineShape] = "chat"
+    key: ClassVar[str | None] = None
 
     messages: Sequence[msgspec.Raw]
     tools: msgspec.Raw | None
@@ -69,11 +70,10 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """As `ChatRequest`, with a prompt instead of messages: as `text` or as `ids`."""
+    """As `ChatRequest`, with a prompt instead of messages: as `text` or as `ids`. `key` is a retry's, where the body
+    has one."""
 
     shape: ClassVar[EngineShape] = "completions"
-    protocol: ClassVar[str] = "completions"
-    echo: ClassVar[bytes | None] = None
     refusal: ClassVar[str | None] = None
     beginning: ClassVar[bytes | None] = None
 
@@ -83,6 +83,9 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     stream: bool
     control: SessionControl | None = None
     left_out: Sequence[str] = ()
+    protocol: str = "completions"
+    echo: bytes | None = None
+    key: str | None = None
 
 
 class _Message(msgspec.Struct):

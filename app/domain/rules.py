@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from app.domain.calls import OddCalls
-from app.domain.events import BranchCause, History
+from app.domain.events import COMPLETIONS, BranchCause, History
 from app.domain.session import Session, Turn, Turns
 from app.errors import HistoryMismatch, RollbackTooDeep
 
@@ -79,7 +79,7 @@ class TreeIndex:
 
     def add(self, turn: Turn) -> None:
         """A turn has been committed."""
-        number, hashes, is_chat = turn.number, turn.message_hashes, turn.protocol != "completions"
+        number, hashes, is_chat = turn.number, turn.message_hashes, turn.protocol not in COMPLETIONS
         self._turns[number] = turn
         keys: list[tuple[_Newest, str | int | None]] = [
             (self.by_parent, turn.parent if turn.base_messages else 0),
@@ -430,7 +430,7 @@ def superseded(session: Session) -> set[int]:
 
 def _compared(session: Session, leaf: Turn, request: RequestHistory) -> Plan:
     """Where a request joins that does not simply continue the newest turn. Raises as `Linear.join`."""
-    if leaf.protocol == "completions":
+    if leaf.shape == "completions":
         return diverging(session, HistoryMismatch.of("the session's last turn is a completion, not a chat"))
     history = session.message_chain(leaf.number)
     equal = _equal_messages(history, request, session.config.rollback_window)

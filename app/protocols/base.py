@@ -50,15 +50,18 @@ class LiveRenderer(Protocol):
 
 
 class WireProtocol(Protocol):
-    """One protocol. `route` is its path below a base URL. `is_native`: engines speak it, so that their replies and
-    errors pass as they are. `has_layouts`: its requests say where a long body's messages are, so that the next body is
-    known by its bytes. `history` is that of a session whose first turn comes in this protocol and that has none yet.
-    `keepalive` is sent while a stream waits for its turn. `schema` is a request's JSON schema, with a title, for the
-    OpenAPI document, and `example` a request."""
+    """One protocol. `route` is its path below a base URL, for `methods`. `is_native`: engines speak it, so that their
+    replies and errors pass as they are. `gives_payloads`: its clients read replay payloads that they did not ask for.
+    `has_layouts`: its requests say where a long body's messages are, so that the next body is known by its bytes.
+    `history` is that of a session whose first turn comes in this protocol and that has none yet. `keepalive` is sent
+    while a stream waits for its turn. `schema` is a request's JSON schema, with a title, for the OpenAPI document, and
+    `example` a request."""
 
     name: str
     route: str
+    methods: tuple[str, ...]
     is_native: bool
+    gives_payloads: bool
     has_layouts: bool
     history: History
     keepalive: bytes

@@ -440,7 +440,9 @@ class LiveChat:
 class Chat:
     name = "chat"
     route = "/v1/chat/completions"
+    methods: tuple[str, ...] = ("POST",)
     is_native = True
+    gives_payloads = False
     has_layouts = True
     history: History = "linear"
     keepalive = KEEPALIVE

@@ -10,9 +10,11 @@ from app.protocols.chat import Chat
 from app.protocols.completions import Completions
 from app.protocols.messages import Messages
 from app.protocols.responses import Compaction, Responses
+from app.protocols.tokens import SglangGenerate, VllmGenerate
 
 PROTOCOLS: Mapping[str, WireProtocol] = {
-    protocol.name: protocol for protocol in (Chat(), Completions(), Messages(), Responses())
+    protocol.name: protocol
+    for protocol in (Chat(), Completions(), Messages(), Responses(), VllmGenerate(), SglangGenerate())
 }
 """By name, as the log has it."""
 

@@ -18,6 +18,7 @@ import msgspec
 
 from app.domain.calls import OddCalls, sampled_calls
 from app.domain.events import (
+    COMPLETIONS,
     BlobsTombstoned,
     Recorded,
     SessionErased,
@@ -471,7 +472,7 @@ class SessionCache:
             return
         if live.unread.exchanges or live.unread.tokens:
             live.unread = StoredContent()
-        if turn.protocol != "completions":
+        if turn.protocol not in COMPLETIONS:
             live.messages.extend(turn.parent if turn.base_messages else 0, number, messages)
         if tokens is not None:
             trimmed = _trimmed(live.session, turn)

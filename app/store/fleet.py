@@ -70,6 +70,14 @@ def generating(connection: Connection, adapter: str) -> list[tuple[str, int, int
     return [(row[0], row[1], row[2]) for row in connection.execute(_generating, {"adapter": adapter})]
 
 
+def generating_by_key(connection: Connection, keys: Sequence[str] | None) -> list[tuple[str, int, int]]:
+    """Session, fence and incarnation of the open turns with these retry keys, in any process; of all without keys."""
+    claims = select(open_turns.c.session_id, open_turns.c.fence, open_turns.c.incarnation)
+    if keys is not None:
+        claims = claims.where(open_turns.c.retry_key.in_(keys))
+    return [(row[0], row[1], row[2]) for row in connection.execute(claims)]
+
+
 def open_counts(connection: Connection) -> dict[str | None, int]:
     """Number of open turns by adapter; None counts those without one."""
     return {row[0]: row[1] for row in connection.execute(_counts)}

@@ -16,7 +16,7 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
 from app.turn.client_reply import Parts, shown
 from app.turn.engine_call import adapter_of
-from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage
+from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage, hash_key
 from app.turn.large_bodies import INLINE_BYTES, INLINE_VALUES, large_bytes, large_history
 from app.turn.points import TurnPath
 from app.upstream.body import Body
@@ -254,6 +254,8 @@ class Turns:
         if prefill.CONTINUES in request.params and isinstance(request, ChatRequest):
             request = prefill.with_beginning(request)
         turn.request, turn.large = request, large
+        if request.key is not None and turn.retry_key is None:
+            turn.retry_key = hash_key(request.key)
         turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
 
     def _read(self, turn: InFlightTurn, entry: CacheEntry) -> None:
@@ -345,7 +347,7 @@ class Turns:
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
             await self._services.writer.submit(Settled(session_id))
-        kinds = REPLAY if self._is_verbatim(turn) else asked_for(turn.request.params)
+        kinds = self._payloads(turn)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         turn.waiter.grow(len(body))
         return TurnReply(
@@ -415,11 +417,18 @@ class Turns:
         """A text upstream was asked for nothing but what its client asked for."""
         return turn.session.is_text or self._services.settings.client_reply == "verbatim"
 
+    def _payloads(self, turn: InFlightTurn) -> Collection[str]:
+        """The kinds of replay payload that the reply keeps."""
+        if self._is_verbatim(turn) or PROTOCOLS[turn.request.protocol].gives_payloads:
+            return REPLAY
+        return asked_for(turn.request.params)
+
     async def _shown(self, turn: InFlightTurn, body: Body, places: Sequence[PayloadRange]) -> Parts:
         """The reply, whose long values are at these places, without what the client did not ask for, or what no other
         protocol has."""
         if not PROTOCOLS[turn.request.protocol].is_native:
-            return body.without([(place.start, place.end) for place in places])
+            kinds = self._payloads(turn)
+            return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
         if self._is_verbatim(turn):
             return body.pieces
         decoded_bytes = len(body)

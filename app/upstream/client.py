@@ -23,7 +23,21 @@ MMAP_BYTES = 4 << 20
 SHORT = 64 << 10
 """Parts of a body up to this size are joined before they are sent; longer bodies are sent as they lie in memory."""
 
+PASSED_GETS = ("/version", "/get_model_info", "/model_info", "/health_generate")
+PASSED_POSTS = ("/tokenize", "/detokenize", "/v1/chat/completions/render")
+"""What one engine is asked, where a trainer asks Turnlog."""
+
+CHANGES = (
+    *("/flush_cache", "/reset_prefix_cache", "/update_weights_from_disk", "/update_weight_version"),
+    *("/load_lora_adapter", "/unload_lora_adapter"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+"""What every engine is told, where a trainer tells Turnlog."""
+
 PATHS = (
+    *PASSED_GETS,
+    *PASSED_POSTS,
+    *CHANGES,
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
     *("/health", "/model_info", "/is_paused", "/weight_info", "/server_info"),
     *("/abort_requests", "/inference/v1/abort_requests"),

@@ -80,6 +80,21 @@ class UpdateWeightVersion(Struct):
     abort_all_requests: bool = True
 
 
+class UpdateWeights(Struct):
+    """Of SGLang, from a folder, which is not read."""
+
+    model_path: str
+    weight_version: str | None = None
+
+
+class Tokenize(Struct):
+    prompt: str
+
+
+class Detokenize(Struct):
+    tokens: list[int]
+
+
 class AbortRequests(Struct):
     """Of both of vLLM's routes. None or no ids at all: the development mode aborts everything."""
 
@@ -92,6 +107,8 @@ class Latency(Struct, forbid_unknown_fields=True):
     latency_s: float | None = None
     latency_ms: float | None = None
 
+
+MODEL_LENGTH = 1_048_576
 
 HEALTH_PATIENCE_S = 20.0
 """Seconds that SGLang's ``/health`` waits for the token that it generates."""
@@ -110,6 +127,8 @@ class Control:
             ("GET", "/health"): self._health,
             ("GET", "/v1/models"): self._models,
             ("POST", "/v1/messages/count_tokens"): self._count_tokens,
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
             ("POST", "/sim/behaviour"): self._sim_behaviour,
             ("POST", "/sim/faults"): self._sim_faults,
             ("POST", "/sim/replies"): self._sim_replies,
@@ -126,6 +145,8 @@ class Control:
                 ("POST", "/pause_generation"): self._pause_generation,
                 ("POST", "/continue_generation"): self._continue_generation,
                 ("POST", "/update_weight_version"): self._update_weight_version,
+                ("POST", "/update_weights_from_disk"): self._update_weights,
+                ("POST", "/flush_cache"): self._flush_cache,
                 ("GET", "/model_info"): self._model_info,
                 ("GET", "/get_model_info"): self._model_info,
                 ("GET", "/server_info"): self._server_info,
@@ -144,6 +165,7 @@ class Control:
                     ("GET", "/is_paused"): self._vllm_is_paused,
                     ("POST", "/abort_requests"): self._vllm_abort,
                     ("GET", "/weight_info"): self._vllm_weight_info,
+                    ("POST", "/reset_prefix_cache"): self._vllm_reset_cache,
                     ("POST", "/update_weight_version"): self._vllm_update_weight_version,
                 }
                 if self._engine.config.logprobs_mode is not None:
@@ -174,7 +196,7 @@ class Control:
             "created": 0,
             "owned_by": self._engine.config.dialect,
             "root": model,
-            "max_model_len": 1_048_576,
+            "max_model_len": MODEL_LENGTH,
         }
         return json_reply({"object": "list", "data": [card]})
 
@@ -185,6 +207,27 @@ class Control:
             return json_reply({"input_tokens": count(self._engine.template, body)})
         except BadRequest as error:
             return self._engine.error(str(error), error.status)
+
+    async def _tokenize(self, body: bytes, query: Query) -> Reply:
+        ids = self._engine.tokenizer.ids(msgspec.json.decode(body, type=Tokenize).prompt)
+        return json_reply({"tokens": ids, "count": len(ids), "max_model_len": MODEL_LENGTH})
+
+    async def _detokenize(self, body: bytes, query: Query) -> Reply:
+        text = self._engine.tokenizer.decode(msgspec.json.decode(body, type=Detokenize).tokens)
+        return json_reply({"prompt" if self._engine.config.dialect == "vllm" else "text": text})
+
+    async def _flush_cache(self, body: bytes, query: Query) -> Reply:
+        return Reply((b"Cache flushed.\n",), content_type=b"text/plain; charset=utf-8")
+
+    async def _vllm_reset_cache(self, body: bytes, query: Query) -> Reply:
+        return Reply((b"",))
+
+    async def _update_weights(self, body: bytes, query: Query) -> Reply:
+        request = msgspec.json.decode(body, type=UpdateWeights)
+        if request.weight_version is not None:
+            self._engine.runs.new_version(request.weight_version)
+            self._engine.weight_version = request.weight_version
+        return json_reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
     async def _server_info(self, body: bytes, query: Query) -> Reply:
         """Of SGLang's arguments those that say how it samples, streams and parses."""

@@ -50,6 +50,7 @@ STORED = "/v1/responses/{response_id}"
 HEADER_ROUTES = {
     *(("GET", path) for path in ("/v1/models", MODEL, STORED, f"{STORED}/input_items")),
     *(("POST", path) for path in (*GENERATING, "/v1/messages/count_tokens")),
+    ("PUT", "/generate"),
 }
 
 

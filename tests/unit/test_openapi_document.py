@@ -40,7 +40,12 @@ def test_every_route_is_in_it(document: dict[str, Any]) -> None:
         for method in (route.methods or set()) - {"HEAD"}
     }
     routes |= {f"{route.method} {route.path}" for route in app.state.direct_routes}
-    turns = {f"POST {prefix}{route}" for route in ROUTES for prefix in ("", "/sessions/{session_id}")}
+    turns = {
+        f"{method} {prefix}{protocol.route}"
+        for protocol in ROUTES.values()
+        for method in protocol.methods
+        for prefix in ("", "/sessions/{session_id}")
+    }
     # A redirect to the page is nothing to call.
     assert set(operations(document)) == (routes - {"GET /ui/"}) | turns
 

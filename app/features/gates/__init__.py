@@ -1,6 +1,6 @@
 """Gates: turns are held back while a trainer changes weights, of one adapter or of the whole fleet.
 
-    routes              `/fleet`, `/adapters`, and SkyRL's names for them
+    routes              `/fleet`, `/adapters`, SkyRL's names for them, and those of an engine (`engine_routes.py`)
     a turn              waits at a shut gate before its claim, before it is sent, and at the last moment
                         (`TurnPoints.before_claim`, `before_engine`, `may_send`)
     engines             are told to pause, to resume and to abort   (`upstream.control`)
@@ -42,15 +42,22 @@ METRICS = (
 )
 
 
+class Updated:
+    """The version of weights that were changed while turns were held back, for the resume that follows."""
+
+    version: str | None = None
+
+
 class Paused(NamedTuple):
     gates: Gates
     pauses: Pauses
+    updated: Updated
 
 
 def routers() -> list[APIRouter]:
-    from app.features.gates import routes, skyrl
+    from app.features.gates import engine_routes, routes, skyrl
 
-    return [routes.router, skyrl.router]
+    return [routes.router, skyrl.router, engine_routes.router]
 
 
 def add_to(services: Services) -> Paused:
@@ -76,7 +83,7 @@ def add_to(services: Services) -> Paused:
     services.starts.append(pauses.start)
     services.turn_ends.append(pauses.stop)
     services.refreshes.append(refresh)
-    return Paused(gates, pauses)
+    return Paused(gates, pauses, Updated())
 
 
 def in_turns(services: Services) -> Gates:

@@ -172,6 +172,7 @@ def reply(state: Mapping[str, Any], engines: Mapping[str, reply_types.Told]) -> 
     failed = [url for url, result in engines.items() if not result["ok"]]
     if not failed:
         return JSONResponse(body)
-    gate = "shut" if state.get("paused") else "open"
-    error = EnginesFailed(f"the gate is {gate}, but {len(failed)} of {len(engines)} engines did not take the order")
+    gate = "" if "paused" not in state else f"the gate is {'shut' if state['paused'] else 'open'}, but "
+    why = engines[failed[0]]["error"]
+    error = EnginesFailed(f"{gate}{len(failed)} of {len(engines)} engines did not take the order: {failed[0]}: {why}")
     return JSONResponse({**error.body(), **body}, error.status, error.headers())

@@ -50,7 +50,9 @@ EXAMPLE: Schema = {
 class Messages:
     name = "messages"
     route = "/v1/messages"
+    methods: tuple[str, ...] = ("POST",)
     is_native = False
+    gives_payloads = False
     has_layouts = True
     history: History = "tree"
     keepalive = event({"type": "ping"}, "ping")

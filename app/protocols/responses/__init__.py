@@ -49,7 +49,9 @@ EXAMPLE: Schema = {"model": "simulator", "input": "What is 6 times 7?"}
 class Responses:
     name = "responses"
     route = "/v1/responses"
+    methods: tuple[str, ...] = ("POST",)
     is_native = False
+    gives_payloads = False
     has_layouts = True
     history: History = "tree"
     keepalive = KEEPALIVE

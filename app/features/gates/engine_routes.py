@@ -1,0 +1,279 @@
+"""What a trainer asks an engine's address for, where it has Turnlog's instead. `ROUTES` is the whole list.
+
+    answered                 what Turnlog knows: its engines, whether turns are held back
+    passed to one engine     what every engine answers alike: its tokenizer, its model
+    gated, then all engines  what changes an engine: turns are held back meanwhile
+    by id                    the generations of turns that a client has named
+    refused                  what is meant for one engine's ranks: sent to several, it would corrupt their group
+
+A path that is not listed is 404: nothing reaches an engine by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.api.bodies import body_of
+from app.api.describe import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, describe, json_reply
+from app.api.head import route_path
+from app.api.state import services, whole_body
+from app.domain.fleet import PauseMode
+from app.domain.session import rid_of
+from app.errors import EnginesFailed, InvalidRequest, Unsupported
+from app.features.gates.routes import LEASE_S, MAX_NAME, paused, reply
+from app.store import fleet as store
+from app.turn.in_flight import hash_key
+from app.upstream import headers as http_headers
+from app.upstream.client import CHANGES, PASSED_GETS, PASSED_POSTS, EngineReply
+from app.upstream.http import EngineError
+from turnlog import replies as reply_types
+
+if TYPE_CHECKING:
+    from app.services import Services
+
+router = APIRouter(tags=["As an engine"])
+
+UPDATE_S = 600.0
+"""How long an engine may take to change its weights."""
+
+REFUSED = (
+    *("/init_broadcaster", "/init_weights_update_group", "/init_weight_transfer_engine", "/start_weight_update"),
+    *("/finish_weight_update", "/update_weights", "/update_weights_from_distributed", "/update_weights_from_tensor"),
+    *("/update_weights_from_ipc", "/collective_rpc", "/sleep", "/wake_up", "/release_memory_occupation"),
+    *("/resume_memory_occupation", "/get_world_size"),
+)
+
+_VLLMS_MODES: Mapping[str, PauseMode] = {"abort": "abort", "keep": "in_place"}
+
+
+class PauseGeneration(BaseModel):
+    """The body of SGLang's `/pause_generation`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    mode: PauseMode = "abort"
+
+
+class AbortRequest(BaseModel):
+    """The body of SGLang's `/abort_request`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    rid: str | None = Field(default=None, max_length=MAX_NAME)
+    abort_all: bool = False
+
+
+class AbortRequests(BaseModel):
+    """The body of vLLM's `/abort_requests`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    request_ids: list[str] = Field(min_length=1, max_length=4096)
+
+
+class _Stamp(msgspec.Struct):
+    """The version that an update gives the weights, as `/update_weights_from_disk` or `/update_weight_version` names
+    it."""
+
+    weight_version: str | None = None
+    new_version: str | None = None
+
+
+# answered
+
+
+@router.get("/ping")
+@describe("Is the process there?", "admin", json_reply(ANYTHING))
+async def ping() -> dict[str, Any]:
+    return {}
+
+
+@router.get("/workers")
+@describe("The engines, as SGLang's router lists them", "admin", json_reply(ANYTHING))
+async def workers(request: Request) -> dict[str, Any]:
+    """Their own addresses: a trainer that aborts or updates each engine by itself reaches them without Turnlog."""
+    urls = list(services(request).engines.members)
+    return {"workers": [{"id": url, "url": url, "worker_type": "regular"} for url in urls], "total": len(urls)}
+
+
+@router.get("/list_workers")
+@describe("The engines, as older routers list them", "admin", json_reply(ANYTHING))
+async def list_workers(request: Request) -> dict[str, Any]:
+    return {"urls": list(services(request).engines.members)}
+
+
+@router.get("/is_paused")
+@describe("Are all turns held back?", "admin", json_reply(ANYTHING), errors=WRITE)
+async def is_paused(request: Request) -> dict[str, Any]:
+    return {"is_paused": (await services(request).fleet.refresh()).gate.is_shut}
+
+
+# passed to one engine
+
+
+async def pass_on(request: Request) -> Response:
+    """The answer of one engine, to the same request."""
+    app = services(request)
+    path, headers = route_path(request.scope), http_headers.to_engine((), "", app.settings.upstream_api_key)
+    body = await whole_body(request, app.settings.max_request_bytes) if request.method == "POST" else b""
+
+    def ask(url: str) -> Awaitable[EngineReply]:
+        return app.client.post(url + path, body, headers) if body else app.client.get(url + path, headers)
+
+    app.engines.require_some()
+    answer = await app.engines.first_reached(app.engines.order(""), ask)
+    return Response(answer.body.joined(), answer.status, dict(http_headers.to_client(answer.headers)))
+
+
+# gated, then all engines
+
+
+@router.post("/pause")
+@describe("vLLM's pause", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
+async def pause(
+    request: Request,
+    mode: Annotated[Literal["abort", "wait", "keep"], Query(description="As vLLM has them.")] = "abort",
+) -> Response:
+    """As `POST /fleet/pause` with a lease of ten minutes. `wait` is 400: a turn may take hours, and the gate holds new
+    ones back meanwhile."""
+    if mode not in _VLLMS_MODES:
+        raise Unsupported("mode must be abort or keep: turns in flight may take hours")
+    return reply({"status": "paused"}, await paused(request).pauses.pause_fleet(_VLLMS_MODES[mode], LEASE_S))
+
+
+@router.post("/pause_generation")
+@describe(
+    "SGLang's pause",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, EnginesFailed, *WRITE),
+    body=PauseGeneration,
+    optional_body=True,
+)
+async def pause_generation(request: Request) -> Response:
+    """As `POST /fleet/pause` with a lease of ten minutes."""
+    order = await body_of(request, PauseGeneration, is_optional=True)
+    return reply({"status": "ok"}, await paused(request).pauses.pause_fleet(order.mode, LEASE_S))
+
+
+async def resume(request: Request) -> Response:
+    """As `POST /fleet/resume`, with the version of the last update through this process, if there was one."""
+    feature = paused(request)
+    version, feature.updated.version = feature.updated.version, None
+    return reply({"status": "ok"}, await feature.pauses.resume_fleet(version))
+
+
+async def change(request: Request) -> Response:
+    """Hold all turns back, send the request to every engine, and resume, unless the turns were held back before."""
+    app, feature = services(request), paused(request)
+    body = await whole_body(request, app.settings.max_request_bytes)
+    stamp = _stamp(body)
+    was_shut = (await app.fleet.refresh()).gate.is_shut
+    engines = {} if was_shut else await feature.pauses.pause_fleet("in_place", LEASE_S)
+    try:
+        if all(one["ok"] for one in engines.values()):
+            engines = await _everywhere(app, route_path(request.scope), body)
+    finally:
+        is_done = all(one["ok"] for one in engines.values())
+        version = stamp if is_done else None
+        if was_shut:
+            feature.updated.version = version or feature.updated.version
+        else:
+            await feature.pauses.resume_fleet(version)
+    return reply({"success": is_done, "message": f"{len(engines)} engines"}, engines)
+
+
+async def _everywhere(app: Services, path: str, body: bytes) -> dict[str, reply_types.Told]:
+    """The request's outcome at every engine."""
+    headers = http_headers.to_control(app.settings.upstream_api_key)
+
+    async def order(url: str) -> reply_types.Told:
+        try:
+            async with asyncio.timeout(UPDATE_S):
+                reply = await app.client.post(url + path, body, headers)
+        except EngineError as failed:
+            return reply_types.Told(ok=False, error=f"{path}: {failed}", aborted=0)
+        except TimeoutError:
+            return reply_types.Told(ok=False, error=f"{path}: no answer within {UPDATE_S:g} s", aborted=0)
+        error = None if reply.status == 200 else f"{path}: it answered {reply.status}"
+        return reply_types.Told(ok=error is None, error=error, aborted=0)
+
+    members = list(app.engines.members)
+    return dict(zip(members, await asyncio.gather(*map(order, members)), strict=True))
+
+
+def _stamp(body: bytes) -> str | None:
+    """Raises InvalidRequest."""
+    if not body.strip():
+        return None
+    try:
+        stamp = msgspec.json.decode(body, type=_Stamp)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest("the body must be a JSON object; a version in it is text") from error
+    return stamp.weight_version or stamp.new_version
+
+
+# by id
+
+
+@router.post("/abort_request")
+@describe("Abort one generation, or all", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=AbortRequest)
+async def abort_request(request: Request) -> dict[str, Any]:
+    """The generation of the turn whose request had this `rid`, in any process; with `abort_all` every one."""
+    order = await body_of(request, AbortRequest)
+    if not order.abort_all and not order.rid:
+        raise InvalidRequest("rid is missing, and abort_all is not true")
+    keys = None if order.abort_all else [hash_key(f"sglang_generate:{order.rid}")]
+    return {"aborted": await _abort(services(request), keys)}
+
+
+@router.post("/abort_requests")
+@describe("Abort generations by their ids", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=AbortRequests)
+async def abort_requests(request: Request) -> dict[str, Any]:
+    """The generations of the turns whose requests had these `request_id`s, in any process."""
+    order = await body_of(request, AbortRequests)
+    return {"aborted": await _abort(services(request), [hash_key(f"vllm_generate:{one}") for one in order.request_ids])}
+
+
+async def _abort(app: Services, keys: list[str] | None) -> int:
+    """Have the engines end these generations; what was sampled commits as aborted, if the session returns that."""
+    claims = await app.database.read(partial(store.generating_by_key, keys=keys))
+    await asyncio.gather(*(app.engines.abort(rid_of(*claim)) for claim in claims))
+    return len(claims)
+
+
+# refused
+
+
+async def refuse(request: Request) -> Response:
+    """400: the request is meant for one engine's ranks. The message names the engines' own addresses."""
+    engines = ", ".join(services(request).engines.members) or "there are none"
+    raise Unsupported(f"{route_path(request.scope)} is an engine's own: send it to the engines themselves ({engines})")
+
+
+_ENGINES_REPLY = Reply("The engine's reply.", {JSON: ANYTHING})
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def _add(paths: tuple[str, ...], methods: list[str], endpoint: _Endpoint, described: Callable[[Any], Any]) -> None:
+    for path in paths:
+        router.add_api_route(path, described(endpoint), methods=methods, include_in_schema=True)
+
+
+_PASSED = describe("Ask one engine", "admin", _ENGINES_REPLY, errors=(*BODY, *ENGINE), passes_engines_errors=True)
+_add(PASSED_GETS, ["GET"], pass_on, _PASSED)
+_add(PASSED_POSTS, ["POST"], pass_on, _PASSED)
+_RESUMED = describe("Resume", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
+_add(("/resume", "/continue_generation"), ["POST"], resume, _RESUMED)
+_CHANGED = describe("Change every engine", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
+_add(CHANGES, ["POST"], change, _CHANGED)
+_REFUSED = describe("Refused: the engines' own", "admin", json_reply(ANYTHING), errors=(Unsupported,))
+_add(REFUSED, ["POST"], refuse, _REFUSED)

@@ -1,0 +1,418 @@
+"""Clients that send token ids and take token ids: vLLM's `/inference/v1/generate` and SGLang's `/generate`.
+
+Both are spellings of a completion whose prompt is ids, and so is what an engine is asked. `request_id` and `rid` are a
+retry's key. A stream is the whole reply as one event, after the commit.
+
+    vLLM      token_ids, sampling_params {max_tokens: the model's rest where absent, ...}
+    SGLang    input_ids, sampling_params {max_new_tokens: 128 where absent, ...}; at the same path
+              `prompt: {prompt_token_ids}` is vLLM's demo server
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.domain.known_body import ContinuedBody
+from app.domain.request import (
+    CompletionRequest,
+    TokenIds,
+    engine_params,
+    fields_of,
+    flag,
+    require_one,
+    require_top,
+    token_ids,
+    value_of,
+)
+from app.errors import InvalidRequest, Unsupported
+from app.protocols.base import COMMON, IDS, ONE, TEXT, CommittedReply, Schema, nullable
+from app.protocols.chat import DONE
+from app.protocols.completions import Completions
+from app.protocols.sse import event
+
+Fields = dict[str, msgspec.Raw]
+
+_NULL = msgspec.Raw(b"null")
+_FIELDS = msgspec.json.Decoder(Fields)
+
+MAX_KEY = 256
+"""Characters of a `request_id` or `rid`."""
+
+SGLANGS_LIMIT = msgspec.Raw(b"128")
+"""Tokens of a `/generate` without `max_new_tokens`."""
+
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""SGLang's sampling parameters that a completion calls otherwise."""
+
+_NOT_VLLMS = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+_NOT_SGLANGS = (
+    *("text", "input_embeds", "image_data", "video_data", "audio_data", "session_params", "token_ids_logprob"),
+    *("return_hidden_states", "bootstrap_room"),
+)
+"""Fields of a prompt that is not one list of ids, and of values that a completion does not give."""
+
+_NOT_COMPLETIONS = ("extra_args", "bad_words", "logprob_token_ids", "structural_tag")
+"""Sampling parameters that an engine's completion would drop in silence."""
+
+_OF_ENGINES = ("stream_options", "detokenize", "output_kind", "flat_logprobs", "output_text_buffer_length")
+"""What says how an engine hands its tokens over."""
+
+_SAMPLING: Schema = {"type": "object", "description": "As the engine's own route takes them; `n` is 1."}
+
+VLLM_REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
+    "title": "InferenceGenerateRequest",
+    "type": "object",
+    "description": "vLLM's request with a prompt of token ids.",
+    "properties": {
+        "token_ids": IDS,
+        "sampling_params": nullable(_SAMPLING),
+        "model": COMMON["model"],
+        "stream": nullable({"type": "boolean"}),
+        "request_id": {**nullable(TEXT), "description": "The key of a retry, as `Idempotency-Key`."},
+        "return_token_ids": {**nullable({"type": "boolean"}), "description": "Repeat the prompt's ids."},
+        "output_mode": nullable({"const": "tokens"}),
+    },
+    "required": ["token_ids"],
+    "additionalProperties": True,
+}
+
+VLLM_EXAMPLE: Schema = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8}}
+
+SGLANG_REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
+    "title": "GenerateRequest",
+    "type": "object",
+    "description": "SGLang's request with one prompt of token ids.",
+    "properties": {
+        "input_ids": IDS,
+        "prompt": {"description": "As vLLM's demo server takes it, `{prompt_token_ids}`, in place of `input_ids`."},
+        "sampling_params": nullable(_SAMPLING),
+        "return_logprob": nullable({"type": "boolean"}),
+        "rid": {**nullable(TEXT), "description": "The key of a retry, as `Idempotency-Key`."},
+        "stream": nullable({"type": "boolean"}),
+        "n": nullable(ONE),
+    },
+    "additionalProperties": True,
+}
+
+SGLANG_EXAMPLE: Schema = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What of the request its reply needs. `prompt` are the ids to repeat; `has_text`: vLLM's `output_mode` text;
+    `is_legacy`: as vLLM's demo server."""
+
+    request_id: str | None = None
+    prompt: msgspec.Raw = _NULL
+    logprobs: bool = True
+    has_text: bool = False
+    is_legacy: bool = False
+
+
+_WANTED = msgspec.json.Decoder(Wanted)
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[msgspec.Raw]
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, msgspec.Raw] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: msgspec.Raw
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: str | None = None
+    matched_stop: msgspec.Raw = _NULL
+    stop_reason: msgspec.Raw = _NULL
+    routed_experts: msgspec.Raw = _NULL
+    sampling_mask: msgspec.Raw = _NULL
+    prompt_logprobs: msgspec.Raw = _NULL
+    weight_versions: msgspec.Raw = _NULL
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Versions(msgspec.Struct):
+    weight_version: msgspec.Raw = _NULL
+    weight_versions: msgspec.Raw = _NULL
+
+
+class _Extension(msgspec.Struct):
+    routed_experts: msgspec.Raw = _NULL
+    indexer_topk: msgspec.Raw = _NULL
+
+
+class _Reply(msgspec.Struct):
+    """An engine's completion, SGLang's or vLLM's. It was validated before its commit."""
+
+    choices: list[_Choice]
+    id: msgspec.Raw = _NULL
+    created: msgspec.Raw = _NULL
+    model: msgspec.Raw = _NULL
+    usage: msgspec.Raw = _NULL
+    metadata: _Versions | None = None
+    sglext: _Extension | None = None
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+_USAGE = msgspec.json.Decoder(_Usage)
+
+
+def _sampling(fields: Fields) -> Fields:
+    """The members of `sampling_params` that are set, and a limit that is set to null. Raises InvalidRequest,
+    Unsupported."""
+    raw = fields.pop("sampling_params", _NULL)
+    if bytes(raw) == b"null":
+        return {}
+    if bytes(raw)[:1] != b"{":
+        raise InvalidRequest("sampling_params must be an object")
+    value_of(raw, "sampling_params")
+    sampling = {_RENAMED.get(name, name): value for name, value in _FIELDS.decode(raw).items()}
+    _refuse(sampling, _NOT_COMPLETIONS)
+    return {name: value for name, value in sampling.items() if name == "max_tokens" or bytes(value) != b"null"}
+
+
+def _refuse(fields: Fields, names: Sequence[str]) -> None:
+    """Remove the fields; raises Unsupported for one that asks for something."""
+    for name in names:
+        if name in fields and value_of(fields.pop(name), name) not in (None, False, "", [], {}):
+            raise Unsupported(f"{name} cannot be carried to an engine's completion of one list of token ids")
+
+
+def _key(fields: Fields, name: str) -> str | None:
+    value = value_of(fields.pop(name, None), name)
+    if value is None or (isinstance(value, str) and 0 < len(value) <= MAX_KEY):
+        return value
+    raise InvalidRequest(f"{name} must be text of 1 to {MAX_KEY} characters")
+
+
+def _request(
+    ids: TokenIds, params: Fields, many_values: bool, protocol: str, stream: bool, key: str | None, wanted: Wanted
+) -> CompletionRequest:
+    """Raises InvalidRequest, Unsupported."""
+    require_one(params.pop("n", None))
+    require_one(params.pop("best_of", None), "best_of")
+    require_top(params.get("logprobs"), "logprobs")
+    return CompletionRequest(
+        None,
+        ids,
+        engine_params(params, many_values),
+        stream,
+        protocol=protocol,
+        echo=msgspec.json.encode(wanted),
+        key=None if key is None else f"{protocol}:{key}",
+    )
+
+
+def _ids(fields: Fields, name: str) -> TokenIds:
+    ids = token_ids(fields.pop(name, None), name)
+    if ids is None:
+        raise InvalidRequest(f"{name} is missing")
+    return ids
+
+
+def parse_vllm(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> CompletionRequest:
+    """Raises InvalidRequest, which names the field, and Unsupported. No request is `continued`."""
+    fields, many_values = fields_of(body, has_few_values)
+    ids = _ids(fields, "token_ids")
+    params = {"max_tokens": _NULL, **_sampling(fields)}
+    _refuse(fields, _NOT_VLLMS)
+    mode = value_of(fields.pop("output_mode", None), "output_mode")
+    if mode not in (None, "tokens", "text"):
+        raise InvalidRequest("output_mode must be tokens or text")
+    stream = flag(fields.pop("stream", None), "stream")
+    key = _key(fields, "request_id")
+    repeats = flag(fields.pop("return_token_ids", None), "return_token_ids")
+    for name in _OF_ENGINES:
+        fields.pop(name, None)
+        params.pop(name, None)
+    prompt = msgspec.Raw(b"[" + ids.text + b"]") if repeats else _NULL
+    wanted = Wanted(key, prompt, has_text=mode == "text")
+    return _request(ids, {**fields, **params}, many_values, VllmGenerate.name, stream, key, wanted)
+
+
+def parse_sglang(
+    body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+) -> CompletionRequest:
+    """As `parse_vllm`."""
+    fields, many_values = fields_of(body, has_few_values)
+    if bytes(fields.get("prompt", b"")).startswith(b"{"):
+        return _parse_legacy(fields, many_values)
+    _refuse(fields, _NOT_SGLANGS)
+    ids = _ids(fields, "input_ids")
+    sampling = _sampling(fields)
+    stream = flag(fields.pop("stream", None), "stream")
+    key = _key(fields, "rid")
+    wants_logprobs = flag(fields.pop("return_logprob", None), "return_logprob")
+    top = fields.pop("top_logprobs_num", _NULL)
+    if bytes(top) not in (b"null", b"0"):
+        sampling["logprobs"] = top
+    for name in ("return_text_in_logprobs", "logprob_start_len"):
+        fields.pop(name, None)
+    params = {**fields, "max_tokens": SGLANGS_LIMIT, **sampling}
+    return _request(ids, params, many_values, SglangGenerate.name, stream, key, Wanted(key, logprobs=wants_logprobs))
+
+
+def _parse_legacy(fields: Fields, many_values: bool) -> CompletionRequest:
+    prompt = _FIELDS.decode(fields.pop("prompt"))
+    ids = _ids(prompt, "prompt_token_ids")
+    if prompt:
+        raise Unsupported(f"prompt.{next(iter(prompt))}: a session's prompt is one list of token ids")
+    stream = flag(fields.pop("stream", None), "stream")
+    params = {name: raw for name, raw in fields.items() if bytes(raw) != b"null"}
+    return _request(ids, params, many_values, SglangGenerate.name, stream, None, Wanted(is_legacy=True))
+
+
+def vllm_reply(reply: CommittedReply) -> dict[str, Any]:
+    """vLLM's reply."""
+    completion, wanted = _REPLY.decode(reply.body), _WANTED.decode(reply.echo or b"{}")
+    [choice] = completion.choices
+    text = {"text": choice.text} if wanted.has_text else {}
+    return {
+        "request_id": wanted.request_id or completion.id,
+        "model": completion.model,
+        "created": completion.created,
+        "output_mode": "text" if wanted.has_text else "tokens",
+        "choices": [
+            {
+                "index": 0,
+                **text,
+                "token_ids": choice.token_ids,
+                "logprobs": {"content": _content(choice, wanted.has_text)},
+                "finish_reason": choice.finish_reason,
+                "stop_reason": _stop(choice),
+                "routed_experts": _experts(completion, choice),
+                "sampling_mask": choice.sampling_mask,
+                "weight_versions": _own_versions(completion, choice),
+            }
+        ],
+        "prompt_logprobs": choice.prompt_logprobs,
+        "usage": completion.usage,
+        "prompt_token_ids": wanted.prompt,
+        "kv_transfer_params": None,
+    }
+
+
+def _content(choice: _Choice, has_text: bool) -> list[dict[str, Any]]:
+    """The sampled tokens, with `token` and `token_id`: clients of one or another version read either."""
+    tops = choice.logprobs.top_logprobs or [None] * len(choice.token_ids)
+    names: list[str | None] = list(choice.logprobs.tokens) if has_text else []
+    names += [None] * (len(choice.token_ids) - len(names))
+    return [
+        {
+            **_named(token, logprob, name),
+            "top_logprobs": [_named(_id_in(one), lp, one) for one, lp in (top or {}).items()],
+        }
+        for token, name, logprob, top in zip(choice.token_ids, names, choice.logprobs.token_logprobs, tops, strict=True)
+    ]
+
+
+def _named(token: int | None, logprob: msgspec.Raw, name: str | None) -> dict[str, Any]:
+    text = name if name is not None else f"token_id:{token}"
+    spelled = None if name is None else list(name.encode())
+    return {"token": text, "token_id": token, "logprob": logprob, "bytes": spelled, "rank": None}
+
+
+def _id_in(name: str) -> int | None:
+    digits = name.removeprefix("token_id:")
+    return int(digits) if digits != name and digits.isdigit() else None
+
+
+def _stop(choice: _Choice) -> msgspec.Raw:
+    return choice.stop_reason if bytes(choice.stop_reason) != b"null" else choice.matched_stop
+
+
+def _experts(completion: _Reply, choice: _Choice) -> msgspec.Raw:
+    return choice.routed_experts if completion.sglext is None else completion.sglext.routed_experts
+
+
+def _own_versions(completion: _Reply, choice: _Choice) -> msgspec.Raw:
+    return choice.weight_versions if completion.metadata is None else completion.metadata.weight_versions
+
+
+def sglang_reply(reply: CommittedReply) -> dict[str, Any]:
+    """SGLang's reply, or that of vLLM's demo server."""
+    completion, wanted = _REPLY.decode(reply.body), _WANTED.decode(reply.echo or b"{}")
+    [choice] = completion.choices
+    logprobs = choice.logprobs.token_logprobs
+    pairs = zip(choice.token_ids, logprobs, strict=True)
+    if wanted.is_legacy:
+        return {
+            "text": [choice.text],
+            "prompt": None,
+            "logprobs": [[[{str(token): logprob}] for token, logprob in pairs]],
+            "finish_reasons": [choice.finish_reason],
+        }
+    usage = _USAGE.decode(completion.usage)
+    cached = None if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
+    metadata, extension = completion.metadata or _Versions(), completion.sglext or _Extension()
+    optional = {
+        "weight_version": metadata.weight_version,
+        "weight_versions": _own_versions(completion, choice),
+        "routed_experts": _experts(completion, choice),
+        "indexer_topk": extension.indexer_topk,
+    }
+    meta = {
+        "id": wanted.request_id or completion.id,
+        "finish_reason": _finish(choice),
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": len(choice.token_ids),
+        "cached_tokens": cached or 0,
+        **({"output_token_logprobs": [[lp, token, None] for token, lp in pairs]} if wanted.logprobs else {}),
+        **{name: raw for name, raw in optional.items() if bytes(raw) != b"null"},
+    }
+    return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+
+
+def _finish(choice: _Choice) -> dict[str, Any]:
+    """The finish reason as `/generate` tells it."""
+    match choice.finish_reason:
+        case "length":
+            return {"type": "length", "length": len(choice.token_ids)}
+        case "abort":
+            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        case reason:
+            return {"type": reason, "matched": _stop(choice)}
+
+
+class _WholeStream(Completions):
+    """A protocol that engines do not speak, whose stream is its reply as one event."""
+
+    is_native = False
+
+    def events(self, reply: CommittedReply) -> bytes:
+        return event(msgspec.Raw(self.reply(reply))) + DONE
+
+
+class VllmGenerate(_WholeStream):
+    name = "vllm_generate"
+    route = "/inference/v1/generate"
+    gives_payloads = True
+    parse = staticmethod(parse_vllm)
+    schema = VLLM_REQUEST
+    example = VLLM_EXAMPLE
+
+    def reply(self, reply: CommittedReply) -> bytes:
+        return msgspec.json.encode(vllm_reply(reply))
+
+
+class SglangGenerate(_WholeStream):
+    name = "sglang_generate"
+    route = "/generate"
+    methods = ("POST", "PUT")
+    parse = staticmethod(parse_sglang)
+    schema = SGLANG_REQUEST
+    example = SGLANG_EXAMPLE
+
+    def reply(self, reply: CommittedReply) -> bytes:
+        return msgspec.json.encode(sglang_reply(reply))
