@@ -75,7 +75,8 @@ def write(tx: Tx, incarnation: int) -> Written:
     """
     begun = tx.one(_begun, {})
     assert begun is not None
-    written, name = Written(*begun), f"~{incarnation}"
+    written = Written(*begun)
+    name = f"~{incarnation}.{written.tx}"  # another each time: one whose commit still waits would hold its key
     again = tx.one(_begun, {})
     if again is None or again[0] != written.tx:  # before anything is written: there is no transaction to take it back
         raise StoreUnordered("two statements of one transaction ran in two")
