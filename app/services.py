@@ -221,8 +221,8 @@ class Services:
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
 
         # requests, metrics and the page
-        self.freed = FreedMemory()
-        self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes, released=self.freed.released)
+        released = FreedMemory().released
+        self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes, released=released)
         self.lag = LoopLag(time.monotonic)
         self.counted = CachedFigures(database, time.monotonic)
         self.views = SessionViews(database, self.turns.at_gates)

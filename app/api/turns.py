@@ -105,8 +105,8 @@ class TurnRequest:
                 error = failed
             outcome = error.code
             await self._send_error(error)
-            app.freed.refused(stages.request_bytes)
             stages.ended_at = stages.clock()
+            del error  # Its traceback has this frame: it would hold itself, and the body.
         except Exception:
             reservation.release()
             outcome = AppError.code
@@ -260,6 +260,8 @@ class TurnRequest:
             log.exception("an unexpected fault in a streamed turn")
             await stream.fail(own_error(AppError(INTERNAL), self._head.request_id))
             return AppError.code
+        finally:
+            del task  # Its error's traceback has this frame: it would hold itself, and the body.
         if reply.turn is not None:
             if not stream.has_begun:
                 await stream.begin([h for h in self._reply_headers(reply) if h[0] != "content-type"])

@@ -53,7 +53,10 @@ class Proof:
         while True:
             await asyncio.sleep(PROVE_S if self._fault is None else RETRY_S)
             before = self.unwritable
-            await self._prove()
+            try:
+                await self._prove()
+            except Exception:
+                log.exception("an unexpected fault in proving a write")
             if self.unwritable not in (None, before):
                 log.warning("a write could not be proven: %s", self._fault)
             elif before is not None and self._fault is None:

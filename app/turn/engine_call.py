@@ -281,6 +281,7 @@ class EngineCalls:
             raise TurnCancelled from None
         finally:
             turn.task = None
+            del task  # In a stream its error's traceback has this frame: it would hold itself, and the turn.
         turn.reply = await self.validate(turn, turn.call, answer, turn.stored)
 
     async def place(self, turn: InFlightTurn) -> None:

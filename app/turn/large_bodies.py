@@ -65,8 +65,11 @@ class LargeBodies:
         await self._enter(size)
         task = asyncio.create_task(asyncio.to_thread(work))
         task.add_done_callback(self._leave)
-        # A thread cannot be stopped. If the request is cancelled, the next one still waits for its end.
-        return await asyncio.shield(task)
+        try:
+            # A thread cannot be stopped. If the request is cancelled, the next one still waits for its end.
+            return await asyncio.shield(task)
+        finally:
+            del task  # An error has this frame in its traceback, and with the task in it would hold itself, and a body.
 
     async def _enter(self, size: int) -> None:
         if not self._is_busy:

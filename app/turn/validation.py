@@ -124,20 +124,24 @@ class ReplyValidator:
 
         A content in text parts becomes text, in the answer too. Raises as `validate`, GenerationFailed.
         """
+        refusal: Rejected | None = None
         try:
-            return await self._judged(work, answer, new_bytes, text)
-        except Rejected as error:
-            mended, failure = await asyncio.to_thread(_looked_at, answer.body.joined())
-            refusal = error
-        if failure is not None:
-            raise GenerationFailed.of(answer.engine, *failure) from refusal
-        try:
-            if mended is not None:
-                answer.body = Body([mended])
+            try:
                 return await self._judged(work, answer, new_bytes, text)
-        except Rejected as error:
-            refusal = error
-        raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {refusal}") from refusal
+            except Rejected as error:
+                mended, failure = await asyncio.to_thread(_looked_at, answer.body.joined())
+                refusal = error
+            if failure is not None:
+                raise GenerationFailed.of(answer.engine, *failure) from refusal
+            try:
+                if mended is not None:
+                    answer.body = Body([mended])
+                    return await self._judged(work, answer, new_bytes, text)
+            except Rejected as error:
+                refusal = error
+            raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {refusal}") from refusal
+        finally:
+            del refusal  # Its traceback has this frame: it would hold itself, and the reply.
 
     async def _judged(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
         engine, body = answer.engine, answer.body

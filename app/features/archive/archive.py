@@ -354,7 +354,8 @@ class Archive:
             return
         try:
             await asyncio.to_thread(unpacked_bytes, body)
-            for group in decode(body):
+            groups = decode(body)
+            while (group := await asyncio.to_thread(next, groups, None)) is not None:
                 for session in (one for rollout in group for one in rollout.sessions):
                     if session.session_id in erasing and session.session_id not in there:
                         await asyncio.to_thread(

@@ -60,6 +60,8 @@ class TextCalls(EngineCalls):
                 turn.reply = await self._validated(turn, answer)
             except GenerationFailed as failed:
                 answer.status, answer.body = failed.told_status, Body([failed.told])
+                if upstream.key is not None:
+                    _hide(answer, upstream.key)  # a short one too, now that it is an error
                 return
             if crash_points.ARMED:
                 crash_points.reach("after_judged")
