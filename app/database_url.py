@@ -27,6 +27,9 @@ LIBPQ = frozenset(
 SERVER = frozenset({"application_name", "options"})
 """Those that the server gets when a connection begins."""
 
+WISHES = {"channel_binding": ("prefer", "disable"), "gssencmode": ("prefer", "disable")}
+"""Those that the driver does not have, with the values that ask it for nothing."""
+
 KNOWN = ADDRESS | LIBPQ | SERVER | {"ssl", "connect_timeout"}
 
 
@@ -37,6 +40,8 @@ def driver_arguments(url: URL, timeout_s: float) -> tuple[URL, dict[str, Any]]:
     """
     given: dict[str, str] = {}
     for name, value in url.query.items():
+        if value in WISHES.get(name, ()):
+            continue
         if name not in KNOWN:
             raise ValueError(f"one without {name}, which the driver does not have; it has {', '.join(sorted(KNOWN))}")
         if name not in ADDRESS:
@@ -46,10 +51,10 @@ def driver_arguments(url: URL, timeout_s: float) -> tuple[URL, dict[str, Any]]:
     _require("sslmode", given, SSL_MODES)
     _require("target_session_attrs", given, SESSION_KINDS)
     wait = given.get("connect_timeout", str(timeout_s))
-    if "connect_timeout" in given and not (wait.isascii() and wait.isdecimal() and int(wait)):
-        raise ValueError("one with connect_timeout in seconds, 1 or more")
+    if "connect_timeout" in given and not (wait.isascii() and wait.isdecimal()):
+        raise ValueError("one with connect_timeout in whole seconds, 0 for no limit")
     arguments: dict[str, Any] = {
-        "timeout": float(wait),
+        "timeout": float(wait) or None,
         "server_settings": {"application_name": "turnlog"} | {name: given[name] for name in SERVER & given.keys()},
     }
     if libpq := {name: value for name, value in given.items() if name in LIBPQ}:

@@ -137,7 +137,7 @@ def test_the_command_line_prints_them(stand: Stand, clean_environment: Callable[
     assert run("tail", "--after", position, "--json").stdout.splitlines() == []
     assert len(run("tail", "--after", before, "--limit", "2", "--json").stdout.splitlines()) == 2
     assert "are only for the events of all sessions" in complaint("tail", talk.id, "--type", "TurnCommitted", code=2)
-    assert "--after is the number" in complaint("tail", talk.id, "--after", "x", code=2)
+    assert "expected the number" in complaint("tail", talk.id, "--after", "x", code=2)
 
 
 def test_a_reader_that_leaves_is_forgotten(stand: Stand) -> None:

@@ -371,7 +371,7 @@ REFUSED = (
     ({"capture": "text", "upstream": "nobody"}, 400, "upstream must be one of"),
     ({"capture": "text", "upstream": "gone"}, 400, "model is missing"),
     ({"capture": "text", "upstream": "judge", "adapter": "one"}, 400, "adapter requires capture"),
-    ({"upstream": "judge"}, 400, "upstream is for a session with capture"),
+    ({"upstream": "judge"}, 400, "upstream requires capture"),
     ({"capture": "sound"}, 400, "capture"),
 )
 

@@ -28,6 +28,7 @@ NAMED = {"application_name": "turnlog"}
             },
         ),
         ("connect_timeout=30", {}, {"timeout": 30.0, "server_settings": NAMED}),
+        ("connect_timeout=0&channel_binding=prefer", {}, {"timeout": None, "server_settings": NAMED}),
         (
             "application_name=trainer&options=-c%20geqo%3Doff",
             {},

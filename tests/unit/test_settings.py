@@ -91,11 +91,11 @@ BAD = [
         ("DATABASE_URL", f"postgresql+asyncpg://host/db?{query}")
         for query in (
             "channel_binding=require",
-            "sslmode=require&gssencmode=disable",
+            "sslmode=require&gssencmode=require",
             "sslmode=always",
             "sslmode=require&sslmode=disable",
             "target_session_attrs=writable",
-            "connect_timeout=0",
+            "connect_timeout=soon",
             "connect_timeout=soon",
             "command_timeout=5",
         )

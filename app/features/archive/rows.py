@@ -58,12 +58,13 @@ from app.store.schema import (
 
 LEASE = "archive"
 
-_NOT_IN_FILES = {"session_id", "tx", "position", "location"}
+_NOT_IN_FILES = {"session_id", "tx", "position", "location", "written_at", "absorbed"}
 CONTENT: dict[Any, list[Column[Any]]] = {
     table: [column for column in table.columns if column.name not in _NOT_IN_FILES]
     for table in (events, turns, blobs, chunks, annotation_columns, refused_replies)
 }
-"""The tables whose rows leave, and their columns that do: a place in the order of commits is the database's."""
+"""The tables whose rows leave, and their columns that do: a place in the order of commits, when a turn was written and
+which late attempts it took are the database's."""
 
 LARGEST_BYTES = 256 << 20
 """A rollout with more content than this stays: it would be one transaction of an import."""
