@@ -74,10 +74,10 @@ def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
     engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are long."""
     asked = _NOTHING if _ASKING.isdisjoint(params) else _asked(params)
     names = ASKED_FOR - asked
-    if not places:
-        return [_with_nulls(body.joined(), _hidden(body.joined(), names, asked))] if names else body.pieces
     hidden: list[Range] = []
-    if names:
+    if names and not places:
+        hidden = _hidden(body.joined(), names, asked)
+    elif names:
         # The long values are left out of what is decoded, also those that the client gets.
         long_values = sorted(places, key=lambda place: place.start)
         text = b"".join(body.without([(place.start, place.end) for place in long_values]))
@@ -104,26 +104,16 @@ def _asked(params: Fields) -> frozenset[str]:
 def _hidden(text: bytes, names: Collection[str], asked: frozenset[str]) -> list[Range]:
     """The places of these members of a reply, and of its choice, that are not null."""
     reply = _REPLY.decode(text)
-    base = scan.address(memoryview(text))
-    places: list[Range] = []
+    values: list[msgspec.Raw] = []
     for home in (reply, *reply.choices):
         for name in home.__struct_fields__:
-            if name not in names or (found := getattr(home, name)) == NULL:
+            if name not in names or (value := getattr(home, name)) == NULL:
                 continue
-            for value in _unasked_in_meta(found, asked) if name == "meta_info" and asked else (found,):
-                view = memoryview(value)
-                start = scan.address(view) - base
-                places.append((start, start + len(view)))
-    return places
-
-
-def _with_nulls(text: bytes, places: Sequence[Range]) -> bytes:
-    parts: list[bytes] = []
-    done = 0
-    for start, end in sorted(places):
-        parts += (text[done:start], b"null")
-        done = end
-    return b"".join((*parts, text[done:]))
+            if name == "meta_info" and asked:
+                values += _unasked_in_meta(value, asked)
+            else:
+                values.append(value)
+    return scan.places_in(text, values)
 
 
 def _unasked_in_meta(meta: msgspec.Raw, asked: frozenset[str]) -> Sequence[msgspec.Raw]:

@@ -65,6 +65,10 @@ class Turns:
         self._in_flight: dict[str, list[InFlightTurn]] = {}
         self.in_flight = 0
         self._aborting: set[asyncio.Task[None]] = set()
+        self._verbatim: frozenset[Capture] = frozenset({"text"})
+        """Captures whose replies are not cut: a text upstream was asked for nothing but what its client asked for."""
+        if services.settings.client_reply == "verbatim":
+            self._verbatim |= {"tokens"}
         self.large_bodies = services.large_bodies
 
     def open(self) -> None:
@@ -341,7 +345,7 @@ class Turns:
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
             await self._services.writer.submit(Settled(session_id))
-        kinds = REPLAY if self._is_verbatim(turn) else asked_for(turn.request.params)
+        kinds = REPLAY if session.config.capture in self._verbatim else asked_for(turn.request.params)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         turn.waiter.grow(len(body))
         return TurnReply(
@@ -407,16 +411,12 @@ class Turns:
             given_ids=turn.given_ids,
         )
 
-    def _is_verbatim(self, turn: InFlightTurn) -> bool:
-        """A text upstream was asked for nothing but what its client asked for."""
-        return turn.session.is_text or self._services.settings.client_reply == "verbatim"
-
     async def _shown(self, turn: InFlightTurn, body: Body, places: Sequence[PayloadRange]) -> Parts:
         """The reply, whose long values are at these places, without what the client did not ask for, or what no other
         protocol has."""
         if not PROTOCOLS[turn.request.protocol].is_native:
             return body.without([(place.start, place.end) for place in places])
-        if self._is_verbatim(turn):
+        if turn.session.config.capture in self._verbatim:
             return body.pieces
         decoded_bytes = len(body)
         for place in places:

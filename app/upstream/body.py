@@ -52,10 +52,16 @@ class Body:
             return self.pieces
         parts: list[bytes | memoryview] = []
         copied = 0
+        if len(self.pieces) == 1:
+            whole = memoryview(self.pieces[0])
+            for start, end in sorted(ranges):
+                parts += (whole[copied:start], b"null")
+                copied = end
+            return [*parts, whole[copied:]]
         for start, end in sorted(ranges):
             parts += [*self.slices(copied, start), b"null"]
             copied = end
-        return [*parts, *self.slices(copied, len(self))]
+        return [*parts, *self.slices(copied, self._size)]
 
 
 def pieces_of(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
