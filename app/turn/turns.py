@@ -418,7 +418,7 @@ class Turns:
             return body.without([(place.start, place.end) for place in places])
         if turn.session.config.capture in self._verbatim:
             return body.pieces
-        decoded_bytes = len(body)
+        decoded_bytes = body.size
         for place in places:
             decoded_bytes -= place.end - place.start
         if decoded_bytes <= INLINE_BYTES:

@@ -12,14 +12,11 @@ JOINED = 16 << 10
 
 
 class Body:
-    """`len(body)` bytes in non-empty `pieces`."""
+    """`size` bytes in non-empty `pieces`."""
 
     def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self.pieces = pieces
-        self._size = sum(map(len, pieces))
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = sum(map(len, pieces))
 
     def joined(self) -> bytes:
         """All of it, which pieces of bytes then are as well."""
@@ -61,7 +58,7 @@ class Body:
         for start, end in sorted(ranges):
             parts += [*self.slices(copied, start), b"null"]
             copied = end
-        return [*parts, *self.slices(copied, self._size)]
+        return [*parts, *self.slices(copied, self.size)]
 
 
 def pieces_of(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
