@@ -95,7 +95,9 @@ def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
     for place in places:
         if place.kind not in asked and not any(start <= place.start < end for start, end in hidden):
             hidden.append((place.start, place.end))
-    return body.without(hidden)
+    parts = body.without(hidden)
+    # A reply without long values is copied: its engine's body is not kept for a client that reads slowly.
+    return parts if places or not hidden else [b"".join(parts)]
 
 
 def _asked(params: Fields) -> frozenset[str]:
