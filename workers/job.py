@@ -374,8 +374,8 @@ def _values(
 
 def _place(text: bytes, kind: str, raw: msgspec.Raw) -> PayloadRange:
     """The position of a raw value, which is a view into the text."""
-    start = scan.address(memoryview(raw)) - scan.address(memoryview(text))
-    return PayloadRange(kind, start, start + len(memoryview(raw)))
+    [(start, end)] = scan.places_in(text, (raw,))
+    return PayloadRange(kind, start, end)
 
 
 class _Edit(NamedTuple):

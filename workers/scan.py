@@ -6,9 +6,10 @@ which releases it; it creates no objects and does not recurse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -81,10 +82,15 @@ def _count(text: bytes | memoryview, start: int) -> int:
     return int(np.count_nonzero(part == _COMMA)) + int(np.count_nonzero(part | _CASE == _OPENS[1]))
 
 
-def address(buffer: memoryview) -> int:
-    """The address of a buffer that is not empty."""
-    first_byte: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return first_byte
+def places_in(text: bytes, values: Iterable[msgspec.Raw]) -> list[tuple[int, int]]:
+    """Where [start, end) values stand in the text that they are views of; none is empty."""
+    base: int = np.frombuffer(text, np.uint8).__array_interface__["data"][0]
+    found: list[tuple[int, int]] = []
+    for value in values:
+        seen = np.frombuffer(value, np.uint8)
+        start: int = seen.__array_interface__["data"][0] - base
+        found.append((start, start + seen.size))
+    return found
 
 
 def find(text: bytes, part: bytes, start: int = 0) -> int:

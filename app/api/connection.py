@@ -234,7 +234,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_replacing_parser:
             return
         super().on_message_begin()
-        if self._on_delivery is not None:
+        if self._is_handed_over:
+            self._on_delivery = None  # It has been told.
+        elif self._on_delivery is not None:
             self._settle(delivered=True)
         state = self.scope["state"]
         state[PEER] = self.client

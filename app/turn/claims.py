@@ -284,7 +284,7 @@ class Claims:
         StoreFull."""
         session_id, stages = turn.session_id, turn.stages
         chunks: Sequence[StoredChunk] = stored_chunks(reply) if reply.payloads else ()
-        stages.reply_bytes = len(turn.answer.body)
+        stages.reply_bytes = turn.answer.body.size
         stages.stored_bytes = len(reply.tokens or b"") + len(reply.exchange)
         try:
             if chunks:
@@ -449,9 +449,9 @@ class Claims:
             )
             return
         kept = reply.beginning(KEPT_BYTES)
-        event = TurnRejected(number, fence, reason, status, detail, len(reply), len(kept))
+        event = TurnRejected(number, fence, reason, status, detail, reply.size, len(kept))
         held = turn.session_id, fence, turn.incarnation, turn.opened_at
-        await self._release(Reject(*held, self._clock(), event, len(reply), codec.compress(kept)))
+        await self._release(Reject(*held, self._clock(), event, reply.size, codec.compress(kept)))
 
     async def fail(
         self, turn: InFlightTurn, error: AppError, detail: str | None = None, reply: Body | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -74,18 +74,30 @@ def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
     engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are long."""
     asked = _NOTHING if _ASKING.isdisjoint(params) else _asked(params)
     names = ASKED_FOR - asked
-    if not places:
-        return [_with_nulls(body.joined(), _hidden(body.joined(), names, asked))] if names else body.pieces
     hidden: list[Range] = []
     if names:
         # The long values are left out of what is decoded, also those that the client gets.
-        long_values = sorted(places, key=lambda place: place.start)
-        text = b"".join(body.without([(place.start, place.end) for place in long_values]))
-        hidden = [_in_body(start, end, long_values) for start, end in _hidden(text, names, asked)]
+        text = b"".join(body.without([(place.start, place.end) for place in places])) if places else body.joined()
+        reply = _REPLY.decode(text)
+        values: list[msgspec.Raw] = []
+        for home in (reply, *reply.choices):
+            for name in home.__struct_fields__:
+                if name not in names or (value := getattr(home, name)) == NULL:
+                    continue
+                if name == "meta_info" and asked:
+                    values += _unasked_in_meta(value, asked)
+                else:
+                    values.append(value)
+        hidden = scan.places_in(text, values)
+        if places:
+            long_values = sorted(places, key=lambda place: place.start)
+            hidden = [_in_body(start, end, long_values) for start, end in hidden]
     for place in places:
         if place.kind not in asked and not any(start <= place.start < end for start, end in hidden):
             hidden.append((place.start, place.end))
-    return body.without(hidden)
+    parts = body.without(hidden)
+    # A reply without long values is copied: its engine's body is not kept for a client that reads slowly.
+    return parts if places or not hidden else [b"".join(parts)]
 
 
 def _asked(params: Fields) -> frozenset[str]:
@@ -99,31 +111,6 @@ def _asked(params: Fields) -> frozenset[str]:
     if asks_for_prompt(logprob_wish(params)):
         asked.add(PROMPT_LOGPROBS)
     return frozenset(asked)
-
-
-def _hidden(text: bytes, names: Collection[str], asked: frozenset[str]) -> list[Range]:
-    """The places of these members of a reply, and of its choice, that are not null."""
-    reply = _REPLY.decode(text)
-    base = scan.address(memoryview(text))
-    places: list[Range] = []
-    for home in (reply, *reply.choices):
-        for name in home.__struct_fields__:
-            if name not in names or (found := getattr(home, name)) == NULL:
-                continue
-            for value in _unasked_in_meta(found, asked) if name == "meta_info" and asked else (found,):
-                view = memoryview(value)
-                start = scan.address(view) - base
-                places.append((start, start + len(view)))
-    return places
-
-
-def _with_nulls(text: bytes, places: Sequence[Range]) -> bytes:
-    parts: list[bytes] = []
-    done = 0
-    for start, end in sorted(places):
-        parts += (text[done:start], b"null")
-        done = end
-    return b"".join((*parts, text[done:]))
 
 
 def _unasked_in_meta(meta: msgspec.Raw, asked: frozenset[str]) -> Sequence[msgspec.Raw]:

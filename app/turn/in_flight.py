@@ -275,8 +275,11 @@ class InFlightTurn(msgspec.Struct, eq=False):
 
     @property
     def has_client(self) -> bool:
-        """Does a client still wait for the reply, as far as its connection tells?"""
-        return any(not waiter.is_gone for waiter in self.waiters)
+        """Does a client still wait for the reply, as far as its connection tells? Before it is in flight: its own."""
+        for waiter in self.waiters or (self.waiter,):
+            if not waiter.is_disconnected and (waiter.connection is None or not waiter.connection.is_gone()):
+                return True
+        return False
 
     @property
     def has_claim(self) -> bool:
@@ -389,10 +392,6 @@ class Waiter(msgspec.Struct, eq=False):
     departure: asyncio.Future[None] | None = None
     is_disconnected: bool = False
     has_left: bool = False
-
-    @property
-    def is_gone(self) -> bool:
-        return self.is_disconnected or (self.connection is not None and self.connection.is_gone())
 
     def wait_for(self, flight: InFlightTurn) -> None:
         """Wait for a turn, this client's own or one that it joins."""

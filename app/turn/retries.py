@@ -88,7 +88,7 @@ class Retries:
 
     async def repeated(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
         """The committed turn whose reply the request is to be given. Raises IdempotencyMismatch."""
-        if turn.waiter.is_gone and not turn.has_client:
+        if not turn.has_client:
             return None  # The reply would count as on its way, and a retry whose client waits would generate.
         if turn.retry_key is not None:
             number = entry.keyed.get(turn.retry_key)

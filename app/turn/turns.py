@@ -65,6 +65,10 @@ class Turns:
         self._in_flight: dict[str, list[InFlightTurn]] = {}
         self.in_flight = 0
         self._aborting: set[asyncio.Task[None]] = set()
+        self._verbatim: frozenset[Capture] = frozenset({"text"})
+        """Captures whose replies are not cut: a text upstream was asked for nothing but what its client asked for."""
+        if services.settings.client_reply == "verbatim":
+            self._verbatim |= {"tokens"}
         self.large_bodies = services.large_bodies
 
     def open(self) -> None:
@@ -413,13 +417,9 @@ class Turns:
             given_ids=turn.given_ids,
         )
 
-    def _is_verbatim(self, turn: InFlightTurn) -> bool:
-        """A text upstream was asked for nothing but what its client asked for."""
-        return turn.session.is_text or self._services.settings.client_reply == "verbatim"
-
     def _payloads(self, turn: InFlightTurn) -> Collection[str]:
         """The kinds of replay payload that the reply keeps."""
-        if self._is_verbatim(turn) or PROTOCOLS[turn.request.protocol].gives_payloads:
+        if turn.session.config.capture in self._verbatim or PROTOCOLS[turn.request.protocol].gives_payloads:
             return REPLAY
         return asked_for(turn.request.params)
 
@@ -429,9 +429,9 @@ class Turns:
         if not PROTOCOLS[turn.request.protocol].is_native:
             kinds = self._payloads(turn)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
-        if self._is_verbatim(turn):
+        if turn.session.config.capture in self._verbatim:
             return body.pieces
-        decoded_bytes = len(body)
+        decoded_bytes = body.size
         for place in places:
             decoded_bytes -= place.end - place.start
         if decoded_bytes <= INLINE_BYTES:

@@ -80,7 +80,7 @@ class ReplyValidator:
             beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
         read = None
-        if not settings.replay and len(answer.body) + sum(map(len, new)) <= settings.inline_max_bytes:
+        if not settings.replay and answer.body.size + sum(map(len, new)) <= settings.inline_max_bytes:
             read = light.read(work, answer.body.joined(), text)
         if read is None:
             payload_specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
@@ -195,7 +195,7 @@ class Weighed:
     """
 
     def __init__(self, body: Body, new_bytes: int, limit: int, known_bytes: int, text: KnownText | None = None) -> None:
-        weight = len(body) + new_bytes
+        weight = body.size + new_bytes
         self.long_values: LongValues | None = None
         self.is_light = weight <= limit and limit > 0
         if weight <= limit or new_bytes > limit or weight > limit * LIGHTER:

@@ -12,14 +12,11 @@ JOINED = 16 << 10
 
 
 class Body:
-    """`len(body)` bytes in non-empty `pieces`."""
+    """`size` bytes in non-empty `pieces`."""
 
     def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self.pieces = pieces
-        self._size = sum(map(len, pieces))
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = sum(map(len, pieces))
 
     def joined(self) -> bytes:
         """All of it, which pieces of bytes then are as well."""
@@ -52,10 +49,16 @@ class Body:
             return self.pieces
         parts: list[bytes | memoryview] = []
         copied = 0
+        if len(self.pieces) == 1:
+            whole = memoryview(self.pieces[0])
+            for start, end in sorted(ranges):
+                parts += (whole[copied:start], b"null")
+                copied = end
+            return [*parts, whole[copied:]]
         for start, end in sorted(ranges):
             parts += [*self.slices(copied, start), b"null"]
             copied = end
-        return [*parts, *self.slices(copied, len(self))]
+        return [*parts, *self.slices(copied, self.size)]
 
 
 def pieces_of(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:

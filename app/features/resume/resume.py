@@ -175,7 +175,7 @@ class Resume:
         if continuation.newest is continuation.first and not continuation.is_complete:
             return False
         answer = await self._as_chat(turn, await continuation.join())
-        turn.waiter.grow(len(answer.body))
+        turn.waiter.grow(answer.body.size)
         reply = await self._calls.validate_body(turn, turn.call, answer, turn.stored)
         turn.answer = answer
         turn.reply = msgspec.structs.replace(
