@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 from typing import Any
 
 LARGE = 4 << 20
@@ -20,24 +19,13 @@ _trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
 class FreedMemory:
     def __init__(self) -> None:
         self._waiting: asyncio.TimerHandle | None = None
-        self._collects = False
 
     def released(self) -> None:
         """A request's LARGE bodies were released."""
         if self._waiting is None and _trim is not None:
             self._waiting = asyncio.get_running_loop().call_later(WAIT_S, self._give_back)
 
-    def refused(self, size: int) -> None:
-        """A body of `size` bytes was refused: the error's traceback and the frames in it hold each other, and the body,
-        until a full collection, which is rare (`main._calm_collector`)."""
-        if size > LARGE:
-            self._collects = True
-            self.released()
-
     def _give_back(self) -> None:
         self._waiting = None
-        if self._collects:
-            self._collects = False
-            gc.collect()
         # On a thread: it waits for none, but takes a millisecond for each 100 MB.
         asyncio.get_running_loop().run_in_executor(None, _trim, 0)

@@ -66,7 +66,10 @@ class LargeBodies:
         task = asyncio.create_task(asyncio.to_thread(work))
         task.add_done_callback(self._leave)
         # A thread cannot be stopped. If the request is cancelled, the next one still waits for its end.
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # It holds its error, whose traceback holds this frame: a cycle that would keep the body.
 
     async def _enter(self, size: int) -> None:
         if not self._is_busy:

@@ -233,9 +233,12 @@ class Turns:
                 request = await self.large_bodies.run(large, partial(protocol.parse, body, False, continued))
             else:
                 request = protocol.parse(body, True, continued)
-        except InvalidRequest as error:
+        except InvalidRequest:
             continued, large = None, large_bytes(body) if len(body) > INLINE_VALUES else 0
-            request = await self.large_bodies.run(large, partial(_parse_mended, protocol, body, error))
+            read = await self.large_bodies.run(large, partial(_parse_mended, protocol, body))
+            if read is None:
+                raise
+            request = read
         if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
             request = protocol.complete(request, await self._stored_turns(entry, request))
         if continued is not None:
@@ -459,12 +462,12 @@ class Turns:
             task.cancel()
 
 
-def _parse_mended(protocol: WireProtocol, body: bytes, refusal: InvalidRequest) -> ChatRequest | CompletionRequest:
-    """The request in a body that is mended (`app.domain.surrogates`).
+def _parse_mended(protocol: WireProtocol, body: bytes) -> ChatRequest | CompletionRequest | None:
+    """The request in a body that is mended (`app.domain.surrogates`); None if there is nothing to mend.
 
-    Raises as `protocol.parse`, or `refusal`, that of the body as it came, if there is nothing to mend.
+    Raises as `protocol.parse`. It is not given the error of the body as it came, which a thread would keep.
     """
     if (read := mended(body)) is None:
-        raise refusal
+        return None
     request = protocol.parse(read.body)
     return msgspec.structs.replace(request, left_out=(*read.left_out(), *request.left_out))
