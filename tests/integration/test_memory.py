@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from fault.hosted import hosted
-from helpers import hostile
 
 from integration.stand import Api, until, user
 from ops.simulator.process import SimulatorProcess
+from tests.tools import hostile
 
 pytestmark = pytest.mark.long
 
@@ -26,7 +26,7 @@ SESSIONS = 100
 
 LEFT = 1000
 """Bytes that a session may leave: about 200 were measured, of them 63 in pydantic-core's cache of strings, which is
-bounded, and the rest metrics by the second. Each name that is kept of a session takes several times as much."""
+bounded, and the rest metrics by the second. A name that is kept of each session is told by its container's length."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What refused bodies do to a server's memory: `python -m tests.tools.memory [CHECKOUT [KIND…]]`, in MiB of its process.
+"""What refused bodies do to a server: `python -m tests.tools.memory [CHECKOUT [KIND…]]`, MiB of its process.
 
 Of each kind three bodies come at once. RSS before, at most, and 3 s after the last answer; the server is the same for
 all kinds, so what one leaves stays in the rows below it.
@@ -17,7 +17,7 @@ from pathlib import Path
 from ops.bench.measure import table
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
-from tests.helpers import hostile
+from tests.tools import hostile
 
 SIZE, AT_ONCE, AFTER_S = 16 << 20, 3, 3.0
 
