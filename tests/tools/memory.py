@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from ops.bench.measure import table
@@ -40,7 +41,7 @@ def main(root: Path, *kinds: str) -> None:
             before = rss(server.pid, "VmRSS")
             Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # the peak begins anew
             paths = [f"/sessions/session-{number}/{route}" for number in range(AT_ONCE)]
-            statuses = set(threads.map(lambda path, body=body: post(server.port, path, body), paths))
+            statuses = set(threads.map(partial(post, server.port, body=body), paths))
             time.sleep(AFTER_S)
             peak, after = rss(server.pid, "VmHWM"), rss(server.pid, "VmRSS")
             rows.append({"kind": kind, "statuses": str(statuses), "before": before, "peak": peak, "3 s after": after})
