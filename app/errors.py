@@ -42,6 +42,17 @@ class AppError(Exception):
         return headers
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error that has been answered, and of those before it.
+
+    Their frames hold the request, and many hold the error again: in a local that was raised, or in a task that failed.
+    Such a cycle would keep a large body until a full collection, which is rare (`main._calm_collector`).
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def codes(error: type[AppError] = AppError) -> dict[str, str]:
     """The codes of an error and of all below it, and what they mean."""
     meanings = {error.code: error.meaning}

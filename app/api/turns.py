@@ -25,7 +25,7 @@ from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header,
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
-from app.errors import AppError, ClientGone, SessionNotFound
+from app.errors import AppError, ClientGone, SessionNotFound, forget_frames
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.sse import SEARCHED, is_set, wants_stream
@@ -103,14 +103,16 @@ class TurnRequest:
                 error = await app.explained(raised)
             except AppError as failed:
                 error = failed
+            forget_frames(raised)
+            forget_frames(error)
             outcome = error.code
             await self._send_error(error)
             stages.ended_at = stages.clock()
-            del error  # Its traceback has this frame: it would hold itself, and the body.
-        except Exception:
+        except Exception as fault:
             reservation.release()
             outcome = AppError.code
             log.exception("an unexpected fault in a turn")
+            forget_frames(fault)
             await self._send_error(AppError(INTERNAL))
             stages.ended_at = stages.clock()
         finally:
@@ -252,16 +254,16 @@ class TurnRequest:
         except AppError as error:
             if not stream.has_begun:
                 raise
+            forget_frames(error)
             await stream.fail(own_error(error, self._head.request_id))
             return error.code
-        except Exception:
+        except Exception as fault:
             if not stream.has_begun:
                 raise
             log.exception("an unexpected fault in a streamed turn")
+            forget_frames(fault)
             await stream.fail(own_error(AppError(INTERNAL), self._head.request_id))
             return AppError.code
-        finally:
-            del task  # Its error's traceback has this frame: it would hold itself, and the body.
         if reply.turn is not None:
             if not stream.has_begun:
                 await stream.begin([h for h in self._reply_headers(reply) if h[0] != "content-type"])
