@@ -117,7 +117,7 @@ def _unasked_in_meta(meta: msgspec.Raw, asked: frozenset[str]) -> Sequence[msgsp
     """All of SGLang's `meta_info`; but if it holds a payload or the prompt's logprobs, for which the client asked, its
     other members."""
     kept = {name for kind in asked & META.keys() for name in META[kind]}
-    members = _META.decode(meta) if kept else {}
+    members = _META.decode(meta) if kept and bytes(meta).startswith(b"{") else {}
     if kept.isdisjoint(members):
         return (meta,)
     return [value for name, value in members.items() if name not in kept and value != NULL]
