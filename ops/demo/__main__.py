@@ -23,7 +23,7 @@ import openai
 from ops.demo.agent import Agent
 from ops.demo.check import Findings, Row, check
 from ops.demo.full import full_store
-from ops.server import ServerDidNotStart, ServerProcess
+from ops.server import VERBATIM, ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from turnlog.cli.serve import upgrade
 
@@ -143,7 +143,7 @@ async def run(folder: Path, story: Story, *, stays: bool) -> bool:
     `stays`: the server runs on until Ctrl-C.
     """
     with SimulatorProcess("--seed", "7", "--latency-ms", str(LATENCY_MS)) as simulator:
-        server = ServerProcess(folder, upstreams=[simulator.base_url])
+        server = ServerProcess(folder, upstreams=[simulator.base_url], environment=VERBATIM)
         # Not by `alembic upgrade head`: its configuration is in the checkout alone.
         await asyncio.to_thread(upgrade, server.environment["TURNLOG_DATABASE_URL"])
         try:

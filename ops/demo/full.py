@@ -20,7 +20,7 @@ import httpx
 from app.settings import DEFAULT_FEATURES
 from ops.demo.stories import chats, coding, journeys
 from ops.demo.stories.script import Call, Session, Turn, chance
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from turnlog.cli.serve import upgrade
 
@@ -87,6 +87,7 @@ def full_store(folder: Path, say: Callable[[str], None] = print, *, port: int = 
     ):
         engines = (one.base_url, other.base_url)
         environment = {
+            **VERBATIM,
             "TURNLOG_FEATURES": ",".join((*DEFAULT_FEATURES, "search")),
             "TURNLOG_ON_DISCONNECT": "abort_after:0",  # so that the turns that do not end hold up no stop
         }

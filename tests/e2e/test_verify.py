@@ -62,8 +62,8 @@ DAMAGE = {
         "the log cannot be read",
     ),
     "content of nobody": (
-        "INSERT INTO turns SELECT 'orphan', turn, parent_turn, segment, choice_index, protocol, tokens, exchange "
-        "FROM turns WHERE session_id = 'filled-0'",
+        "INSERT INTO turns SELECT 'orphan', turn, parent_turn, segment, choice_index, protocol, tokens, exchange, "
+        "written_at, absorbed FROM turns WHERE session_id = 'filled-0'",
         "rows without a log",
     ),
     "a snapshot of nobody": ("INSERT INTO snapshots VALUES ('orphan', 1, 'session', x'00')", "rows without a log"),

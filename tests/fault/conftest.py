@@ -10,7 +10,7 @@ from integration.places import Place
 from integration.stand import Stand, serving
 
 from fault.damaged_pages import Whole, filled
-from ops.server import ServerProcess
+from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 
@@ -59,7 +59,8 @@ def servers(
     place = Place(tmp_path_factory.mktemp("exporting"), postgres)
     with place.database() as url:
         made = [
-            ServerProcess(place.folder, database_url=url, upstreams=[engine.base_url]).start() for _ in range(processes)
+            ServerProcess(place.folder, database_url=url, upstreams=[engine.base_url], environment=VERBATIM).start()
+            for _ in range(processes)
         ]
         try:
             yield made

@@ -61,7 +61,9 @@ def hosted(database_url: str, *upstreams: str, **settings: Any) -> Iterator[Host
     """A server over a migrated SQLite file, stopped at the end."""
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()  # the server collects at its start, and what earlier tests left behind is not this one's
-    app = create_app(Settings(database_url=database_url, upstreams=upstreams, workers=1, **settings))
+    app = create_app(
+        Settings(database_url=database_url, upstreams=upstreams, workers=1, **{"client_reply": "verbatim", **settings})
+    )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -73,6 +73,8 @@ def test_every_path_says_which_methods_it_has(guarded: Stand) -> None:
             # The path of an adapter whose name ends so, too.
             documented.add("GET")
         for method in METHODS:
+            if method in ("GET", "HEAD") and path.endswith("/v1/responses/compact"):
+                continue  # A response may have this id.
             if method in documented or (method == "HEAD" and PROBED.fullmatch(path)):
                 continue
             reply = guarded.http.request(method, path.replace("{", "").replace("}", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def kept(
     request: pytest.FixtureRequest, sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stand]:
     """A server whose payloads are in its database, or in a bucket."""
-    environment = {"TURNLOG_PAYLOADS_KEEP_S": "0"}
+    environment = {"TURNLOG_PAYLOADS_KEEP_S": "0", "TURNLOG_FILE_ROOT": tempfile.gettempdir()}
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "objects":
             environment["TURNLOG_PAYLOADS"] = tmp_path_factory.mktemp("bucket").as_uri()

@@ -92,7 +92,6 @@ def test_a_reply_is_given_again_to_the_byte(line: Stand) -> None:
         assert again.headers["x-turnlog-replayed"] == "true"
         assert first.content == again.content
         talk = session_of(line)
-    assert sets_in(first.content) is None
 
 
 def test_what_is_cut_and_what_is_gone_is_said(line: Stand) -> None:
