@@ -169,7 +169,7 @@ class Node:
         return asyncio.ensure_future(self.service.turns.take(turn, PROTOCOLS["chat"], body))
 
 
-SETTINGS = Settings.model_construct(upstreams=("http://engine",), lease_s=3600.0)
+SETTINGS = Settings.model_construct(upstreams=("http://engine",), lease_s=3600.0, client_reply="verbatim")
 
 
 class Place:
