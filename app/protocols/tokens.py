@@ -116,40 +116,21 @@ _WANTED = msgspec.json.Decoder(Wanted)
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[msgspec.Raw]
-    tokens: list[str] = []
-    top_logprobs: list[dict[str, msgspec.Raw] | None] | None = None
+    tokens: Any = None
+    top_logprobs: Any = None
 
 
 class _Choice(msgspec.Struct):
     text: msgspec.Raw
     token_ids: list[int]
     logprobs: _Logprobs
-    finish_reason: str | None = None
+    finish_reason: Any = None
     matched_stop: msgspec.Raw = _NULL
     stop_reason: msgspec.Raw = _NULL
     routed_experts: msgspec.Raw = _NULL
     sampling_mask: msgspec.Raw = _NULL
     prompt_logprobs: msgspec.Raw = _NULL
     weight_versions: msgspec.Raw = _NULL
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _Versions(msgspec.Struct):
-    weight_version: msgspec.Raw = _NULL
-    weight_versions: msgspec.Raw = _NULL
-
-
-class _Extension(msgspec.Struct):
-    routed_experts: msgspec.Raw = _NULL
-    indexer_topk: msgspec.Raw = _NULL
 
 
 class _Reply(msgspec.Struct):
@@ -159,13 +140,12 @@ class _Reply(msgspec.Struct):
     id: msgspec.Raw = _NULL
     created: msgspec.Raw = _NULL
     model: msgspec.Raw = _NULL
-    usage: msgspec.Raw = _NULL
-    metadata: _Versions | None = None
-    sglext: _Extension | None = None
+    usage: Any = None
+    metadata: Any = None
+    sglext: Any = None
 
 
 _REPLY = msgspec.json.Decoder(_Reply)
-_USAGE = msgspec.json.Decoder(_Usage)
 
 
 def _sampling(fields: Fields) -> Fields:
@@ -305,21 +285,27 @@ def vllm_reply(reply: CommittedReply) -> dict[str, Any]:
 
 def _content(choice: _Choice, has_text: bool) -> list[dict[str, Any]]:
     """The sampled tokens, with `token` and `token_id`: clients of one or another version read either."""
-    tops = choice.logprobs.top_logprobs or [None] * len(choice.token_ids)
-    names: list[str | None] = list(choice.logprobs.tokens) if has_text else []
-    names += [None] * (len(choice.token_ids) - len(names))
+    count, tops, names = len(choice.token_ids), choice.logprobs.top_logprobs, choice.logprobs.tokens
+    if not isinstance(tops, list) or len(tops) != count:
+        tops = [None] * count
+    if not has_text or not isinstance(names, list) or len(names) != count:
+        names = [None] * count
     return [
         {
             **_named(token, logprob, name),
-            "top_logprobs": [_named(_id_in(one), lp, one) for one, lp in (top or {}).items()],
+            "top_logprobs": [_named(_id_in(one), lp, one) for one, lp in _object(top).items()],
         }
         for token, name, logprob, top in zip(choice.token_ids, names, choice.logprobs.token_logprobs, tops, strict=True)
     ]
 
 
-def _named(token: int | None, logprob: msgspec.Raw, name: str | None) -> dict[str, Any]:
-    text = name if name is not None else f"token_id:{token}"
-    spelled = None if name is None else list(name.encode())
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _named(token: int | None, logprob: Any, name: Any) -> dict[str, Any]:
+    text = name if isinstance(name, str) else f"token_id:{token}"
+    spelled = list(name.encode()) if isinstance(name, str) else None
     return {"token": text, "token_id": token, "logprob": logprob, "bytes": spelled, "rank": None}
 
 
@@ -332,12 +318,12 @@ def _stop(choice: _Choice) -> msgspec.Raw:
     return choice.stop_reason if bytes(choice.stop_reason) != b"null" else choice.matched_stop
 
 
-def _experts(completion: _Reply, choice: _Choice) -> msgspec.Raw:
-    return choice.routed_experts if completion.sglext is None else completion.sglext.routed_experts
+def _experts(completion: _Reply, choice: _Choice) -> Any:
+    return _object(completion.sglext).get("routed_experts", choice.routed_experts)
 
 
-def _own_versions(completion: _Reply, choice: _Choice) -> msgspec.Raw:
-    return choice.weight_versions if completion.metadata is None else completion.metadata.weight_versions
+def _own_versions(completion: _Reply, choice: _Choice) -> Any:
+    return _object(completion.metadata).get("weight_versions", choice.weight_versions)
 
 
 def sglang_reply(reply: CommittedReply) -> dict[str, Any]:
@@ -353,23 +339,22 @@ def sglang_reply(reply: CommittedReply) -> dict[str, Any]:
             "logprobs": [[[{str(token): logprob}] for token, logprob in pairs]],
             "finish_reasons": [choice.finish_reason],
         }
-    usage = _USAGE.decode(completion.usage)
-    cached = None if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
-    metadata, extension = completion.metadata or _Versions(), completion.sglext or _Extension()
+    usage = _object(completion.usage)
+    cached = _object(usage.get("prompt_tokens_details")).get("cached_tokens")
     optional = {
-        "weight_version": metadata.weight_version,
+        "weight_version": _object(completion.metadata).get("weight_version"),
         "weight_versions": _own_versions(completion, choice),
         "routed_experts": _experts(completion, choice),
-        "indexer_topk": extension.indexer_topk,
+        "indexer_topk": _object(completion.sglext).get("indexer_topk"),
     }
     meta = {
         "id": wanted.request_id or completion.id,
         "finish_reason": _finish(choice),
-        "prompt_tokens": usage.prompt_tokens,
+        "prompt_tokens": usage.get("prompt_tokens"),
         "completion_tokens": len(choice.token_ids),
         "cached_tokens": cached or 0,
         **({"output_token_logprobs": [[lp, token, None] for token, lp in pairs]} if wanted.logprobs else {}),
-        **{name: raw for name, raw in optional.items() if bytes(raw) != b"null"},
+        **{name: value for name, value in optional.items() if value not in (None, _NULL)},
     }
     return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 

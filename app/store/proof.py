@@ -53,8 +53,9 @@ _seen = select(
 class StoreUnordered(StoreUnavailable):
     """Events do not come back in the order of commits: no export of this database can be trusted."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(
+    @classmethod
+    def because(cls, why: str) -> StoreUnordered:
+        return cls(
             f"the database does not give events back in the order of commits: {why}; is it a sharding proxy or "
             "extension (such as Citus), a replica, or a pooler in statement mode? TURNLOG_DATABASE_URL has to name one "
             "PostgreSQL server, or a pooler in transaction or session mode before it"
@@ -79,7 +80,7 @@ def write(tx: Tx, incarnation: int) -> Written:
     name = f"~{incarnation}.{written.tx}"  # another each time: one whose commit still waits would hold its key
     again = tx.one(_begun, {})
     if again is None or again[0] != written.tx:  # before anything is written: there is no transaction to take it back
-        raise StoreUnordered("two statements of one transaction ran in two")
+        raise StoreUnordered.because("two statements of one transaction ran in two")
     row = {"session_id": name, "type": "Probe", "version": 1, "at": 0.0, "data": b"{}"}
     for seq in (1, 2):
         # On SQLite the process numbers events. These take no number from others, so that a probe leaves no gap.
@@ -87,7 +88,9 @@ def write(tx: Tx, incarnation: int) -> Written:
     rows = [tuple(found) for found in tx.all(_in_order, {"sid": name, "since": written.tx})]
     tx.run(_forget, {"sid": name})
     if rows != [(1, written.tx), (2, written.tx)]:
-        raise StoreUnordered(f"of two events that transaction {written.tx} wrote, {rows} are read as (number, its id)")
+        raise StoreUnordered.because(
+            f"of two events that transaction {written.tx} wrote, {rows} are read as (number, its id)"
+        )
     return written
 
 
@@ -104,7 +107,7 @@ async def prove(database: Database, incarnation: int) -> None:
             return
         # The oldest transaction may end while one look asks about it, and of a slow database there is one a second.
         if clock() >= deadline and look >= LOOKS:
-            raise StoreUnordered(why)
+            raise StoreUnordered.because(why)
         await asyncio.sleep(PAUSE_S)
 
 

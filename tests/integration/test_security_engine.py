@@ -171,9 +171,7 @@ async def test_no_redirect_is_followed_and_no_proxy_asked(
 
 @pytest.mark.anyio
 @pytest.mark.threat("engine path that Turnlog must not call")
-@pytest.mark.parametrize(
-    "path", ["/update_weights_from_disk", "/v1/files", "/", "", "/health/../flush_cache", "/health#"]
-)
+@pytest.mark.parametrize("path", ["/set_internal_state", "/v1/files", "/", "", "/health/../start_profile", "/health#"])
 async def test_an_engine_is_asked_for_what_is_listed(engine: Engine, client: EngineClient, path: str) -> None:
     for ask in (client.get(f"{engine.url}{path}", []), client.post(f"{engine.url}{path}?x=/health", b"{}", [])):
         with pytest.raises(ValueError, match="not asked"):
@@ -188,13 +186,13 @@ def test_no_path_of_a_client_is_passed_on(stand: Stand) -> None:
     talk.say("Hello")
     assert stand.http.get(f"{talk.path}/v1/models").status_code == 200
     for path in (
-        "/flush_cache",
+        "/start_profile",
         "/v1/embeddings",
         "/generate",
         "/abort_request",
         "/v1/messages/batches",
         "/x/v1/chat/completions",
-        "/v1/chat/completions/../../flush_cache",
+        "/v1/chat/completions/../../start_profile",
         "/get_model_info",
     ):
         for prefix in ("", talk.path, f"{talk.path}/v1"):

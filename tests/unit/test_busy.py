@@ -86,6 +86,7 @@ async def test_a_stored_reply_is_given_once_it_is_on_disk() -> None:
 
     services = SimpleNamespace(
         points=TurnPoints(),
+        settings=Settings(),
         engine_calls=SimpleNamespace(generate=None),
         large_bodies=None,
         cache=SimpleNamespace(current=current, database=SimpleNamespace(is_sqlite=False)),

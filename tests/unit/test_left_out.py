@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.domain.events import COMPLETIONS
 from app.domain.left_out import MOST, bounded
 from app.domain.request import ChatRequest
 from app.errors import InvalidRequest, Unsupported
@@ -69,7 +70,7 @@ def names(request: ChatRequest) -> list[str]:
     return [tool["function"]["name"] for tool in json.loads(bytes(request.tools or b"[]"))]
 
 
-@pytest.mark.parametrize("protocol", sorted(PROTOCOLS.keys() - {"completions"}))
+@pytest.mark.parametrize("protocol", sorted(PROTOCOLS.keys() - COMPLETIONS))
 def test_a_servers_tools_that_are_only_offered_are_left_out_and_told(protocol: str) -> None:
     servers = SERVERS[protocol]
     request = parsed(protocol, tools=[LOOK[protocol], *servers], tool_choice=AUTO[protocol])
@@ -82,7 +83,7 @@ def test_a_servers_tools_that_are_only_offered_are_left_out_and_told(protocol: s
     assert not {"tool_choice", "parallel_tool_calls"} & set(alone.params)
 
 
-@pytest.mark.parametrize("protocol", sorted(PROTOCOLS.keys() - {"completions"}))
+@pytest.mark.parametrize("protocol", sorted(PROTOCOLS.keys() - COMPLETIONS))
 def test_a_choice_that_forces_one_is_refused(protocol: str) -> None:
     for choice in FORCED[protocol]:
         for others in ([], [LOOK[protocol]]):
