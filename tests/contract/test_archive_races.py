@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from helpers.databases import connected
 from helpers.log import BODY
 from helpers.store import Store
-from sqlalchemy import Connection, event, func, select, update
+from sqlalchemy import Connection, event, func, select, text, update
 
 from app.api.limits import RequestMemory
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
@@ -24,9 +26,10 @@ from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
-from app.store.leases import ReleaseLease
+from app.store.leases import ReleaseLease, TakeLease
 from app.store.log_sessions import AssignReward, Create, Existing
-from app.store.schema import sessions, turns
+from app.store.reads import last_forgotten
+from app.store.schema import events, sessions, turns
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
@@ -208,6 +211,35 @@ async def test_an_archived_root_is_erased_with_members_that_stayed(stage: Stage)
     head = await stage.store.head("child")
     assert head is not None
     assert head.status == "erased"
+
+
+async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_did(postgres_store: Store) -> None:
+    store, file = postgres_store, "file:///archive"
+    for name in ("earlier", "later"):
+        await store.create(name)
+        await store.close(name)
+    end = await store.horizon()
+    fence = await store.submit(TakeLease(LEASE, store.me, 60.0, 60.0))
+    await store.submit(Reserve(fence, file, [("earlier", "earlier"), ("later", "later")]))
+
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+
+    async def waiters(number: int, other: asyncio.Task[object] | None = None) -> None:
+        async with asyncio.timeout(60):
+            while await store.database.read(lambda c: c.execute(waiting).scalar_one()) < number:
+                if other is not None and other.done():
+                    return
+                await asyncio.sleep(0.01)
+
+    async with connected(store.database.url) as connection, asyncio.TaskGroup() as leaving, connection.begin():
+        await connection.execute(select(events).where(events.c.session_id == "earlier").with_for_update())
+        leaving.create_task(store.submit(Forget("earlier", fence, file, {"earlier": 2})))
+        await waiters(1)  # It has read where the log ends, if nothing keeps it from that.
+        later = leaving.create_task(store.submit(Forget("later", fence, file, {"later": 2})))
+        await waiters(2, later)
+    assert await store.database.read(last_forgotten) == end
 
 
 async def test_the_look_for_what_is_left_to_do_does_not_read_the_whole_index(sqlite_store: Store) -> None:

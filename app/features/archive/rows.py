@@ -351,6 +351,7 @@ class Forget(BaseOperation, frozen=True):
             if line is None or line[0] != "writing":
                 return False
         group = tx.one(_group_of, {"sid": self.root_id})
+        tx.one(_lock_meta, {})  # Else of two rollouts that leave at once on PostgreSQL the lower place may be kept.
         gone = tx.one(select_forgotten, {})
         last = forgotten_place(None if gone is None else gone[0])
         for session_id in sorted(self.versions):
@@ -555,6 +556,7 @@ _last_place = (
     .order_by(events.c.tx.desc(), events.c.position.desc())
     .limit(1)
 )
+_lock_meta = select(store_meta.c.value).where(store_meta.c.key == "epoch").with_for_update()
 _forget_place = delete(store_meta).where(store_meta.c.key == FORGOTTEN)
 _has_left = (
     select(archived.c.session_id)
