@@ -86,6 +86,13 @@ class RollbackTooDeep(InvalidRequest):
     code = "rollback_too_deep"
     meaning = "the history goes back further than the rollback window"
 
+    @classmethod
+    def of(cls, why: str, window: int) -> RollbackTooDeep:
+        return cls(
+            f"{why}; the session's rollback window is {window}. Create the session with a larger rollback_window, "
+            'or with history="tree", where such a request is a branch and discards nothing'
+        )
+
 
 class HistoryMismatch(InvalidRequest):
     code = "history_mismatch"

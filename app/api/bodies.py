@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -53,6 +54,8 @@ def read_model(raw: bytes, kind: type[Body], most: int = MAX_VALUES) -> Body:
         if (text := mended(raw)) is not None:
             return read_model(text.body, kind, most)
         first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+            raise _unknown(str(first["loc"][0]), kind) from error
         raise InvalidRequest(f"{_location(first['loc'])}: {first['msg']}") from error
 
 
@@ -85,4 +88,11 @@ def _require_known(raw: bytes, kind: type[BaseModel]) -> None:
         return
     unknown = next((name for name in fields if name not in kind.model_fields), None)
     if unknown is not None and kind.model_config.get("extra") == "forbid":
-        raise InvalidRequest(f"{unknown:.64}: Extra inputs are not permitted")
+        raise _unknown(unknown, kind)
+
+
+def _unknown(name: str, kind: type[BaseModel]) -> InvalidRequest:
+    """Names the nearest field, or all of them: a typing error is the usual cause."""
+    near = difflib.get_close_matches(name[:64], kind.model_fields, 1)
+    known = f"did you mean {near[0]}?" if near else f"supported are {', '.join(sorted(kind.model_fields))}"
+    return InvalidRequest(f"{name:.64} is not a field of the body; {known}")

@@ -118,15 +118,10 @@ class RequestPrompt:
         )
 
     def _within(self, session: Session, plan: Plan) -> Plan:
-        window = session.config.rollback_window
-        if len(plan.discarded) <= window:
+        window, turns = session.config.rollback_window, len(plan.discarded)
+        if turns <= window:
             return plan
-        return diverging(
-            session,
-            RollbackTooDeep(
-                f"the prompt goes back {len(plan.discarded)} turns; the session's rollback window is {window}"
-            ),
-        )
+        return diverging(session, RollbackTooDeep.of(f"the prompt goes back {turns} turns", window))
 
     def _stored(self, turn: Turn) -> _Prefix:
         if self._ids is not None:

@@ -488,8 +488,6 @@ def _refusal(
         )
     window = session.config.rollback_window
     if len(superseded) > window:
-        return RollbackTooDeep(
-            f"the request goes back {len(superseded)} turns, to message {equal}; "
-            f"the session's rollback window is {window}"
-        )
+        why = f"the request goes back {len(superseded)} turns, to message {equal}"
+        return RollbackTooDeep.of(why, window)
     return None

@@ -92,6 +92,16 @@ def test_a_value_that_an_option_does_not_take_is_told_in_our_words() -> None:
     assert "Value error" not in told
 
 
+def test_numbers_that_are_not_finite_are_told_by_field(cli: Stand) -> None:
+    session = cli.talk().id
+    for command, field in (
+        (("reward", session, "nan"), "reward"),
+        (("reward", session, "1", "--component", "right=inf"), "components.right"),
+        (("create", "--metadata", '{"share": 1e999}'), "metadata.share"),
+    ):
+        assert complaint(*command) == f"turnlog: 400 invalid_request: {field}: Input should be a finite number"
+
+
 def test_what_matches_nothing_says_so(cli: Stand) -> None:
     nobody = uuid.uuid4().hex
     for command, noun in (("sessions", "session"), ("export", "row"), ("tail", "event")):
@@ -148,6 +158,7 @@ def test_a_groups_rewards(cli: Stand) -> None:
     assert (found["complete"], found["statistics"]["zero_variance"]) == (True, True)
     lines = run("groups", group).stdout.splitlines()
     assert lines[0] == f"group {group}: complete"
+    assert lines[1] == "rewards: count 2, mean 1, sample std 0, min 1, max 1"
     assert "all rewards are equal: the group's advantages are 0" in lines
     assert group in [one["group_id"] for one in answer("groups", "--limit", "500")["groups"]]
     assert any(group in line for line in run("groups", "--limit", "500").stdout.splitlines())

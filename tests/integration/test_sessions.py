@@ -65,11 +65,22 @@ def test_create_takes_every_legal_id(stand: Stand, name: str) -> None:
         {"on_divergence": "ignore"},
         {"history": "graph"},
         {"metadata": []},
-        {"unknown": 1},
     ],
 )
 def test_create_refuses_bad_fields(stand: Stand, field: dict[str, object]) -> None:
     assert error_of(stand.http.post("/sessions", json=field)) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("size", [1, 1 << 15], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("name", "told"), [("histry", "did you mean history?"), ("judge", "supported are adapter, attempt, ")]
+)
+def test_a_field_that_is_unknown_is_told_with_those_that_are_known(
+    stand: Stand, size: int, name: str, told: str
+) -> None:
+    refused = stand.http.post("/sessions", json={name: "x" * size})
+    assert error_of(refused) == (400, "invalid_request")
+    assert f"{name} is not a field of the body; {told}" in refused.text
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ REFUSED: list[tuple[str, int, list[dict[str, Any]], type[AppError]]] = [
 
 @pytest.mark.parametrize(("window", "messages", "error"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_a_request_is_refused(window: int, messages: list[dict[str, Any]], error: type[AppError]) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error, match=r'Create the session with .*history="tree"'):
         three_turns(window).plan(messages)
     assert three_turns(window, "segment").plan(messages) == Plan(3, 0), "a segment, where the session asks for it"
 

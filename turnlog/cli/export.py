@@ -25,17 +25,29 @@ KEPT = "; what has come is kept, the same command goes on from there"
 
 STANDARD_OUTPUT = Path("-")
 
+BINARY = ("parquet", "safetensors", "msgpack")
+
+SUFFIXES = tuple(f".{name}" for name in BINARY)
+"""Of files that would mislead their readers if they held lines of JSON."""
+
 
 @takes(ExportParameters, "url_s")  # only a program has a use for a URL's duration
 def export(
     ctx: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="The file to make; none, or -: standard output.")] = None,
-    format: Annotated[str, typer.Option(help="ndjson, parquet, safetensors, msgpack, atif, messages.")] = "ndjson",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="ndjson, parquet, safetensors, msgpack, atif, messages; none: as FILE's name ends, else ndjson."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="FILE may be there already.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew instead of resuming.")] = False,
     **parameters: Any,
 ) -> None:
     """Export rows. After an interruption, run the same command again; FILE appears when it is complete."""
+    if format is None:
+        format = file.suffix[1:] if file is not None and file.suffix in SUFFIXES else "ndjson"
     wish = {"format": format, "shape": "turnlog", **given(parameters)}
     server, for_machine = remote(ctx), wants_json(ctx)
     if file is not None and file != STANDARD_OUTPUT:
@@ -74,7 +86,7 @@ def _to_file(
 
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
     """The bytes as they arrive; if the reader closes the pipe, the export ends."""
-    if sys.stdout.isatty() and wish["format"] in ("parquet", "safetensors", "msgpack"):
+    if sys.stdout.isatty() and wish["format"] in BINARY:
         raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
     out = sys.stdout.buffer
     with server.stream("/export", wish) as response:
@@ -111,3 +123,5 @@ def _say_cut(wish: dict[str, Any], lines: Iterable[bytes]) -> None:
         say(f"{amount(cut, 'sampled token')} cut by --max-seq-len {wish['max_seq_len']}")
     elif wish.get("max_seq_len") and not wish.get("explain"):
         say("--explain says how many sampled tokens --max-seq-len cuts")
+    elif wish.get("max_seq_len") and wish["format"] in BINARY:
+        say("cut_tokens, in the rows with excluded, says how many sampled tokens --max-seq-len cuts")

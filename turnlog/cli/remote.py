@@ -34,4 +34,4 @@ def connected(url: str, token: str | None, patience_s: float, *, has_answered: b
     try:
         return Transport(url, token, patience_s, TIMEOUT_S, waits_for_start=has_answered)
     except ValueError as error:
-        raise UsageError(f"--url, --token: {error}") from None
+        raise UsageError(f"--url or --token (TURNLOG_URL, TURNLOG_TOKEN): {error}") from None

@@ -130,10 +130,11 @@ def groups(
 def _print_groups(found: dict[str, Any]) -> None:
     from turnlog.cli.output import Column, table
 
-    names = ("sessions", "closed", "rewarded", "mean", "std", "min", "max")
     columns = [
         Column("group", "group_id", whole=True),
-        *(Column(name, right=True) for name in names),
+        *(Column(name, right=True) for name in ("sessions", "closed", "rewarded", "mean")),
+        Column("sample std", "std", right=True),
+        *(Column(name, right=True) for name in ("min", "max")),
         Column("state"),
         Column("missing attempts", "missing_attempts", long=True),
         Column("note", lambda one: "all rewards are equal" if one["zero_variance"] else None),
@@ -150,8 +151,8 @@ def _print_group(found: dict[str, Any]) -> None:
     line(f"group {found['group_id']}: {'complete' if found['complete'] else 'not complete'}", "bold")
     spread = found["statistics"]
     if spread is not None:
-        names = ("count", "mean", "std", "min", "max")
-        line("rewards: " + ", ".join(f"{name} {shown(spread[name])}" for name in names))
+        names = {"count": "count", "mean": "mean", "std": "sample std", "min": "min", "max": "max"}
+        line("rewards: " + ", ".join(f"{told} {shown(spread[name])}" for name, told in names.items()))
         if spread["zero_variance"] and spread["count"] > 1:
             line("all rewards are equal: the group's advantages are 0")
     columns = [

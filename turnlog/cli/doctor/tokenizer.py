@@ -25,8 +25,13 @@ def examine(settings: Settings) -> Generator[Finding, None, Prompts | None]:
         yield ok("tokenizer", "none: prompts are sent as messages, and their ids are the engine's (capture mode)")
         return None
     from app.errors import AppError, StartupError
-    from app.tito.prompts import Prompts
+    from app.extras import install
 
+    try:
+        from app.tito.prompts import Prompts  # needs the packages of the extra `tito`
+    except ImportError as error:
+        yield problem("tokenizer", f"TURNLOG_TOKENIZER needs the package {error.name}", install("tito"))
+        return None
     began = time.perf_counter()
     try:
         prompts = Prompts.load(settings.tokenizer, settings.tito_family)

@@ -361,7 +361,7 @@ export class ActionList extends SessionPart {
     }
     const [first, ...more] = known?.actions ?? [];
     return [
-      begins && [h("span", { class: "flag" }, `⑂ ${begins.branch} ${begins.cause}`), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
+      begins && [h("span", { class: "flag" }, `⎇ ${begins.branch} ${begins.cause}`), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
       turn?.live === false && [badge("rolled back", "warn"), " "],
       turn?.segment_cause && [badge(`new segment: ${turn.segment_cause}`, "warn"), " "],
       known?.error && badge("unreadable", "bad"),

@@ -152,7 +152,7 @@ function columns() {
     numberColumn("Closed", (group) => count(group.closed), narrow),
     numberColumn("Rewarded", (group) => count(group.rewarded), narrow),
     numberColumn("Mean", (group) => decimal(group.mean), wide),
-    numberColumn("Std. dev.", (group) => decimal(group.std), { ...wide, hint: "The sample's (n − 1)" }),
+    numberColumn("Std. dev. (sample)", (group) => decimal(group.std), { ...wide, hint: "With n − 1" }),
     numberColumn("Min", (group) => decimal(group.min), wide),
     numberColumn("Max", (group) => decimal(group.max), wide),
     column("Missing attempts", (group) => ranges(group.missing_attempts) || "–", { width: "150px" }),

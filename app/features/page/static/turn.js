@@ -149,7 +149,7 @@ export class TurnTab extends SessionPart {
   #prompt(turn, session) {
     const content = h("div", { class: "prompt" });
     const cached = turn.cached_tokens ? `, ${count(turn.cached_tokens)} cached` : "";
-    const element = folded(`Prompt · ${count(turn.messages - 1)} messages · ${count(turn.prompt_tokens)} tokens, ${count(turn.suffix_tokens)} new${cached}`, content, "promptfold");
+    const element = folded(`Prompt · ${amount(turn.messages - 1, "message")} · ${amount(turn.prompt_tokens, "token")}, ${count(turn.suffix_tokens)} new${cached}`, content, "promptfold");
     element.addEventListener("toggle", () => {
       if (content.hasChildNodes()) return;
       replace(content, "Loading …");
