@@ -106,8 +106,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message += "; /v1 is there twice: an Anthropic base URL does not end in it"
     elif path.endswith(("/completions", "/models", "/responses")):
         message += "; an OpenAI base URL ends in /v1"
-    elif path.startswith(("/v1/", "/ui/")):
-        message += "; the server's own address, as in TURNLOG_URL, ends before that"
     return _refusal(request, 404, NOT_FOUND, message, {})
 
 

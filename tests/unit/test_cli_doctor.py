@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import os
 import sqlite3
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path

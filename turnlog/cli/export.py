@@ -124,4 +124,4 @@ def _say_cut(wish: dict[str, Any], lines: Iterable[bytes]) -> None:
     elif wish.get("max_seq_len") and not wish.get("explain"):
         say("--explain says how many sampled tokens --max-seq-len cuts")
     elif wish.get("max_seq_len") and wish["format"] in BINARY:
-        say("cut_tokens, in the rows with excluded, says how many sampled tokens --max-seq-len cuts")
+        say("the column cut_tokens says how many sampled tokens --max-seq-len cuts")
