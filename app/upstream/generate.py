@@ -1,4 +1,5 @@
-"""SGLang's `/generate`, for a chat whose prompt's ids are known (0.5.23): the chat's stream has no ids.
+"""SGLang's `/generate`, for a chat whose prompt's ids are known (0.5.23): the chat's stream has its ids at
+the end alone, too late to go on from.
 
 A chat's parameters are spelled otherwise there. One that has no counterpart, or that means something only to the
 template or a grammar, keeps the turn a chat.
@@ -65,12 +66,21 @@ _ONLY_CHATS = frozenset(
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """Of an engine's `/server_info`: how it streams, what it samples with, and what its chat parses replies with."""
+    """Of an engine's `/server_info`: how it streams, what it samples with, and what its chat parses replies with.
+    `return_output_ids` is None where the engine does not know such an option (it came with the ids in streams)."""
 
     incremental_streaming_output: bool = False
     sampling_defaults: str = "model"
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    return_output_ids: bool | None = None
+
+    @property
+    def streams_ids(self) -> bool:
+        """Does a stream of its chat have every token's id and logprob? Without a parser, those of tokens without text,
+        such as the end, have no logprob."""
+        has_parser = self.reasoning_parser is not None or self.tool_call_parser is not None
+        return self.return_output_ids is not None and has_parser
 
     def takes(self, params: Fields) -> bool:
         """Would the chat sample with the same parameters?"""
