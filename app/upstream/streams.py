@@ -335,9 +335,11 @@ def _of_sglang(root: Mapping[str, bytes], choice: Mapping[str, bytes], content: 
     }
     prompt = bytes(extension.input_ids)
     whole = {**choice, "prompt_token_ids": prompt, "meta_info": join_object(meta)}
+    found = {name: raw for name, raw in root.items() if name != "sglext"}
     payloads = _values(_FIELDS.decode(root["sglext"]))
-    others = {name: raw for name, raw in payloads.items() if name not in _IDS_OF_SGLANG}
-    return join_object({**root, "sglext": join_object(others), "choices": b"[" + join_object(whole) + b"]"})
+    if others := {name: raw for name, raw in payloads.items() if name not in _IDS_OF_SGLANG}:
+        found["sglext"] = join_object(others)
+    return join_object({**found, "choices": b"[" + join_object(whole) + b"]"})
 
 
 def require_no_error(error: msgspec.Raw | None) -> None:

@@ -47,6 +47,7 @@ class Behaviour(Struct, forbid_unknown_fields=True):
     pause: Outcome = "ok"
     resume: Outcome = "ok"
     count_tokens: Outcome = "ok"
+    server_info: Outcome = "ok"
 
 
 # The bodies of the routes that they are named after.
@@ -302,6 +303,8 @@ class Control:
 
     async def _server_info(self, body: bytes, query: Query) -> Reply:
         """Of SGLang's arguments those that say how it samples, streams and parses."""
+        if failed := self._failed(self._behaviour.server_info):
+            return failed
         config = self._engine.config
         return json_reply(
             {

@@ -263,14 +263,16 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     if size is not None and not (draft.calls or draft.reasoning):
         found = [{"content": text} for text in writer.texts_of(draft.ids, size)]
     numbers = writer.logprobs(draft) if request.logprobs else []
-    ends = [number * len(draft.ids) // max(len(found), 1) for number in range(len(found) + 1)]
+    # The end token is a step of its own, which shows no text.
+    shown = len(draft.ids) - generation.ended_itself
+    ends = [number * shown // max(len(found), 1) for number in range(len(found) + 1)]
     if size is not None:
-        ends = [min(end * size, len(draft.ids)) for end in range(len(found))] + [len(draft.ids)]
+        ends = [min(end * size, shown) for end in range(len(found) + 1)]
     silent = {"logprobs": None, "finish_reason": None, "matched_stop": None}
 
     def chunk(delta: dict[str, object], **more: object) -> bytes:
-        shown = {"reasoning_content": None, **delta}
-        return event({**common, "choices": [{"index": 0, "delta": shown, **silent, **more}]})
+        told = {"reasoning_content": None, **delta}
+        return event({**common, "choices": [{"index": 0, "delta": told, **silent, **more}]})
 
     def logprobs_of(start: int, end: int) -> Raw | None:
         if not request.logprobs or start == end:
@@ -289,7 +291,7 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         events.append(event({**common, "choices": [{"index": 0, "delta": said, **silent}], "usage": None}))
         if logprobs := logprobs_of(start, end):
             events.append(chunk({}, logprobs=logprobs))
-    if not found and (logprobs := logprobs_of(0, len(draft.ids))):
+    if logprobs := logprobs_of(ends[-1], len(draft.ids)):
         events.append(chunk({}, logprobs=logprobs))
     events.append(chunk({}, finish_reason=draft.finish, matched_stop=matched_stop(generation, writer)))
     extension: dict[str, object] = {}
