@@ -271,9 +271,8 @@ class Engines:
         if member is None or self._versions is None:
             return None
         dialect = self._dialect_of(url)
-        if dialect == "vllm" or (is_stream and dialect == "sglang"):
-            return await self._versions.at_dispatch(member, self.seen, ROUTES[dialect])
-        return await self._versions.at_dispatch(member, None)
+        names_none = dialect == "vllm" or (is_stream and dialect == "sglang")
+        return await self._versions.at_dispatch(member, self.seen, ROUTES[dialect] if names_none else None)
 
     def _dialect_of(self, url: str) -> DialectChoice:
         """The dialect of one engine; `auto` while it is not known."""

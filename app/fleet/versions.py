@@ -39,9 +39,7 @@ ROUTES: Mapping[str, str] = {"vllm": "/weight_info", "sglang": "/model_info"}
 """By dialect, what tells an engine's version."""
 
 
-async def weight_version(
-    client: EngineClient, base_url: str, headers: Headers, route: str = ROUTES["vllm"]
-) -> str | None:
+async def weight_version(client: EngineClient, base_url: str, headers: Headers, route: str) -> str | None:
     """The version; None if the engine has no such route, does not answer, or has one that is too long for a reply."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -67,12 +65,12 @@ class WeightVersions:
         self._headers = to_control(api_key)
         self._asking: dict[str, asyncio.Task[None]] = {}
 
-    async def at_dispatch(self, member: Member, seen: Seen | None, route: str = "") -> str | None:
+    async def at_dispatch(self, member: Member, seen: Seen, route: str | None) -> str | None:
         """The version of what is sent to this engine now; None if nobody can say.
 
-        `seen` records what the engine answers at `route`; without, it is not asked.
+        `seen` records what the engine answers at `route`; without a route it is not asked.
         """
-        while seen is not None and member.version_asked != self._fleet.fleet.gate.closings:
+        while route is not None and member.version_asked != self._fleet.fleet.gate.closings:
             asking = self._asking.get(member.url)
             if asking is None:
                 asking = self._asking[member.url] = asyncio.create_task(
