@@ -22,7 +22,7 @@ class Config:
     0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs. With
     ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so. It also
     says ``sampling_defaults``: where a chat takes the parameters that a request does not name. With ``cache_report``,
-    SGLang's ``usage`` counts cached tokens. What does not fit ``context_length`` is refused. ``api_key`` is what the
+    SGLang's ``usage`` counts cached tokens. It refuses what does not fit ``context_length``. ``api_key`` is what the
     vendor of the dialect ``openai`` wants in each request.
     """
 

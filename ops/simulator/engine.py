@@ -145,8 +145,7 @@ class Engine:
             order = self.faults.take(request.sim)
             raw = bytes(request.input_ids)
             prompt = self._ids_of(raw) if raw else self.tokenizer.encode(asked.text or "")
-            self._check_length(request, prompt)
-            self._check_start(request, prompt)
+            self._check_prompt(request, prompt)
             text = self.tokenizer.decode(list(prompt.ids()))
             is_chat = IM_START in text
             conversation = self.template.reread(text) if is_chat else completion.conversation(prompt)
@@ -195,8 +194,7 @@ class Engine:
             completion.check(request, self.config.dialect)
             order = self.faults.take(request.sim)
             prompt = completion.read_prompt(request.prompt, self.tokenizer)
-            self._check_length(request, prompt)
-            self._check_start(request, prompt)
+            self._check_prompt(request, prompt)
         except _REFUSALS as error:
             return self._refused(error)
         conversation = completion.conversation(prompt)
@@ -301,23 +299,9 @@ class Engine:
         if self.config.dialect == "sglang":
             sglang.check_sampling(request)
 
-    def _check_length(self, request: Request, prompt: Encoded) -> None:
-        """Refuse what does not fit the context. Raises BadRequest."""
-        length, limit = self.config.context_length, limit_of(request)
-        if prompt.count >= length:
-            raise BadRequest(
-                f"The input ({prompt.count} tokens) is longer than the model's context length ({length} tokens)."
-            )
-        if limit is not None and prompt.count + limit > length:
-            raise BadRequest(
-                f"Requested token count exceeds the model's maximum context length of {length} tokens. You requested a "
-                f"total of {prompt.count + limit} tokens: {prompt.count} tokens from the input messages and {limit} "
-                "tokens for the completion. Please reduce the number of tokens in the input messages or the completion "
-                "to fit within the limit."
-            )
-
-    def _check_start(self, request: Request, prompt: Encoded) -> None:
+    def _check_prompt(self, request: Request, prompt: Encoded) -> None:
         if self.config.dialect == "sglang":
+            sglang.check_length(prompt.count, limit_of(request), self.config.context_length)
             sglang.check_start(request, prompt.count)
 
     def _read(self, body: bytes) -> ChatRequest:
@@ -338,8 +322,7 @@ class Engine:
         prompt = self._ids_of(raw) if raw else self.template.prompt(conversation)
         if begun and not raw:
             prompt = Encoded.of([*prompt.ids(), *self.tokenizer.ids(begun)])
-        self._check_length(request, prompt)
-        self._check_start(request, prompt)
+        self._check_prompt(request, prompt)
         return prompt
 
     def _ids_of(self, raw: bytes) -> Encoded:

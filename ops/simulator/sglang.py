@@ -82,6 +82,21 @@ def check_history(conversation: Conversation) -> None:
             raise BadConversion("Assistant tool call function.arguments must be valid JSON.")
 
 
+def check_length(prompt_tokens: int, limit: int | None, length: int) -> None:
+    """Refuse what does not fit the context. Raises :class:`BadRequest`."""
+    if prompt_tokens >= length:
+        raise BadRequest(
+            f"The input ({prompt_tokens} tokens) is longer than the model's context length ({length} tokens)."
+        )
+    if limit is not None and prompt_tokens + limit > length:
+        raise BadRequest(
+            f"Requested token count exceeds the model's maximum context length of {length} tokens. You requested a "
+            f"total of {prompt_tokens + limit} tokens: {prompt_tokens} tokens from the input messages and {limit} "
+            "tokens for the completion. Please reduce the number of tokens in the input messages or the completion to "
+            "fit within the limit."
+        )
+
+
 def check_start(request: Request, prompt_tokens: int) -> None:
     """Refuse a first row outside the prompt. Raises :class:`BadRequest`."""
     if not 0 <= request.routed_experts_start_len <= prompt_tokens:
@@ -216,6 +231,7 @@ def queued_info(generation: Generation[R], logprobs: bytes) -> bytes:
         "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
         "weight_version": generation.weight_version,
         "e2e_latency": generation.seconds,
+        "weight_versions": generation.versions,
     }
     ended = {"completion_tokens": generation.completion_tokens, "response_sent_to_client_ts": SENT}
     return encode(facts)[:-1] + logprobs + b"," + encode(ended)[1:]
@@ -244,8 +260,7 @@ def usage(generation: Generation[R], writer: ReplyWriter) -> dict[str, object]:
 
 
 def metadata(generation: Generation[R]) -> bytes:
-    spans = {} if generation.queued else {"weight_versions": generation.versions}
-    return encode({"weight_version": generation.weight_version, **spans})
+    return encode({"weight_version": generation.weight_version, "weight_versions": generation.versions})
 
 
 def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
