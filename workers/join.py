@@ -239,7 +239,7 @@ class _Joint:
         root["usage"] = self._usage()
         metadata = _fields(self._last.root, "metadata")
         if metadata:
-            if self._shape.protocol == "completions" and self._shape.dialect == "sglang":
+            if self._shape.dialect == "sglang":
                 self._with_versions(metadata, [_fields(reply.root, "metadata") for reply in self._replies])
             root["metadata"] = _raw(_object(metadata))
         extensions = [_fields(reply.root, "sglext") for reply in self._replies]
