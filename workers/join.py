@@ -292,6 +292,8 @@ class _Joint:
         choice["message"] = _raw(_object(message))
         if has_calls and bytes(choice.get("finish_reason", b"")) == b'"stop"':
             choice["finish_reason"] = _encoded("tool_calls")
+            if "matched_stop" in choice:  # SGLang no longer tells what ended them.
+                choice["matched_stop"] = NULL
 
     def _text(self) -> str:
         """The text. A stop string ends in the last generation and begins before it."""
@@ -314,6 +316,8 @@ class _Joint:
             meta["finish_reason"] = _encoded({"type": "stop", "matched": self._stop.text})
         elif self._finish is not None or bytes(choice.get("finish_reason", b"")) == b'"length"':
             meta["finish_reason"] = _encoded({"type": "length", "length": self._tokens})
+        elif bytes(choice.get("finish_reason", b"")) == b'"tool_calls"':
+            meta["finish_reason"] = _encoded({"type": "tool_calls", "matched": None})
         counts = {
             "prompt_tokens": self._shape.prompt_tokens,
             "completion_tokens": self._tokens,

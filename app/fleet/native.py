@@ -151,7 +151,9 @@ def _with_message(raw: bytes, message: dict[str, Any], params: Fields, ids: byte
     if "tool_calls" in message:
         message["tool_calls"] = [_shown(call, number, root["id"]) for number, call in enumerate(message["tool_calls"])]
         if choice["finish_reason"] == b'"stop"':
-            choice["finish_reason"] = b'"tool_calls"'
+            choice["finish_reason"], choice["matched_stop"] = b'"tool_calls"', b"null"
+            meta = {name: bytes(value) for name, value in _FIELDS.decode(choice["meta_info"]).items()}
+            choice["meta_info"] = join_object({**meta, "finish_reason": b'{"type":"tool_calls","matched":null}'})
     choice["message"] = msgspec.json.encode(message)
     choice["prompt_token_ids"] = b"[" + ids + b"]"
     root["choices"] = b"[" + join_object(choice) + b"]"

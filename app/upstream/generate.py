@@ -192,7 +192,6 @@ class GenerateStream(EventReader):
             new = max(_COUNT.decode(meta.get("completion_tokens", b"0")) - self.tokens, 0)
             triples, ids, text = triples[:new], ids[:new], self._without_repeat(text)
             raw = b"[" + b",".join(b"[%b,%d,%b]" % (bytes(p), i, msgspec.json.encode(t)) for p, i, t in triples) + b"]"
-            meta = self._meta | meta
         if [token for _, token, _ in triples] != ids:
             raise BadStream("an event has other logprobs than ids: is --incremental-streaming-output on?")
         if triples:
@@ -204,7 +203,7 @@ class GenerateStream(EventReader):
         if finish is not None and finish.type == "error":
             raise CutStream(told_error(None))
         self._texts.append(text)
-        self._meta, self._finish = meta, finish
+        self._meta, self._finish = self._meta | meta, finish
 
     def _without_repeat(self, text: str) -> str:
         """What is new of a text behind which all text comes again."""
@@ -228,6 +227,8 @@ class GenerateStream(EventReader):
             "prompt_tokens": prompt,
             "total_tokens": prompt + self.tokens,
             "completion_tokens": self.tokens,
+            "prompt_tokens_details": None,
+            "completion_tokens_details": None,
             "reasoning_tokens": _COUNT.decode(meta.get("reasoning_tokens", b"0")),
         }
         choice = {
@@ -243,7 +244,9 @@ class GenerateStream(EventReader):
             "object": b'"chat.completion"',
             "choices": b"[" + join_object(choice) + b"]",
             "usage": msgspec.json.encode(usage),
-            "metadata": join_object({"weight_version": meta.get("weight_version", b"null")}),
+            "metadata": join_object(
+                {name: meta[name] for name in ("weight_version", "weight_versions") if name in meta}
+            ),
         }
         return join_object(root)
 

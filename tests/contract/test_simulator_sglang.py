@@ -2,9 +2,9 @@
 
 `recorded_sglang.jsonl` was recorded of the published server over a scripted scheduler: of a reply the names in their
 order and the kinds of their values, of an error and of what is no JSON the text. An abort in the waiting queue has the
-`weight_versions` that SGLang's own scheduler puts into it, and the scripted one does not. Each request has the `sim` that orders
-what the scheduler's script said. Of the package only the ``protocol`` module is loaded, from its file: importing the
-package itself would need torch. That part is skipped where SGLang is not installed.
+`weight_versions` that SGLang's own scheduler puts into it, and the scripted one does not. Each request has the `sim`
+that orders what the scheduler's script said. Of the package only the ``protocol`` module is loaded, from its file:
+importing the package itself would need torch. That part is skipped where SGLang is not installed.
 """
 
 from __future__ import annotations
