@@ -159,7 +159,7 @@ class Services:
             is_engine=lambda url: url in self.engines.members,
             router_workers=settings.router_workers,
         )
-        self.native = NativeRoutes(client, self.engines, api_key)
+        self.native = NativeRoutes(client, self.engines, api_key, is_staging=settings.stage_tokens_s > 0)
         self.health = HealthWatch(
             self.engines,
             client,

@@ -239,7 +239,7 @@ class _Joint:
         root["usage"] = self._usage()
         metadata = _fields(self._last.root, "metadata")
         if metadata:
-            if self._shape.protocol == "completions" and self._shape.dialect == "sglang":
+            if self._shape.dialect == "sglang":
                 self._with_versions(metadata, [_fields(reply.root, "metadata") for reply in self._replies])
             root["metadata"] = _raw(_object(metadata))
         extensions = [_fields(reply.root, "sglext") for reply in self._replies]
@@ -292,6 +292,8 @@ class _Joint:
         choice["message"] = _raw(_object(message))
         if has_calls and bytes(choice.get("finish_reason", b"")) == b'"stop"':
             choice["finish_reason"] = _encoded("tool_calls")
+            if "matched_stop" in choice:  # SGLang no longer tells what ended them.
+                choice["matched_stop"] = NULL
 
     def _text(self) -> str:
         """The text. A stop string ends in the last generation and begins before it."""
@@ -314,6 +316,8 @@ class _Joint:
             meta["finish_reason"] = _encoded({"type": "stop", "matched": self._stop.text})
         elif self._finish is not None or bytes(choice.get("finish_reason", b"")) == b'"length"':
             meta["finish_reason"] = _encoded({"type": "length", "length": self._tokens})
+        elif bytes(choice.get("finish_reason", b"")) == b'"tool_calls"':
+            meta["finish_reason"] = _encoded({"type": "tool_calls", "matched": None})
         counts = {
             "prompt_tokens": self._shape.prompt_tokens,
             "completion_tokens": self._tokens,

@@ -200,7 +200,8 @@ def versions_of(spans: list[Reported] | None, version: str | int | None, where: 
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
         raise Rejected(f"{where} must cover the {tokens} output tokens in order")
-    return [VersionSpan(_version(span.version), span.start, span.end) for span in spans]
+    # SGLang names one without tokens for a generation that was aborted, or got other weights, before its first.
+    return [VersionSpan(_version(span.version), span.start, span.end) for span in spans if span.start < span.end]
 
 
 def _version(version: str | int | None) -> str:

@@ -16,7 +16,7 @@ from app.domain.fleet import EngineListed
 from app.domain.request import IdsField
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
-from app.fleet.versions import WeightVersions
+from app.fleet.versions import ROUTES, WeightVersions
 from app.upstream.client import ONCE, EngineClient, EngineReply, Grow, TooLarge, Unreadable
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
@@ -225,7 +225,9 @@ class Engines:
                     dialect = self._configured if member.dialect is None else member.dialect
                     dispatched = version
                     if version is None:
-                        dispatched = known if self._versions is None else await self._dispatched(url)
+                        dispatched = (
+                            known if self._versions is None else await self._dispatched(url, open_stream is not None)
+                        )
                     sent = headers
                     if rid and dialect != "sglang":
                         sent = with_request_id(sent, rid)
@@ -263,12 +265,14 @@ class Engines:
             if not is_cancelled:
                 self._generating.pop(rid, None)
 
-    async def _dispatched(self, url: str) -> str | None:
+    async def _dispatched(self, url: str, is_stream: bool) -> str | None:
         """The weight version of what is sent to this engine now; None if it is not known."""
         member = self.members.get(url)
         if member is None or self._versions is None:
             return None
-        return await self._versions.at_dispatch(member, self.seen if self._dialect_of(url) == "vllm" else None)
+        dialect = self._dialect_of(url)
+        names_none = dialect == "vllm" or (is_stream and dialect == "sglang")
+        return await self._versions.at_dispatch(member, self.seen, ROUTES[dialect] if names_none else None)
 
     def _dialect_of(self, url: str) -> DialectChoice:
         """The dialect of one engine; `auto` while it is not known."""

@@ -25,7 +25,7 @@ import msgspec
 
 from app.fleet.engines import Engines
 from app.fleet.member import Member
-from app.fleet.versions import weight_version
+from app.fleet.versions import ROUTES, weight_version
 from app.tasks import cancelled
 from app.upstream.client import EngineClient, EngineReply
 from app.upstream.dialects import DialectChoice
@@ -230,7 +230,8 @@ class HealthWatch:
         if dialect is None and isinstance(info_reply, EngineReply) and info_reply.status == 404:
             info_reply = await self._ask(url + "/is_paused")
         if _read(info_reply, _IsPaused) is not None:
-            self._engines.seen(url, await weight_version(self._client, url, self._headers), known, "vllm")
+            version = await weight_version(self._client, url, self._headers, ROUTES["vllm"])
+            self._engines.seen(url, version, known, "vllm")
         self._update(member, info_reply, health, is_gate_shut or self._is_paused(), known)
         self._modes.ask_if_new(member)
         if url in self._due and (member.failures or member.health == "dead"):

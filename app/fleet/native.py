@@ -1,4 +1,5 @@
-"""SGLang's own routes for a chat that is staged: what its chat does to a reply, and what parses a text as it would.
+"""SGLang's own routes for a chat that is streamed or staged: what its chat does to a reply, and what parses a text as
+its chat would.
 
 The parsers are the engine's (`/separate_reasoning`, `/parse_function_call`), named as it was started with them
 (`/server_info`), so that a model of any format has the message of its chat.
@@ -65,10 +66,11 @@ _INFO = msgspec.json.Decoder(ServerInfo)
 class NativeRoutes:
     """Those of all engines."""
 
-    def __init__(self, client: EngineClient, engines: Engines, api_key: str | None) -> None:
+    def __init__(self, client: EngineClient, engines: Engines, api_key: str | None, *, is_staging: bool) -> None:
         self._client = client
         self._engines = engines
         self._headers = to_control(api_key)
+        self._is_staging = is_staging
 
     async def info(self, url: str) -> ServerInfo:
         """What the engine says of itself, asked once until it restarts; an engine without the route says nothing.
@@ -82,7 +84,7 @@ class NativeRoutes:
                 member.server_info = _INFO.decode(reply.body.joined()) if reply.status == 200 else ServerInfo()
             except UNREADABLE:
                 member.server_info = ServerInfo()
-            if not member.server_info.incremental_streaming_output:
+            if self._is_staging and not member.server_info.incremental_streaming_output:
                 log.warning("%s does not stream increments: its turns are not staged, docs/fleet.md", url)
         return member.server_info
 
@@ -149,7 +151,9 @@ def _with_message(raw: bytes, message: dict[str, Any], params: Fields, ids: byte
     if "tool_calls" in message:
         message["tool_calls"] = [_shown(call, number, root["id"]) for number, call in enumerate(message["tool_calls"])]
         if choice["finish_reason"] == b'"stop"':
-            choice["finish_reason"] = b'"tool_calls"'
+            choice["finish_reason"], choice["matched_stop"] = b'"tool_calls"', b"null"
+            meta = {name: bytes(value) for name, value in _FIELDS.decode(choice["meta_info"]).items()}
+            choice["meta_info"] = join_object({**meta, "finish_reason": b'{"type":"tool_calls","matched":null}'})
     choice["message"] = msgspec.json.encode(message)
     choice["prompt_token_ids"] = b"[" + ids + b"]"
     root["choices"] = b"[" + join_object(choice) + b"]"

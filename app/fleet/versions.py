@@ -1,16 +1,17 @@
 """Which weight version a generation is sampled under, as known when it is sent.
 
-A reply that names its versions is believed. vLLM's chat names none, so the engine is asked: by each health check, and
-by the first turn after a gate has opened, since trainers change weights behind a shut gate. An engine that cannot say
-has the version that the trainer named when it resumed the fleet.
+A reply that names its versions is believed. vLLM's chat and SGLang's stream name none, so the engine is asked: by each
+health check, and by the first such turn after a gate has opened, since trainers change weights behind a shut gate. An
+engine that cannot say has the version that the trainer named when it resumed the fleet.
 
-`GET /weight_info` is a route of vLLM's development mode. A trainer sets the version with `POST /update_weight_version`.
+`GET /weight_info` is a route of vLLM's development mode, `GET /model_info` is SGLang's. A trainer sets the version with
+`POST /update_weight_version`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -34,11 +35,15 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str | int | None = None
 
 
-async def weight_version(client: EngineClient, base_url: str, headers: Headers) -> str | None:
+ROUTES: Mapping[str, str] = {"vllm": "/weight_info", "sglang": "/model_info"}
+"""By dialect, what tells an engine's version."""
+
+
+async def weight_version(client: EngineClient, base_url: str, headers: Headers, route: str) -> str | None:
     """The version; None if the engine has no such route, does not answer, or has one that is too long for a reply."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            reply = await client.get(base_url + "/weight_info", headers)
+            reply = await client.get(base_url + route, headers)
         if reply.status != 200:
             return None
         version = msgspec.json.decode(reply.body.joined(), type=_WeightInfo).weight_version
@@ -60,15 +65,17 @@ class WeightVersions:
         self._headers = to_control(api_key)
         self._asking: dict[str, asyncio.Task[None]] = {}
 
-    async def at_dispatch(self, member: Member, seen: Seen | None) -> str | None:
+    async def at_dispatch(self, member: Member, seen: Seen, route: str | None) -> str | None:
         """The version of what is sent to this engine now; None if nobody can say.
 
-        `seen` records what the engine answers; without, it is not asked.
+        `seen` records what the engine answers at `route`; without a route it is not asked.
         """
-        while seen is not None and member.version_asked != self._fleet.fleet.gate.closings:
+        while route is not None and member.version_asked != self._fleet.fleet.gate.closings:
             asking = self._asking.get(member.url)
             if asking is None:
-                asking = self._asking[member.url] = asyncio.create_task(self._ask(member, seen), name="turnlog-version")
+                asking = self._asking[member.url] = asyncio.create_task(
+                    self._ask(member, seen, route), name="turnlog-version"
+                )
                 asking.add_done_callback(lambda _: self._asking.pop(member.url, None))
             # Other turns wait for it too: it goes on if this one is cancelled.
             await asyncio.shield(asking)
@@ -77,9 +84,9 @@ class WeightVersions:
         stated, reported = self._fleet.fleet.gate.version, member.weight_version
         return stated if stated is not None and reported in (None, UNSET) else reported
 
-    async def _ask(self, member: Member, seen: Seen) -> None:
+    async def _ask(self, member: Member, seen: Seen, route: str) -> None:
         gate, known = self._fleet.fleet.gate, member.weight_version
-        version = await weight_version(self._client, member.url, self._headers)
+        version = await weight_version(self._client, member.url, self._headers, route)
         if version is None:
             member.forget_version()
         else:

@@ -43,12 +43,13 @@ from app.upstream.dialects import (
     for_adapter,
     from_row,
     logprob_wish,
+    streamed,
     takes_rid,
     top_needed,
 )
 from app.upstream.generate import GENERATE, Fields, generate_body
 from app.upstream.http import EngineError
-from app.upstream.streams import STREAM, Push, ReplyStream, limit_of
+from app.upstream.streams import IDS_STREAM, Push, ReplyStream, limit_of
 from workers import codec
 from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
@@ -108,8 +109,9 @@ class EngineCall(msgspec.Struct):
     `first_row` is the first row of `routed_experts` asked for. `ids` are the prompt's, if they are
     known; `prompt` is None if the engine that was asked last takes no ids, and `ids_field` the field
     of a chat that it takes them from. `is_part`: it continues a generation. `is_native`: that engine
-    got a request of `/generate`, which `wants_native` asks for. `push` takes a stream's deltas. `wish`:
-    what else of the logprobs the reply must have.
+    got a request of `/generate`, which `wants_native` asks for. `stream` are the members that ask for
+    a stream, if one is wanted, and `push` takes its deltas. `wish`: what else of the logprobs the
+    reply must have.
     """
 
     shape: EngineShape
@@ -127,8 +129,13 @@ class EngineCall(msgspec.Struct):
     prompt: PromptIds | None = None
     ids_field: IdsField | None = None
     is_native: bool = False
+    stream: bytes = b""
     push: Push | None = None
     wish: LogprobWish | None = None
+
+    @property
+    def sent_params(self) -> bytes:
+        return streamed(self.params) if self.stream == IDS_STREAM else self.params
 
 
 class EngineCalls:
@@ -304,7 +311,7 @@ class EngineCalls:
             answer = await self.send(turn, call)
         finally:
             call.push = None  # The rest of a reply that is continued is not sent live.
-        if answer.status == 400 and call.own not in (b"", STREAM):
+        if answer.status == 400 and call.own:
             # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
             call.own, call.first_row = b"", 0
             answer = await self.send(turn, call)
@@ -330,7 +337,7 @@ class EngineCalls:
                     rid=turn.rid,
                     version=None if turn.adapter is None else services.fleet.fleet.gates(turn.adapter)[1].version,
                     may_send=partial(self._may_send, turn),
-                    open_stream=self._open_stream(turn, call) if call.own == STREAM else None,
+                    open_stream=self._open_stream(turn, call) if call.stream else None,
                     path=(lambda: GENERATE if call.is_native else PATHS[call.shape]) if call.wants_native else None,
                 )
             except Withheld:
@@ -351,12 +358,21 @@ class EngineCalls:
         if call.wants_native:
             if body := await self._native_body(call, engine):
                 return [body]
-            call.own = b""
+            call.stream = b""
+        elif call.stream == IDS_STREAM:
+            await self._choose_stream(turn, call, engine)
         if call.ids is not None and call.shape == "chat":
             await self._choose_ids_field(turn, call, engine)
         if turn.large or call.prompt is not None or call.shape != "chat":
             return await self._services.large_bodies.run(turn.large, partial(body_of, call))
-        return chat_body(call.params, call.tools, call.messages, call.rid, call.own, None)
+        return chat_body(call.sent_params, call.tools, call.messages, call.rid, call.own + call.stream, None)
+
+    async def _choose_stream(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
+        """Where this SGLang streams no ids, the reply comes whole. Raises EngineError."""
+        if not (await self._services.native.info(engine)).streams_ids:
+            call.stream = b""
+            if turn.live is not None:
+                turn.live.mode, turn.live = "whole", None
 
     async def _choose_ids_field(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
         """May the engine render the messages instead, if it takes no ids? Raises TakesNoIds, Unsupported."""
@@ -497,7 +513,7 @@ def body_of(call: EngineCall) -> Sequence[bytes | memoryview]:
     ids = None if call.prompt is None else call.prompt.text
     if call.shape == "chat":
         field = call.ids_field or "input_ids"
-        return chat_body(call.params, call.tools, call.messages, call.rid, call.own, ids, field)
+        return chat_body(call.sent_params, call.tools, call.messages, call.rid, call.own + call.stream, ids, field)
     return completion_body(call.params, call.text, ids, call.rid, call.own)
 
 
@@ -530,7 +546,7 @@ def _without_images(session: Session, new: Sequence[bytes]) -> tuple[list[bytes]
 
 def blobs_of(turn: InFlightTurn, session: Session) -> tuple[TurnBlobs, list[StoredBlob]]:
     """The numbers in the session of what the turn stores once, and the rows that it does not have yet."""
-    params = turn.call.params
+    params = turn.call.sent_params
     numbers: dict[str, int] = {}
     images: list[int] = []
     refs: list[BlobRef] = []

@@ -71,7 +71,7 @@ class ReplyValidator:
             headers=answer.headers,
             status=answer.status,
             rid=call.rid,
-            own=call.own,
+            own=call.own + call.stream,
             protocol=call.shape,
             sent=b"" if prompt is None else prompt.text + b",",
             is_part=call.is_part,

@@ -1,9 +1,9 @@
 """What each engine must be asked for so that a reply holds every token's id and logprob.
 
 SGLang returns them in `meta_info` with `return_meta_info` and `logprobs`, the prompt's ids with
-`return_prompt_token_ids`. vLLM returns both with `return_token_ids`, and needs a number for `top_logprobs`: an explicit
-null empties its logprobs. Each engine ignores the other's parameters, so `auto` sends all, and the reply's structure
-tells which engine it is.
+`return_prompt_token_ids`; in a stream, all ids in `sglext`. vLLM returns both with `return_token_ids`, and needs a
+number for `top_logprobs`: an explicit null empties its logprobs. Each engine ignores the other's parameters, so `auto`
+sends all, and the reply's structure tells which engine it is.
 
 Replay payloads: SGLang returns `routed_experts` for `return_routed_experts` and, in newer builds, `indexer_topk` for
 `return_indexer_topk`; vLLM returns `routed_experts` if it was started so. Each can leave out the first rows, with a
@@ -23,6 +23,8 @@ from workers.parse_parts import REPLAY
 from workers.top_logprobs import LogprobWish
 
 DialectChoice = Literal["auto", "sglang", "vllm"]
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _SGLANG: Mapping[str, bytes] = {
     "logprobs": b"true",
@@ -80,6 +82,16 @@ def complete(
         for name in FIRST_ROW_NAMES:
             fields.pop(name, None)
     return fields
+
+
+_NOT_STREAMED = ("return_meta_info", "return_prompt_token_ids", "return_token_ids")
+"""What SGLang refuses to give in a stream."""
+
+
+def streamed(params: bytes) -> bytes:
+    """A chat's parameters as SGLang takes them with a stream."""
+    fields: dict[str, msgspec.Raw] = _FIELDS.decode(params)
+    return msgspec.json.encode({name: raw for name, raw in fields.items() if name not in _NOT_STREAMED})
 
 
 def logprob_wish(params: Mapping[str, msgspec.Raw], shape: EngineShape = "chat") -> LogprobWish | None:

@@ -1,4 +1,5 @@
-"""SGLang's `/generate`, for a chat whose prompt's ids are known (0.5.23): the chat's stream has no ids.
+"""SGLang's `/generate`, for a chat whose prompt's ids are known (0.5.23): the chat's stream has its ids at
+the end alone, too late to go on from.
 
 A chat's parameters are spelled otherwise there. One that has no counterpart, or that means something only to the
 template or a grammar, keeps the turn a chat.
@@ -65,12 +66,21 @@ _ONLY_CHATS = frozenset(
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """Of an engine's `/server_info`: how it streams, what it samples with, and what its chat parses replies with."""
+    """Of an engine's `/server_info`: how it streams, what it samples with, and what its chat parses replies with.
+    `return_output_ids` is None where the engine does not know such an option (it came with the ids in streams)."""
 
     incremental_streaming_output: bool = False
     sampling_defaults: str = "model"
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    return_output_ids: bool | None = None
+
+    @property
+    def streams_ids(self) -> bool:
+        """Does a stream of its chat have every token's id and logprob? Without a parser, those of tokens without text,
+        such as the end, have no logprob."""
+        has_parser = self.reasoning_parser is not None or self.tool_call_parser is not None
+        return self.return_output_ids is not None and has_parser
 
     def takes(self, params: Fields) -> bool:
         """Would the chat sample with the same parameters?"""
@@ -182,7 +192,6 @@ class GenerateStream(EventReader):
             new = max(_COUNT.decode(meta.get("completion_tokens", b"0")) - self.tokens, 0)
             triples, ids, text = triples[:new], ids[:new], self._without_repeat(text)
             raw = b"[" + b",".join(b"[%b,%d,%b]" % (bytes(p), i, msgspec.json.encode(t)) for p, i, t in triples) + b"]"
-            meta = self._meta | meta
         if [token for _, token, _ in triples] != ids:
             raise BadStream("an event has other logprobs than ids: is --incremental-streaming-output on?")
         if triples:
@@ -194,7 +203,7 @@ class GenerateStream(EventReader):
         if finish is not None and finish.type == "error":
             raise CutStream(told_error(None))
         self._texts.append(text)
-        self._meta, self._finish = meta, finish
+        self._meta, self._finish = self._meta | meta, finish
 
     def _without_repeat(self, text: str) -> str:
         """What is new of a text behind which all text comes again."""
@@ -218,6 +227,8 @@ class GenerateStream(EventReader):
             "prompt_tokens": prompt,
             "total_tokens": prompt + self.tokens,
             "completion_tokens": self.tokens,
+            "prompt_tokens_details": None,
+            "completion_tokens_details": None,
             "reasoning_tokens": _COUNT.decode(meta.get("reasoning_tokens", b"0")),
         }
         choice = {
@@ -233,7 +244,9 @@ class GenerateStream(EventReader):
             "object": b'"chat.completion"',
             "choices": b"[" + join_object(choice) + b"]",
             "usage": msgspec.json.encode(usage),
-            "metadata": join_object({"weight_version": meta.get("weight_version", b"null")}),
+            "metadata": join_object(
+                {name: meta[name] for name in ("weight_version", "weight_versions") if name in meta}
+            ),
         }
         return join_object(root)
 

@@ -1,11 +1,12 @@
-"""Reads an engine's stream of chat completion chunks, as vLLM sends it with `return_token_ids`, into the reply that it
-would have sent as a whole: what is validated, stored and rendered is the same for both.
+"""Reads an engine's stream of chat completion chunks into the reply that it would have sent as a whole: what is
+validated, stored and rendered is the same for both.
 
-    chunk       has
-    first       id, created, model, prompt_token_ids; a delta with the role
-    each        a delta, token_ids, logprobs.content
-    last        also finish_reason, stop_reason, weight_versions
-    then        usage, without a choice; `[DONE]`
+    chunk       vLLM's, with `return_token_ids`, has            SGLang's, with IDS_STREAM, has
+    first       id, created, model, prompt_token_ids; a role    id, created, model; a role
+    each        a delta, token_ids, logprobs.content            a delta, logprobs.content
+    last        also finish_reason, stop_reason,                no delta; finish_reason, matched_stop
+                weight_versions
+    then        usage, without a choice; `[DONE]`               before it sglext: input_ids, output_ids, routed_experts
 
 Lists of ids and logprobs are joined as raw JSON, so that what was sent is what is checked. Of the chunks between the
 first and the last, which are as many as tokens, only what every one has is decoded.
@@ -29,6 +30,9 @@ Push = Callable[[bytes, Delta], None]
 
 STREAM = b',"stream":true,"stream_options":{"include_usage":true}'
 """Raw members of a request's object that ask for a stream."""
+
+IDS_STREAM = STREAM + b',"return_input_ids_in_sglext":true,"return_output_ids_in_sglext":true'
+"""Those that ask SGLang for one that has the ids."""
 
 EVENT_STREAM = "text/event-stream"
 
@@ -93,7 +97,22 @@ class _Chunk(msgspec.Struct):
     usage: None = None
 
 
+class _Extension(msgspec.Struct):
+    """SGLang's ids, of the one choice."""
+
+    output_ids: tuple[list[int]]
+    input_ids: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Entry(msgspec.Struct):
+    token: str
+    logprob: msgspec.Raw
+
+
 _CHUNK = msgspec.json.Decoder(_Chunk)
+_IDS_OF_SGLANG = ("input_ids", "output_ids")
+_EXTENSION = msgspec.json.Decoder(_Extension)
+_ENTRIES = msgspec.json.Decoder(list[_Entry])
 _LIMITS = msgspec.json.Decoder(_Limits)
 _TOLD = msgspec.json.Decoder(_Told | None)
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -101,8 +120,11 @@ _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PAST_LIMIT = 16
 """So many tokens may come past a request's limit: an engine that verifies drafts may end a few late."""
 
-_ONCE = (b'"choices":', b'"delta":', b'"token_ids":', b'"content":[')
-"""Names that such a chunk has once; what has one twice is read field by field. No text can have them in it."""
+_ONCE = (b'"choices":', b'"delta":', b'"content":[')
+"""Names that such a chunk has once, and vLLM's `token_ids` too; what has one twice is read field by field. No text can
+have them in it."""
+
+_IDS, _ENTRY = b'"token_ids":', b'"top_logprobs":'
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
 """What decoding an engine's JSON may raise."""
@@ -203,14 +225,16 @@ class ReplyStream(EventReader):
         return self._whole({**self._root, "usage": msgspec.json.encode(usage)}, choice)
 
     def _whole(self, root: Mapping[str, bytes], end: Mapping[str, bytes]) -> bytes:
+        content = b"[" + b",".join(self._lists["logprobs"]) + b"]"
         choice = {
-            "stop_reason": b"null",
             **end,
             "index": b"0",
             "message": msgspec.json.encode(self._message.whole()),
-            "token_ids": b"[" + b",".join(self._lists["token_ids"]) + b"]",
-            "logprobs": b'{"content":[' + b",".join(self._lists["logprobs"]) + b"]}",
+            "logprobs": b'{"content":' + content + b"}",
         }
+        if "matched_stop" in end or "sglext" in root:
+            return _of_sglang(root, choice, content)
+        choice = {"stop_reason": b"null", **choice, "token_ids": b"[" + b",".join(self._lists["token_ids"]) + b"]"}
         return join_object({**root, "choices": b"[" + join_object(choice) + b"]"})
 
     def _read(self, data: bytes) -> None:
@@ -219,7 +243,7 @@ class ReplyStream(EventReader):
 
     def _is_plain(self, data: bytes) -> bool:
         """Read a chunk between the first and the last, if it is one."""
-        if not self._begun or self.has_ended or any(data.count(name) != 1 for name in _ONCE):
+        if not self._begun or self.has_ended or any(data.count(name) != 1 for name in _ONCE) or data.count(_IDS) > 1:
             return False
         try:
             [choice] = _CHUNK.decode(data).choices
@@ -266,9 +290,8 @@ class ReplyStream(EventReader):
 
     def _take(self, delta: dict[str, Any], ids: msgspec.Raw | None, logprobs: msgspec.Raw | None) -> None:
         """What each chunk has."""
-        if inner := self._join("token_ids", ids):
-            self.tokens += inner.count(b",") + 1
-        self._join("logprobs", logprobs)
+        of_ids, of_logprobs = self._join("token_ids", ids), self._join("logprobs", logprobs)
+        self.tokens += of_ids.count(b",") + 1 if of_ids else of_logprobs.count(_ENTRY)
         require_within(self.tokens, self._limit)
         if news := self._message.add(delta):
             self._push_news(news)
@@ -287,6 +310,36 @@ class ReplyStream(EventReader):
         if inner := text[1:-1].strip():
             self._lists[name].append(inner)
         return inner
+
+
+def _of_sglang(root: Mapping[str, bytes], choice: Mapping[str, bytes], content: bytes) -> bytes:
+    """The reply with the ids where SGLang's whole reply has them. Its stream names no weight version. Raises BadStream.
+
+    SGLang 0.5.23 gives no logprob of a token that shows no text, such as the end, where it runs without parsers.
+    """
+    try:
+        extension, entries = _EXTENSION.decode(root.get("sglext", b"{}")), _ENTRIES.decode(content)
+    except UNREADABLE as error:
+        raise BadStream(f"the stream has no ids: {error}") from error
+    [ids] = extension.output_ids
+    if len(ids) != len(entries):
+        raise BadStream(f"the stream has {len(entries)} logprobs for {len(ids)} ids")
+    triples = [
+        b"[%b,%d,%b]" % (bytes(entry.logprob), token, msgspec.json.encode(entry.token))
+        for entry, token in zip(entries, ids, strict=True)
+    ]
+    meta = {
+        "id": root.get("id", b"null"),
+        "output_token_logprobs": b"[" + b",".join(triples) + b"]",
+        "completion_tokens": b"%d" % len(ids),
+    }
+    prompt = bytes(extension.input_ids)
+    whole = {**choice, "prompt_token_ids": prompt, "meta_info": join_object(meta)}
+    found = {name: raw for name, raw in root.items() if name != "sglext"}
+    payloads = _values(_FIELDS.decode(root["sglext"]))
+    if others := {name: raw for name, raw in payloads.items() if name not in _IDS_OF_SGLANG}:
+        found["sglext"] = join_object(others)
+    return join_object({**found, "choices": b"[" + join_object(whole) + b"]"})
 
 
 def require_no_error(error: msgspec.Raw | None) -> None:

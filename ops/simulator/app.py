@@ -18,7 +18,7 @@ from ops.simulator.config import Config
 from ops.simulator.control import Control
 from ops.simulator.engine import Engine
 from ops.simulator.records import PROBES, ReceivedRequest, RequestLog
-from ops.simulator.wire import Delivery, FaultOrder, Reply
+from ops.simulator.wire import NOT_FOUND, Delivery, FaultOrder, Reply, json_reply
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -37,9 +37,9 @@ class Simulator:
         self.engine = Engine(self.config)
         self.requests = RequestLog(self.config.keep_requests, self.config.keep_request_bytes)
         self.control = Control(self.engine, self.requests)
-        self._generating = {_CHAT: self.engine.chat, _COMPLETIONS: self.engine.complete}
+        self._generating = {("POST", _CHAT): self.engine.chat, ("POST", _COMPLETIONS): self.engine.complete}
         if self.config.dialect == "sglang":
-            self._generating[_GENERATE] = self.engine.generate
+            self._generating |= {(method, _GENERATE): self.engine.generate for method in ("POST", "PUT")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -61,9 +61,9 @@ class Simulator:
             refusal = openai.refusal(path, scope["headers"], body, self.config.api_key)
         if refusal is not None:
             reply: Reply | None = refusal
-        elif path in self._generating and scope["method"] == "POST":
+        elif generate := self._generating.get((scope["method"], path)):
             names = _header(scope, b"x-request-id"), _header(scope, b"x-smg-routing-key")
-            reply = await self._generating[path](body, lambda: _hung_up(receive), *names)
+            reply = await generate(body, lambda: _hung_up(receive), *names)
         else:
             reply = await self._controlled(scope, path, body)
         if reply is not None:
@@ -73,13 +73,14 @@ class Simulator:
     async def _controlled(self, scope: Scope, path: str, body: bytes) -> Reply:
         handler = self.control.find(scope["method"], path)
         if handler is None:
-            return self.engine.error("Not Found", 404)
+            is_known = self.control.has(path) or any(path == known for _, known in self._generating)
+            return json_reply({"detail": "Method Not Allowed"}, 405) if is_known else json_reply(NOT_FOUND, 404)
         values = parse_qs(scope["query_string"].decode("latin-1"))
         query = {name: found[-1] for name, found in values.items()}
         try:
             return await handler(body, query)
         except msgspec.DecodeError as error:
-            return self.engine.error(str(error))
+            return self.engine.error(str(error), 400, "Bad Request")
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
@@ -117,7 +118,9 @@ async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
         return
     parts = reply.parts or (b"",)
     size = sum(map(len, parts))
-    headers = [(b"content-type", reply.content_type), *reply.headers]
+    headers = [*reply.headers]
+    if reply.content_type:
+        headers.append((b"content-type", reply.content_type))
     if reply.content_type != b"text/event-stream":
         headers.append((b"content-length", b"%d" % size))
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})

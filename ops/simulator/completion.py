@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import replace
+from itertools import zip_longest
 
 import msgspec
+from msgspec import Raw
 
-from ops.simulator.generation import Alternatives, Generation, ReplyWriter, encode, sampled_first
+from ops.simulator import sglang as wire
+from ops.simulator.config import Dialect
+from ops.simulator.generation import (
+    DONE,
+    EVENT_STREAM,
+    Alternatives,
+    Generation,
+    ReplyWriter,
+    encode,
+    event,
+    sampled_first,
+)
 from ops.simulator.template import Conversation, Toolbox
 from ops.simulator.tokenizer import Encoded, Tokenizer
-from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, Reply
+from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, InvalidBody, Reply
+
+CHUNK = 8
+"""Tokens in an event of a request that does not say it."""
 
 
-def check(request: CompletionRequest) -> None:
+def check(request: CompletionRequest, dialect: Dialect) -> None:
     """Refuse what engines refuse, and what this simulator supports only for chat. Raises :class:`BadRequest`."""
-    if request.stream:
-        raise BadRequest("this simulator does not stream completions; set stream=false")
+    if request.stream and dialect != "sglang":
+        raise BadRequest("this simulator streams only SGLang's completions; set stream=false")
     if request.max_tokens is not None and request.max_tokens < 1:
-        raise BadRequest("max_tokens must be positive")
-    if request.logprobs is not None and request.logprobs < 0:
+        raise InvalidBody("max_tokens must be positive")
+    if dialect != "sglang" and request.logprobs is not None and request.logprobs < 0:
         raise BadRequest("logprobs must be a positive value")
 
 
@@ -60,19 +77,50 @@ def sglang(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Re
         b',"logprobs":',
         _logprobs(generation, writer, with_prompt=bool(request.echo and request.logprobs)),
         b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
-        encode(draft.stop_text or (writer.end_id if generation.ended_itself else None)),
+        encode(wire.matched_stop(generation, writer)),
     ]
     if request.return_token_ids:
         choice += [b',"token_ids":', encode(draft.ids), b',"prompt_token_ids":[', generation.prompt.json, b"]"]
-    versions = encode(generation.weight_version)
-    metadata = b'{"weight_version":%s' % versions
-    if writer.config.weight_versions or len(generation.versions) > 1:
-        metadata += b',"weight_versions":' + encode(generation.versions)
-    tail = b'}],"usage":%s,"metadata":%s}' % (encode({**generation.usage, "reasoning_tokens": 0}), metadata)
+    tail = b'}],"usage":%s,"metadata":%s' % (encode(wire.usage(generation, writer)), wire.metadata(generation))
     parts = [b"".join(choice), tail]
     if experts is not None:
         parts += [b',"sglext":{"routed_experts":', experts, b"}"]
     return Reply(writer.padded(parts, generation.sim.body_bytes))
+
+
+def sglang_stream(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
+    """SGLang's events, of ``chunk_tokens`` each: the first has an echoed prompt and the prompt's ids."""
+    request, draft = generation.request, generation.draft
+    size = generation.sim.chunk_tokens or CHUNK
+    common = {"id": generation.id, "object": "text_completion", "created": generation.created, "model": request.model}
+    starts, texts = range(0, max(len(draft.ids), 1), size), writer.texts_of(draft.ids, size)
+    events, said = [], ""
+    for start, text in zip_longest(starts, texts[: len(starts)], fillvalue=""):
+        at = int(start)
+        ids, is_last, is_first = draft.ids[at : at + size], at == starts[-1], at == 0
+        delta = draft.text[len(said) :] if is_last else text[: len(draft.text) - len(said)]
+        said += delta
+        share = replace(generation, draft=replace(draft, ids=ids, text=delta, logprob_offset=draft.logprob_offset + at))
+        with_logprobs = is_first and bool(request.echo and request.logprobs)
+        choice: dict[str, object] = {
+            "index": 0,
+            "text": Raw(_text(share, writer, with_prompt=is_first and bool(request.echo))),
+            "logprobs": Raw(_logprobs(share, writer, with_prompt=with_logprobs)),
+            "finish_reason": draft.finish if is_last else None,
+            "matched_stop": wire.matched_stop(generation, writer) if is_last else None,
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = ids
+            if is_first:
+                choice["prompt_token_ids"] = generation.prompt.ids()
+        events.append(event({**common, "choices": [choice], "usage": None}))
+    if request.return_routed_experts and not generation.queued:
+        rows = Raw(writer.experts(generation, True, request.routed_experts_start_len) or b"null")
+        events.append(event({**common, "choices": [], "usage": None, "sglext": {"routed_experts": rows}}))
+    if request.stream_options and request.stream_options.include_usage:
+        counted = {name: count for name, count in wire.usage(generation, writer).items() if count is not None}
+        events.append(event({**common, "choices": [], "usage": counted}))
+    return Reply((*events, DONE), content_type=EVENT_STREAM)
 
 
 def vllm(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
@@ -121,7 +169,7 @@ def _logprobs(
     if generation.request.logprobs is None:
         return b"null"
     numbers = writer.logprobs(draft)
-    count, as_ids = generation.request.logprobs, bool(counted and generation.request.return_tokens_as_token_ids)
+    count, as_ids = max(generation.request.logprobs, 0), bool(counted and generation.request.return_tokens_as_token_ids)
     ids = draft.ids
     if with_prompt:
         ids, numbers = [*prompt.ids(), *ids], [b"null", *[b"-1.5"] * (prompt.count - 1), *numbers]

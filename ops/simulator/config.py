@@ -21,15 +21,15 @@ class Config:
     dialect's own field, as newer builds do. With ``silent_versions`` replies name no weight version, as those of vLLM
     0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs. With
     ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so. It also
-    says ``sampling_defaults``: where a chat takes the parameters that a request does not name. ``api_key`` is what
-    the vendor of the dialect ``openai`` wants in each request.
+    says ``sampling_defaults``: where a chat takes the parameters that a request does not name. With ``cache_report``,
+    SGLang's ``usage`` counts cached tokens. It refuses what does not fit ``context_length``. ``api_key`` is what the
+    vendor of the dialect ``openai`` wants in each request.
     """
 
     dialect: Dialect = "sglang"
     seed: int = 0
     latency_s: float = 0.0
     weight_version: str = "default"
-    weight_versions: bool = False
     silent_versions: bool = False
     model: str = "simulator"
     adapters: tuple[str, ...] = ()
@@ -42,6 +42,8 @@ class Config:
     token_in: bool = True
     logprobs_mode: str | None = None
     incremental: bool = False
+    cache_report: bool = False
+    context_length: int = 2**20
     sampling_defaults: str = "openai"
     api_key: str = ""
     keep_requests: int = 256

@@ -15,7 +15,7 @@ from ops.simulator.counting import count
 from ops.simulator.engine import Engine
 from ops.simulator.faults import UnknownFault
 from ops.simulator.records import RequestLog
-from ops.simulator.wire import BadRequest, FaultOrder, PlannedReply, Reply, json_reply
+from ops.simulator.wire import NOT_FOUND, BadRequest, FaultOrder, PlannedReply, Reply, json_reply
 
 Query = dict[str, str]
 Handler = Callable[[bytes, Query], Awaitable[Reply]]
@@ -23,7 +23,6 @@ Handler = Callable[[bytes, Query], Awaitable[Reply]]
 Outcome = Literal["ok", "missing", "refused", "error"]
 
 FAILURES: dict[Outcome, tuple[str, int]] = {
-    "missing": ("Not Found", 404),
     "refused": ("The request was refused, as ordered.", 400),
     "error": ("The engine failed, as ordered.", 500),
 }
@@ -48,6 +47,7 @@ class Behaviour(Struct, forbid_unknown_fields=True):
     pause: Outcome = "ok"
     resume: Outcome = "ok"
     count_tokens: Outcome = "ok"
+    server_info: Outcome = "ok"
 
 
 # The bodies of the routes that they are named after.
@@ -88,11 +88,24 @@ class UpdateWeights(Struct):
 
 
 class Tokenize(Struct):
-    prompt: str
+    """Of SGLang's also several texts at once, or a chat."""
+
+    prompt: str | list[str] = ""
+    messages: list[msgspec.Raw] | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Detokenize(Struct):
-    tokens: list[int]
+    tokens: list[int | list[int]]
+
+
+class LoadAdapter(Struct):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(Struct):
+    lora_name: str
 
 
 class AbortRequests(Struct):
@@ -108,7 +121,7 @@ class Latency(Struct, forbid_unknown_fields=True):
     latency_ms: float | None = None
 
 
-MODEL_LENGTH = 1_048_576
+TAKEN = "Failed to open the session. Check if a session with the same id is still open."
 
 HEALTH_PATIENCE_S = 20.0
 """Seconds that SGLang's ``/health`` waits for the token that it generates."""
@@ -122,6 +135,7 @@ class Control:
         self._requests = requests
         self._sessions: dict[str, OpenSession] = {}
         self._closed: list[str] = []
+        self._loaded: dict[str, str] = dict.fromkeys(engine.config.adapters, "")
         self._behaviour = Behaviour()
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
@@ -147,9 +161,20 @@ class Control:
                 ("POST", "/update_weight_version"): self._update_weight_version,
                 ("POST", "/update_weights_from_disk"): self._update_weights,
                 ("POST", "/flush_cache"): self._flush_cache,
+                ("GET", "/flush_cache"): self._flush_cache,
+                ("GET", "/health_generate"): self._health,
+                ("GET", "/"): self._root,
+                ("GET", "/ping"): self._ping,
+                ("POST", "/v1/tokenize"): self._tokenize,
+                ("POST", "/v1/detokenize"): self._detokenize,
+                ("POST", "/load_lora_adapter"): self._load_adapter,
+                ("POST", "/unload_lora_adapter"): self._unload_adapter,
+                ("POST", "/release_memory_occupation"): self._occupy,
+                ("POST", "/resume_memory_occupation"): self._occupy,
                 ("GET", "/model_info"): self._model_info,
                 ("GET", "/get_model_info"): self._model_info,
                 ("GET", "/server_info"): self._server_info,
+                ("GET", "/get_server_info"): self._server_info,
                 ("POST", "/separate_reasoning"): native.separate_reasoning,
                 ("POST", "/parse_function_call"): native.parse_function_call,
             }
@@ -174,7 +199,13 @@ class Control:
                 routes = routes | {("POST", "/inference/v1/abort_requests"): self._vllm_scale_out_abort}
         return routes.get((method, path))
 
+    def has(self, path: str) -> bool:
+        """Has it a route with this path, by whatever method?"""
+        return any(self.find(method, path) is not None for method in ("GET", "POST", "PUT"))
+
     def _failed(self, outcome: Outcome) -> Reply | None:
+        if outcome == "missing":
+            return json_reply(NOT_FOUND, 404)
         failure = FAILURES.get(outcome)
         return None if failure is None else self._engine.error(*failure)
 
@@ -186,7 +217,7 @@ class Control:
                 await asyncio.wait_for(self._engine.runs.resumed(), HEALTH_PATIENCE_S)
             except TimeoutError:
                 return Reply(status=503)
-        return Reply((b"",))
+        return Reply((b"",), content_type=b"")
 
     async def _models(self, body: bytes, query: Query) -> Reply:
         model = self._engine.config.model
@@ -196,7 +227,8 @@ class Control:
             "created": 0,
             "owned_by": self._engine.config.dialect,
             "root": model,
-            "max_model_len": MODEL_LENGTH,
+            "parent": None,
+            "max_model_len": self._engine.config.context_length,
         }
         return json_reply({"object": "list", "data": [card]})
 
@@ -209,34 +241,82 @@ class Control:
             return self._engine.error(str(error), error.status)
 
     async def _tokenize(self, body: bytes, query: Query) -> Reply:
-        ids = self._engine.tokenizer.ids(msgspec.json.decode(body, type=Tokenize).prompt)
-        return json_reply({"tokens": ids, "count": len(ids), "max_model_len": MODEL_LENGTH})
+        request = msgspec.json.decode(body, type=Tokenize)
+        length = self._engine.config.context_length
+        if request.messages is not None:
+            ids = list(self._engine.template.prompt(self._engine.template.read(request.messages, request.tools)).ids())
+            return json_reply({"tokens": ids, "count": len(ids), "max_model_len": length})
+        if not isinstance(request.prompt, list):
+            ids = self._engine.tokenizer.ids(request.prompt)
+            return json_reply({"tokens": ids, "count": len(ids), "max_model_len": length})
+        lists = [self._engine.tokenizer.ids(prompt) for prompt in request.prompt]
+        return json_reply({"tokens": lists, "count": [len(ids) for ids in lists], "max_model_len": length})
 
     async def _detokenize(self, body: bytes, query: Query) -> Reply:
-        text = self._engine.tokenizer.decode(msgspec.json.decode(body, type=Detokenize).tokens)
+        tokens, decode = msgspec.json.decode(body, type=Detokenize).tokens, self._engine.tokenizer.decode
+        text = [decode(ids) for ids in tokens if isinstance(ids, list)] or decode([t for t in tokens if type(t) is int])
         return json_reply({"prompt" if self._engine.config.dialect == "vllm" else "text": text})
 
+    async def _root(self, body: bytes, query: Query) -> Reply:
+        return json_reply("SGLang is running")
+
+    async def _ping(self, body: bytes, query: Query) -> Reply:
+        return Reply((b"",), content_type=b"")
+
+    async def _occupy(self, body: bytes, query: Query) -> Reply:
+        """Memory is released and resumed in silence."""
+        return json_reply(None)
+
+    async def _load_adapter(self, body: bytes, query: Query) -> Reply:
+        request = msgspec.json.decode(body, type=LoadAdapter)
+        self._loaded[request.lora_name] = request.lora_path
+        return self._adapters()
+
+    async def _unload_adapter(self, body: bytes, query: Query) -> Reply:
+        request = msgspec.json.decode(body, type=UnloadAdapter)
+        if self._loaded.pop(request.lora_name, None) is None:
+            message = f"LoRA with name {request.lora_name} does not exist."
+            return json_reply({"success": False, "error_message": message, "loaded_adapters": None}, 400)
+        return self._adapters()
+
+    def _adapters(self) -> Reply:
+        return json_reply({"success": True, "error_message": None, "loaded_adapters": self._loaded})
+
     async def _flush_cache(self, body: bytes, query: Query) -> Reply:
-        return Reply((b"Cache flushed.\n",), content_type=b"text/plain; charset=utf-8")
+        told = (
+            b"Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, "
+            b"the operation will not be performed.)\n"
+        )
+        return Reply((told,), content_type=b"")
 
     async def _vllm_reset_cache(self, body: bytes, query: Query) -> Reply:
-        return Reply((b"",))
+        return Reply((b"",), content_type=b"")
 
     async def _update_weights(self, body: bytes, query: Query) -> Reply:
         request = msgspec.json.decode(body, type=UpdateWeights)
+        message = "Succeeded to update model weights."
         if request.weight_version is not None:
             self._engine.runs.new_version(request.weight_version)
             self._engine.weight_version = request.weight_version
-        return json_reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+            message += f" Weight version updated to {request.weight_version}."
+        return json_reply({"success": True, "message": message, "num_paused_requests": 0})
 
     async def _server_info(self, body: bytes, query: Query) -> Reply:
         """Of SGLang's arguments those that say how it samples, streams and parses."""
+        if failed := self._failed(self._behaviour.server_info):
+            return failed
+        config = self._engine.config
         return json_reply(
             {
-                "sampling_defaults": self._engine.config.sampling_defaults,
-                "incremental_streaming_output": self._engine.config.incremental,
+                "sampling_defaults": config.sampling_defaults,
+                "incremental_streaming_output": config.incremental,
                 "reasoning_parser": "simulator",
                 "tool_call_parser": "simulator",
+                "enable_cache_report": config.cache_report,
+                "return_input_ids": False,
+                "return_output_ids": False,
+                "weight_version": self._engine.weight_version,
+                "version": "0.5.23",
             }
         )
 
@@ -248,7 +328,10 @@ class Control:
                 "served_model_name": config.model,
                 "tokenizer_path": config.model,
                 "is_generation": True,
+                "preferred_sampling_params": None,
                 "weight_version": self._engine.weight_version,
+                "reasoning_parser": "simulator",
+                "tool_call_parser": "simulator",
             }
         )
 
@@ -263,7 +346,7 @@ class Control:
             return failed
         name = request.session_id or uuid.uuid4().hex
         if name in self._sessions:
-            return self._engine.error("The session could not be opened; is one with this id still open?")
+            return json_reply({"error": {"message": TAKEN}}, 400)
         self._sessions[name] = request
         return json_reply(name)
 
@@ -273,14 +356,14 @@ class Control:
             return failed
         self._closed.append(request.session_id)
         self._sessions.pop(request.session_id, None)
-        return Reply((b"",))
+        return Reply((b"",), content_type=b"")
 
     async def _abort_request(self, body: bytes, query: Query) -> Reply:
         request = msgspec.json.decode(body, type=AbortRequest)
         if failed := self._failed(self._behaviour.abort):
             return failed
         self._engine.runs.abort(request.rid or "", request.abort_all)
-        return Reply((b"",))
+        return Reply((b"",), content_type=b"")
 
     async def _pause_generation(self, body: bytes, query: Query) -> Reply:
         request = msgspec.json.decode(body or b"{}", type=PauseGeneration)
@@ -350,7 +433,7 @@ class Control:
         if request.request_ids is None:
             return json_reply({"detail": "Missing 'request_ids' in request body"}, 400)
         self._engine.runs.abort_external(request.request_ids)
-        return Reply((b"",))
+        return Reply((b"",), content_type=b"")
 
     async def _vllm_weight_info(self, body: bytes, query: Query) -> Reply:
         return json_reply({"weight_version": self._engine.weight_version})

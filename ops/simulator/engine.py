@@ -13,14 +13,14 @@ import msgspec
 from ops.simulator import completion, native, openai, sglang, vllm
 from ops.simulator.config import Config
 from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault, spoil_stream
-from ops.simulator.generate import Draft, Policy
+from ops.simulator.generate import Draft, Policy, limit_of
 from ops.simulator.generation import Generation, R, ReplyWriter, Span
 from ops.simulator.payloads import Payloads
 from ops.simulator.prefixes import PrefixCache
 from ops.simulator.records import Counters
 from ops.simulator.running import Run, Runs
 from ops.simulator.template import GENERATION_PROMPT, Conversation, Template
-from ops.simulator.tokenizer import Encoded, Tokenizer
+from ops.simulator.tokenizer import IM_START, Encoded, Tokenizer
 from ops.simulator.wire import (
     MAX_ID,
     BadRequest,
@@ -41,7 +41,7 @@ _REFUSALS = (BadRequest, UnknownFault, msgspec.DecodeError, UnicodeDecodeError, 
 class Wire(Protocol):
     """The functions of a dialect's module."""
 
-    def error(self, message: str, status: int = 400) -> Reply:
+    def error(self, message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
         """An error object."""
 
     def adapter(self, request: Request, config: Config) -> str | None:
@@ -83,9 +83,9 @@ class Engine:
         self._opening = self.tokenizer.encode(GENERATION_PROMPT).packed
         self._number = 0
 
-    def error(self, message: str, status: int = 400) -> Reply:
+    def error(self, message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
         """An error in the dialect's format."""
-        return self._dialect.error(message, status)
+        return self._dialect.error(message, status, kind)
 
     def adapter_of(self, body: bytes) -> str | None:
         """The LoRA adapter of a request; None for the base model, and for an invalid request."""
@@ -121,13 +121,13 @@ class Engine:
             prompt = self._prompt(request, conversation, begun)
         except _REFUSALS as error:
             return self._refused(error)
-        over_s = self._latency_of(request) if request.stream and self.config.dialect == "vllm" else 0.0
+        over_s = self._latency_of(request) if request.stream else 0.0
         request = self._named(request, request_id)
         generation = await self._generate(request, prompt, conversation, order, hung_up, over_s)
         if not isinstance(generation, Generation):
             return generation
         if not request.stream:
-            return self._spoiled(self._dialect.render(generation, self.writer), order)
+            return self._ended(generation) or self._spoiled(self._dialect.render(generation, self.writer), order)
         draft = generation.draft
         over_s *= len(draft.ids) / max(draft.before + len(draft.ids), 1)
         reply = replace(self._dialect.stream(generation, self.writer), over_s=over_s)
@@ -137,23 +137,39 @@ class Engine:
         self, body: bytes, hung_up: HungUp, request_id: str | None = None, session: str | None = None
     ) -> Reply | None:
         """Answer a request of SGLang's own route; as :meth:`chat`, whose answer to the same ids has the same tokens."""
+        asked = native.GenerateRequest()
         try:
-            request = self._decode_generate(body).as_chat()
+            asked = self._decode_generate(body)
+            request = asked.as_chat()
             self._check(request)
             order = self.faults.take(request.sim)
-            prompt = self._ids_of(bytes(request.input_ids))
-            conversation = self.template.reread(self.tokenizer.decode(list(prompt.ids())))
+            raw = bytes(request.input_ids)
+            prompt = self._ids_of(raw) if raw else self.tokenizer.encode(asked.text or "")
+            self._check_prompt(request, prompt)
+            text = self.tokenizer.decode(list(prompt.ids()))
+            is_chat = IM_START in text
+            conversation = self.template.reread(text) if is_chat else completion.conversation(prompt)
         except _REFUSALS as error:
-            return self._refused(error)
+            refused = self._refused(error)
+            if not isinstance(error, BadRequest):
+                return refused
+            return native.streamed_error(str(error)) if asked.stream else native.error(str(error))
         request = self._named(request, request_id)
         # A generation that a test aborts at a token is held, and delivered at once.
-        over_s = 0.0 if request.sim and request.sim.abort_at else self._latency_of(request)
+        is_held = not asked.stream or (request.sim and request.sim.abort_at)
+        over_s = 0.0 if is_held else self._latency_of(request)
         generation = await self._generate(request, prompt, conversation, order, hung_up, over_s)
         if not isinstance(generation, Generation):
             return generation
+        if not asked.stream:
+            refusal = generation.sim.abort
+            if generation.draft.finish == "abort" and refusal.status_code == 400:
+                return native.error(refusal.message)
+            whole = self._ended(generation) or native.render(generation, self.writer, asked)
+            return self._spoiled(whole, order)
         draft = generation.draft
         over_s *= len(draft.ids) / max(draft.before + len(draft.ids), 1)
-        reply = replace(native.stream(generation, self.writer), over_s=over_s)
+        reply = replace(native.stream(generation, self.writer, asked), over_s=over_s)
         return reply if order is None else spoil_stream(reply, order)
 
     def _planned(self, request: ChatRequest, conversation: Conversation, session: str | None) -> ChatRequest:
@@ -175,10 +191,10 @@ class Engine:
         try:
             request = self._decode_completion(body)
             self._check(request)
-            completion.check(request)
+            completion.check(request, self.config.dialect)
             order = self.faults.take(request.sim)
             prompt = completion.read_prompt(request.prompt, self.tokenizer)
-            self._check_start(request, prompt)
+            self._check_prompt(request, prompt)
         except _REFUSALS as error:
             return self._refused(error)
         conversation = completion.conversation(prompt)
@@ -186,6 +202,11 @@ class Engine:
         generation = await self._generate(request, prompt, conversation, order, hung_up)
         if not isinstance(generation, Generation):
             return generation
+        if request.stream:
+            streamed = completion.sglang_stream(generation, self.writer)
+            return streamed if order is None else spoil_stream(streamed, order)
+        if ended := self._ended(generation):
+            return ended
         renderers = {"vllm": completion.vllm, "sglang": completion.sglang, "openai": openai.completion}
         render = renderers[self.config.dialect]
         return self._spoiled(render(generation, self.writer), order)
@@ -238,7 +259,8 @@ class Engine:
         self.prefixes.served(prompt.packed + array("i", draft.ids).tobytes())
         spans = _spans(run, request.sim, len(draft.ids))
         queued = (run.queued or sim.queued) and draft.finish == "abort" and self.config.dialect == "sglang"
-        generation = Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans, queued)
+        seconds = self._latency_of(request)
+        generation = Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans, queued, seconds)
         for witness in self.witnesses:
             witness(generation)
         return generation
@@ -252,8 +274,17 @@ class Engine:
 
     def _refused(self, error: Exception) -> Reply:
         self.counters.refused += 1
-        status = error.status if isinstance(error, BadRequest) else 400
-        return self.error(str(error) or "the request is nested too deeply", status)
+        if isinstance(error, BadRequest):
+            return self.error(str(error), error.status, error.kind)
+        return self.error(str(error) or "the request is nested too deeply", 400, "Bad Request")
+
+    def _ended(self, generation: Generation[Any]) -> Reply | None:
+        """The error that stands for a reply whose abort has a status."""
+        abort = generation.sim.abort
+        if generation.draft.finish != "abort" or abort.status_code is None:
+            return None
+        kind = "BadRequestError" if abort.status_code == 400 else str(abort.status_code)
+        return self.error(abort.message, abort.status_code, kind)
 
     def _spoiled(self, reply: Reply, order: FaultOrder | None) -> Reply:
         if order is None:
@@ -265,9 +296,12 @@ class Engine:
         if request.n not in (None, 1):
             raise BadRequest("this simulator answers with one choice; n must be 1")
         self._dialect.adapter(request, self.config)
-
-    def _check_start(self, request: Request, prompt: Encoded) -> None:
         if self.config.dialect == "sglang":
+            sglang.check_sampling(request)
+
+    def _check_prompt(self, request: Request, prompt: Encoded) -> None:
+        if self.config.dialect == "sglang":
+            sglang.check_length(prompt.count, limit_of(request), self.config.context_length)
             sglang.check_start(request, prompt.count)
 
     def _read(self, body: bytes) -> ChatRequest:
@@ -276,7 +310,7 @@ class Engine:
         for name in ("max_tokens", "max_completion_tokens"):
             limit = getattr(request, name)
             if limit is not None and limit < 0:
-                raise BadRequest(f"{name} must be at least 0, got {limit}")
+                raise BadRequest(f"max_new_tokens must be at least 0, got {limit}.")
         self._dialect.check(request)
         return request
 
@@ -288,11 +322,13 @@ class Engine:
         prompt = self._ids_of(raw) if raw else self.template.prompt(conversation)
         if begun and not raw:
             prompt = Encoded.of([*prompt.ids(), *self.tokenizer.ids(begun)])
-        self._check_start(request, prompt)
+        self._check_prompt(request, prompt)
         return prompt
 
     def _ids_of(self, raw: bytes) -> Encoded:
         ids = self._decode_ids(raw)
+        if not ids and self.config.dialect == "sglang":
+            raise BadRequest("input_ids cannot be empty.")
         if not ids or min(ids) < 0 or max(ids) > MAX_ID:
             raise BadRequest("a prompt's ids must be a non-empty list of token ids")
         return Encoded(raw.strip()[1:-1], array("i", ids).tobytes(), len(ids))

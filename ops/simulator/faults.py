@@ -117,6 +117,9 @@ def _set_id(token: object) -> Edit:
 
 
 def _drop_meta(value: dict[str, Any]) -> None:
+    """Also what a stream has in its place."""
+    if value.pop("sglext", None) is not None:
+        return
     choice = _choice(value)
     choice.pop("meta_info", None)
     choice.pop("token_ids", None)

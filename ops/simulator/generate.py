@@ -118,11 +118,11 @@ class Policy:
                 *(replace(call, id=given) for call, given in zip(calls, sim.call_ids, strict=False)),
                 *calls[len(sim.call_ids) :],
             )
-        return self._compose(sim, calls, rng, _limit(request), continuing, key.hex())
+        return self._compose(sim, calls, rng, limit_of(request), continuing, key.hex())
 
     def within(self, draft: Draft, request: Request) -> Draft:
         """``draft``, cut at ``request``'s limits."""
-        sim, limit = request.sim or Sim(), _limit(request)
+        sim, limit = request.sim or Sim(), limit_of(request)
         if limit is not None and len(draft.ids) > limit:
             draft = self.cut(draft, limit, "length", exact=True)
         if sim.finish_reason == "abort":
@@ -240,7 +240,7 @@ class Policy:
 
     def greedy_rest(self, conversation: Conversation, request: ChatRequest, output: list[int]) -> Draft | None:
         """The rest of the answer at temperature 0, if it begins with ``output``; no engine has to know it."""
-        limit = _limit(request)
+        limit = limit_of(request)
         longer = None if limit is None else limit + len(output)
         wanted = msgspec.structs.replace(request, max_tokens=longer, max_completion_tokens=None)
         whole = self.whole(conversation, wanted, continuing=False)
@@ -265,7 +265,7 @@ class Policy:
         return draft.saying(text, draft.calls, ids=ids[:count], finish="stop", stop_text=stop)
 
 
-def _limit(request: Request) -> int | None:
+def limit_of(request: Request) -> int | None:
     limit = request.max_completion_tokens if isinstance(request, ChatRequest) else None
     return request.max_tokens if limit is None else limit
 

@@ -7,11 +7,12 @@ import math
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import Raw
 
 from ops.simulator.config import Config
 from ops.simulator.generate import Draft
@@ -42,7 +43,8 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class Generation(Generic[R]):
-    """All data from which a reply is written. ``queued``: SGLang aborted it in its waiting queue."""
+    """All data from which a reply is written. ``queued``: SGLang aborted it in its waiting queue. ``seconds`` is the
+    time of a whole generation."""
 
     id: str
     created: int
@@ -52,11 +54,20 @@ class Generation(Generic[R]):
     cached_tokens: int
     versions: tuple[Span, ...]
     queued: bool = False
+    seconds: float = 0.0
 
     @property
     def weight_version(self) -> str:
         """The last weight version, which an engine reports."""
         return self.versions[-1].version
+
+    def versions_until(self, tokens: int) -> list[Span]:
+        """Those of the first ``tokens`` tokens."""
+        return [replace(span, end=min(span.end, tokens)) for span in self.versions if span.start < max(tokens, 1)]
+
+    def version_at(self, tokens: int) -> str:
+        """The one after so many tokens."""
+        return self.versions_until(tokens)[-1].version
 
     @property
     def sim(self) -> Sim:
@@ -111,12 +122,10 @@ class ReplyWriter:
             found += numbers[: wanted - len(found)]
         return found
 
-    def triples(self, draft: Draft, numbers: list[bytes]) -> bytes:
-        """``[[logprob, id, text], …]`` as in SGLang's ``meta_info``."""
-        return self.triples_of(draft.ids, numbers)
-
-    def triples_of(self, ids: list[int], numbers: list[bytes]) -> bytes:
-        """The same of some of the ids."""
+    def triples(self, ids: list[int], numbers: list[bytes], texts: bool = True) -> bytes:
+        """``[[logprob, id, text], …]`` as in SGLang's ``meta_info``; without ``texts`` null in their places."""
+        if not texts:
+            return encode([[Raw(number), token, None] for number, token in zip(numbers, ids, strict=True)])
         tails = self._triple_tails
         pairs = zip(numbers, ids, strict=True)
         return b"[" + b",".join([b"[" + number + tails[token] for number, token in pairs]) + b"]"
@@ -170,7 +179,7 @@ class ReplyWriter:
 
     def top_triples(self, tops: Sequence[Alternatives]) -> bytes:
         """A list of triples for each token, as in SGLang's ``output_top_logprobs``."""
-        rows = [self.triples_of([token for _, token in top], [number for number, _ in top]) for top in tops]
+        rows = [self.triples([token for _, token in top], [number for number, _ in top]) for top in tops]
         return b"[" + b",".join(rows) + b"]"
 
     def prompt_logprobs(self, prompt: Encoded, count: int | None) -> bytes:

@@ -27,7 +27,8 @@ VENDOR = ((b"openai-organization", b"org-of-the-operator"), (b"x-ratelimit-remai
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def error(message: str, status: int = 400, code: str | None = None) -> Reply:
+def error(message: str, status: int = 400, kind: str = "", code: str | None = None) -> Reply:
+    """A vendor has one type for whatever it refuses."""
     fields = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return json_reply({"error": fields}, status)
 
@@ -37,9 +38,9 @@ def refusal(path: str, headers: list[tuple[bytes, bytes]], body: bytes, key: str
     given = dict(headers).get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
     if key and given != key:
         shown = f"{given[:8]}***{given[-4:]}"
-        return error(f"Incorrect API key provided: {shown}.", 401, "invalid_api_key")
+        return error(f"Incorrect API key provided: {shown}.", 401, code="invalid_api_key")
     if path not in ROUTES:
-        return error(f"Unknown request URL: {path}", 404, "unknown_url")
+        return error(f"Unknown request URL: {path}", 404, code="unknown_url")
     unknown = set() if not body else _FIELDS.decode(body).keys() - KNOWN
     return error(f"Unrecognized request argument supplied: {sorted(unknown)[0]}") if unknown else None
 

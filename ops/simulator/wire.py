@@ -14,6 +14,9 @@ from msgspec import Raw, Struct
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
+NOT_FOUND = {"detail": "Not Found"}
+"""What both engines answer to a path that they do not have."""
+
 MAX_ID = 2**31 - 1
 """The largest possible token id."""
 
@@ -79,6 +82,15 @@ class FaultOrder(Struct, forbid_unknown_fields=True):
     tokens: int | None = None
 
 
+class Abort(Struct, frozen=True, forbid_unknown_fields=True):
+    """How SGLang's scheduler words an abort. With a status it refuses the request: only a stream still gives what was
+    sampled."""
+
+    message: str = "Aborted"
+    status_code: int | None = None
+    err_type: str | None = None
+
+
 class Sim(Struct, forbid_unknown_fields=True):
     """The ``sim`` field of a request: instructions to the simulator, which a real engine ignores.
 
@@ -87,9 +99,10 @@ class Sim(Struct, forbid_unknown_fields=True):
     the tool calls of the reply, whatever tools the request offers; their arguments may be any text. ``call_ids`` are
     the ids of the reply's calls in order; a call without one gets a drawn id. ``text`` may hold reasoning between its
     tags, which stays in the content, or be empty. ``reasoning`` says whether the reply has some or, with a ``text``,
-    what it is. ``chunk_tokens`` is the number of tokens in each chunk of vLLM's stream of a plain text. ``speculative``
-    are the counters of speculative decoding: how often drafts were verified, how many tokens they had, and how many
-    were accepted. ``queued``: SGLang's abort comes in the waiting queue, after the engine took the generation back.
+    what it is. ``chunk_tokens`` is the number of tokens in each chunk of a stream of a plain text. ``speculative`` are
+    the counters of speculative decoding: how often drafts were verified, how many tokens they had, and how many were
+    accepted. ``abort`` words SGLang's aborts. ``queued``: SGLang's abort comes in the waiting queue, after the engine
+    took the generation back.
     """
 
     completion_tokens: int | None = None
@@ -109,6 +122,7 @@ class Sim(Struct, forbid_unknown_fields=True):
     call_ids: list[str | int | None] = []
     chunk_tokens: int | None = None
     speculative: tuple[int, int, int] | None = None
+    abort: Abort = Abort()
     queued: bool = False
 
 
@@ -138,6 +152,7 @@ class Request(Struct, kw_only=True):
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
+    top_p: float | None = None
     rid: str | None = None
     return_token_ids: bool | None = None
     return_weight_versions: bool = False
@@ -163,15 +178,13 @@ class KvTransfer(Struct):
 
 
 class ChatRequest(Request, kw_only=True):
-    """The body of a chat request in both dialects. Messages stay raw, since they are cache keys. ``logprob_start_len``
-    is that of SGLang's ``/generate`` alone."""
+    """The body of a chat request in both dialects. Messages stay raw, since they are cache keys."""
 
     messages: list[Raw]
     tools: Raw = Raw(b"")
     tool_choice: str | dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    logprob_start_len: int = -1
     top_logprobs: int | msgspec.UnsetType | None = msgspec.UNSET
     input_ids: Raw = Raw(b"")
     kv_transfer_params: KvTransfer | None = None
@@ -180,6 +193,8 @@ class ChatRequest(Request, kw_only=True):
     return_prompt_token_ids: bool = False
     return_indexer_topk: bool = False
     return_sampling_mask: bool = False
+    return_input_ids_in_sglext: bool = False
+    return_output_ids_in_sglext: bool = False
     top_k: int | None = None
 
     @property
@@ -210,6 +225,19 @@ class BadRequest(Exception):
     """An engine would refuse the request; the message is sent to the client."""
 
     status = 400
+    kind = "BadRequestError"
+
+
+class InvalidBody(BadRequest):
+    """A field's value breaks the rules of the body, whatever the rest says."""
+
+    kind = "Bad Request"
+
+
+class BadConversion(BadRequest):
+    """SGLang cannot make a generation of it."""
+
+    kind = "BadRequest"
 
 
 class UnknownModel(BadRequest):

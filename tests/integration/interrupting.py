@@ -84,7 +84,7 @@ def as_said(response: httpx.Response) -> Reply:
     del reply["id"], reply["created"]
     reply["usage"].pop("prompt_tokens_details", None)
     for choice in reply["choices"]:
-        for name in ("id", "cached_tokens"):
+        for name in ("id", "cached_tokens", "e2e_latency"):
             choice.get("meta_info", {}).pop(name, None)
         for number, call in enumerate(choice.get("message", {}).get("tool_calls") or ()):
             call["id"] = number

@@ -25,9 +25,11 @@ SLOW = {"latency_s": 2.0, "reasoning": False, "tool_calls": False}
 CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "b":"ü"}'}, {"name": "look", "arguments": "{}"}]
 
 
-@pytest.fixture(scope="module")
-def live(vllm: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    with serving(places.new("live"), vllm.base_url, environment={"TURNLOG_UPSTREAM_DIALECT": "vllm"}) as made:
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def live(request: pytest.FixtureRequest, places: Places) -> Iterator[Stand]:
+    engine: SimulatorProcess = request.getfixturevalue(request.param)
+    environment = {"TURNLOG_UPSTREAM_DIALECT": request.param}
+    with serving(places.new(f"live-{request.param}"), engine.base_url, environment=environment) as made:
         yield made
 
 
@@ -56,7 +58,7 @@ def by_package(talk: Talk, url: str, **fields: Any) -> tuple[int, dict[str, Any]
 def plain(value: Any) -> Any:
     """A reply without what only one of its spellings has: nulls, and what the packages add."""
     added = {"parsed", "parsed_arguments", "output_text", "completed_at", "object", "index"}
-    added |= {"token_ids", "prompt_token_ids", "weight_versions"}
+    added |= {"token_ids", "prompt_token_ids", "weight_versions", "matched_stop", "meta_info"}
     if isinstance(value, dict):
         kept = {name: plain(one) for name, one in value.items() if name not in added}
         return {name: one for name, one in kept.items() if one not in (None, [], {})}
@@ -196,37 +198,72 @@ def test_closing_the_session_ends_its_live_stream_with_an_error(live: Stand, pro
     assert not is_final(text)
 
 
-def whole(live: Stand, sglang: Stand) -> dict[str, tuple[Stand, str, dict[str, Any], dict[str, Any]]]:
-    """Where a stream comes whole: stand, path, body of the session, fields of the request."""
+def whole(payload: str) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Where a stream comes whole: path, body of the session, fields of the request. `payload` is one that no stream
+    has."""
     chat: dict[str, Message | list[Message]] = {"messages": [user("Go")]}
     asked = {"stream_mode": "live"}
     path = SPOKEN["chat"].path
     return {
-        "SGLang cannot": (sglang, path, asked, chat),
-        "nobody asked": (live, path, {}, chat),
-        "the request does not want it": (live, path, asked, {**chat, "stream_mode": "whole"}),
-        "the turn may be continued": (live, path, {**asked, "on_abort": "continue"}, chat),
-        "a payload is asked for": (live, path, asked, {**chat, "return_routed_experts": True}),
-        "completions": (live, "/v1/completions", asked, {"prompt": "Go"}),
+        "nobody asked": (path, {}, chat),
+        "the request does not want it": (path, asked, {**chat, "stream_mode": "whole"}),
+        "the turn may be continued": (path, {**asked, "on_abort": "continue"}, chat),
+        "a payload is asked for": (path, asked, {**chat, "top_k": 8, payload: True}),
+        "completions": ("/v1/completions", asked, {"prompt": "Go"}),
     }
 
 
-@pytest.mark.parametrize("case", whole(None, None))  # type: ignore[arg-type]
-def test_where_it_cannot_be_live_a_stream_is_whole(live: Stand, stand: Stand, case: str) -> None:
-    at, path, session, fields = whole(live, stand)[case]
-    talk = at.talk(**session)
+@pytest.mark.parametrize("case", whole(""))
+def test_where_it_cannot_be_live_a_stream_is_whole(live: Stand, case: str) -> None:
+    path, session, fields = whole("return_sampling_mask")[case]
+    talk = live.talk(**session)
     body = {"model": "simulator", "stream": True, **fields}
-    response = at.http.post(talk.path + path, json=body)
+    response = live.http.post(talk.path + path, json=body)
     assert (response.status_code, response.headers[MODE]) == (200, "whole")
-    assert "stream" not in at.engine_requests(talk.id, path)[-1]["body"]
+    assert "stream" not in live.engine_requests(talk.id, path)[-1]["body"]
     assert len(talk.committed()) == 1
 
 
-def test_an_engine_is_asked_to_stream_once_it_is_known_to_be_vllm(vllm: SimulatorProcess, places: Places) -> None:
-    with serving(places.new("auto"), vllm.base_url) as auto:
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_is_asked_to_stream_once_it_is_known(
+    request: pytest.FixtureRequest, places: Places, engine: str
+) -> None:
+    with serving(places.new(f"auto-{engine}"), request.getfixturevalue(engine).base_url) as auto:
         talk = auto.talk(stream_mode="live")
         talk.chat([user("Go")])
         assert talk.chat([user("Go")], stream=True).headers[MODE] == "live"
+
+
+def test_an_sglang_that_says_nothing_of_ids_in_streams_is_asked_for_a_whole_reply(places: Places) -> None:
+    with SimulatorProcess() as engine, serving(places.new("older"), engine.base_url) as older:
+        assert older.sim.post("/sim/behaviour", json={"server_info": "missing"}).status_code == 200
+        talk = older.talk(stream_mode="live")
+        talk.chat([user("Go")])
+        response = talk.chat([user("Go")], stream=True)
+        assert (response.status_code, response.headers[MODE]) == (200, "whole")
+        asked = older.engine_requests(talk.id, SPOKEN["chat"].path)[-1]["body"]
+        assert ("stream" in asked, asked["return_meta_info"]) == (False, True)
+
+
+def test_a_live_turn_of_sglang_has_its_experts_and_the_version_that_the_engine_names(places: Places) -> None:
+    environment = {"TURNLOG_REPLAY": "routed_experts"}
+    with (
+        SimulatorProcess("--weight-version", "7") as engine,
+        serving(places.new("experts"), engine.base_url, environment=environment) as stand,
+    ):
+        whole_talk, talk = stand.talk(), stand.talk(stream_mode="live")
+        whole_talk.chat([user("Go")], temperature=0)
+        assert talk.chat([user("Go")], stream=True, temperature=0).headers[MODE] == "live"
+        first, second = (of.state()["records"][0] for of in (whole_talk, talk))
+        assert "return_meta_info" not in second["request"]
+        assert second["request"]["return_output_ids_in_sglext"] is True
+        [one_choice], [other_choice] = first["response"]["choices"], second["response"]["choices"]
+        assert one_choice["prompt_token_ids"] == other_choice["prompt_token_ids"]
+        assert plain(one_choice["message"]) == plain(other_choice["message"])
+        [one], [other] = (of.rows(replay="true") for of in (whole_talk, talk))
+        assert set(other["weight_versions"]) == {-1, 7}
+        for name in ("tokens", "logprobs", "weight_versions", "loss_mask", "routed_experts"):
+            assert one[name] == other[name], name
 
 
 def test_a_mode_that_is_none_is_refused(live: Stand) -> None:

@@ -120,7 +120,7 @@ def as_said(reply: Fields) -> Fields:
     del said["id"], said["created"]
     said["usage"].pop("prompt_tokens_details")
     for choice in said["choices"]:
-        for name in ("id", "cached_tokens"):
+        for name in ("id", "cached_tokens", "e2e_latency"):
             choice.get("meta_info", {}).pop(name, None)
         for number, call in enumerate(choice.get("message", {}).get("tool_calls") or ()):
             call["id"] = number

@@ -143,6 +143,11 @@ SPANS = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "e
         ("sglang", {f"{META}.weight_version": GONE, "metadata.weight_version": "9"}, [("9", 0, 2)]),
         ("sglang", {f"{META}.weight_version": GONE, "metadata": GONE}, [("unknown", 0, 2)]),
         ("sglang", {f"{META}.weight_versions": SPANS}, [("1", 0, 1), ("2", 1, 2)]),
+        (
+            "sglang",
+            {f"{META}.weight_versions": [{"version": "0", "start": 0, "end": 0}, *SPANS]},
+            [("1", 0, 1), ("2", 1, 2)],
+        ),
         ("sglang", {f"{META}.weight_versions": None}, [("12", 0, 2)]),
         ("vllm", {f"{CHOICE}.weight_versions": SPANS}, [("1", 0, 1), ("2", 1, 2)]),
         ("vllm", {f"{CHOICE}.weight_versions": None}, [("unknown", 0, 2)]),

@@ -1,4 +1,4 @@
-"""A stream of vLLM's is read into the reply that it would have sent as a whole."""
+"""An engine's stream is read into the reply that it would have sent as a whole."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.upstream.streams import BadStream, CutStream, ReplyStream, limit_of
-from ops.simulator.config import Config
+from app.upstream.dialects import streamed
+from app.upstream.streams import IDS_STREAM, BadStream, CutStream, ReplyStream, limit_of
+from ops.simulator.config import Config, Dialect
 from ops.simulator.engine import Engine
 from ops.simulator.wire import Reply
 from workers.parse import Parsed, Rejected, parse_reply
+from workers.parse_parts import UNKNOWN_VERSION
 
 pytestmark = pytest.mark.anyio
 
@@ -35,10 +37,22 @@ SIMS: dict[str, dict[str, Any]] = {
 }
 
 
-async def replied(seed: int, **fields: Any) -> Reply:
+QUEUED = {"finish_reason": "abort", "completion_tokens": 0, "queued": True}
+SGLANG_ASKS = {
+    "logprobs": True,
+    "return_meta_info": True,
+    "return_prompt_token_ids": True,
+    "return_routed_experts": True,
+}
+
+
+async def replied(seed: int, dialect: Dialect = "vllm", **fields: Any) -> Reply:
     """The simulator's first reply to this request."""
-    engine = Engine(Config(dialect="vllm", seed=seed))
-    body = {"model": "m", "messages": [{"role": "user", "content": f"Hello {seed}"}], "tools": [TOOL], **ASKS, **fields}
+    engine = Engine(Config(dialect=dialect, seed=seed))
+    asks = ASKS if dialect == "vllm" else SGLANG_ASKS
+    body = {"model": "m", "messages": [{"role": "user", "content": f"Hello {seed}"}], "tools": [TOOL], **asks, **fields}
+    if "stream" in fields and dialect == "sglang":
+        body = msgspec.json.decode(streamed(msgspec.json.encode(body))[:-1] + IDS_STREAM + b"}")
 
     async def never() -> None:
         raise AssertionError
@@ -60,11 +74,11 @@ def assembled(body: bytes, rng: random.Random | None = None) -> tuple[bytes, lis
 
 
 def facts(parsed: Parsed) -> tuple[Any, ...]:
-    """What is validated and stored; of the message what is not null. Only a call's `index` is a stream's own."""
+    """What is validated and stored; of the message what is not empty. Only a call's `index` is a stream's own."""
     message = msgspec.json.decode(parsed.message)
     for call in message.get("tool_calls") or ():
         call.pop("index", None)
-    said = {name: value for name, value in message.items() if value is not None}
+    said = {name: value for name, value in message.items() if value not in (None, "")}
     return said, msgspec.structs.replace(parsed, message=b"")
 
 
@@ -80,6 +94,31 @@ async def test_a_stream_holds_the_reply(name: str, seed: int) -> None:
     assert one["choices"][0]["stop_reason" if "stop_reason" in one["choices"][0] else "index"] in (None, 0)
     text = "".join(delta.get("content", "") for delta in deltas)
     assert text == (one["choices"][0]["message"]["content"] or "")
+
+
+@pytest.mark.parametrize("name", [*SIMS, "chunks", "queued"])
+async def test_a_stream_of_sglangs_holds_the_reply(name: str) -> None:
+    """Its ids, logprobs and experts; no weight version, and no cached tokens without a cache report."""
+    more = {"chunks": {"text": "one two three four", "chunk_tokens": 2, "reasoning": False}, "queued": QUEUED}
+    sim = SIMS.get(name) or more.get(name) or {}
+    whole = parse_reply((await replied(2, "sglang", sim=sim)).body, "sglang")
+    found, deltas = assembled((await replied(2, "sglang", sim=sim, **STREAMS)).body, random.Random(2))
+    untold = {"weight_versions": whole.weight_versions, "cached_tokens": whole.cached_tokens}
+    told = parse_reply(found, "sglang")
+    assert {span.version for span in told.weight_versions} <= {UNKNOWN_VERSION}
+    assert facts(msgspec.structs.replace(told, **untold)) == facts(whole)
+    assert bool(told.payloads) == (name != "queued")
+    assert "".join(delta.get("content", "") for delta in deltas) == facts(told)[0].get("content", "")
+
+
+@pytest.mark.parametrize("ids", [b"null", b"[]", b"[[]]", b"[[1,2]]", b"[[1],[2]]", b"[[true]]", b"[1]"])
+async def test_a_stream_of_sglangs_with_other_ids_than_logprobs_is_no_reply(ids: bytes) -> None:
+    body = (await replied(2, "sglang", sim={"text": "one two three"}, **STREAMS)).body
+    at = body.index(b'"output_ids":') + len(b'"output_ids":')
+    end = body.index(b"}", at)
+    assert parse_reply(assembled(body)[0], "sglang").output_ids
+    with pytest.raises((BadStream, Rejected)):
+        parse_reply(assembled(body[:at] + ids + body[end:])[0], "sglang")
 
 
 async def test_the_end_of_a_line_may_have_a_carriage_return() -> None:

@@ -297,7 +297,7 @@ async def test_a_prompt_is_text_or_ids(dialect: Dialect, form: str, tokenizer: T
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_what_the_validator_reads(dialect: Dialect) -> None:
-    async with engine(dialect, weight_version="7") as client:
+    async with engine(dialect, weight_version="7", cache_report=True) as client:
         for number in range(20):
             ids = [*range(number + 1)]
             body = {
@@ -516,7 +516,7 @@ async def stats(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def test_sessions_share_what_they_begin_with() -> None:
-    async with engine() as client:
+    async with engine(cache_report=True) as client:
         rules = "These are the rules of the house. " * 20
         first = (await chat(client, rules + "One."))["usage"]
         second = (await chat(client, rules + "Two."))["usage"]

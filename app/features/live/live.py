@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from app.domain.request import ChatRequest
 from app.upstream.dialects import asked_for, asks_for_prompt
-from app.upstream.streams import STREAM
+from app.upstream.streams import IDS_STREAM, STREAM
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -21,19 +21,21 @@ class LiveTurns:
         self._services = services
 
     def streaming(self, turn: InFlightTurn, call: EngineCall) -> None:
-        """Have the engine stream. Not if the engines may not stream with ids, if a replay payload or the prompt's
-        logprobs are needed, which no stream has, or if the generation may be continued by another."""
+        """Have the engine stream. Not if the engines may not stream with ids, if something is needed that their stream
+        does not have, or if the generation may be continued by another."""
         live, request, session = turn.waiter.live, turn.request, turn.session
         if live is None or not isinstance(request, ChatRequest):
             return
         if (request.stream_mode or session.config.stream_mode) == "whole" or live.mode is not None:
             return
-        settings = self._services.settings
-        if self._services.engines.dialect != "vllm" or settings.replay or asked_for(request.params):
-            return
-        if asks_for_prompt(call.wish):
+        settings, dialect = self._services.settings, self._services.engines.dialect
+        payloads = asked_for(request.params).union(settings.replay)
+        if dialect == "vllm":
+            if payloads or asks_for_prompt(call.wish):
+                return
+        elif dialect != "sglang" or not payloads <= {"routed_experts"} or call.wish is not None or call.wants_native:
             return
         if (session.config.on_abort or settings.abort_policy) == "continue":
             return
         live.go_live(turn.opened.turn, request.echo, turn.left_out)
-        turn.live, call.push, call.own = live, live.push, STREAM
+        turn.live, call.push, call.stream = live, live.push, STREAM if dialect == "vllm" else IDS_STREAM

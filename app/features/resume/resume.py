@@ -69,7 +69,7 @@ class Resume:
     # a turn that is staged
 
     async def _staged(self, turn: InFlightTurn, staged: StagedTurn) -> None:
-        turn.call.own, turn.call.wants_native = STREAM, staged.is_native
+        turn.call.stream, turn.call.wants_native = STREAM, staged.is_native
         try:
             if not await self._restored(turn, staged):
                 await self._generated(turn, staged)
