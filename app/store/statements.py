@@ -120,7 +120,7 @@ def _claim_heads(given: Any) -> Executable:
     overtaken = exists().where(
         events.c.session_id == given.sid,
         events.c.seq > given.known,
-        events.c.type.in_(("SessionRestored", "SessionFinished")),
+        or_(events.c.type == "SessionRestored", events.c.type == "SessionFinished"),
     )
     return (
         update(sessions)
