@@ -78,6 +78,8 @@ CrashPoint = Literal[
     "after_create",
     "in_fork",
     "after_fork",
+    "in_finish",
+    "after_finish",
     "in_reward",
     "after_reward",
     "after_reward_shared",

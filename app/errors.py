@@ -183,6 +183,18 @@ class SessionEnded(SessionExists):
     meaning = "the session was closed or erased, also during the turn"
 
 
+class AlreadyFinished(AppError):
+    status, code, type, retry = 409, "session_finished", "invalid_request_error", False
+    meaning = "`POST …/finish` has ended the session's turns; or its snapshot is not the one that the request names"
+
+
+class GenerationChanged(AppError):
+    """What has come since would be closed unseen."""
+
+    status, code, type, retry = 412, "generation_changed", "invalid_request_error", False
+    meaning = "a turn has been opened or committed since `/samples` told the generation that `DELETE` names"
+
+
 class TooManySessions(AppError):
     status, code, type, retry = 409, "too_many_sessions", "invalid_request_error", False
     meaning = (

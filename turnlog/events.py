@@ -216,6 +216,14 @@ class AffinityReleased(_Event):
     reason: NotRequired[Literal["closed", "expired"]]
 
 
+class SessionFinished(_Event):
+    """No turn is opened from now on: the samples are those of the snapshot."""
+
+    type: Literal["SessionFinished"]
+    snapshot_id: str
+    producer_finished: bool
+
+
 class SessionClosed(_Event):
     type: Literal["SessionClosed"]
     reason: NotRequired[Literal["deleted", "idle", "root"]]
@@ -250,6 +258,7 @@ Event = (
     | RolloutJoined
     | AffinityBound
     | AffinityReleased
+    | SessionFinished
     | SessionClosed
     | SessionRestored
     | SessionErased

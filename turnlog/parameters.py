@@ -36,6 +36,7 @@ EventType = Literal[
     "RolloutJoined",
     "AffinityBound",
     "AffinityReleased",
+    "SessionFinished",
     "SessionClosed",
     "SessionRestored",
     "SessionErased",
@@ -76,8 +77,16 @@ class NewSession(TypedDict, total=False):
     stream_mode: Annotated[Literal["whole", "live"] | None, "Streams: after the commit, or as they are generated."]
     params: Annotated[Mapping[str, Any] | None, "Parameters of every request, in the place of the client's."]
     model: Annotated[str | None, "The model of every request."]
-    params_mode: Annotated[Literal["override", "refuse"] | None, "Replace what the client sends, or refuse it."]
-    evaluation: Annotated[bool | None, "For the trainer; changes nothing."]
+    params_mode: Annotated[
+        Literal["override", "refuse", "default"] | None,
+        "Replace what the client sends, refuse it, or fill what it leaves out.",
+    ]
+    temperature: Annotated[float | None, "Where a request has none."]
+    top_p: Annotated[float | None, "Where a request has none."]
+    top_k: Annotated[int | None, "Where a request has none."]
+    evaluation: Annotated[
+        bool | None, "Speak the wire of miles' newer drivers; an evaluation keeps no replay payloads."
+    ]
     limits: Annotated[Limits | None, "Turns, tokens, context, seconds that it may use."]
     on_limit: Annotated[
         Literal["error", "length"] | None,

@@ -419,18 +419,37 @@ class Record(TypedDict):
     response: dict[str, Any]
 
 
-class SessionMetadata(TypedDict):
-    """A session's current state. `accumulated_token_ids` are those of the newest turn, prompt and output."""
-
+class _TokenMetadata(TypedDict):
     accumulated_token_ids: list[int]
     max_trim_tokens: int
+    tree: NotRequired[dict[str, Any]]
+
+
+class SessionMetadata(_TokenMetadata):
+    """A session's current state. `accumulated_token_ids` are those of the newest turn, prompt and output."""
+
     status: SessionStatus
     version: int
     group_id: str | None
     attempt: int | None
     reward: float | None
     tito_session_mismatch: NotRequired[list[dict[str, Any]] | None]
-    tree: NotRequired[dict[str, Any]]
+
+
+class SamplesMetadata(_TokenMetadata):
+    """What a session's samples say of the session; `agent` is the metadata that was sent."""
+
+    tito_session_mismatch: NotRequired[list[dict[str, Any]]]
+    agent: NotRequired[dict[str, Any]]
+
+
+class FinishedSession(TypedDict):
+    """A session that takes no more turns. `complete`: its agent came to its end, and no turn is in flight."""
+
+    snapshot_id: str
+    complete: bool
+    producer_finished: bool
+    unfinished_requests: int
 
 
 class ForkedFrom(TypedDict):
@@ -484,7 +503,7 @@ class SessionGiven(TypedDict):
     params: dict[str, Any] | None
     model: str | None
     params_mode: str
-    evaluation: bool
+    evaluation: bool | None
     limits: Limits | None
     on_limit: str
     capture: str

@@ -55,8 +55,8 @@ async def _held(pieces: AsyncGenerator[bytes], reservation: BodyReservation) -> 
 class HeldReply(Response):
     """A whole reply whose memory is reserved until the client has taken it."""
 
-    def __init__(self, body: bytes, media_type: str, reservation: BodyReservation) -> None:
-        super().__init__(body, media_type=media_type)
+    def __init__(self, body: bytes, media_type: str, reservation: BodyReservation, headers: Mapping[str, str]) -> None:
+        super().__init__(body, media_type=media_type, headers=headers)
         self._reservation = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -41,7 +41,7 @@ Endpoint = Callable[["Services", Head, Receive], Awaitable[tuple[int, Any]]]
 
 class DirectRoute(NamedTuple):
     """A route, below `/sessions/{session_id}` if it `has_session`. The document has it under `tag`;
-    `parameters` are those of its query."""
+    `parameters` are those of its query and its headers."""
 
     method: str
     has_session: bool

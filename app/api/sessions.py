@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 from starlette.types import Receive, Scope
 
 from app.api.bodies import MAX_COMPONENTS, body_of, read_model, require_finite, require_small
@@ -55,6 +55,8 @@ from app.domain.patterns import ID, MAX_FLOAT32, MAX_INTEGER, NO_NUL
 from app.domain.pinned import require_pinnable
 from app.domain.session import Session
 from app.errors import (
+    AlreadyFinished,
+    GenerationChanged,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -81,7 +83,18 @@ if TYPE_CHECKING:
 
 router = APIRouter(tags=["Sessions"])
 
+GENERATION = "x-miles-session-generation"
+"""Of a reply of `/samples`: what its driver names when it deletes the session, so that nothing unseen is closed."""
+
 log = logging.getLogger("turnlog.sessions")
+
+
+def _whole(value: Any) -> Any:
+    """An integer that JSON has as 40.0: drivers read it out of YAML."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole)]
 
 
 class CreateSession(BaseModel):
@@ -104,14 +117,20 @@ class CreateSession(BaseModel):
     stream_mode: StreamMode = "whole"
     params: dict[str, Any] | None = None
     model: str | None = Field(default=None, min_length=1, max_length=512, pattern=NO_NUL)
-    params_mode: ParamsMode = "override"
-    evaluation: bool = False
+    params_mode: ParamsMode | None = None
+    temperature: FiniteFloat | None = None
+    top_p: FiniteFloat | None = None
+    top_k: WholeNumber | None = None
+    evaluation: bool | None = None
     limits: LimitsGiven | None = None
     on_limit: OnLimit = "error"
     capture: Capture = "tokens"
     upstream: str | None = Field(default=None, max_length=64, pattern=NO_NUL)
     parent_session_id: str | None = Field(default=None, pattern=ID)
 
+
+DEFAULTS = ("temperature", "top_p", "top_k")
+"""Fields of a creation that are defaults of these parameters."""
 
 RewardValue = Annotated[FiniteFloat, Field(strict=True, ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 
@@ -126,6 +145,14 @@ class Reward(BaseModel):
     turn: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
 
 
+class DriverMetadata(BaseModel):
+    """What an agent returned to miles' driver, of which Turnlog reads the reward."""
+
+    model_config = ConfigDict(extra="allow")
+
+    reward: RewardValue | None = None
+
+
 class SamplesQuery(BaseModel):
     """The body of `POST /sessions/{id}/samples`."""
 
@@ -133,8 +160,23 @@ class SamplesQuery(BaseModel):
 
     max_seq_len: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
     branches: Branches = "kept"
-    metadata: dict[str, Any] | None = None
+    metadata: DriverMetadata | None = None
     reward: RewardValue | None = None
+    snapshot_id: str | None = Field(default=None, max_length=64, pattern=NO_NUL)
+
+    @property
+    def given_reward(self) -> float | None:
+        """That of the body, else that which an agent returned."""
+        return self.reward if self.reward is not None or self.metadata is None else self.metadata.reward
+
+
+class FinishSession(BaseModel):
+    """The body of `POST /sessions/{id}/finish`. `timeout`: seconds to wait for turns in flight."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    producer_finished: bool
+    timeout: FiniteFloat = Field(default=60.0, ge=0, le=600)
 
 
 def made_session_id() -> str:
@@ -161,8 +203,10 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     require_small("params have", body.params)
-    require_pinnable(body.params or {})
     chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}
+    chosen["params"], chosen["params_mode"] = _params(body)
+    if body.evaluation is not None and body.on_abort is None:
+        chosen["on_abort"] = "fail"
     chosen["limits"] = _limits(body, settings)
     if body.rollback_window is None:
         chosen["rollback_window"] = settings.rollback_window
@@ -175,6 +219,19 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
         config=SessionConfig(**chosen, parent=body.parent_session_id),
         metadata=body.metadata,
     )
+
+
+def _params(body: CreateSession) -> tuple[dict[str, Any] | None, ParamsMode]:
+    """The parameters, with those that have a field of their own, and what they are. Raises InvalidRequest."""
+    given = {name: value for name in DEFAULTS if (value := getattr(body, name)) is not None}
+    mode = body.params_mode or ("default" if given and body.params is None else "override")
+    if given and mode != "default":
+        raise InvalidRequest(f'{next(iter(given))} beside params requires params_mode "default"')
+    if twice := given.keys() & (body.params or {}):
+        raise InvalidRequest(f"{min(twice)} is given twice: in params too")
+    params = {**(body.params or {}), **given} if given else body.params
+    require_pinnable(params or {})
+    return params, mode
 
 
 def _limits(body: CreateSession, settings: Settings) -> Limits | None:
@@ -214,15 +271,16 @@ def _of_text(config: SessionConfig, upstreams: Mapping[str, str | None]) -> Sess
 
 
 def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
-    """The fields of `POST /sessions` with which the session was created, defaults included, its note and tags; of a
-    fork also `forked_from`."""
+    """The fields of `POST /sessions` with which the session was created, defaults included (DEFAULTS are in `params`),
+    its note and tags; of a fork also `forked_from`."""
     config = msgspec.structs.asdict(session.config)
     others = {
         "session_id": session.session_id,
         "metadata": metadata,
         "parent_session_id": session.config.parent,
     }
-    fields = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
+    names = [name for name in CreateSession.model_fields if name not in DEFAULTS]
+    fields = {name: others[name] if name in others else config[name] for name in names}
     fields |= {"history": session.history, "note": session.note, "tags": session.tags}
     fork = session.fork
     if fork is not None:
@@ -310,33 +368,65 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
 @describe(
     "The session's samples as safetensors",
     "session",
-    Reply("A safetensors file; docs/api.md describes its content.", {BYTES: BINARY}),
-    errors=(*BODY, *SESSION, *WRITE, *PAYLOADS),
+    Reply("A safetensors file; docs/api.md describes its content.", {BYTES: BINARY}, (GENERATION,)),
+    errors=(*BODY, *SESSION, AlreadyFinished, *WRITE, *PAYLOADS),
     body=SamplesQuery,
     optional_body=True,
     example={"max_seq_len": 32768},
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
-    """The session's samples as safetensors; a `reward` in the body is first assigned to the session, which needs the
-    admin's token unless `TURNLOG_SESSION_REWARDS=allow`."""
+    """The session's samples as safetensors; a `reward` in the body or its `metadata` is first assigned to the session,
+    which needs the admin's token unless `TURNLOG_SESSION_REWARDS=allow`."""
     app = services(request)
     query = await body_of(request, SamplesQuery, is_optional=True)
-    require_finite(query.metadata, "metadata")
-    require_small("metadata has", query.metadata)
-    if query.reward is not None:
+    metadata = None if query.metadata is None else query.metadata.model_dump(exclude_unset=True)
+    require_finite(metadata, "metadata")
+    require_small("metadata has", metadata)
+    if query.given_reward is not None:
         require_judge(request.scope, app.settings)
-        await app.sessions.require(session_id)
-        await app.sessions.assign_reward(session_id, query.reward, {}, None)
     live = await app.sessions.require(session_id)
+    if query.snapshot_id is not None:
+        finished = live.session.finished
+        if finished is None or finished.snapshot_id != query.snapshot_id:
+            raise AlreadyFinished(f"session {session_id} has no snapshot {query.snapshot_id}")
+    if query.given_reward is not None:
+        await app.sessions.assign_reward(session_id, query.given_reward, {}, None)
     reservation = app.inflight.reserve(peer=peer_of(request.scope))
     try:
         # Half of the memory at most, so that samples that take more are made, and not more than two at a time.
         reservation.grow(min(bytes_of(live.session, query.branches), app.settings.inflight_bytes // 2))
-        body = await app.samples.safetensors(live, query.max_seq_len, query.branches, query.metadata)
+        sealed = query.snapshot_id is not None
+        body, generation = await app.samples.safetensors(
+            live, query.max_seq_len, query.branches, metadata, sealed=sealed
+        )
     except BaseException:
         reservation.release()
         raise
-    return HeldReply(body, BYTES, reservation)
+    return HeldReply(body, BYTES, reservation, {GENERATION: str(generation)})
+
+
+@router.post("/sessions/{session_id}/finish")
+@describe(
+    "End the session's turns",
+    "session",
+    json_reply(reply_types.FinishedSession, "The session takes no more turns."),
+    errors=(*BODY, *SESSION, AlreadyFinished, *WRITE),
+    body=FinishSession,
+    example={"producer_finished": True},
+)
+async def finish_session(request: Request, session_id: SessionId) -> dict[str, Any]:
+    """End the session's turns: no more are opened, and the request waits for those in flight. Repeating it gives the
+    same `snapshot_id`, with which `/samples` gives what the session then has."""
+    app = services(request)
+    body = await body_of(request, FinishSession)
+    session = await app.sessions.finish(session_id, producer_finished=body.producer_finished, wait_s=body.timeout)
+    assert session.finished is not None
+    return {
+        "snapshot_id": session.finished.snapshot_id,
+        "complete": session.is_complete,
+        "producer_finished": session.finished.producer_finished,
+        "unfinished_requests": len(session.open_turns),
+    }
 
 
 @router.get("/sessions/{session_id}/events")
@@ -439,23 +529,49 @@ async def put_reward(app: Services, head: Head, receive: Receive) -> tuple[int, 
 ERASING = Reply("Erased from the database; object storage may still have payloads of it: repeat.", {}, status=202)
 
 
-@describe("Close or erase the session", "session", NO_CONTENT, ERASING, errors=(InvalidRequest, *SESSION, *WRITE))
+@describe(
+    "Close or erase the session",
+    "session",
+    NO_CONTENT,
+    ERASING,
+    errors=(InvalidRequest, *SESSION, GenerationChanged, *WRITE),
+)
 async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Close the session at once; with `?erase=true` also delete its content permanently.
 
     202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
-    `?erase=true` with a session's token is 403, unless `TURNLOG_SESSION_REWARDS=allow`.
+    `?erase=true` with a session's token is 403, unless `TURNLOG_SESSION_REWARDS=allow`. With the header that `/samples`
+    told, 412 if a turn has been opened or committed since.
     """
     session_id = head.path_session
     assert session_id is not None
-    if not flag(head, "erase"):
-        await app.sessions.close(session_id)
+    generation, erases = _generation(head), flag(head, "erase")
+    if erases:
+        require_judge(head.scope, app.settings)
+    if not erases or generation is not None:
+        await app.sessions.close(session_id, generation)
+    if not erases:
         return 204, None
-    require_judge(head.scope, app.settings)
     is_gone = await app.erasure.erase(session_id)
     log.info("session erased", extra={"session_id": session_id})
     return 204 if is_gone else 202, None
 
+
+def _generation(head: Head) -> int | None:
+    """The generation that a `DELETE` may close. Raises InvalidRequest."""
+    given = next((value for name, value in head.scope["headers"] if name == GENERATION.encode()), None)
+    if given is not None and not (given.isdigit() and len(given) < 19):
+        raise InvalidRequest(f"{GENERATION} must be the number that /samples told")
+    return None if given is None else int(given)
+
+
+GENERATION_HEADER: Schema = {
+    "name": GENERATION,
+    "in": "header",
+    "required": False,
+    "schema": {"type": "integer", "minimum": 0},
+    "description": "Close the session only if it still has the generation that `/samples` told.",
+}
 
 ERASE: Schema = {
     "name": "erase",
@@ -467,6 +583,6 @@ ERASE: Schema = {
 
 DIRECT_ROUTES = (
     DirectRoute("POST", False, "/sessions", create_session, "Sessions"),
-    DirectRoute("DELETE", True, "", delete_session, "Sessions", (ERASE,)),
+    DirectRoute("DELETE", True, "", delete_session, "Sessions", (ERASE, GENERATION_HEADER)),
     DirectRoute("PUT", True, "/reward", put_reward, "Sessions"),
 )

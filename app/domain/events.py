@@ -33,8 +33,9 @@ History = Literal["linear", "tree"]
 StreamMode = Literal["whole", "live"]
 """How a stream is sent: in one piece after the commit, or as the engine generates."""
 
-ParamsMode = Literal["override", "refuse"]
-"""What happens to a request whose parameters differ from those that the session's creator pinned."""
+ParamsMode = Literal["override", "refuse", "default"]
+"""What happens to a request whose parameters differ from those that the session's creator gave: it gets the creator's,
+is refused, or keeps its own."""
 
 OnLimit = Literal["error", "length"]
 """What happens to a generation that runs into a limit: the turn is refused, or it ends as `length`."""
@@ -100,7 +101,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     `history` None: the first turn decides (`TurnOpened.history`). `on_abort` None: what the server is set to. `parent`
     is the session whose sub-agent this one is. Every turn has `params` and `model` (`app.domain.pinned`). `evaluation`
-    is kept for the trainer and changes nothing. `limits` are the session's own; a session with a parent has none for
+    is None in a session whose creator does not speak miles' newer wire; where True, no replay payload is asked for or
+    kept. `limits` are the session's own; a session with a parent has none for
     its rollout. `upstream` names one of TURNLOG_TEXT_UPSTREAMS, where `capture` is `text`.
     """
 
@@ -119,7 +121,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     params: dict[str, Any] | None = None
     model: str | None = None
     params_mode: ParamsMode = "override"
-    evaluation: bool = False
+    evaluation: bool | None = None
     limits: Limits | None = None
     on_limit: OnLimit = "error"
     capture: Capture = "tokens"
@@ -523,6 +525,16 @@ class AffinityReleased(Event, frozen=True):
     reason: Literal["closed", "expired"] = "closed"
 
 
+class SessionFinished(Event, frozen=True):
+    """No turn is opened from now on: once those in flight have ended, `snapshot_id` names the samples for good.
+
+    `producer_finished`: the agent came to its end. The first of these events counts.
+    """
+
+    snapshot_id: str
+    producer_finished: bool
+
+
 class SessionClosed(Event, frozen=True):
     """By a client (`deleted`), by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`), or because the root of its rollout
     was closed (`root`)."""
@@ -564,6 +576,7 @@ TYPES: dict[str, type[Event]] = {
         RolloutJoined,
         AffinityBound,
         AffinityReleased,
+        SessionFinished,
         SessionClosed,
         SessionRestored,
         SessionErased,

@@ -1,18 +1,20 @@
-"""Pinned parameters: what a session's creator fixed stands in the requests of all its turns, whatever a client sends.
+"""Pinned parameters: what a session's creator fixed stands in the requests of all its turns, whatever a client sends;
+or, as defaults, where a client sends nothing.
 
-They have the names of the engine's chat request. A pinned null leaves the parameter out.
+They have the names of the engine's chat request. A pinned null leaves the parameter out. Of a session in miles' newer
+wire (`evaluation` was given) some parameters are the server's alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from app.domain.events import SessionConfig
 from app.domain.patterns import is_in_row
-from app.domain.request import ChatRequest, CompletionRequest, value_of
+from app.domain.request import KV_FIELD, KV_MEMBER, ChatRequest, CompletionRequest, value_of
 from app.errors import InvalidRequest
 from workers.parse_parts import REPLAY
 from workers.top_logprobs import MAX_TOP
@@ -29,13 +31,15 @@ _ELSEWHERE = {
     "lora_path": "give it as the field adapter",
     "stream_mode": "give it as the field stream_mode",
 }
+_FIRST_ROWS = ("routed_experts_start_len", "routed_experts_prompt_start")
+_RETURN = tuple(f"return_{kind}" for kind in REPLAY)
+
 _PER_TURN = frozenset(
     {
         *("messages", "prompt", "tools", "input_ids", "stream", "stream_options", "n", "rid", "nvext"),
         *("session_id", "session_params", "kv_transfer_params"),
         *("logprobs", "return_tokens_as_token_ids", "return_meta_info", "return_prompt_token_ids", "return_token_ids"),
-        *("return_weight_versions", *(f"return_{kind}" for kind in REPLAY)),
-        *("routed_experts_start_len", "routed_experts_prompt_start"),
+        *("return_weight_versions", *_RETURN, *_FIRST_ROWS),
     }
 )
 """Each turn's own, or set by Turnlog."""
@@ -70,22 +74,54 @@ def _require_in_row(value: Any, where: str) -> None:
 def with_pinned(request: ChatRequest | CompletionRequest, config: SessionConfig) -> ChatRequest | CompletionRequest:
     """The request with the session's parameters and model.
 
-    Raises InvalidRequest where the session refuses other values (`params_mode: "refuse"`) and the client sent one.
+    Raises InvalidRequest where the session refuses other values (`params_mode: "refuse"`) and the client sent one, and
+    for another temperature than a training session's default: its trainer divides by that one.
     """
-    pinned = dict(config.params or {})
-    if config.model is not None:
-        pinned["model"] = config.model
-    if not pinned:
-        return request
+    mode = config.params_mode
     params = dict(request.params)
-    for name, value in pinned.items():
-        for alias in LIMITS if name in LIMITS else (_spelled(name, request),):
-            raw = params.pop(alias, None)
-            if raw is not None and config.params_mode == "refuse":
-                _require_same(alias, value_of(raw, alias), value)
-        if value is not None:
-            params[_spelled(name, request)] = msgspec.Raw(msgspec.json.encode(value))
+    if config.model is not None:
+        _pin(params, "model", ("model",), config.model, refuses=mode == "refuse")
+    for name, value in (config.params or {}).items():
+        spelled = _spelled(name, request)
+        aliases = LIMITS if name in LIMITS else (spelled,)
+        if mode == "default" and any(value_of(params.get(alias), alias) is not None for alias in aliases):
+            if name == "temperature" and config.evaluation is False and value is not None:
+                _require_same(name, value_of(params[name], name), value, "the default of this training session")
+            continue
+        _pin(params, spelled, aliases, value, refuses=mode == "refuse")
     return msgspec.structs.replace(request, params=params)
+
+
+def _pin(params: dict[str, msgspec.Raw], name: str, aliases: Iterable[str], value: Any, *, refuses: bool) -> None:
+    for alias in aliases:
+        raw = params.pop(alias, None)
+        if raw is not None and refuses:
+            _require_same(alias, value_of(raw, alias), value, "the value that the session's creator pinned")
+    if value is not None:
+        params[name] = msgspec.Raw(msgspec.json.encode(value))
+
+
+def in_new_wire(request: ChatRequest | CompletionRequest, *, evaluation: bool) -> ChatRequest | CompletionRequest:
+    """The request as a session of miles' newer wire takes it: an evaluation asks for no replay payloads.
+
+    Raises InvalidRequest for what the server alone decides of a chat.
+    """
+    params = request.params
+    if isinstance(request, ChatRequest):
+        transfer = value_of(params.get(KV_FIELD), KV_FIELD)
+        sent = {
+            "input_ids": request.ids is not None,
+            f"{KV_FIELD}.{KV_MEMBER}": isinstance(transfer, dict) and transfer.get(KV_MEMBER) is not None,
+            **{name: value_of(params.get(name), name) is not None for name in _FIRST_ROWS},
+        }
+        for name, is_sent in sent.items():
+            if is_sent:
+                raise InvalidRequest(f"{name} is the server's to set in a session that was created with evaluation")
+    unwanted = (*_FIRST_ROWS, *_RETURN) if evaluation else ()
+    if not any(name in params for name in unwanted):
+        return request
+    kept = {name: raw for name, raw in params.items() if name not in unwanted}
+    return msgspec.structs.replace(request, params=kept)
 
 
 def _spelled(name: str, request: ChatRequest | CompletionRequest) -> str:
@@ -95,11 +131,11 @@ def _spelled(name: str, request: ChatRequest | CompletionRequest) -> str:
     return "max_tokens" if name in LIMITS else "logprobs" if name == "top_logprobs" else name
 
 
-def _require_same(name: str, sent: Any, pinned: Any) -> None:
+def _require_same(name: str, sent: Any, pinned: Any, what: str) -> None:
     if msgspec.json.encode(_comparable(sent), order="sorted") != msgspec.json.encode(
         _comparable(pinned), order="sorted"
     ):
-        raise InvalidRequest(f"{name} differs from the value that the session's creator pinned (params_mode: refuse)")
+        raise InvalidRequest(f"{name} differs from {what}")
 
 
 def _comparable(value: Any) -> Any:

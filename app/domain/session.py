@@ -42,6 +42,7 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
     SessionErased,
+    SessionFinished,
     SessionRestored,
     TurnAbandoned,
     TurnCommitted,
@@ -300,6 +301,13 @@ class Annotation(msgspec.Struct, frozen=True, array_like=True):
     column: ColumnRef | None = None
 
 
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """As in `SessionFinished`."""
+
+    snapshot_id: str
+    producer_finished: bool
+
+
 class Session(msgspec.Struct, frozen=True, array_like=True):
     """The state after event `version`.
 
@@ -318,7 +326,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     `budgets` are the sessions whose limits its turns count against: itself, the root of its rollout. `spent_turns` and
     `spent_tokens` are what it has used of them. `reached` are the limits that ended or refused something, by the turn
-    that they ended, or after which nothing more was allowed.
+    that they ended, or after which nothing more was allowed. `finished`: no turn is opened any more.
     """
 
     session_id: str
@@ -355,6 +363,18 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     spent_tokens: int = 0
     reached: dict[int, LimitName] = {}
     annotations: dict[int, dict[str, Annotation]] = {}
+    finished: Finished | None = None
+
+    @property
+    def generation(self) -> int:
+        """A number that grows with every turn that is opened or committed: what has been seen of the session."""
+        newest = self.turns.newest
+        return max(1, 0 if newest is None else newest.seq, *(held.fence for held in self.open_turns.values()))
+
+    @property
+    def is_complete(self) -> bool:
+        """Was it finished, by an agent that came to its end, and is no turn in flight?"""
+        return self.finished is not None and self.finished.producer_finished and not self.open_turns
 
     @property
     def is_text(self) -> bool:
@@ -571,7 +591,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 
 _OF_THE_TIME = (
     *("status", "reward", "turn_rewards", "has_roots_reward", "annotations", "note", "tags"),
-    *("history", "closed_at", "is_reclaimed", "deliveries"),
+    *("history", "closed_at", "is_reclaimed", "deliveries", "finished"),
     *("spent_turns", "spent_tokens", "reached"),
 )
 _UNDONE: dict[str, Any] = {
@@ -587,6 +607,7 @@ _UNDONE: dict[str, Any] = {
     "spent_turns": 0,
     "spent_tokens": 0,
     "reached": {},
+    "finished": None,
 }
 
 
@@ -621,6 +642,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return {"affinity": Affinity(event.engine, event.control)}
         case AffinityReleased():
             return {"affinity": None}
+        case SessionFinished():
+            return {"finished": session.finished or Finished(event.snapshot_id, event.producer_finished)}
         case SessionClosed():
             reclaimed = event.reason == "idle"
             return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}

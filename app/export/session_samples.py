@@ -18,7 +18,7 @@ from app.export.rows import Known, SessionRows, known
 from app.export.shapes import miles
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.tree_nodes import node_tree
+from app.sessions.tree_nodes import NodeTree, node_tree
 from app.store import bulk, reads
 from app.store.bulk import StoredSession
 from app.store.chunk_reader import fetch_objects
@@ -44,8 +44,12 @@ class SessionSamples:
         max_seq_len: int | None,
         branches: Branches = "kept",
         agent: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        """The samples of the branches in miles' wire format. `agent` is the driver's metadata, which the reply repeats.
+        *,
+        sealed: bool = False,
+    ) -> tuple[bytes, int]:
+        """The samples of the branches in miles' wire format, and the session's generation. `agent` is the driver's
+        metadata, which each sample gets and the reply repeats. `sealed`: they are those of a finished session, which
+        has none while something is missing.
 
         Raises SessionUnreadable.
         """
@@ -63,10 +67,13 @@ class SessionSamples:
         stored = await rollout_rows.counted(stored, members)
         try:
             session = await asyncio.to_thread(known, stored[session_id])
-            metadata = await self.metadata(live, session.session)
+            metadata = await self._driver_metadata(live, session.session)
             if agent is not None:
-                metadata["agent"] = msgspec.Raw(msgspec.json.encode(agent))
-            return await asyncio.to_thread(self._body, stored[session_id], session, max_seq_len, branches, metadata)
+                metadata["agent"] = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in agent.items()}
+            made = await asyncio.to_thread(
+                self._body, stored[session_id], session, max_seq_len, branches, metadata, sealed=sealed
+            )
+            return made, session.session.generation
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
 
@@ -77,14 +84,20 @@ class SessionSamples:
         max_seq_len: int | None,
         branches: Branches,
         metadata: dict[str, Any],
+        *,
+        sealed: bool,
     ) -> bytes:
         made = SessionRows(stored, known_session, max_seq_len, "token", self._release, branches=branches)
-        is_text = known_session.session.is_text
-        rows = [] if is_text else [made.row(segment, "", payloads=True) for segment in made.segments]
+        session = known_session.session
+        is_incomplete = sealed and not session.is_complete
+        has_rows = not (session.is_text or is_incomplete)
+        rows = [made.row(segment, "", payloads=True) for segment in made.segments] if has_rows else []
         reason = None if rows else "all_truncated"
-        if made.session.leaf is None:
+        if is_incomplete:
+            reason = "incomplete"
+        elif session.leaf is None:
             reason = "no_records"
-        elif is_text:
+        elif session.is_text:
             reason = TEXT_ONLY
         prompts = self._token_in.prompts
         responses = (
@@ -92,7 +105,16 @@ class SessionSamples:
             if prompts is None
             else [prompts.decode(row.sample.tokens[row.sample.prompt_length :].tolist()) for row in rows]
         )
-        return miles.samples_body(rows, metadata, reason, responses, self._versions, metadata.get("tree"))
+        versions = self._versions if session.config.evaluation is None else "spans"
+        beside = [_beside(row.turns[-1].event.turn, session, metadata) for row in rows]
+        return miles.samples_body(rows, metadata, reason, responses, versions, beside)
+
+    async def _driver_metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
+        """What `/samples` says of the session: miles' own keys. Its driver writes them over what the agent returned, so
+        none of another meaning and none without a value may be among them. Raises SessionUnreadable."""
+        fields = await self.metadata(live, session)
+        ours = summary(session)
+        return {name: value for name, value in fields.items() if name not in ours and value is not None}
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
         """The field `session` of `GET /sessions/{id}`; `live` may have advanced meanwhile.
@@ -140,6 +162,18 @@ class SessionSamples:
             return await self._token_in.mismatch(session, leaf, tokens, messages)
         except InvalidRequest:
             return None
+
+
+def _beside(turn: int, session: Session, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of the sample that ends with this turn: the agent's, of which miles' own keys replace those that
+    they have a value for. `leaf` is what its pickers read; the mismatch is known of the newest turn alone."""
+    tree: NodeTree | None = metadata.get("tree")
+    is_newest = session.leaf is not None and session.leaf.number == turn
+    ours = {
+        "leaf": None if tree is None else tree.leaf(turn),
+        "tito_session_mismatch": metadata.get("tito_session_mismatch") if is_newest else None,
+    }
+    return {**metadata.get("agent", {}), **{name: value for name, value in ours.items() if value is not None}}
 
 
 TOKEN_BYTES = 8 + 1 + 8

@@ -71,10 +71,10 @@ class Followers:
             changed.set()
 
 
-async def wait_for_change(changed: asyncio.Event) -> None:
-    """Wait until the event is set, at most POLL_S."""
+async def wait_for_change(changed: asyncio.Event, most_s: float = POLL_S) -> None:
+    """Wait until the event is set, at most `most_s` or POLL_S."""
     try:
-        async with asyncio.timeout(POLL_S):
+        async with asyncio.timeout(min(most_s, POLL_S)):
             await changed.wait()
     except TimeoutError:
         return

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,11 +20,14 @@ from app.domain.events import (
     BlobRef,
     SessionConfig,
     SessionCreated,
+    SessionFinished,
 )
 from app.domain.history import digest
 from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
+    AlreadyFinished,
     AppError,
+    GenerationChanged,
     InvalidRequest,
     Restored,
     SessionClosed,
@@ -35,7 +39,7 @@ from app.errors import (
 )
 from app.feature_faults import FeatureFaults
 from app.sessions.cache import CacheEntry, SessionCache, require_open
-from app.sessions.event_log import Followers
+from app.sessions.event_log import Followers, wait_for_change
 from app.store import rollouts
 from app.store.log import Appended, Operation, Refused, StoredBlob, VoidedClaim
 from app.store.log_sessions import (
@@ -44,6 +48,7 @@ from app.store.log_sessions import (
     Close,
     Create,
     Existing,
+    Finish,
     JoinRollout,
     ShareReward,
 )
@@ -195,12 +200,50 @@ class Sessions:
                 await asyncio.gather(*map(self._share_reward, members))
         return appended.events[-1].seq
 
-    async def close(self, session_id: str) -> None:
-        """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
+    async def finish(self, session_id: str, *, producer_finished: bool, wait_s: float) -> Session:
+        """Let no more turns be opened, and wait at most so long for those in flight; returns the session then.
+
+        Idempotent. Raises SessionNotFound, SessionClosed, AlreadyFinished (with another `producer_finished`).
+        """
+        session = (await self.require(session_id)).session
+        if session.finished is None:
+            event = SessionFinished(secrets.token_hex(16), producer_finished)
+            self._appended(session_id, await self._writer.submit(Finish(session_id, self._clock(), event)))
+            reach("after_finish")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        with self._followers.follow(session_id) as changed:
+            while True:
+                changed.clear()
+                session = (await self.require(session_id)).session
+                left = deadline - loop.time()
+                if not session.open_turns or left <= 0 or self._followers.stopping:
+                    break
+                await wait_for_change(changed, left)
+        if session.finished is None or session.finished.producer_finished != producer_finished:
+            raise AlreadyFinished(f"session {session_id} was finished with another producer_finished")
+        return session
+
+    async def close(self, session_id: str, generation: int | None = None) -> None:
+        """Close the session, and its whole rollout if it is a root; with `generation`, only if it still has that one
+        and no turn in flight. Raises SessionNotFound, SessionClosed, GenerationChanged.
 
         A turn in flight can no longer commit.
         """
-        outcome = await self._writer.submit(self._closing(session_id))
+        closing = self._closing(session_id)
+        while True:
+            if generation is not None:
+                session = (await self.require(session_id)).session
+                if session.open_turns or session.generation != generation:
+                    raise GenerationChanged(
+                        f"session {session_id} has generation {session.generation} and {len(session.open_turns)} turns "
+                        f"in flight; generation {generation} was named"
+                    )
+                closing = msgspec.structs.replace(closing, known=session.version)
+            outcome = await self._writer.submit(closing)
+            if isinstance(outcome, Appended) or outcome.status != "open":
+                break
+            self._cache.drop(session_id)  # Something was written to it meanwhile.
         reach("after_close")
         appended = self._appended(session_id, outcome)
         self._closed(session_id, appended)

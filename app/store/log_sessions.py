@@ -15,6 +15,7 @@ from app.domain.events import (
     SessionClosed,
     SessionCreated,
     SessionErased,
+    SessionFinished,
 )
 from app.store import object_names as names
 from app.store import pins, rollouts, staged_tokens
@@ -204,19 +205,41 @@ def _value(event: RewardAssigned) -> tuple[float, dict[str, float]]:
     return event.reward, event.components
 
 
+class Finish(BaseOperation, frozen=True):
+    """Let no more turns be opened in an open session. Those that are in flight go on."""
+
+    session_id: str
+    at: float
+    event: SessionFinished
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        head = refused(tx, self.session_id)
+        if head.status != "open":
+            return head
+        appended = advance_head(tx, self.session_id, self.at, [self.event])
+        reach("in_finish")
+        return appended
+
+
 class Close(BaseOperation, frozen=True):
     """Close an open session; its open turn is abandoned and can no longer commit. `with_root`: its root was closed.
 
-    `engine_session` is its id at its engine, which must be told.
+    `engine_session` is its id at its engine, which must be told. `known`: only at this version of its log.
     """
 
     session_id: str
     at: float
     with_root: bool = False
     engine_session: str | None = None
+    known: int | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(sql.close_head, {"sid": self.session_id, "at": self.at})
+        given = {"sid": self.session_id, "at": self.at}
+        if self.known is None:
+            row = tx.one(sql.close_head, given)
+        else:
+            row = tx.one(sql.close_known_head, {**given, "known": self.known})
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)

@@ -116,9 +116,11 @@ def _has_event(given: Any) -> ColumnElement[bool]:
 
 def _claim_heads(given: Any) -> Executable:
     """Count a turn as open: in an open session whose log goes on from what the caller knows, where no turn has been
-    committed or undone since, and fewer than `most` are open."""
-    restored = exists().where(
-        events.c.session_id == given.sid, events.c.seq > given.known, events.c.type == "SessionRestored"
+    committed or undone since, turns are not ended, and fewer than `most` are open."""
+    overtaken = exists().where(
+        events.c.session_id == given.sid,
+        events.c.seq > given.known,
+        or_(events.c.type == "SessionRestored", events.c.type == "SessionFinished"),
     )
     return (
         update(sessions)
@@ -128,7 +130,7 @@ def _claim_heads(given: Any) -> Executable:
             sessions.c.turns == given.known_turns,
             sessions.c.open_turns < given.most,
             _has_event(given),
-            ~restored,
+            ~overtaken,
         )
         .values(
             version=sessions.c.version + 1,
@@ -210,6 +212,7 @@ close_head = (
     .values(status="closed", closed_at=bindparam("at"))
     .returning(sessions.c.group_id, sessions.c.root_id)
 )
+close_known_head = close_head.where(sessions.c.version == bindparam("known"))
 
 
 def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:

@@ -18,6 +18,7 @@ from app.domain.history import RequestHistory
 from app.domain.request import ChatRequest
 from app.domain.session import Session, fold, rid_of
 from app.errors import (
+    AlreadyFinished,
     AppError,
     ClaimLost,
     ClientGone,
@@ -169,11 +170,13 @@ class Claims:
     ) -> Refused | Busy | TooMany | Limited | Stale | None:
         """Claim the session at `entry`'s version; None if it is claimed.
 
-        Raises TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy and OverBudget (these
-        two take precedence over the others), RollbackTooDeep, HistoryMismatch; ClientGone.
+        Raises AlreadyFinished; TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy and
+        OverBudget (these two take precedence over the others), RollbackTooDeep, HistoryMismatch; ClientGone.
         """
         session, session_id, settings = entry.session, turn.session_id, self._settings
         is_tree = session.history == "tree"
+        if session.finished is not None:
+            raise AlreadyFinished(f"session {session_id} was finished; it takes no more turns")
         if session.turns.count >= settings.max_turns:
             raise TooManyTurns(f"session {session_id} has {session.turns.count} turns, the most that it may have")
         if session.undone.count and (undone := turn.history.undone_turn(session, entry.every_index)) is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -38,6 +38,7 @@ from app.upstream.body import Body
 from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import (
     FIRST_ROW_NAMES,
+    DialectChoice,
     clients_first_row,
     complete,
     for_adapter,
@@ -68,6 +69,11 @@ IdsOrigin = Literal["built", "client", "continued"]
 """
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _own_members(dialect: DialectChoice, replay: Collection[str]) -> Mapping[str, msgspec.Raw]:
+    """What every chat asks engines for."""
+    return {name: msgspec.Raw(raw) for name, raw in complete({}, dialect, replay).items()}
 
 
 class TakesNoIds(EngineError):
@@ -146,10 +152,10 @@ class EngineCalls:
         self._services = services
         self._points = services.points
         self._dialect = settings.upstream_dialect
-        self._replay = settings.replay
-        self._replays_experts = "routed_experts" in settings.replay
+        self._replay: Collection[str] = settings.replay
         self._names_engine_sessions = settings.engine_session_ids
-        self._chat = {name: msgspec.Raw(raw) for name, raw in complete({}, self._dialect, self._replay).items()}
+        self._chat = _own_members(self._dialect, self._replay)
+        self._chat_without_replay = _own_members(self._dialect, ())
         self._takes_rid = takes_rid(self._dialect)
 
     # what is sent
@@ -174,7 +180,7 @@ class EngineCalls:
             await self._add_prompt(turn)
         elif turn.request.left_out:
             turn.left_out = bounded(turn.request.left_out)
-        if self._replays_experts:
+        if self._replays_experts(turn):
             self._ask_for_rows(turn)
         elif FIRST_ROW_NAMES[0] in request.params or FIRST_ROW_NAMES[1] in request.params:
             call.first_row = clients_first_row(request.params)
@@ -193,7 +199,7 @@ class EngineCalls:
         else:
             # The client's raw fields and the dialect's own members, which take their places.
             asked = request.params
-            fields = {**asked, **self._chat}
+            fields = {**asked, **(self._chat_without_replay if turn.session.config.evaluation else self._chat)}
             if "top_logprobs" in asked or "prompt_logprobs" in asked or "logprob_start_len" in asked:
                 wish = logprob_wish(asked)
                 if wish is not None:
@@ -201,7 +207,7 @@ class EngineCalls:
                         fields["top_logprobs"] = asked["top_logprobs"]
                     needed = top_needed(wish, self._dialect)
                     fields.update((name, msgspec.Raw(raw)) for name, raw in needed.items())
-            if self._replays_experts:
+            if self._replays_experts(turn):
                 for name in FIRST_ROW_NAMES:
                     fields.pop(name, None)
             params = msgspec.json.encode(fields)
@@ -226,13 +232,17 @@ class EngineCalls:
     def _other_params(self, turn: InFlightTurn) -> bytes:
         """The parameters of a completion, of an adapter's turn, or with the name of the engine's session."""
         request = turn.request
-        fields = complete(request.params, self._dialect, self._replay, request.shape)
+        replay = () if turn.session.config.evaluation else self._replay
+        fields = complete(request.params, self._dialect, replay, request.shape)
         engines = self._services.engines.dialect
         if turn.adapter is not None:
             fields = for_adapter(fields, turn.adapter, engines)
         if self._names_engine_sessions and request.shape == "chat" and engines != "vllm":
             fields["session_id"] = msgspec.json.encode(engine_session_of(turn.session_id))
         return join_object(fields)
+
+    def _replays_experts(self, turn: InFlightTurn) -> bool:
+        return "routed_experts" in self._replay and not turn.session.config.evaluation
 
     async def _sendable(self, turn: InFlightTurn, stored: bytes | memoryview) -> Sequence[bytes | memoryview]:
         """Stored messages, joined by commas, as every engine takes them."""

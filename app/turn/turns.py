@@ -27,7 +27,7 @@ from app.domain.completion import RequestPrompt
 from app.domain.events import Capture
 from app.domain.history import RequestHistory, digest
 from app.domain.known_body import ContinuedBody
-from app.domain.pinned import with_pinned
+from app.domain.pinned import in_new_wire, with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, CompletionRequest, canonical_hash, require_own
 from app.domain.rules import RULES, running_hash
@@ -253,6 +253,8 @@ class Turns:
             require_own(request, turn.session_id, token_session, services.settings.session_params)
         if config.params or config.model is not None:
             request = with_pinned(request, config)
+        if config.evaluation is not None:
+            request = in_new_wire(request, evaluation=config.evaluation)
         if config.capture == "text" and request.ids is not None:
             raise Unsupported("a session that captures text alone takes no token ids")
         if prefill.CONTINUES in request.params and isinstance(request, ChatRequest):
@@ -417,9 +419,14 @@ class Turns:
             given_ids=turn.given_ids,
         )
 
+    def _is_verbatim(self, turn: InFlightTurn) -> bool:
+        """A session of miles' newer wire is shown what its client asked for, whatever is set."""
+        config = turn.session.config
+        return config.capture in self._verbatim and (config.evaluation is None or config.capture == "text")
+
     def _payloads(self, turn: InFlightTurn) -> Collection[str]:
         """The kinds of replay payload that the reply keeps."""
-        if turn.session.config.capture in self._verbatim or PROTOCOLS[turn.request.protocol].gives_payloads:
+        if self._is_verbatim(turn) or PROTOCOLS[turn.request.protocol].gives_payloads:
             return REPLAY
         return asked_for(turn.request.params)
 
@@ -429,7 +436,7 @@ class Turns:
         if not PROTOCOLS[turn.request.protocol].is_native:
             kinds = self._payloads(turn)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
-        if turn.session.config.capture in self._verbatim:
+        if self._is_verbatim(turn):
             return body.pieces
         decoded_bytes = body.size
         for place in places:

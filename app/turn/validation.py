@@ -87,6 +87,10 @@ class ReplyValidator:
             work = msgspec.structs.replace(work, payload_specs=payload_specs)
             read = await self.by_all_rules(work, answer, sum(map(len, new)), text)
         result, whole_text = read
+        if result.payloads and turn.session.config.evaluation:
+            result = msgspec.structs.replace(
+                result, payloads=[]
+            )  # An engine that was not asked for them may send some.
         if result.miscounted is not None and not _has_images(turn.history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         size = len(result.message)
@@ -172,7 +176,9 @@ class ReplyValidator:
         own = session.turn(number).token_count - 1 if number else 0
         return PayloadSpec(
             kind=kind,
-            required=kind in self._settings.replay and returns(kind, self._settings.upstream_dialect, call.shape),
+            required=kind in self._settings.replay
+            and not session.config.evaluation
+            and returns(kind, self._settings.upstream_dialect, call.shape),
             start=call.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
             parent=parent,

@@ -386,17 +386,26 @@ def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
-@on_one_of_both("point", ["in_reward", "after_reward", "after_annotation", "in_annotation", "in_close", "after_close"])
+@on_one_of_both(
+    "point",
+    [
+        *("in_reward", "after_reward", "after_annotation", "in_annotation"),
+        *("in_finish", "after_finish", "in_close", "after_close"),
+    ],
+)
 def test_a_word_about_a_session(site: Site, tally: Tally, point: CrashPoint) -> None:
-    """Its reward, a note, its close: there whole or not at all, and asked for again it is there."""
+    """Its reward, a note, its finish, its close: there whole or not at all, and asked for again it is there."""
     what = point.partition("_")[2]
-    path = {"reward": "/reward", "annotation": "/annotations/note", "close": ""}[what]
-    body = {"reward": {"reward": 0.5}, "annotation": {"value": "Seen"}, "close": None}[what]
-    kind = {"reward": "RewardAssigned", "annotation": "AnnotationWritten", "close": "SessionClosed"}[what]
+    path, body, kind = {
+        "reward": ("/reward", {"reward": 0.5}, "RewardAssigned"),
+        "annotation": ("/annotations/note", {"value": "Seen"}, "AnnotationWritten"),
+        "finish": ("/finish", {"producer_finished": True}, "SessionFinished"),
+        "close": ("", None, "SessionClosed"),
+    }[what]
     with site.armed(point, 1) as stand:
         talk = stand.talk(group_id="crash")
         site.acknowledge(talk, talk.say("First"))
-        method, path = "DELETE" if what == "close" else "PUT", talk.path + path
+        method, path = {"close": "DELETE", "finish": "POST"}.get(what, "PUT"), talk.path + path
         with pytest.raises(httpx.TransportError):
             stand.http.request(method, path, json=body)
         tally.tried += 1

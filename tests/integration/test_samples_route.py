@@ -120,7 +120,8 @@ def test_a_session_with_tools_is_one_sample_with_all_its_rows(routed: Stand) -> 
 def test_a_driver_may_bring_its_metadata_and_the_reward(routed: Stand) -> None:
     talk = with_tools(routed)
     _, meta = post(routed, talk, metadata={"exit": "solved"}, reward=0.25)
-    assert meta["session_metadata"] == {**talk.state()["metadata"], "agent": {"exit": "solved"}}
+    assert meta["session_metadata"]["agent"] == {"exit": "solved"}
+    assert [sample["metadata"]["exit"] for sample in meta["samples"]] == ["solved"]
     assert [sample["reward"] for sample in meta["samples"]] == [0.25] == [row["reward"] for row in talk.rows()]
     for wrong in ({"reward": "1"}, {"reward": True}, {"metadata": []}, {"metadata": {"a": "b" * 70_000}}):
         assert error_of(routed.http.post(f"{talk.path}/samples", json=wrong)) == (400, "invalid_request")
@@ -244,7 +245,7 @@ def test_a_tree_has_nodes_and_leaves_by_the_ids_that_agents_saw(stand: Stand) ->
     talk.messages = begun
     replies += [talk.say("Instead", max_tokens=1, sim={"completion_tokens": 1}).json()["id"]]
     _, meta = post(stand, talk)
-    assert meta["session_metadata"] == talk.state()["metadata"]
+    assert meta["session_metadata"].items() <= talk.state()["metadata"].items()
     tree, rows = meta["session_metadata"]["tree"], talk.rows()
     assert [(node["id"], node["parent"], node["seq"]) for node in tree["nodes"]] == [(1, None, 0), (2, 1, 1), (3, 1, 2)]
     assert [node["response_id"] for node in tree["nodes"]] == replies

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from turnlog.errors import NotTurnlog
-from turnlog.replies import SessionMetadata
+from turnlog.replies import SamplesMetadata
 from turnlog.rows import SampleFields
 
 if TYPE_CHECKING:
@@ -46,12 +46,13 @@ class Sample:
 class Samples:
     """All segments of a session.
 
-    session: the server's description of the session: `status`, `reward`, `group_id`, …
-    empty_reason: None, or why there is no sample: `no_records`, or `all_truncated` by `max_seq_len`.
+    session: the newest turn's tokens, and of a tree its nodes and leaves, as miles' drivers read them.
+    empty_reason: None, or why there is no sample: `no_records`, `all_truncated` by `max_seq_len`, or `incomplete` of a
+        snapshot without its agent's end.
     """
 
     samples: list[Sample]
-    session: SessionMetadata
+    session: SamplesMetadata
     empty_reason: str | None
 
 

@@ -19,7 +19,6 @@ from app.export import jsontext
 from app.export.containers.safetensors import Spool, TensorFile
 from app.export.row import Columns, Fields, Row, Value
 from app.export.shapes import identity, images, routing, slime
-from app.sessions.tree_nodes import NodeTree
 from workers.codec import describe
 
 COLUMNS: Columns = {**slime.COLUMNS, "rollout_indexer_topk": "[[[int32]]]", "adapter": "text"}
@@ -72,14 +71,14 @@ def samples_body(
     empty_reason: str | None,
     responses: Sequence[str] | None = None,
     versions: Literal["names", "spans"] = "names",
-    tree: NodeTree | None = None,
+    beside: Sequence[Mapping[str, Value]] | None = None,
 ) -> bytes:
     """`empty_reason`, where there are no rows: `no_records`, `all_truncated` or `text_only`; else None.
 
     `responses` are the decoded responses. Without a tokenizer there are none: the text of the assistant's messages, a
     line after the other, stands in their place, without what came between them. `versions`: weight versions as names,
-    or by call with the positions of their tokens in the sample, as later drivers read them. `tree`, where a session has
-    one, has the leaf that each sample ends in.
+    or by call with the positions of their tokens in the sample, as later drivers read them. `beside` is what each
+    sample's metadata has beside Turnlog's own.
     """
     with closing(TensorFile()) as file, closing(Spool()) as meta:
         samples = []
@@ -96,7 +95,7 @@ def samples_body(
             if mask is None and row.mask is not msgspec.UNSET:
                 nulls.append("rollout_sampling_mask")
             missing = {**missing, "sampling_mask_missing": mask_missing}
-            samples.append(_sample(row, response, nulls, missing, versions, tree))
+            samples.append(_sample(row, response, nulls, missing, versions, {} if beside is None else beside[index]))
         body = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
         meta.add(jsontext.encode(body))
         return b"".join(file.pieces(META, (meta,)))
@@ -122,9 +121,9 @@ def _sample(
     nulls: Sequence[str],
     missing: Fields,
     versions: Literal["names", "spans"],
-    tree: NodeTree | None,
+    beside: Mapping[str, Value],
 ) -> Fields:
-    """The driver merges `metadata` into its own sample's, so ours is one key of it; `leaf` is what its pickers read."""
+    """The driver merges `metadata` into its own sample's, so ours is one key of it."""
     sample = row.sample
     ours = {
         **identity.fields(row),
@@ -144,10 +143,7 @@ def _sample(
             "cached_tokens": sum(turn.event.cached_tokens or 0 for turn in row.turns),
             "total_prompt_tokens": sum(span.output_start for span in sample.turns),
         },
-        "metadata": {
-            "turnlog": {name: value for name, value in ours.items() if value is not None},
-            **({} if tree is None else {"leaf": tree.leaf(row.turns[-1].event.turn)}),
-        },
+        "metadata": {**beside, "turnlog": {name: value for name, value in ours.items() if value is not None}},
         "nulls": nulls,
     }
 

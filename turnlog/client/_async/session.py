@@ -17,7 +17,7 @@ from turnlog.client.samples import Samples, parse
 from turnlog.errors import SessionClosed
 from turnlog.events import Event
 from turnlog.parameters import TreeParameters
-from turnlog.replies import ListedAnnotation, Records, State, Tree
+from turnlog.replies import FinishedSession, ListedAnnotation, Records, State, Tree
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -167,11 +167,40 @@ class AsyncSession:
         found = await self._transport.read("GET", f"{self._path}/state", parameters={"seq": seq}, token=self.token)
         return cast(State, found)
 
-    async def samples(self, max_seq_len: int | None = None) -> Samples:
-        """The training samples of an open session, cut to `max_seq_len` tokens. Raises NotFound, SessionClosed."""
-        body = {"max_seq_len": max_seq_len}
+    async def samples(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        snapshot_id: str | None = None,
+    ) -> Samples:
+        """The training samples of an open session, cut to `max_seq_len` tokens.
+
+        metadata: what the agent returned, in each sample's metadata; a `reward` in it is assigned to the session, as
+            `set_reward` does.
+        snapshot_id: of `finish`; only the samples of a session that is finished.
+
+        Raises NotFound, SessionClosed, Conflict (another snapshot), InvalidRequest, Forbidden.
+        """
+        body: Object = {"max_seq_len": max_seq_len}
+        if metadata is not None:
+            body["metadata"] = metadata
+        if snapshot_id is not None:
+            body["snapshot_id"] = snapshot_id
+        token = self.token if metadata is None else self._judges_token
         path = f"{self._path}/samples"
-        return parse(await self._transport.call("POST", path, body=body, token=self.token, slow=True))
+        return parse(await self._transport.call("POST", path, body=body, token=token, slow=True))
+
+    async def finish(self, producer_finished: bool = True, *, timeout: float = 60.0) -> FinishedSession:
+        """Let the session take no more turns, and wait for those in flight, at most `timeout` seconds. Idempotent.
+
+        producer_finished: the agent came to its end; else the snapshot has no samples.
+
+        Raises NotFound, SessionClosed, Conflict (finished with another `producer_finished`).
+        """
+        body: Object = {"producer_finished": producer_finished, "timeout": timeout}
+        path = f"{self._path}/finish"
+        return cast(FinishedSession, await self._transport.read("POST", path, body=body, token=self.token, slow=True))
 
     async def tree(self, **parameters: Unpack[TreeParameters]) -> Tree:
         """The turns as a tree: `turns`, `branches`, and which rows of an export with these `branches` (`kept`, `main`,
