@@ -156,6 +156,10 @@ class SessionReclaimed(SessionClosed):
     meaning = "the janitor closed the session, which was idle for `TURNLOG_IDLE_CLOSE_S`"
 
 
+class SessionFinished(SessionClosed):
+    """It was closed before the request came, which begins the next generation if it names the session in a header."""
+
+
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
     meaning = "a turn, payload, group, engine or adapter that the request names does not exist, or no such path"
@@ -188,11 +192,11 @@ class AlreadyFinished(AppError):
     meaning = "`POST …/finish` has ended the session's turns; or its snapshot is not the one that the request names"
 
 
-class GenerationChanged(AppError):
+class SessionChanged(AppError):
     """What has come since would be closed unseen."""
 
-    status, code, type, retry = 412, "generation_changed", "invalid_request_error", False
-    meaning = "a turn has been opened or committed since `/samples` told the generation that `DELETE` names"
+    status, code, type, retry = 412, "session_changed", "invalid_request_error", False
+    meaning = "a turn has been opened or committed since `/samples` told what `DELETE` names"
 
 
 class TooManySessions(AppError):

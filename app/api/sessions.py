@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,12 +54,12 @@ from app.domain.pinned import require_pinnable
 from app.domain.session import Session
 from app.errors import (
     AlreadyFinished,
-    GenerationChanged,
     InvalidRequest,
     NotFound,
     Overloaded,
     PayloadTombstoned,
     Restored,
+    SessionChanged,
     SessionClosed,
     SessionEnded,
     SessionExists,
@@ -73,7 +71,7 @@ from app.export.session_samples import bytes_of
 from app.sessions import event_log, transcript
 from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
-from app.sessions.lifecycle import NewSession
+from app.sessions.lifecycle import NewSession, made_session_id
 from app.settings import LimitsGiven, Settings
 from turnlog import replies as reply_types
 from workers.sampling_masks import Masks
@@ -83,7 +81,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(tags=["Sessions"])
 
-GENERATION = "x-miles-session-generation"
+REVISION = "x-miles-session-generation"
 """Of a reply of `/samples`: what its driver names when it deletes the session, so that nothing unseen is closed."""
 
 log = logging.getLogger("turnlog.sessions")
@@ -179,15 +177,6 @@ class FinishSession(BaseModel):
     timeout: FiniteFloat = Field(default=60.0, ge=0, le=600)
 
 
-def made_session_id() -> str:
-    """An id that nobody can guess: 32 hex digits, of which the first 12 are the time in milliseconds.
-
-    Rows of sessions that run at one time are then neighbours in every index that begins with the session, and a group
-    of turns changes a third fewer of SQLite's pages.
-    """
-    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
-
-
 def require_session_id(session_id: str) -> str:
     """Raises InvalidRequest for an id of dots only, which a client may take for a relative path."""
     if not session_id.strip("."):
@@ -218,6 +207,8 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
         session_id=made_session_id() if body.session_id is None else require_session_id(body.session_id),
         config=SessionConfig(**chosen, parent=body.parent_session_id),
         metadata=body.metadata,
+        name=body.session_id,
+        generation=None if body.session_id is None else 1,
     )
 
 
@@ -282,6 +273,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     names = [name for name in CreateSession.model_fields if name not in DEFAULTS]
     fields = {name: others[name] if name in others else config[name] for name in names}
     fields |= {"history": session.history, "note": session.note, "tags": session.tags}
+    fields |= {"name": session.name, "generation": session.generation}
     fork = session.fork
     if fork is not None:
         fields["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
@@ -303,8 +295,14 @@ async def create_session(app: Services, head: Head, receive: Receive) -> tuple[i
     new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
     if new.config.capture == "text" or new.config.upstream is not None:
         new = msgspec.structs.replace(new, config=_of_text(new.config, app.text_upstreams))
-    await app.sessions.create(new)
-    return 200, created(app, head.scope, new.session_id)
+    session_id = new.session_id
+    try:
+        await app.sessions.create(new)
+    except SessionEnded:
+        if new.name is None:
+            raise
+        session_id = await app.names.begin(new)
+    return 200, created(app, head.scope, session_id)
 
 
 def created(app: Services, scope: Scope, session_id: str) -> dict[str, Any]:
@@ -368,7 +366,7 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
 @describe(
     "The session's samples as safetensors",
     "session",
-    Reply("A safetensors file; docs/api.md describes its content.", {BYTES: BINARY}, (GENERATION,)),
+    Reply("A safetensors file; docs/api.md describes its content.", {BYTES: BINARY}, (REVISION,)),
     errors=(*BODY, *SESSION, AlreadyFinished, *WRITE, *PAYLOADS),
     body=SamplesQuery,
     optional_body=True,
@@ -396,13 +394,11 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
         # Half of the memory at most, so that samples that take more are made, and not more than two at a time.
         reservation.grow(min(bytes_of(live.session, query.branches), app.settings.inflight_bytes // 2))
         sealed = query.snapshot_id is not None
-        body, generation = await app.samples.safetensors(
-            live, query.max_seq_len, query.branches, metadata, sealed=sealed
-        )
+        body, revision = await app.samples.safetensors(live, query.max_seq_len, query.branches, metadata, sealed=sealed)
     except BaseException:
         reservation.release()
         raise
-    return HeldReply(body, BYTES, reservation, {GENERATION: str(generation)})
+    return HeldReply(body, BYTES, reservation, {REVISION: str(revision)})
 
 
 @router.post("/sessions/{session_id}/finish")
@@ -534,7 +530,7 @@ ERASING = Reply("Erased from the database; object storage may still have payload
     "session",
     NO_CONTENT,
     ERASING,
-    errors=(InvalidRequest, *SESSION, GenerationChanged, *WRITE),
+    errors=(InvalidRequest, *SESSION, SessionChanged, *WRITE),
 )
 async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Close the session at once; with `?erase=true` also delete its content permanently.
@@ -545,11 +541,11 @@ async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[i
     """
     session_id = head.path_session
     assert session_id is not None
-    generation, erases = _generation(head), flag(head, "erase")
+    revision, erases = _revision(head), flag(head, "erase")
     if erases:
         require_judge(head.scope, app.settings)
-    if not erases or generation is not None:
-        await app.sessions.close(session_id, generation)
+    if not erases or revision is not None:
+        await app.sessions.close(session_id, revision=revision)
     if not erases:
         return 204, None
     is_gone = await app.erasure.erase(session_id)
@@ -557,20 +553,20 @@ async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[i
     return 204 if is_gone else 202, None
 
 
-def _generation(head: Head) -> int | None:
-    """The generation that a `DELETE` may close. Raises InvalidRequest."""
-    given = next((value for name, value in head.scope["headers"] if name == GENERATION.encode()), None)
+def _revision(head: Head) -> int | None:
+    """The revision that a `DELETE` may close. Raises InvalidRequest."""
+    given = next((value for name, value in head.scope["headers"] if name == REVISION.encode()), None)
     if given is not None and not (given.isdigit() and len(given) < 19):
-        raise InvalidRequest(f"{GENERATION} must be the number that /samples told")
+        raise InvalidRequest(f"{REVISION} must be the number that /samples told")
     return None if given is None else int(given)
 
 
-GENERATION_HEADER: Schema = {
-    "name": GENERATION,
+REVISION_HEADER: Schema = {
+    "name": REVISION,
     "in": "header",
     "required": False,
     "schema": {"type": "integer", "minimum": 0},
-    "description": "Close the session only if it still has the generation that `/samples` told.",
+    "description": "Close the session only if it is still at what `/samples` told.",
 }
 
 ERASE: Schema = {
@@ -583,6 +579,6 @@ ERASE: Schema = {
 
 DIRECT_ROUTES = (
     DirectRoute("POST", False, "/sessions", create_session, "Sessions"),
-    DirectRoute("DELETE", True, "", delete_session, "Sessions", (ERASE, GENERATION_HEADER)),
+    DirectRoute("DELETE", True, "", delete_session, "Sessions", (ERASE, REVISION_HEADER)),
     DirectRoute("PUT", True, "/reward", put_reward, "Sessions"),
 )

@@ -47,7 +47,7 @@ class SessionSamples:
         *,
         sealed: bool = False,
     ) -> tuple[bytes, int]:
-        """The samples of the branches in miles' wire format, and the session's generation. `agent` is the driver's
+        """The samples of the branches in miles' wire format, and the session's revision. `agent` is the driver's
         metadata, which each sample gets and the reply repeats. `sealed`: they are those of a finished session, which
         has none while something is missing.
 
@@ -73,7 +73,7 @@ class SessionSamples:
             made = await asyncio.to_thread(
                 self._body, stored[session_id], session, max_seq_len, branches, metadata, sealed=sealed
             )
-            return made, session.session.generation
+            return made, session.session.revision
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
 

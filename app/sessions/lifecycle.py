@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from app.crash_points import reach
 from app.domain import decide
 from app.domain.events import (
     BlobRef,
+    CloseReason,
     SessionConfig,
     SessionCreated,
     SessionFinished,
@@ -27,9 +29,9 @@ from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
     AlreadyFinished,
     AppError,
-    GenerationChanged,
     InvalidRequest,
     Restored,
+    SessionChanged,
     SessionClosed,
     SessionEnded,
     SessionExists,
@@ -61,11 +63,23 @@ Clock = Callable[[], float]
 
 
 class NewSession(msgspec.Struct, frozen=True):
-    """A client's request for a session. `config` has the settings' defaults already."""
+    """A client's request for a session. `config` has the settings' defaults already. `name` is set where the client
+    chose it (`Names`)."""
 
     session_id: str
     config: SessionConfig
     metadata: dict[str, Any] | None
+    name: str | None = None
+    generation: int | None = None
+
+
+def made_session_id() -> str:
+    """An id that nobody can guess: 32 hex digits, of which the first 12 are the time in milliseconds.
+
+    Rows of sessions that run at one time are then neighbours in every index that begins with the session, and a group
+    of turns changes a third fewer of SQLite's pages.
+    """
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 
 OnClose = Callable[[str, Sequence[VoidedClaim]], None]
@@ -111,7 +125,8 @@ class Sessions:
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None
         body_hash = hash_of(new.config, new.metadata or {})
-        event = SessionCreated(new.config, body_hash, None if blob is None else metadata_ref(blob))
+        ref = None if blob is None else metadata_ref(blob)
+        event = SessionCreated(new.config, body_hash, ref, name=new.name, generation=new.generation)
         reach("before_create")
         outcome = await self._writer.submit(
             Create(new.session_id, self._clock(), event, body_hash, new.config.group_id, blob)
@@ -224,20 +239,20 @@ class Sessions:
             raise AlreadyFinished(f"session {session_id} was finished with another producer_finished")
         return session
 
-    async def close(self, session_id: str, generation: int | None = None) -> None:
-        """Close the session, and its whole rollout if it is a root; with `generation`, only if it still has that one
-        and no turn in flight. Raises SessionNotFound, SessionClosed, GenerationChanged.
+    async def close(self, session_id: str, reason: CloseReason = "deleted", *, revision: int | None = None) -> None:
+        """Close the session, and its whole rollout if it is a root; with `revision`, only if it still has that one
+        and no turn in flight. Raises SessionNotFound, SessionClosed, SessionChanged.
 
         A turn in flight can no longer commit.
         """
-        closing = self._closing(session_id)
+        closing = self._closing(session_id, reason)
         while True:
-            if generation is not None:
+            if revision is not None:
                 session = (await self.require(session_id)).session
-                if session.open_turns or session.generation != generation:
-                    raise GenerationChanged(
-                        f"session {session_id} has generation {session.generation} and {len(session.open_turns)} turns "
-                        f"in flight; generation {generation} was named"
+                if session.open_turns or session.revision != revision:
+                    raise SessionChanged(
+                        f"session {session_id} is at {session.revision} and has {len(session.open_turns)} turns "
+                        f"in flight; {revision} was named"
                     )
                 closing = msgspec.structs.replace(closing, known=session.version)
             outcome = await self._writer.submit(closing)
@@ -250,9 +265,9 @@ class Sessions:
         if appended.may_have_members:
             await self.close_members(session_id)
 
-    def _closing(self, session_id: str, *, with_root: bool = False) -> Close:
+    def _closing(self, session_id: str, reason: CloseReason = "deleted") -> Close:
         """The operation that closes a session."""
-        return Close(session_id, self._clock(), with_root, self.engine_session(session_id))
+        return Close(session_id, self._clock(), reason, self.engine_session(session_id))
 
     def engine_session(self, session_id: str) -> str | None:
         """The session's id at engines, if they know one."""
@@ -289,7 +304,7 @@ class Sessions:
             after = page[-1][0]
 
     async def _close_with_root(self, session_id: str) -> None:
-        outcome = await self._writer.submit(self._closing(session_id, with_root=True))
+        outcome = await self._writer.submit(self._closing(session_id, "root"))
         reach("after_child_closed")
         if isinstance(outcome, Appended):
             self._closed(session_id, self._appended(session_id, outcome))

@@ -321,17 +321,17 @@ def test_a_delete_closes_nothing_that_its_driver_has_not_seen(stand: Stand) -> N
 
     assert int(empty := generation()) > 0, "drivers take 0 for none"
     talk.say("One")
-    assert error_of(delete(empty)) == (412, "generation_changed")
+    assert error_of(delete(empty)) == (412, "session_changed")
     seen = generation()
     latency(stand, HOURS)
     running = stand.meanwhile(talk.chat, [*talk.messages, user("Two")])
     stand.until_generating(talk, 2)
     for named in (seen, during := generation()):
-        assert error_of(delete(named)) == (412, "generation_changed")
+        assert error_of(delete(named)) == (412, "session_changed")
     assert stand.sim.post("/abort_request", json={"abort_all": True}).status_code == 200
     latency(stand, 0.0)
     assert running.result().status_code == 200
-    assert error_of(delete(during)) == (412, "generation_changed")
+    assert error_of(delete(during)) == (412, "session_changed")
     for wrong in ("bad", "", "-1"):
         assert error_of(delete(wrong)) == (400, "invalid_request")
     current = generation()
