@@ -110,7 +110,8 @@ def _question_ids(number: int) -> bytes:
 
 class Wire(NamedTuple):
     """A protocol: its route, the field of a request's history, fields that it needs, what a reply adds to the history,
-    and the question of a number, both as raw JSON. `has_ids`: the history is token ids."""
+    and the question of a number, both as raw JSON. `has_ids`: the history is token ids. `key`: the field that marks a
+    retry, if the protocol has one."""
 
     route: str
     history: bytes
@@ -118,6 +119,7 @@ class Wire(NamedTuple):
     added: Callable[[bytes], bytes]
     question: Callable[[int], bytes] = _question
     has_ids: bool = False
+    key: str | None = None
 
 
 CHAT = Wire("/v1/chat/completions", b"messages", b"", reply_message)
@@ -127,11 +129,11 @@ COMPLETIONS = Wire(
 )
 VLLM = Wire(
     *("/inference/v1/generate", b"token_ids", b',"sampling_params":{"max_tokens":16}', _completions_ids),
-    *(_question_ids, True),
+    *(_question_ids, True, "request_id"),
 )
 SGLANG = Wire(
     *("/generate", b"input_ids", b',"sampling_params":{"max_new_tokens":16},"return_logprob":true', _generate_ids),
-    *(_question_ids, True),
+    *(_question_ids, True, "rid"),
 )
 WIRES = {
     "chat": CHAT,
@@ -160,7 +162,12 @@ class Conversation:
 
     def body(self) -> tuple[bytes, ...]:
         """The next request's body, in pieces."""
-        return (self._front, b",".join(self._messages), b"]}")
+        return (self._front, self.history, b"]}")
+
+    @property
+    def history(self) -> bytes:
+        """The items of the next request's history, as raw JSON."""
+        return b",".join(self._messages)
 
     def answered(self, message: bytes, question: bytes | None = None) -> None:
         """Add a reply's message and the next question."""
@@ -184,6 +191,10 @@ def opening_ids(size: int, seed: int = 0) -> list[bytes]:
     """Token ids that take about `size` bytes, as one item of a history."""
     rng = random.Random(seed)
     return [b",".join(b"%d" % rng.randrange(100, 1000) for _ in range(size // 4))]
+
+
+def opening_of(wire: Wire, size: int, seed: int = 0) -> list[bytes]:
+    return (opening_ids if wire.has_ids else opening_messages)(size, seed)
 
 
 class Dialogue(Protocol):
@@ -236,8 +247,7 @@ class Script(NamedTuple):
 def short_turns(request_bytes: int, turns_per_session: int, wire: Wire = CHAT) -> Script:
     """A script with requests of `request_bytes` on average."""
     growth = TURN_GROWTH_BYTES * (turns_per_session - 1) // 2
-    opening = opening_ids if wire.has_ids else opening_messages
-    return Script(opening(max(64, request_bytes - growth - 140)), wire=wire)
+    return Script(opening_of(wire, max(64, request_bytes - growth - 140)), wire=wire)
 
 
 REQUESTED_FIELDS = (
