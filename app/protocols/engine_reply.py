@@ -70,7 +70,7 @@ def read_reply(body: bytes) -> ReplyFields:
         choice.matched_stop if choice.matched_stop is not None else choice.stop_reason,
         decoded.model if isinstance(decoded.model, str) else "",
         int(created),
-        _counts(_object(decoded.usage), meta),
+        _counts(object_of(decoded.usage), meta),
     )
 
 
@@ -140,8 +140,8 @@ def _finish_reason(choice: _Choice, meta: _Meta) -> str | None:
 
 
 def _counts(usage: dict[str, Any], meta: _Meta) -> Counts:
-    cached = _object(usage.get("prompt_tokens_details")).get("cached_tokens")
-    reasoning = _object(usage.get("completion_tokens_details")).get("reasoning_tokens")
+    cached = object_of(usage.get("prompt_tokens_details")).get("cached_tokens")
+    reasoning = object_of(usage.get("completion_tokens_details")).get("reasoning_tokens")
     prompt = _count(usage.get("prompt_tokens"), meta.prompt_tokens)
     return Counts(
         prompt,
@@ -151,7 +151,7 @@ def _counts(usage: dict[str, Any], meta: _Meta) -> Counts:
     )
 
 
-def _object(value: Any) -> dict[str, Any]:
+def object_of(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 

@@ -10,7 +10,7 @@ retry's key. A stream is the whole reply as one event, after the commit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from app.errors import InvalidRequest, Unsupported
 from app.protocols.base import COMMON, IDS, ONE, TEXT, CommittedReply, Schema, nullable
 from app.protocols.chat import DONE
 from app.protocols.completions import Completions
+from app.protocols.engine_reply import object_of
 from app.protocols.sse import event
 
 Fields = dict[str, msgspec.Raw]
@@ -47,14 +48,16 @@ SGLANGS_LIMIT = msgspec.Raw(b"128")
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """SGLang's sampling parameters that a completion calls otherwise."""
 
-_NOT_VLLMS = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
-_NOT_SGLANGS = (
-    *("text", "input_embeds", "image_data", "video_data", "audio_data", "session_params", "token_ids_logprob"),
-    *("return_hidden_states", "bootstrap_room"),
+_NOT_VLLMS = frozenset({"features", "content_parts", "kv_transfer_params", "ec_transfer_params"})
+_NOT_SGLANGS = frozenset(
+    {
+        *("text", "input_embeds", "image_data", "video_data", "audio_data", "session_params", "token_ids_logprob"),
+        *("return_hidden_states", "bootstrap_room"),
+    }
 )
 """Fields of a prompt that is not one list of ids, and of values that a completion does not give."""
 
-_NOT_COMPLETIONS = ("extra_args", "bad_words", "logprob_token_ids", "structural_tag")
+_NOT_COMPLETIONS = frozenset({"extra_args", "bad_words", "logprob_token_ids", "structural_tag"})
 """Sampling parameters that an engine's completion would drop in silence."""
 
 _OF_ENGINES = ("stream_options", "detokenize", "output_kind", "flat_logprobs", "output_text_buffer_length")
@@ -101,12 +104,13 @@ SGLANG_EXAMPLE: Schema = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_t
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What of the request its reply needs. `prompt` are the ids to repeat; `has_text`: vLLM's `output_mode` text;
-    `is_legacy`: as vLLM's demo server."""
+    """What of the request its reply needs. `prompt` are the ids to repeat; `has_tops`: it asks for other tokens beside
+    the sampled ones; `has_text`: vLLM's `output_mode` text; `is_legacy`: as vLLM's demo server."""
 
     request_id: str | None = None
     prompt: msgspec.Raw = _NULL
     logprobs: bool = True
+    has_tops: bool = False
     has_text: bool = False
     is_legacy: bool = False
 
@@ -116,8 +120,8 @@ _WANTED = msgspec.json.Decoder(Wanted)
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[msgspec.Raw]
-    tokens: Any = None
-    top_logprobs: Any = None
+    tokens: msgspec.Raw = _NULL
+    top_logprobs: msgspec.Raw = _NULL
 
 
 class _Choice(msgspec.Struct):
@@ -162,10 +166,12 @@ def _sampling(fields: Fields) -> Fields:
     return {name: value for name, value in sampling.items() if name == "max_tokens" or bytes(value) != b"null"}
 
 
-def _refuse(fields: Fields, names: Sequence[str]) -> None:
+def _refuse(fields: Fields, names: frozenset[str]) -> None:
     """Remove the fields; raises Unsupported for one that asks for something."""
-    for name in names:
-        if name in fields and value_of(fields.pop(name), name) not in (None, False, "", [], {}):
+    if names.isdisjoint(fields):
+        return
+    for name in names & fields.keys():
+        if value_of(fields.pop(name), name) not in (None, False, "", [], {}):
             raise Unsupported(f"{name} cannot be carried to an engine's completion of one list of token ids")
 
 
@@ -217,7 +223,8 @@ def parse_vllm(body: bytes, has_few_values: bool = False, continued: ContinuedBo
         fields.pop(name, None)
         params.pop(name, None)
     prompt = msgspec.Raw(b"[" + ids.text + b"]") if repeats else _NULL
-    wanted = Wanted(key, prompt, has_text=mode == "text")
+    has_tops = bytes(params.get("logprobs", b"0")) != b"0"
+    wanted = Wanted(key, prompt, has_tops=has_tops, has_text=mode == "text")
     return _request(ids, {**fields, **params}, many_values, VllmGenerate.name, stream, key, wanted)
 
 
@@ -268,7 +275,7 @@ def vllm_reply(reply: CommittedReply) -> dict[str, Any]:
                 "index": 0,
                 **text,
                 "token_ids": choice.token_ids,
-                "logprobs": {"content": _content(choice, wanted.has_text)},
+                "logprobs": {"content": _content(choice, wanted)},
                 "finish_reason": choice.finish_reason,
                 "stop_reason": _stop(choice),
                 "routed_experts": _experts(completion, choice),
@@ -283,24 +290,36 @@ def vllm_reply(reply: CommittedReply) -> dict[str, Any]:
     }
 
 
-def _content(choice: _Choice, has_text: bool) -> list[dict[str, Any]]:
+def _content(choice: _Choice, wanted: Wanted) -> msgspec.Raw:
     """The sampled tokens, with `token` and `token_id`: clients of one or another version read either."""
-    count, tops, names = len(choice.token_ids), choice.logprobs.top_logprobs, choice.logprobs.tokens
-    if not isinstance(tops, list) or len(tops) != count:
-        tops = [None] * count
-    if not has_text or not isinstance(names, list) or len(names) != count:
-        names = [None] * count
-    return [
-        {
-            **_named(token, logprob, name),
-            "top_logprobs": [_named(_id_in(one), lp, one) for one, lp in _object(top).items()],
-        }
-        for token, name, logprob, top in zip(choice.token_ids, names, choice.logprobs.token_logprobs, tops, strict=True)
-    ]
+    logprobs = choice.logprobs
+    pairs = zip(choice.token_ids, logprobs.token_logprobs, strict=True)
+    if wanted.has_text or wanted.has_tops:
+        count = len(choice.token_ids)
+        names = _of_each(logprobs.tokens, count) if wanted.has_text else [None] * count
+        tops = _of_each(logprobs.top_logprobs, count) if wanted.has_tops else [None] * count
+        return msgspec.Raw(
+            msgspec.json.encode(
+                [
+                    {
+                        **_named(token, logprob, name),
+                        "top_logprobs": [_named(_id_in(one), lp, one) for one, lp in object_of(top).items()],
+                    }
+                    for (token, logprob), name, top in zip(pairs, names, tops, strict=True)
+                ]
+            )
+        )
+    # A reply may have tens of thousands.
+    return msgspec.Raw(b"[" + b",".join([_PLAIN % (token, token, logprob) for token, logprob in pairs]) + b"]")
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+_PLAIN = b'{"token":"token_id:%d","token_id":%d,"logprob":%b,"bytes":null,"rank":null,"top_logprobs":[]}'
+
+
+def _of_each(raw: msgspec.Raw, count: int) -> list[Any]:
+    """A value of each token; None where the engine's list is none of all tokens."""
+    values = msgspec.json.decode(raw)
+    return values if isinstance(values, list) and len(values) == count else [None] * count
 
 
 def _named(token: int | None, logprob: Any, name: Any) -> dict[str, Any]:
@@ -319,11 +338,11 @@ def _stop(choice: _Choice) -> msgspec.Raw:
 
 
 def _experts(completion: _Reply, choice: _Choice) -> Any:
-    return _object(completion.sglext).get("routed_experts", choice.routed_experts)
+    return object_of(completion.sglext).get("routed_experts", choice.routed_experts)
 
 
 def _own_versions(completion: _Reply, choice: _Choice) -> Any:
-    return _object(completion.metadata).get("weight_versions", choice.weight_versions)
+    return object_of(completion.metadata).get("weight_versions", choice.weight_versions)
 
 
 def sglang_reply(reply: CommittedReply) -> dict[str, Any]:
@@ -339,13 +358,13 @@ def sglang_reply(reply: CommittedReply) -> dict[str, Any]:
             "logprobs": [[[{str(token): logprob}] for token, logprob in pairs]],
             "finish_reasons": [choice.finish_reason],
         }
-    usage = _object(completion.usage)
-    cached = _object(usage.get("prompt_tokens_details")).get("cached_tokens")
+    usage = object_of(completion.usage)
+    cached = object_of(usage.get("prompt_tokens_details")).get("cached_tokens")
     optional = {
-        "weight_version": _object(completion.metadata).get("weight_version"),
+        "weight_version": object_of(completion.metadata).get("weight_version"),
         "weight_versions": _own_versions(completion, choice),
         "routed_experts": _experts(completion, choice),
-        "indexer_topk": _object(completion.sglext).get("indexer_topk"),
+        "indexer_topk": object_of(completion.sglext).get("indexer_topk"),
     }
     meta = {
         "id": wanted.request_id or completion.id,

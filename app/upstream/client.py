@@ -23,12 +23,16 @@ MMAP_BYTES = 4 << 20
 SHORT = 64 << 10
 """Parts of a body up to this size are joined before they are sent; longer bodies are sent as they lie in memory."""
 
-PASSED_GETS = ("/version", "/get_model_info", "/model_info", "/health_generate")
-PASSED_POSTS = ("/tokenize", "/detokenize", "/v1/chat/completions/render")
+PASSED_GETS = ("/version", "/get_model_info", "/model_info", "/weight_info", "/tokenizer_info", "/health_generate")
+PASSED_POSTS = (
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+    *("/v1/chat/completions/render", "/v1/completions/render"),
+)
 """What one engine is asked, where a trainer asks Turnlog."""
 
 CHANGES = (
-    *("/flush_cache", "/reset_prefix_cache", "/update_weights_from_disk", "/update_weight_version"),
+    *("/flush_cache", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+    *("/update_weights_from_disk", "/update_weight_version"),
     *("/load_lora_adapter", "/unload_lora_adapter"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
@@ -39,7 +43,7 @@ PATHS = (
     *PASSED_POSTS,
     *CHANGES,
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
-    *("/health", "/model_info", "/is_paused", "/weight_info", "/server_info"),
+    *("/health", "/is_paused", "/server_info"),
     *("/abort_requests", "/inference/v1/abort_requests"),
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
     *("/open_session", "/close_session"),

@@ -68,7 +68,7 @@ class _Content(msgspec.Struct):
     content: msgspec.Raw
 
 
-class _Output(msgspec.Struct):
+class _Items(msgspec.Struct):
     output: msgspec.Raw
 
 
@@ -77,22 +77,69 @@ def _messages_reply(body: bytes) -> bytes:
 
 
 def _responses_reply(body: bytes) -> bytes:
-    return bytes(msgspec.json.decode(body, type=_Output).output).strip()[1:-1]
+    return bytes(msgspec.json.decode(body, type=_Items).output).strip()[1:-1]
+
+
+class _Sampled(msgspec.Struct):
+    token_ids: msgspec.Raw
+
+
+class _SampledReply(msgspec.Struct):
+    choices: tuple[_Sampled]
+
+
+class _Output(msgspec.Struct):
+    output_ids: msgspec.Raw
+
+
+def _completions_ids(body: bytes) -> bytes:
+    return bytes(msgspec.json.decode(body, type=_SampledReply).choices[0].token_ids).strip()[1:-1]
+
+
+def _generate_ids(body: bytes) -> bytes:
+    return bytes(msgspec.json.decode(body, type=_Output).output_ids).strip()[1:-1]
+
+
+def _question(number: int) -> bytes:
+    return b'{"role":"user","content":"And then, after step %d?"}' % number
+
+
+def _question_ids(number: int) -> bytes:
+    return b"20,21,22,23,24,25,26,27,28,29,30,%d" % (31 + number)
 
 
 class Wire(NamedTuple):
-    """A protocol: its route, the field of a request's history, fields that it needs, and what a reply adds to the
-    history, as raw JSON."""
+    """A protocol: its route, the field of a request's history, fields that it needs, what a reply adds to the history,
+    and the question of a number, both as raw JSON. `has_ids`: the history is token ids. `key`: the field that marks a
+    retry, if the protocol has one."""
 
     route: str
     history: bytes
     needed: bytes
     added: Callable[[bytes], bytes]
+    question: Callable[[int], bytes] = _question
+    has_ids: bool = False
+    key: str | None = None
 
 
 CHAT = Wire("/v1/chat/completions", b"messages", b"", reply_message)
+COMPLETIONS = Wire(
+    *("/v1/completions", b"prompt", b',"max_tokens":16,"logprobs":0,"return_token_ids":true', _completions_ids),
+    *(_question_ids, True),
+)
+VLLM = Wire(
+    *("/inference/v1/generate", b"token_ids", b',"sampling_params":{"max_tokens":16}', _completions_ids),
+    *(_question_ids, True, "request_id"),
+)
+SGLANG = Wire(
+    *("/generate", b"input_ids", b',"sampling_params":{"max_new_tokens":16},"return_logprob":true', _generate_ids),
+    *(_question_ids, True, "rid"),
+)
 WIRES = {
     "chat": CHAT,
+    "completions": COMPLETIONS,
+    "vllm": VLLM,
+    "sglang": SGLANG,
     "messages": Wire("/v1/messages", b"messages", b',"max_tokens":4096', _messages_reply),
     "responses": Wire("/v1/responses", b"input", b"", _responses_reply),
 }
@@ -110,16 +157,22 @@ class Conversation:
     def __init__(self, opening: list[bytes], sim: bytes = SIM, more: bytes = b"", wire: Wire = CHAT) -> None:
         self._front = b'{"model":"simulator","sim":%b%b%b,"%b":[' % (sim, more, wire.needed, wire.history)
         self._messages = list(opening)
+        self._question = wire.question
         self.turns = 0
 
     def body(self) -> tuple[bytes, ...]:
         """The next request's body, in pieces."""
-        return (self._front, b",".join(self._messages), b"]}")
+        return (self._front, self.history, b"]}")
+
+    @property
+    def history(self) -> bytes:
+        """The items of the next request's history, as raw JSON."""
+        return b",".join(self._messages)
 
     def answered(self, message: bytes, question: bytes | None = None) -> None:
         """Add a reply's message and the next question."""
         self.turns += 1
-        self._messages += [message, question or b'{"role":"user","content":"And then, after step %d?"}' % self.turns]
+        self._messages += [message, question or self._question(self.turns)]
 
 
 def opening_messages(size: int, seed: int = 0) -> list[bytes]:
@@ -132,6 +185,16 @@ def opening_messages(size: int, seed: int = 0) -> list[bytes]:
         messages.append(msgspec.json.encode({"role": "user", "content": text}))
         size -= len(messages[-1])
     return messages
+
+
+def opening_ids(size: int, seed: int = 0) -> list[bytes]:
+    """Token ids that take about `size` bytes, as one item of a history."""
+    rng = random.Random(seed)
+    return [b",".join(b"%d" % rng.randrange(100, 1000) for _ in range(size // 4))]
+
+
+def opening_of(wire: Wire, size: int, seed: int = 0) -> list[bytes]:
+    return (opening_ids if wire.has_ids else opening_messages)(size, seed)
 
 
 class Dialogue(Protocol):
@@ -181,10 +244,10 @@ class Script(NamedTuple):
             yield self.begin()
 
 
-def short_turns(request_bytes: int, turns_per_session: int) -> Script:
+def short_turns(request_bytes: int, turns_per_session: int, wire: Wire = CHAT) -> Script:
     """A script with requests of `request_bytes` on average."""
     growth = TURN_GROWTH_BYTES * (turns_per_session - 1) // 2
-    return Script(opening_messages(max(64, request_bytes - growth - 140)))
+    return Script(opening_of(wire, max(64, request_bytes - growth - 140)), wire=wire)
 
 
 REQUESTED_FIELDS = (

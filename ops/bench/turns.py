@@ -1,4 +1,5 @@
-"""Turns under load: server CPU, database CPU, latency; with --before and --beside as ratios to other servers.
+"""Turns under load: server CPU, database CPU, latency; with --before and --beside as ratios to other servers, with
+--against to another load.
 
 Each load of `LOADS` is measured in short periods, in which the servers of all sides get it one after the other, in an
 order that alternates: a slowdown of the machine affects all of them. A ratio compares two periods of one round; the
@@ -50,8 +51,7 @@ class Case(NamedTuple):
     def script(self) -> Script:
         if self.size is not None:
             return SIZES[self.size].script()
-        script = short_turns(self.known or 2048, 8)
-        return script._replace(wire=WIRES[self.wire], is_known=bool(self.known))
+        return short_turns(self.known or 2048, 8, WIRES[self.wire])._replace(is_known=bool(self.known))
 
 
 LOADS: Mapping[str, Case] = {
@@ -64,6 +64,9 @@ LOADS: Mapping[str, Case] = {
     "known": Case(8, known=400_000),
     "messages": Case(wire="messages"),
     "responses": Case(wire="responses"),
+    "completions": Case(wire="completions"),
+    "vllm": Case(wire="vllm"),
+    "sglang": Case(wire="sglang"),
 }
 
 
@@ -71,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
     parser.add_argument("--beside", help="the command of another server, with {port}, {db} and {engine}; chat, SQLite")
+    parser.add_argument("--against", choices=LOADS, help="another load, at a server of its own, to compare with")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.5, help="of a period")
     parser.add_argument("--quick", action="store_true", help="3 rounds of 0.7 seconds")
@@ -155,7 +159,7 @@ def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[Sides]:
         engine = stack.enter_context(simulator(cpu_sets))
         sides, servers = {}, {}
 
-        def add(who: str, own: Sequence[OwnProcess], **database: Any) -> None:
+        def add(who: str, own: Sequence[OwnProcess], case: Case, **database: Any) -> None:
             for server in own:
                 stack.enter_context(started(server, cpu_sets))
             turns = case.turns_per_session
@@ -163,7 +167,8 @@ def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[Sides]:
             servers[who] = own[0]
 
         trees = {BEFORE: source_tree(arguments.before, folder)} if arguments.before else {}
-        for who, root in {**trees, AFTER: ROOT}.items():
+        cases = {BEFORE: case, BESIDE: LOADS[arguments.against or "64"], AFTER: case}
+        for who, root in {**trees, **({BESIDE: ROOT} if arguments.against else {}), AFTER: ROOT}.items():
             (place := folder / f"{who}-store").mkdir()
             database = None if postgres is None else postgres.new_database()
             url = None if database is None else database.url
@@ -172,9 +177,9 @@ def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[Sides]:
                 for _ in range(max(case.processes, 1))
             ]
             own[0].migrate()
-            add(who, own, database=database)
+            add(who, own, cases[who], database=database)
         if arguments.beside and case.wire == "chat" and not case.processes:
-            add(BESIDE, [_beside(arguments.beside, folder, engine.base_url)])
+            add(BESIDE, [_beside(arguments.beside, folder, engine.base_url)], case)
         yield sides, engine, servers
 
 

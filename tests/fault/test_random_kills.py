@@ -36,6 +36,12 @@ def test_the_only_process_many_times(tally: Tally, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault(1, TITLE)
+def test_clients_of_token_ids(tally: Tally, tmp_path: Path) -> None:
+    count(asyncio.run(run(rounds=3, clients=8, seed=5, folder=tmp_path, mode="tokens")), tally)
+
+
+@pytest.mark.long
+@pytest.mark.fault(1, TITLE)
 def test_one_of_several_processes_many_times(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
     rounds = run(rounds=2, clients=24, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
     count(asyncio.run(rounds), tally)

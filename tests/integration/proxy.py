@@ -32,12 +32,13 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 class RecordingProxy(Answering):
     """Forwards to `target`, or where the client of a proxy wants to go; keeps requests' headers and replies' bytes.
 
-    Before an engine only generations are recorded.
+    Before an engine only what is posted is recorded.
     """
 
     def __init__(self, target: str) -> None:
         super().__init__(self._forwarded)
         self.requests: list[Pairs] = []
+        self.paths: list[str] = []
         self.replies: list[bytes] = []
         self.encoding: str | None = None
         self._target = target
@@ -47,6 +48,7 @@ class RecordingProxy(Answering):
         is_recorded = asked.method == "POST" or is_proxied
         if is_recorded:
             self.requests.append(asked.headers)
+            self.paths.append(asked.path)
         url = asked.path if is_proxied else self._target + asked.path
         kept = {"content-type": asked.header("content-type") or "application/json"}
         with httpx.Client(trust_env=False, timeout=20) as client:

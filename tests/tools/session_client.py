@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import aiohttp
 
+from app.protocols.registry import ROUTES
+from ops.bench.load import CHAT, Wire
 from ops.verify import Acknowledged
 
 PAUSE_S = 0.1
@@ -60,11 +62,13 @@ class SessionClient:
                 return
             await asyncio.sleep(0 if answer is None else PAUSE_S)
 
-    async def turn(self, body: bytes, key: str, patience: int) -> AsyncIterator[Answer | None]:
+    async def turn(self, body: bytes, key: str, patience: int, wire: Wire = CHAT) -> AsyncIterator[Answer | None]:
         """Ask until the turn is answered 200, or was refused `patience` times; each answer, as `create`."""
-        refused = 0
+        refused, headers = 0, {"idempotency-key": key}
+        if wire.key is not None:
+            body, headers = body[:-1] + f',"{wire.key}":"{key}"}}'.encode(), {}
         while refused < patience:
-            answer = await self._post(f"{self._path}/v1/chat/completions", body, {"idempotency-key": key})
+            answer = await self._post(f"{self._path}{wire.route}", body, headers)
             yield answer
             if answer is not None and answer.status == 200 and not answer.is_cut:
                 return
@@ -135,9 +139,12 @@ def _error(body: bytes) -> tuple[str, str]:
         return "no error object", repr(body[:200])
 
 
-def acknowledged(session_id: str, answer: Answer, key: str) -> Acknowledged:
+def acknowledged(session_id: str, answer: Answer, key: str, wire: Wire = CHAT) -> Acknowledged:
     """What a client knows by a 200."""
-    # What a stream says is made of the stored reply: its bytes are not that reply's.
-    reply = None if answer.is_stream else hashlib.sha256(answer.body).hexdigest()
+    # What a stream says, or a protocol that engines are not asked in, is made of the stored reply.
+    is_made = answer.is_stream or wire.key is not None
+    reply = None if is_made else hashlib.sha256(answer.body).hexdigest()
+    if wire.key is not None:
+        key = f"{ROUTES[wire.route].name}:{key}"
     stored_key = hashlib.sha256(key.encode()).hexdigest()[:32]  # as the log keeps it
     return Acknowledged(session_id, answer.turn, reply, stored_key)

@@ -1,4 +1,4 @@
-"""What a trainer asks an engine's address for, where it has Turnlog's instead. `ROUTES` is the whole list.
+"""What a trainer asks an engine's address for, where it has Turnlog's instead.
 
     answered                 what Turnlog knows: its engines, whether turns are held back
     passed to one engine     what every engine answers alike: its tokenizer, its model
@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlencode
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -43,12 +44,28 @@ router = APIRouter(tags=["As an engine"])
 UPDATE_S = 600.0
 """How long an engine may take to change its weights."""
 
-REFUSED = (
-    *("/init_broadcaster", "/init_weights_update_group", "/init_weight_transfer_engine", "/start_weight_update"),
-    *("/finish_weight_update", "/update_weights", "/update_weights_from_distributed", "/update_weights_from_tensor"),
-    *("/update_weights_from_ipc", "/collective_rpc", "/sleep", "/wake_up", "/release_memory_occupation"),
-    *("/resume_memory_occupation", "/get_world_size"),
+REFUSED_GETS = (
+    *("/get_world_size", "/is_sleeping", "/server_info", "/get_server_info", "/get_weights_by_name"),
+    *("/weights_checker", "/release_memory_occupation", "/resume_memory_occupation"),
+    *("/remote_instance_transfer_engine_info", "/get_remote_instance_transfer_engine_info"),
 )
+REFUSED_POSTS = (
+    *("/init_broadcaster", "/init_weights_update_group", "/destroy_weights_update_group"),
+    *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
+    *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/begin_weight_update", "/end_weight_update", "/update_weights_from_distributed"),
+    *("/update_weights_from_tensor", "/update_weights_from_ipc", "/load_lora_adapter_from_tensors"),
+    *("/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance"),
+    *("/get_weights_by_name", "/weights_checker", "/weight_checker", "/collective_rpc"),
+    *("/sleep", "/wake_up", "/release_kv_cache_memory", "/release_memory_occupation", "/resume_memory_occupation"),
+)
+"""What is meant for one engine's ranks, weights or memory, by the method with which an engine takes it."""
+
+_QUERIES: Mapping[str, tuple[str, ...]] = {
+    "/flush_cache": ("timeout",),
+    "/reset_prefix_cache": ("reset_running_requests", "reset_external"),
+}
+"""What an engine reads in the query of a change."""
 
 _VLLMS_MODES: Mapping[str, PauseMode] = {"abort": "abort", "keep": "in_place"}
 
@@ -71,11 +88,11 @@ class AbortRequest(BaseModel):
 
 
 class AbortRequests(BaseModel):
-    """The body of vLLM's `/abort_requests`."""
+    """The body of vLLM's `/abort_requests`. Without ids it means all, as there."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    request_ids: list[str] = Field(min_length=1, max_length=4096)
+    request_ids: list[str] | None = Field(default=None, max_length=4096)
 
 
 class _Stamp(msgspec.Struct):
@@ -90,6 +107,7 @@ class _Stamp(msgspec.Struct):
 
 
 @router.get("/ping")
+@router.post("/ping")
 @describe("Is the process there?", "admin", json_reply(ANYTHING))
 async def ping() -> dict[str, Any]:
     return {}
@@ -179,7 +197,7 @@ async def change(request: Request) -> Response:
     engines = {} if was_shut else await feature.pauses.pause_fleet("in_place", LEASE_S)
     try:
         if all(one["ok"] for one in engines.values()):
-            engines = await _everywhere(app, route_path(request.scope), body)
+            engines = await _everywhere(app, _with_query(request), body)
     finally:
         is_done = all(one["ok"] for one in engines.values())
         version = stamp if is_done else None
@@ -188,6 +206,15 @@ async def change(request: Request) -> Response:
         else:
             await feature.pauses.resume_fleet(version)
     return reply({"success": is_done, "message": f"{len(engines)} engines"}, engines)
+
+
+def _with_query(request: Request) -> str:
+    """The path, with what of the query an engine reads."""
+    path = route_path(request.scope)
+    query = urlencode(
+        [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
+    )
+    return f"{path}?{query}" if query else path
 
 
 async def _everywhere(app: Services, path: str, body: bytes) -> dict[str, reply_types.Told]:
@@ -235,11 +262,15 @@ async def abort_request(request: Request) -> dict[str, Any]:
 
 
 @router.post("/abort_requests")
-@describe("Abort generations by their ids", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=AbortRequests)
+@router.post("/inference/v1/abort_requests")
+@describe(
+    "Abort generations by their ids, or all", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=AbortRequests
+)
 async def abort_requests(request: Request) -> dict[str, Any]:
-    """The generations of the turns whose requests had these `request_id`s, in any process."""
+    """The generations of the turns whose requests had these `request_id`s, in any process; without ids every one."""
     order = await body_of(request, AbortRequests)
-    return {"aborted": await _abort(services(request), [hash_key(f"vllm_generate:{one}") for one in order.request_ids])}
+    keys = [hash_key(f"vllm_generate:{one}") for one in order.request_ids or ()] or None
+    return {"status": "aborted", "aborted": await _abort(services(request), keys)}
 
 
 async def _abort(app: Services, keys: list[str] | None) -> int:
@@ -275,5 +306,7 @@ _RESUMED = describe("Resume", "admin", json_reply(ANYTHING), errors=(*BODY, Engi
 _add(("/resume", "/continue_generation"), ["POST"], resume, _RESUMED)
 _CHANGED = describe("Change every engine", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
 _add(CHANGES, ["POST"], change, _CHANGED)
+_add(("/flush_cache",), ["GET"], change, _CHANGED)
 _REFUSED = describe("Refused: the engines' own", "admin", json_reply(ANYTHING), errors=(Unsupported,))
-_add(REFUSED, ["POST"], refuse, _REFUSED)
+_add(REFUSED_GETS, ["GET"], refuse, _REFUSED)
+_add(REFUSED_POSTS, ["POST"], refuse, _REFUSED)

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--payloads", help="as TURNLOG_PAYLOADS: turns have replay payloads, which lie there")
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--mid-stream", dest="mode", action="store_const", const="mid-stream", help="live streams are cut")
+    of.add_argument("--tokens", dest="mode", action="store_const", const="tokens", help="clients of /generate, by keys")
     of.add_argument("--staging", dest="mode", action="store_const", const="staging", help="generations are staged")
     given = parser.parse_args()
     if given.processes > 1 and not given.postgres:
@@ -49,7 +50,8 @@ def main() -> int:
     print(
         f"{sum(one.acknowledged for one in rounds)} turns acknowledged, {sum(one.interrupted for one in rounds)} of "
         f"them after they were broken off, the slowest {max(one.slowest_s for one in rounds):.2f} s after the kill; "
-        f"{sum(one.lost for one in rounds)} lost, {sum(one.violations for one in rounds)} violations"
+        f"{sum(one.lost for one in rounds)} lost, {sum(one.twice for one in rounds)} doubled, "
+        f"{sum(one.violations for one in rounds)} violations"
     )
     return 1 if any(one.violations for one in rounds) else 0
 

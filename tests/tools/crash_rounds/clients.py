@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from ops.bench.load import EXPERTS, Conversation, opening_messages, reply_message
+from ops.bench.load import EXPERTS, WIRES, Conversation, Wire, opening_of
 from ops.verify import Acknowledged
 from tests.tools.session_client import SessionClient, acknowledged, streamed_message
 
@@ -22,13 +23,14 @@ TURNS_PER_SESSION = 12
 
 class Mode(NamedTuple):
     """What the turns are: the engine's `sim`, the seconds of a generation, more fields of a request; the arguments of
-    the engine and the environment of the servers."""
+    the engine and the environment of the servers; the clients' protocols in turn."""
 
     sim: Mapping[str, Any]
     latency_s: tuple[float, float] = (0.0, 0.15)
     more: bytes = b""
     engine: Sequence[str] = ()
     environment: Mapping[str, str] = MappingProxyType({})
+    wires: Sequence[str] = ("chat",)
 
 
 STREAMING = ("--dialect", "vllm")
@@ -37,6 +39,7 @@ STREAMING = ("--dialect", "vllm")
 MODES: Mapping[str, Mode] = {
     "plain": Mode({"completion_tokens": 11}),
     "payloads": Mode({"completion_tokens": 120, "experts": EXPERTS}, environment={"TURNLOG_REPLAY": "routed_experts"}),
+    "tokens": Mode({"completion_tokens": 11}, wires=("vllm", "sglang")),
     "mid-stream": Mode(
         {"completion_tokens": 60, "chunk_tokens": 4},
         (0.1, 0.8),
@@ -62,6 +65,7 @@ class Followed(msgspec.Struct):
 
     session_id: str
     conversation: Conversation
+    wire: Wire
     stuck: bool = False
 
 
@@ -139,7 +143,8 @@ class Client:
         self._http = http
         self._number = number
         self._random = random.Random(f"{seed} client {number}")
-        self._opening = opening_messages(1024, seed=number)
+        self._wire = WIRES[site.mode.wires[number % len(site.mode.wires)]]
+        self._opening = opening_of(self._wire, 1024, seed=number)
         self._home = ""
         self.resting = asyncio.Event()
 
@@ -154,8 +159,8 @@ class Client:
                 "latency_s": self._random.uniform(*mode.latency_s),
                 **mode.sim,
             }
-            conversation = Conversation(self._opening, msgspec.json.encode(sim), mode.more)
-            followed = Followed(f"crash-{self._number}-{index}", conversation)
+            conversation = Conversation(self._opening, msgspec.json.encode(sim), mode.more, self._wire)
+            followed = Followed(f"crash-{self._number}-{index}", conversation, self._wire)
             self._home = ""
             async for answer in self._session(followed).create():
                 if answer is not None and answer.code:
@@ -183,18 +188,26 @@ class Client:
             self._home = await self._site.one_up(self._random)
         return self._home
 
+    async def holds(self, followed: Followed) -> bool:
+        """Is the session of a client of token ids one row, and are its tokens those that the client knows?"""
+        rows = (await self._session(followed).get(f"/export?session_id={followed.session_id}")).splitlines()
+        asked = followed.wire.question(0).count(b",") + 1  # The last question waits for its turn.
+        known = json.loads(b"[" + followed.conversation.history + b"]")[:-asked]
+        return [json.loads(row)["tokens"] for row in rows] == [known]
+
     async def turn(self, followed: Followed) -> bool:
         """One turn, whatever it takes; False where the session cannot go on."""
         site = self._site
         key = f"{followed.session_id}-{followed.conversation.turns}"
         first_retry, interrupted = False, False
-        async for answer in self._session(followed).turn(b"".join(followed.conversation.body()), key, PATIENCE):
+        body, wire = b"".join(followed.conversation.body()), followed.wire
+        async for answer in self._session(followed).turn(body, key, PATIENCE, wire):
             if answer is None or answer.is_cut:
                 site.begun += answer is not None
                 first_retry = interrupted = True
             elif answer.status == 200:
-                site.acknowledged.append(acknowledged(followed.session_id, answer, key))
-                read = streamed_message if answer.is_stream else reply_message
+                site.acknowledged.append(acknowledged(followed.session_id, answer, key, wire))
+                read = streamed_message if answer.is_stream else wire.added
                 followed.conversation.answered(read(answer.body))
                 site.round.acknowledged += 1
                 if interrupted:

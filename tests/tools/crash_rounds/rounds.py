@@ -188,11 +188,13 @@ async def _rounds(count: int, site: Site, conductor: Conductor, clients: list[Cl
 
 
 async def _all_go_on(site: Site, clients: list[Client]) -> None:
-    """One more turn in every session there ever was."""
+    """One more turn in every session there ever was; one of token ids is then compared with what its client knows."""
     waiting = [followed for followed in site.followed if not followed.stuck]
 
     async def work(client: Client) -> None:
         while waiting:
-            await client.turn(waiting.pop())
+            followed = waiting.pop()
+            if await client.turn(followed) and followed.wire.key is not None:
+                site.round.lost += not await client.holds(followed)
 
     await asyncio.gather(*(work(client) for client in clients))
