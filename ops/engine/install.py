@@ -1,4 +1,4 @@
-"""Fill the environment whose Python runs this file, with vLLM (the extra `real-engine`) or with what `sglang.txt` lists.
+"""Fill the environment whose Python runs this file: vLLM, the extra `real-engine`, or what `sglang.txt` lists.
 
 `sh ops/setup real-engine` and `sh ops/setup real-sglang` run it; it needs Python and pip alone. What it does beyond
 `pip install`:

@@ -44,14 +44,15 @@ class Lane:
 
 
 @contextlib.contextmanager
-def laid(folder: Path, engine: OwnProcess, model: Path, mode: str, *, is_scripted: bool) -> Iterator[Lane]:
-    """A lane whose store must be sound in the end. `mode`: `tito` with a tokenizer, `capture` without."""
-    environment = {"TURNLOG_TOKENIZER": str(model)} if mode == "tito" else {}
+def laid(
+    folder: Path, engine: OwnProcess, model: Path, environment: Mapping[str, str], *, is_scripted: bool
+) -> Iterator[Lane]:
+    """A lane whose store must be sound in the end."""
     with (
         RecordingProxy(engine.base_url) as proxy,
         checked(folder, proxy.base_url, environment=environment) as stand,
     ):
-        yield Lane(stand, proxy, model, builds_prompts=bool(environment), is_scripted=is_scripted)
+        yield Lane(stand, proxy, model, builds_prompts="TURNLOG_TOKENIZER" in environment, is_scripted=is_scripted)
 
 
 def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:

@@ -41,5 +41,6 @@ def engine(kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(params=["capture", "tito"])
 def lane(request: pytest.FixtureRequest, kind: str, engine: OwnProcess, model: Path, tmp_path: Path) -> Iterator[Lane]:
     """A server before the engine, with the model's tokenizer or without, whose store must be sound in the end."""
-    with laid(tmp_path, engine, model, request.param, is_scripted=kind != "vllm") as made:
+    environment = {"TURNLOG_TOKENIZER": str(model)} if request.param == "tito" else {}
+    with laid(tmp_path, engine, model, environment, is_scripted=kind != "vllm") as made:
         yield made

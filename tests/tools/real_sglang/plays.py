@@ -86,11 +86,11 @@ class Plays:
         with (self.folder / _SAMPLED).open("ab") as file:
             file.write(msgspec.json.encode(sampled) + b"\n")
 
-    def sampled(self) -> dict[str, Sampled]:
-        """All that has ended, by request id."""
+    def sampled(self) -> list[Sampled]:
+        """All that has ended, in that order. Parts of a turn that goes on after an abort have one request id."""
         path = self.folder / _SAMPLED
         lines = path.read_bytes().splitlines() if path.exists() else []
-        return {one.rid: one for one in (msgspec.json.decode(line, type=Sampled) for line in lines)}
+        return [msgspec.json.decode(line, type=Sampled) for line in lines]
 
     def _file(self, number: int, kind: str) -> Path:
         return self.folder / f"{number}.{kind}"

@@ -140,16 +140,17 @@ class Scheduler:
 
     def _begin(self, request: Any) -> None:
         prompt = list(request.input_ids)
-        marked = self._plays.of(self._tokenizer.decode(prompt))
+        shown = str(self._tokenizer.decode(prompt))
+        marked = self._plays.of(shown)
         number, play = marked or (None, _WEATHER)
         ids = self._rest_of_begun(prompt)
         if ids is None:
-            text = play.text if marked else self._weather(self._tokenizer.decode(prompt))
+            text = play.text if marked else self._weather(shown)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             if play.ends == "stop":
                 ids.append(self._tokenizer.eos_token_id)
         self._begun.append((prompt, ids))
-        finish = {
+        finish: dict[str, Any] = {
             "stop": {"type": "stop", "matched": ids[-1]},
             "length": {"type": "length", "length": len(ids)},
             "abort": {
@@ -188,8 +189,8 @@ class Scheduler:
                 continue
             if run.waits:
                 # From the waiting queue nothing goes through the detokenizer: the request itself comes back.
-                spans = _spans(run.versions)
-                back = messages.AbortReq(rid=rid, finished_reason=message.finished_reason, weight_versions=spans or None)
+                spans = self._spans(run)
+                back = messages.AbortReq(rid=rid, finished_reason=message.finished_reason, weight_versions=spans)
                 messages.sock_send(self._manager, back)
                 self._ended(rid, run)
             else:
@@ -228,7 +229,7 @@ class Scheduler:
             reasoning_tokens=[0],
             completion_tokens=[last],
             cached_tokens=[run.play.cached],
-            weight_versions=[_spans(run.versions)],
+            weight_versions=[self._spans(run)],
             retraction_counts=[run.retractions],
             dp_ranks=[0],
             routed_experts=[self._experts(run) if finished else None],
@@ -238,6 +239,14 @@ class Scheduler:
         messages.sock_send(self._detokenizer, output)
         if finished:
             self._ended(rid, run)
+
+    def _spans(self, run: Run) -> list[Any]:
+        versions = run.versions or [(self._version, 0)]
+        starts = [0, *(end for _, end in versions)]
+        return [
+            WeightVersionSpan(version=version, start=start, end=end)
+            for start, (version, end) in zip(starts, versions, strict=False)
+        ]
 
     def _experts(self, run: Run) -> Any:
         rows = _expert_rows(run) if run.request.return_routed_experts else None
@@ -257,14 +266,6 @@ def _expert_rows(run: Run) -> list[list[int]] | None:
     if run.play.experts is None:
         return None
     return [experts_of(position, *run.play.experts) for position in range(len(run.prompt) + run.sent - 1)]
-
-
-def _spans(versions: list[tuple[str, int]]) -> list[Any]:
-    starts = [0, *(end for _, end in versions)]
-    return [
-        WeightVersionSpan(version=version, start=start, end=end)
-        for start, (version, end) in zip(starts, versions, strict=False)
-    ]
 
 
 def _logprob_fields(run: Run, first: int, last: int) -> dict[str, Any]:
