@@ -318,7 +318,6 @@ def test_staged_tokens_outlive_kills(engine: SglangProcess, staging: Stand, mode
         pytest.param({"max_tokens": 40_000}, Play(), id="more than the context"),
         pytest.param({}, Play(LONG, ends="abort", status=400, message="The scheduler refuses."), id="scheduler"),
         pytest.param({"messages": [user("word " * 40_000)]}, Play(), id="long prompt"),
-        pytest.param({"regex": "("}, Play(), id="no expression"),
     ],
 )
 def test_what_the_engine_refuses(lane: Lane, engine: SglangProcess, fields: Mapping[str, Any], play: Play) -> None:

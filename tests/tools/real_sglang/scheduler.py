@@ -191,8 +191,8 @@ class Scheduler:
                 # From the waiting queue nothing goes through the detokenizer: the request itself comes back.
                 spans = self._spans(run)
                 back = messages.AbortReq(rid=rid, finished_reason=message.finished_reason, weight_versions=spans)
-                messages.sock_send(self._manager, back)
                 self._ended(rid, run)
+                messages.sock_send(self._manager, back)
             else:
                 run.aborted = message.finished_reason or _ABORTED
 
@@ -236,9 +236,9 @@ class Scheduler:
             **_logprob_fields(run, first, last),
             **dict.fromkeys(_NEVER),
         )
-        messages.sock_send(self._detokenizer, output)
         if finished:
             self._ended(rid, run)
+        messages.sock_send(self._detokenizer, output)
 
     def _spans(self, run: Run) -> list[Any]:
         versions = run.versions or [(self._version, 0)]
@@ -256,6 +256,7 @@ class Scheduler:
         return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), *run.play.experts)
 
     def _ended(self, rid: str, run: Run) -> None:
+        """Before the message is sent: once a test has the reply, it reads what was sampled."""
         ids, logprobs = run.ids[: run.sent], run.logprobs[: run.sent]
         self._plays.note(Sampled(rid, run.prompt, ids, logprobs, run.versions, _expert_rows(run)))
         del self._running[rid]
