@@ -180,8 +180,9 @@ class Scheduler:
         rng, (_, _, last) = self._rng, text.rpartition("<|im_start|>user\n")
         asks = "<tools>" in text and "<tool_response>" not in last
         calling, *_, answer = weather.round_trip(rng, with_tool=True)[1:]
+        said = weather.output_of(calling if asks else answer).removesuffix("<|im_end|>").rpartition("</think>\n\n")[2]
         thought = f"<think>\n{rng.choice(weather.ADVICE)}\n</think>\n\n" if "aloud" in last else ""
-        return thought + weather.output_of(calling if asks else answer).removesuffix("<|im_end|>")
+        return thought + said
 
     def _abort(self, message: Any) -> None:
         for rid, run in list(self._running.items()):
