@@ -37,6 +37,7 @@ QUICK_ON_BOTH = ("test_leases", "test_migration", "test_store_operations", "test
 
 LANES = {
     "real_engine": "the tests before a real engine, vLLM on the CPU",
+    "real_sglang": "the tests before the published SGLang on the CPU, whose scheduler is scripted",
     "untimed": "the tests that take longer than anybody waits for, or load packages from the network",
     "long": "the tests that take longer than a quick run may",
 }

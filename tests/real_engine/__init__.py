@@ -1,1 +1,4 @@
-"""A real engine, vLLM with a tiny model: what Turnlog exports is what the engine said, and what the model computes."""
+"""Real engines: what Turnlog exports is what the engine said, and what was computed.
+
+vLLM runs a tiny model; SGLang is the published one but for its scheduler, which samples what a test tells it.
+"""

@@ -1,9 +1,10 @@
-"""Whether the export of clients' sessions is what the engine said, and what the model computes."""
+"""Whether the export of clients' sessions is what the engine said, and what was computed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -11,26 +12,47 @@ from typing import Any
 
 from integration.proxy import RecordingProxy
 from integration.stand import Stand
+from integration.tito import checked
 
+from ops.server import OwnProcess
 from real_engine.clients import Client
 from real_engine.table import Found
-from tests.tools.real_engine.models import rescored
+from tests.tools.real_engine.models import Rescored, rescored
+from tests.tools.real_sglang.plays import logprobs_of
 
 Reply = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A server between its clients and an engine whose every word is recorded. `builds_prompts`: it has a tokenizer."""
+    """A server between its clients and an engine whose every word is recorded. `builds_prompts`: it has a tokenizer.
+    `is_scripted`: what the engine samples is no model's."""
 
     stand: Stand
     proxy: RecordingProxy
     model: Path
     builds_prompts: bool
+    is_scripted: bool = False
 
     def replies(self) -> dict[str, Reply]:
         """What the engine generated, by the id of its reply; a pause's reply has none."""
-        return {reply["id"]: reply for reply in map(json.loads, self.proxy.replies) if "id" in reply}
+        return {reply["id"]: reply for reply in map(json.loads, filter(None, self.proxy.replies)) if "id" in reply}
+
+    def rescored(self, rows: Sequence[Mapping[str, Any]]) -> Rescored:
+        """The rows' logprobs beside those that the model, or the script, has for the rows' tokens."""
+        return replayed(rows) if self.is_scripted else rescored(self.model, rows)
+
+
+@contextlib.contextmanager
+def laid(
+    folder: Path, engine: OwnProcess, model: Path, environment: Mapping[str, str], *, is_scripted: bool
+) -> Iterator[Lane]:
+    """A lane whose store must be sound in the end."""
+    with (
+        RecordingProxy(engine.base_url) as proxy,
+        checked(folder, proxy.base_url, environment=environment) as stand,
+    ):
+        yield Lane(stand, proxy, model, builds_prompts="TURNLOG_TOKENIZER" in environment, is_scripted=is_scripted)
 
 
 def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
@@ -55,7 +77,7 @@ def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
             count(found, row, span, said)
             sampled += span["end"] - span["output_start"]
         rows += own
-    scored = rescored(lane.model, rows)
+    scored = lane.rescored(rows)
     assert scored.tokens == sampled, "tokens are in the loss that no turn sampled"
     found.sessions += len(clients)
     found.rows += len(rows)
@@ -65,15 +87,35 @@ def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
 
 def count(found: Found, row: dict[str, Any], span: dict[str, Any], said: Reply) -> None:
     """One turn of a row beside the engine's reply, number by number."""
-    [choice] = said["choices"]
     start, end = span["output_start"], span["end"]
-    prompt = said.get("prompt_token_ids") or choice["prompt_token_ids"]
-    logprobs = choice["logprobs"].get("token_logprobs") or [one["logprob"] for one in choice["logprobs"]["content"]]
-    assert row["loss_mask"][start:end] == [1] * len(choice["token_ids"])
-    found.wrong_ids += _differing(row["tokens"][:start], prompt) + _differing(
-        row["tokens"][start:end], choice["token_ids"]
-    )
+    prompt, sampled, logprobs = said_in(said)
+    assert row["loss_mask"][start:end] == [1] * len(sampled)
+    found.wrong_ids += _differing(row["tokens"][:start], prompt) + _differing(row["tokens"][start:end], sampled)
     found.wrong_logprobs += _differing(row["logprobs"][start:end], logprobs)
+
+
+def said_in(said: Reply) -> tuple[list[int], list[int], list[float]]:
+    """The prompt's ids, the sampled ones and their logprobs, where each engine and protocol has them."""
+    [choice] = said["choices"]
+    prompt = said.get("prompt_token_ids") or choice["prompt_token_ids"]
+    if "meta_info" in choice:
+        logprobs, ids = zip(*(one[:2] for one in choice["meta_info"]["output_token_logprobs"]), strict=True)
+        return prompt, list(ids), list(logprobs)
+    logprobs = choice["logprobs"].get("token_logprobs") or [one["logprob"] for one in choice["logprobs"]["content"]]
+    return prompt, choice["token_ids"], logprobs
+
+
+def replayed(rows: Sequence[Mapping[str, Any]]) -> Rescored:
+    """Compare the logprobs of exported rows with the script's, which are made of all tokens up to each."""
+    differences = [
+        abs(exported - scripted)
+        for row in rows
+        for exported, scripted, is_sampled in zip(
+            row["logprobs"], logprobs_of([], row["tokens"]), row["loss_mask"], strict=True
+        )
+        if is_sampled
+    ]
+    return Rescored(len(rows), len(differences), max(differences, default=0.0))
 
 
 def _differing(one: Sequence[float], other: Sequence[float]) -> int:

@@ -1,4 +1,4 @@
-"""One engine for all tests here; each has a server of its own, and the engine's replies recorded."""
+"""One engine at a time for all tests of its kind; each has a server of its own, and the engine's replies recorded."""
 
 from __future__ import annotations
 
@@ -6,33 +6,41 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.proxy import RecordingProxy
-from integration.tito import checked
 
-from ops.engine.process import EngineProcess, is_installed
-from real_engine.compared import Lane
+from ops.engine import process as vllm
+from ops.server import OwnProcess
+from real_engine.compared import Lane, laid
 from tests.tools.real_engine.models import trained_model
+from tests.tools.real_sglang import process as sglang
+
+PARSERS = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3", "--enable-return-routed-experts")
 
 
 @pytest.fixture(scope="session")
-def model() -> Path:
-    if not is_installed():
-        pytest.skip("there is no engine: sh ops/setup real-engine")
-    return trained_model()
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of the engine: `vllm`, `sglang`, which like it parses calls alone, or `sglang-parsers`."""
+    return str(getattr(request, "param", "vllm"))
 
 
 @pytest.fixture(scope="session")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with EngineProcess(model, tmp_path_factory.mktemp("engine")) as made:
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (vllm if kind == "vllm" else sglang).is_installed():
+        pytest.skip(f"there is no engine: sh ops/setup real-{'engine' if kind == 'vllm' else 'sglang'}")
+    return trained_model() if kind == "vllm" else sglang.saved_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def engine(kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnProcess]:
+    folder = tmp_path_factory.mktemp("engine")
+    parsers = PARSERS if kind == "sglang-parsers" else PARSERS[:2]
+    process = vllm.EngineProcess(model, folder) if kind == "vllm" else sglang.SglangProcess(model, folder, *parsers)
+    with process as made:
         yield made
 
 
 @pytest.fixture(params=["capture", "tito"])
-def lane(request: pytest.FixtureRequest, engine: EngineProcess, model: Path, tmp_path: Path) -> Iterator[Lane]:
+def lane(request: pytest.FixtureRequest, kind: str, engine: OwnProcess, model: Path, tmp_path: Path) -> Iterator[Lane]:
     """A server before the engine, with the model's tokenizer or without, whose store must be sound in the end."""
     environment = {"TURNLOG_TOKENIZER": str(model)} if request.param == "tito" else {}
-    with (
-        RecordingProxy(engine.base_url) as proxy,
-        checked(tmp_path, proxy.base_url, environment=environment) as stand,
-    ):
-        yield Lane(stand, proxy, model, builds_prompts=bool(environment))
+    with laid(tmp_path, engine, model, environment, is_scripted=kind != "vllm") as made:
+        yield made

@@ -11,12 +11,16 @@ import httpx
 import pytest
 from integration.stand import Stand, until
 
-from ops.engine.process import EngineProcess
+from ops.server import OwnProcess
 from real_engine.clients import Chat, Client, Ids, Messages, Responses, Text, ToolLoop
 from real_engine.compared import Lane, compare
 from real_engine.table import Found
 
-pytestmark = pytest.mark.real_engine
+KINDS = [
+    pytest.param("vllm", marks=pytest.mark.real_engine),
+    pytest.param("sglang", marks=pytest.mark.real_sglang),
+]
+pytestmark = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 CONVERSATIONS = int(os.environ.get("REAL_ENGINE_CONVERSATIONS", "4"))
 """With tools, at the same time."""
@@ -41,7 +45,7 @@ def test_tools(lane: Lane, protocol: type[ToolLoop], found: Found) -> None:
 
 
 @pytest.mark.parametrize("lane", ["tito"], indirect=True)
-def test_tools_over_updates(lane: Lane, engine: EngineProcess, found: Found) -> None:
+def test_tools_over_updates(lane: Lane, engine: OwnProcess, found: Found) -> None:
     """What a pause aborts goes on after the update, beside kills of the server."""
     until(lambda: lane.stand.http.get("/engines").json()["engines"][0]["weight_version"] is not None, PATIENCE_S)
     clients = [Chat(lane.stand, number) for number in range(CONVERSATIONS)]
@@ -53,7 +57,7 @@ def test_tools_over_updates(lane: Lane, engine: EngineProcess, found: Found) -> 
     assert {str(version) for row in rows for version in row["weight_versions"] if version >= 0} >= {"1", str(KILLS)}
 
 
-def update(stand: Stand, engine: EngineProcess, number: int) -> None:
+def update(stand: Stand, engine: OwnProcess, number: int) -> None:
     """Update the weights' version behind a pause, which aborts what is in flight."""
     assert stand.http.post("/fleet/pause").status_code == 200
     updated = httpx.post(engine.base_url + "/update_weight_version", json={"new_version": str(number)})

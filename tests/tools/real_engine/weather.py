@@ -20,7 +20,7 @@ TOOL: dict[str, Any] = {
 
 CITIES = ("Oslo", "Bergen", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Turin")
 _SKIES = ("rain", "snow", "sun", "fog", "wind", "hail")
-_ADVICE = ("Take a coat.", "Take an umbrella.", "Stay inside.", "Go for a walk.", "Drink some water.", "Ask me again.")
+ADVICE = ("Take a coat.", "Take an umbrella.", "Stay inside.", "Go for a walk.", "Drink some water.", "Ask me again.")
 
 Message = dict[str, Any]
 
@@ -43,12 +43,12 @@ def round_trip(rng: random.Random, *, with_tool: bool) -> list[Message]:
     city, aloud = rng.choice(CITIES), rng.random() < 0.5
     call = {"name": "weather", "arguments": f'{{"city": "{city}", "days": {rng.randint(1, 5)}}}'}
     told = result(rng, city)
-    thought = f"<think>\n{rng.choice(_ADVICE)}\n</think>\n\n" if aloud else ""
+    thought = f"<think>\n{rng.choice(ADVICE)}\n</think>\n\n" if aloud else ""
     asking = [
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
         {"role": "tool", "content": told},
     ]
-    answer = {"role": "assistant", "content": f"{thought}The weather: {told}. {rng.choice(_ADVICE)}"}
+    answer = {"role": "assistant", "content": f"{thought}The weather: {told}. {rng.choice(ADVICE)}"}
     return [question(city, aloud=aloud), *(asking if with_tool else ()), answer]
 
 
