@@ -149,6 +149,10 @@ class SessionReclaimed(SessionClosed):
     meaning = "the janitor closed the session, which was idle for `TURNLOG_IDLE_CLOSE_S`"
 
 
+class SessionFinished(SessionClosed):
+    """It was closed before the request came, which begins the next generation if it names the session in a header."""
+
+
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
     meaning = "a turn, payload, group, engine or adapter that the request names does not exist, or no such path"

@@ -20,6 +20,7 @@ from app.api import (
     images,
     messages,
     models,
+    names,
     responses,
     service,
     session_lists,
@@ -34,6 +35,7 @@ from app.api.connection_limit import ConnectionLimit
 from app.api.direct import by_head, serve_direct
 from app.api.error_handlers import handle_faults
 from app.api.head import Guard, Head, request_ids, with_single_slashes
+from app.api.names import to_newest
 from app.api.ng_rollout import PREFIX, without_prefix
 from app.api.replies import error_parts
 from app.api.tokens import Tokens
@@ -93,7 +95,7 @@ SWITCH_S = 0.0005
 tenth of Python's default, because the loop waits at each of its steps while a thread reads a large request."""
 
 
-_DIRECT_ROUTES = (*sessions.DIRECT_ROUTES, *service.DIRECT_ROUTES)
+_DIRECT_ROUTES = (*sessions.DIRECT_ROUTES, *names.DIRECT_ROUTES, *service.DIRECT_ROUTES)
 _DIRECT = by_head(_DIRECT_ROUTES)
 
 
@@ -129,17 +131,21 @@ class Turnlog(FastAPI):
         CURRENT.set(head)
         try:
             refusal = self._guard.refusal(head)
+            protocol = ROUTES.get(head.route)
+            takes_turn = protocol is not None and head.method in protocol.methods
+            if refusal is None and head.path_session is not None and not takes_turn:
+                refusal = await to_newest(self._services, head)
             if refusal is not None:
                 self._services.metrics.request_failed(refusal.code)
                 parts = error_parts(refusal, protocol_at(head.path), head.request_id)
                 await send_reply(head.hardening(send), *parts)
-            elif (protocol := ROUTES.get(head.route)) is not None and head.method in protocol.methods:
+            elif protocol is not None and takes_turn:
                 await TurnRequest(self._services, protocol, head, receive, send).run()
             elif endpoint := _DIRECT.get((head.method, head.path_session is not None, head.route)):
                 await serve_direct(self._services, endpoint, head, receive, send)
             else:
-                scope["app"] = self
-                await self._routed(scope, receive, head.hardening(send))
+                head.scope["app"] = self
+                await self._routed(head.scope, receive, head.hardening(send))
         finally:
             head.has_ended = True
 

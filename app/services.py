@@ -41,6 +41,7 @@ from app.sessions.event_log import Followers
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
+from app.sessions.names import Names
 from app.sessions.proof import Proof
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.session_list import SessionList
@@ -195,6 +196,7 @@ class Services:
             self.feature_faults,
             names_engine_sessions=settings.engine_session_ids,
         )
+        self.names = Names(self.cache, self.sessions)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self.retries.forget)
         self.erasure = Erasure(

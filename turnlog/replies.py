@@ -132,6 +132,14 @@ class SaidPage(TypedDict):
     annotations: NotRequired[list[SaidAnnotation]]
 
 
+class Finished(TypedDict):
+    """The session that was finished; `name` and `generation` are null where no client had named it."""
+
+    session_id: str | None
+    name: str | None
+    generation: int | None
+
+
 class ListedSession(TypedDict):
     """`version` is the number of the last event. `state` is the status, or what an open session is doing."""
 
@@ -152,6 +160,8 @@ class ListedSession(TypedDict):
     closed_at: float | None
     note: str | None
     tags: list[str]
+    name: str | None
+    generation: int | None
 
 
 class SessionPage(TypedDict):

@@ -18,11 +18,21 @@ import msgspec
 from starlette.types import Scope
 
 from app.api.head import unknown_session
-from app.api.sessions import CreateSession, made_session_id, new_session
+from app.api.sessions import CreateSession, new_session
 from app.domain import control
 from app.domain.patterns import ID
 from app.domain.surrogates import decoded
-from app.errors import AppError, HistoryMismatch, InvalidRequest, RollbackTooDeep, SessionBusy, SessionClosed
+from app.errors import (
+    AppError,
+    HistoryMismatch,
+    InvalidRequest,
+    Restored,
+    RollbackTooDeep,
+    SessionBusy,
+    SessionClosed,
+    SessionFinished,
+)
+from app.sessions.lifecycle import NewSession, made_session_id
 from app.turn.in_flight import TurnReply
 from app.upstream.headers import Headers
 
@@ -114,39 +124,78 @@ _NAMED = msgspec.json.Decoder(_Naming)
 
 
 class HeaderSession:
-    """The session of one request. `parent` is the session of the agent that started this session's agent.
+    """The session of one request: that of `name`, the newest of its generations, or that of an agent in it.
 
-    `root` is the session in the header, `agents` are the agents' sessions whose ids were derived from it. `agent_id` is
-    the agent in the header; it is set to None where the agent has a session of its own. `is_unnamed`: the request named
-    no session, and this one was made up for it.
+    `agent_id` is the agent in the header; it is set to None where the agent has a session of its own. `started_by` is
+    the agent that started it, `parent_name` the parent session in a header. `is_unnamed`: the request named no session,
+    and this one was made up for it.
+
+    `root` is the session of the name, `parent` that of the agent that started this session's agent.
     """
 
     def __init__(
         self,
-        session_id: str,
-        parent: str | None = None,
+        name: str,
         *,
-        root: str | None = None,
-        agents: Collection[str] = (),
-        agent_id: str | None = None,
+        agent: str | None = None,
+        started_by: str | None = None,
+        parent_name: str | None = None,
         is_final: bool = False,
         is_unnamed: bool = False,
     ) -> None:
+        self.name = name
         self.is_unnamed = is_unnamed
-        self.agent_id = agent_id
-        self.session_id = session_id
-        self.parent = parent
-        self.root = session_id if root is None else root
-        self._agents = agents
+        self._agent = agent
+        self._started_by = started_by
+        self._parent_name = parent_name
         self._is_final = is_final
         self._has_committed = False
+        self._place(name, parent_name)
+
+    def _place(self, root: str, parent: str | None) -> None:
+        """The session of the name is `root`, and that of the parent in a header `parent`."""
+        self.root = self.session_id = root
+        self.agent_id = self._agent
+        self.parent: str | None = None
+        self._agents: list[str] = []
+        if self._agent is not None:
+            self.session_id, self.parent = _agent_session(root, self._agent), root
+            self._agents.append(self.session_id)
+            if self._started_by is not None:
+                self.parent = _agent_session(root, self._started_by)
+                self._agents.append(self.parent)
+        if parent is not None and parent != self.session_id:
+            self.parent = parent
 
     async def ensure(self, app: Services, token_session: str | None = None) -> None:
-        """Create the session on its first use; a child copies the configuration of its parent, if that exists.
+        """Create the session on its first use; a child copies the configuration of its parent, if that exists. One that
+        was finished stays as it is until a turn finds it so, for `begin_next`.
 
         `token_session` is the session of the request's token. Raises SessionNotFound if this session or its
-        parent is neither that session nor one of its agents'.
+        parent is neither that session nor one of its agents'; SessionFinished for an agent of a session that was.
         """
+        if token_session is None:
+            later = app.names.later
+            parent = None if self._parent_name is None else later.get(self._parent_name, self._parent_name)
+            self._place(later.get(self.name, self.name), parent)
+        elif token_session != self.name:
+            own = await app.cache.get(token_session)
+            if own is not None and own.session.name == self.name:  # The token says which of its generations.
+                self._place(token_session, self._parent_name)
+        await self._ensure_placed(app, token_session)
+
+    async def begin_next(self, app: Services, ended: SessionFinished | Restored) -> None:
+        """The session of the name had been finished before the request came, or is undone: choose the newest one, or
+        begin it. Raises as `ensure`; `ended` if there is no other."""
+        before = self.root
+        parent = None if self._parent_name is None else await app.names.newest(self._parent_name)
+        new = await self._new(app, self.name, parent if self._agent is None else None)
+        self._place(await app.names.begin_if_finished(new), parent)
+        if self.root == before:
+            raise ended
+        await self._ensure_placed(app, None)
+
+    async def _ensure_placed(self, app: Services, token_session: str | None) -> None:
         await self._choose_session(app, token_session)
         if token_session is not None and self.session_id != token_session:
             self.parent = self.parent or token_session
@@ -158,6 +207,8 @@ class HeaderSession:
 
     async def existing(self, app: Services, token_session: str | None = None) -> str:
         """The session's id, for a request that creates none. Raises SessionNotFound as `ensure`."""
+        if token_session is None:
+            self._place(await app.names.newest(self.name), None)
         await self._choose_session(app, token_session)
         if token_session is not None:
             self._require_below(token_session, self.session_id)
@@ -179,8 +230,10 @@ class HeaderSession:
         is_branch = app.settings.agents == "branches" and history != "linear"
         if is_branch and await app.sessions.config_of(self.session_id) is None:
             self.session_id, self.parent = self.root, None
-        else:
-            self.agent_id = None
+            return
+        self.agent_id = None
+        if root is not None and root.session.is_finished:
+            raise SessionFinished.of(self.root, "is closed")
 
     async def _require_stored_below(self, app: Services, token_session: str | None) -> None:
         """Its name does not make a session an agent's: its stored parent does. Raises SessionNotFound."""
@@ -198,41 +251,51 @@ class HeaderSession:
         if await app.sessions.config_of(self.session_id) is not None:
             return
         creator = None if token_session == self.session_id else token_session
-        parent = None if self.parent is None else await app.sessions.config_of(self.parent)
-        if creator is not None and parent is None:
+        if creator is not None and (self.parent is None or await app.sessions.config_of(self.parent) is None):
             # A parent that is never created would be another root, outside the limit on agents' sessions.
-            self.parent, parent = creator, await app.sessions.config_of(creator)
-        body = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
+            self.parent = creator
+        new = await self._new(app, self.session_id, self.parent)
+        if creator is not None:
+            await app.sessions.ensure_agents(new, app.settings.max_agent_sessions)
+        elif new.name is None:
+            await app.sessions.ensure(new)
+        else:
+            self.root = self.session_id = await app.names.begin_if_finished(new)
+
+    async def _new(self, app: Services, session_id: str, parent_id: str | None) -> NewSession:
+        """The session as it is to be created. An agent's has no name, nor has one that was made up."""
+        is_root = session_id == self.root or session_id == self.name
+        body = CreateSession(session_id=self.name if is_root else session_id, parent_session_id=parent_id)
         new = new_session(body, app.settings)
+        if not is_root or self.is_unnamed:
+            new = msgspec.structs.replace(new, name=None, generation=None)
         if new.config.history is None:
             # No path named it.
             new = msgspec.structs.replace(new, config=msgspec.structs.replace(new.config, history="tree"))
-        if parent is not None:
-            config = msgspec.structs.replace(
-                new.config,
-                adapter=parent.adapter,
-                on_abort=parent.on_abort,
-                stream_mode=parent.stream_mode,
-                params=parent.params,
-                model=parent.model,
-                params_mode=parent.params_mode,
-                evaluation=parent.evaluation,
-                capture=parent.capture,
-                upstream=parent.upstream,
-                retain=parent.retain,
-                # Else it would have no limits under another name. Those of a rollout hold for it anyway.
-                limits=parent.limits if parent.limits is not None and parent.limits.per == "session" else None,
-                on_limit=parent.on_limit,
-                matcher=parent.matcher,
-                rollback_window=parent.rollback_window,
-                on_divergence=parent.on_divergence,
-                history=parent.history or new.config.history,
-            )
-            new = msgspec.structs.replace(new, config=config)
-        if creator is None:
-            await app.sessions.ensure(new)
-        else:
-            await app.sessions.ensure_agents(new, app.settings.max_agent_sessions)
+        parent = None if parent_id is None else await app.sessions.config_of(parent_id)
+        if parent is None:
+            return new
+        config = msgspec.structs.replace(
+            new.config,
+            adapter=parent.adapter,
+            on_abort=parent.on_abort,
+            stream_mode=parent.stream_mode,
+            params=parent.params,
+            model=parent.model,
+            params_mode=parent.params_mode,
+            evaluation=parent.evaluation,
+            capture=parent.capture,
+            upstream=parent.upstream,
+            retain=parent.retain,
+            # Else it would have no limits under another name. Those of a rollout hold for it anyway.
+            limits=parent.limits if parent.limits is not None and parent.limits.per == "session" else None,
+            on_limit=parent.on_limit,
+            matcher=parent.matcher,
+            rollback_window=parent.rollback_window,
+            on_divergence=parent.on_divergence,
+            history=parent.history or new.config.history,
+        )
+        return msgspec.structs.replace(new, config=config)
 
     async def with_hint(self, call: Awaitable[TurnReply]) -> TurnReply:
         """The turn's reply. An error that another agent of the session may have caused gets AGENTS_HINT added."""
@@ -289,23 +352,12 @@ def session_of_request(
             )
         session_id = _made_up(headers)
     main = given[harness.session] if harness is not None else session_id
-    agent = _agent(given, harness, main)
-    own, parent = session_id, None
-    agents = []
-    if agent is not None:
-        own, parent = _agent_session(session_id, agent), session_id
-        agents.append(own)
-        by = None if harness is None else given.get(harness.parent_agent or "")
-        if by is not None and by != main:
-            parent = _agent_session(session_id, by)
-            agents.append(parent)
-    parent = _parent(given, None if harness is None else harness.parent, own) or parent
+    by = None if harness is None else given.get(harness.parent_agent or "")
     return HeaderSession(
-        own,
-        parent,
-        root=session_id,
-        agents=agents,
-        agent_id=agent,
+        session_id,
+        agent=_agent(given, harness, main),
+        started_by=None if by == main else by,
+        parent_name=_parent(given, None if harness is None else harness.parent),
         is_final=_is_final(given),
         is_unnamed=is_unnamed,
     )
@@ -392,11 +444,10 @@ def _is_final(given: Mapping[str, str]) -> bool:
     return given.get(FINAL, "").lower() == "true"
 
 
-def _parent(given: Mapping[str, str], own_header: str | None, session_id: str) -> str | None:
-    """The parent session in a header, or None. A session is not its own parent."""
+def _parent(given: Mapping[str, str], own_header: str | None) -> str | None:
+    """The parent session in a header, or None."""
     name = next((name for name in (PARENT, own_header) if name in given), None)
-    parent = None if name is None else _valid(given, name)
-    return None if parent == session_id else parent
+    return None if name is None else _valid(given, name)
 
 
 def _valid(given: Mapping[str, str], name: str) -> str:

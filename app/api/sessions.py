@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -71,7 +69,7 @@ from app.export.session_samples import bytes_of
 from app.sessions import event_log, transcript
 from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
-from app.sessions.lifecycle import NewSession
+from app.sessions.lifecycle import NewSession, made_session_id
 from app.settings import LimitsGiven, Settings
 from turnlog import replies as reply_types
 from workers.sampling_masks import Masks
@@ -137,15 +135,6 @@ class SamplesQuery(BaseModel):
     reward: RewardValue | None = None
 
 
-def made_session_id() -> str:
-    """An id that nobody can guess: 32 hex digits, of which the first 12 are the time in milliseconds.
-
-    Rows of sessions that run at one time are then neighbours in every index that begins with the session, and a group
-    of turns changes a third fewer of SQLite's pages.
-    """
-    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
-
-
 def require_session_id(session_id: str) -> str:
     """Raises InvalidRequest for an id of dots only, which a client may take for a relative path."""
     if not session_id.strip("."):
@@ -174,6 +163,8 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
         session_id=made_session_id() if body.session_id is None else require_session_id(body.session_id),
         config=SessionConfig(**chosen, parent=body.parent_session_id),
         metadata=body.metadata,
+        name=body.session_id,
+        generation=None if body.session_id is None else 1,
     )
 
 
@@ -224,6 +215,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     }
     fields = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
     fields |= {"history": session.history, "note": session.note, "tags": session.tags}
+    fields |= {"name": session.name, "generation": session.generation}
     fork = session.fork
     if fork is not None:
         fields["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
@@ -249,8 +241,14 @@ async def create(app: Services, raw: bytes, scope: Scope) -> dict[str, Any]:
     new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
     if new.config.capture == "text" or new.config.upstream is not None:
         new = msgspec.structs.replace(new, config=_of_text(new.config, app.text_upstreams))
-    await app.sessions.create(new)
-    return created(app, scope, new.session_id)
+    session_id = new.session_id
+    try:
+        await app.sessions.create(new)
+    except SessionEnded:
+        if new.name is None:
+            raise
+        session_id = await app.names.begin(new)
+    return created(app, scope, session_id)
 
 
 def created(app: Services, scope: Scope, session_id: str) -> dict[str, Any]:

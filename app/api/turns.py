@@ -25,7 +25,7 @@ from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header,
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
-from app.errors import AppError, ClientGone, SessionNotFound, forget_frames
+from app.errors import AppError, ClientGone, Restored, SessionFinished, SessionNotFound, forget_frames
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.sse import SEARCHED, is_set, wants_stream
@@ -57,6 +57,9 @@ _ID = re.compile(ID)
 
 COUNT_DIGITS = 9
 """Digits of a retry count that are read: what they say fits the database's integers."""
+
+TOLD = HARNESSES[0].session
+"""The header that tells a client the id of its session."""
 
 SMALL_BODY = 64 << 10
 """Bytes of a body that is sent in one piece."""
@@ -93,10 +96,16 @@ class TurnRequest:
             stages.request_bytes = len(body)
             if session_id is None:
                 outcome = await self._turn_of_header_session(body, reservation)
-            elif _ID.fullmatch(session_id):
+            elif not _ID.fullmatch(session_id):
+                raise SessionNotFound("the session id is invalid")
+            elif self._token_session is not None:  # It is that of one generation.
                 outcome = await self._turn(session_id, body, reservation)
             else:
-                raise SessionNotFound("the session id is invalid")
+                head.session_id = app.names.later.get(session_id, session_id)
+                try:
+                    outcome = await self._turn(head.session_id, body, reservation)
+                except (SessionFinished, Restored, SessionNotFound) as ended:
+                    outcome = await self._turn_in_newest(session_id, body, reservation, ended)
         except AppError as raised:
             reservation.release()
             try:
@@ -135,13 +144,33 @@ class TurnRequest:
         )
         if head.connection is not None and head.connection.is_gone():
             raise ClientGone("the client went away before its session was looked for")
-        await session.ensure(app, self._token_session)
-        if session.is_unnamed:
-            head.own_headers.append((HARNESSES[0].session, session.session_id))
-        head.session_id = session.session_id
-        outcome = await self._turn(session.session_id, body, reservation, session)
+        try:
+            await session.ensure(app, self._token_session)
+            outcome = await self._turn_in(session, body, reservation)
+        except (SessionFinished, Restored) as ended:
+            if self._token_session is not None:
+                raise  # The token is that of one generation.
+            await session.begin_next(app, ended)
+            outcome = await self._turn_in(session, body, reservation)
         await session.end(app)
         return outcome
+
+    async def _turn_in(self, session: HeaderSession, body: bytes, reservation: BodyReservation) -> str:
+        """A turn of a session that the path does not name: its client is told which one, unless it has its id."""
+        head = self._head
+        head.session_id = session.session_id
+        head.own_headers = [header for header in head.own_headers if header[0] != TOLD]
+        if session.is_unnamed or session.root != session.name:
+            head.own_headers.append((TOLD, session.session_id))
+        return await self._turn(session.session_id, body, reservation, session)
+
+    async def _turn_in_newest(self, name: str, body: bytes, reservation: BodyReservation, ended: AppError) -> str:
+        """A turn of a path's session, of which `ended` is not the newest generation. No path begins one."""
+        session_id = await self._app.names.newest(name)
+        if session_id == self._head.session_id:
+            raise ended
+        self._head.session_id = session_id
+        return await self._turn(session_id, body, reservation)
 
     async def _turn(
         self, session_id: str, body: bytes, reservation: BodyReservation, session: HeaderSession | None = None
@@ -179,9 +208,11 @@ class TurnRequest:
                 self._stages.ended_at = self._stages.clock()
                 return outcome
             reply = await call
+            session_id = reply.session_id or session_id
         finally:
             if self._watch_task is not None:
                 self._watch_task.cancel()
+                self._watch_task = None
         is_whole = protocol.is_native and reply.given_ids is None
         parts = reply.parts if is_whole else await self._rendered(session_id, reply)
         sending = send_reply(self._send, reply.status, self._reply_headers(reply), *parts)
@@ -190,8 +221,9 @@ class TurnRequest:
         return _outcome(reply)
 
     async def _deliver(self, session_id: str, reply: TurnReply, sending: Coroutine[Any, Any, None]) -> None:
-        """Send a turn's reply: whether it was delivered decides what a retry of the turn gets."""
-        if reply.turn is None:
+        """Send a turn's reply: whether it was delivered decides what a retry of the turn gets, unless that always gets
+        it, as of an ended generation."""
+        if reply.turn is None or reply.session_id is not None:
             await sending
             return
         retries = self._app.retries
@@ -212,6 +244,8 @@ class TurnRequest:
         headers = [*reply.headers]
         if not self._protocol.is_native:
             headers = [*(h for h in headers if h[0] != "content-type"), ("content-type", "application/json")]
+        if reply.session_id is not None:
+            headers.append((TOLD, reply.session_id))
         passed = dict(headers)
         headers += [header for header in self._head.own_headers if header[0] not in passed]
         if reply.turn is None:
@@ -249,6 +283,7 @@ class TurnRequest:
         try:
             await stream.until_reply(task, self._app.settings.stream_keepalive_s or None)
             reply = task.result()
+            session_id = reply.session_id or session_id
             if reply.turn is not None:
                 events = await _render(reply, stream.render, proofs.of(session_id, reply.turn))
         except AppError as error:

@@ -232,6 +232,8 @@ class SessionCreated(Event, frozen=True):
 
     `fork` says that the session began as a copy; a `TurnCommitted` for each copied turn follows, without a
     `TurnOpened`: its fence is its own `seq`. `budget` is the root of its rollout, where that has limits for all.
+
+    `name`: a client chose it, in a header or as the id. The first `generation` of a name, 1, has it as its id.
     """
 
     config: SessionConfig
@@ -239,6 +241,8 @@ class SessionCreated(Event, frozen=True):
     metadata: BlobRef | None = None
     fork: ForkRef | None = None
     budget: str | None = None
+    name: str | None = None
+    generation: int | None = None
 
 
 class TurnOpened(Event, frozen=True):
@@ -523,11 +527,14 @@ class AffinityReleased(Event, frozen=True):
     reason: Literal["closed", "expired"] = "closed"
 
 
-class SessionClosed(Event, frozen=True):
-    """By a client (`deleted`), by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`), or because the root of its rollout
-    was closed (`root`)."""
+CloseReason = Literal["deleted", "idle", "root", "finished"]
+"""By a client (`deleted`), by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`), because the root of its rollout was
+closed (`root`), or by a client that will use its name again (`finished`): the name's next request begins a new session.
+"""
 
-    reason: Literal["deleted", "idle", "root"] = "deleted"
+
+class SessionClosed(Event, frozen=True):
+    reason: CloseReason = "deleted"
 
 
 class SessionRestored(Event, frozen=True):

@@ -310,8 +310,9 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that of the root of its rollout.
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry, None if that one may not have been read. `history` says who may attach
-    where; None until the first turn decides. `is_reclaimed`: it was closed because it was idle. `undone` are the turns
-    that a restore has undone, and `undone_payloads` their replay payloads that have not been tombstoned; they are in
+    where; None until the first turn decides. `is_reclaimed`: it was closed because it was idle. `name` and `generation`
+    as in `SessionCreated`; `is_finished`: the name's next request begins the next one. `undone` are the turns that a
+    restore has undone, and `undone_payloads` their replay payloads that have not been tombstoned; they are in
     none of the other fields. `annotations` are those of each turn by their names, under 0 those of the session; `note`
     and `tags` are the values of two of these. `images` are the blobs of its images by their SHA-256; `blobs` has none
     of them.
@@ -355,6 +356,9 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     spent_tokens: int = 0
     reached: dict[int, LimitName] = {}
     annotations: dict[int, dict[str, Annotation]] = {}
+    name: str | None = None
+    generation: int | None = None
+    is_finished: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -365,6 +369,11 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     def context_turns(self) -> int:
         """How many of the first turns were copied from another session, and are in that one's loss alone."""
         return 0 if self.fork is None else self.fork.context_turns
+
+    @property
+    def has_next(self) -> bool:
+        """Does the name's next request begin another session, or has one begun it?"""
+        return self.is_finished and self.status != "undone"
 
     @property
     def open_turn(self) -> OpenTurn | None:
@@ -485,6 +494,8 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             fork=event.fork,
             history=event.config.history,
             budgets=_budgets(session_id, event.config, event.budget),
+            name=event.name,
+            generation=event.generation,
         )
     if seq != session.version + 1:
         raise _does_not_follow(session, recorded)
@@ -571,7 +582,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 
 _OF_THE_TIME = (
     *("status", "reward", "turn_rewards", "has_roots_reward", "annotations", "note", "tags"),
-    *("history", "closed_at", "is_reclaimed", "deliveries"),
+    *("history", "closed_at", "is_reclaimed", "is_finished", "deliveries"),
     *("spent_turns", "spent_tokens", "reached"),
 )
 _UNDONE: dict[str, Any] = {
@@ -583,6 +594,7 @@ _UNDONE: dict[str, Any] = {
     "note": None,
     "tags": (),
     "is_reclaimed": False,
+    "is_finished": True,  # Its name, if it has one, goes on from before it.
     "deliveries": {},
     "spent_turns": 0,
     "spent_tokens": 0,
@@ -622,8 +634,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case AffinityReleased():
             return {"affinity": None}
         case SessionClosed():
-            reclaimed = event.reason == "idle"
-            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}
+            why = {"is_reclaimed": event.reason == "idle", "is_finished": event.reason == "finished"}
+            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, **why}
         case SessionErased():
             gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}}
             said: dict[str, Any] = {"annotations": {}, "note": None, "tags": ()}

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from app.crash_points import reach
 from app.domain import decide
 from app.domain.events import (
     BlobRef,
+    CloseReason,
     SessionConfig,
     SessionCreated,
 )
@@ -56,11 +59,23 @@ Clock = Callable[[], float]
 
 
 class NewSession(msgspec.Struct, frozen=True):
-    """A client's request for a session. `config` has the settings' defaults already."""
+    """A client's request for a session. `config` has the settings' defaults already. `name` is set where the client
+    chose it (`Names`)."""
 
     session_id: str
     config: SessionConfig
     metadata: dict[str, Any] | None
+    name: str | None = None
+    generation: int | None = None
+
+
+def made_session_id() -> str:
+    """An id that nobody can guess: 32 hex digits, of which the first 12 are the time in milliseconds.
+
+    Rows of sessions that run at one time are then neighbours in every index that begins with the session, and a group
+    of turns changes a third fewer of SQLite's pages.
+    """
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 
 OnClose = Callable[[str, Sequence[VoidedClaim]], None]
@@ -106,7 +121,8 @@ class Sessions:
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None
         body_hash = hash_of(new.config, new.metadata or {})
-        event = SessionCreated(new.config, body_hash, None if blob is None else metadata_ref(blob))
+        ref = None if blob is None else metadata_ref(blob)
+        event = SessionCreated(new.config, body_hash, ref, name=new.name, generation=new.generation)
         reach("before_create")
         outcome = await self._writer.submit(
             Create(new.session_id, self._clock(), event, body_hash, new.config.group_id, blob)
@@ -195,21 +211,21 @@ class Sessions:
                 await asyncio.gather(*map(self._share_reward, members))
         return appended.events[-1].seq
 
-    async def close(self, session_id: str) -> None:
+    async def close(self, session_id: str, reason: CloseReason = "deleted") -> None:
         """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
 
         A turn in flight can no longer commit.
         """
-        outcome = await self._writer.submit(self._closing(session_id))
+        outcome = await self._writer.submit(self._closing(session_id, reason))
         reach("after_close")
         appended = self._appended(session_id, outcome)
         self._closed(session_id, appended)
         if appended.may_have_members:
             await self.close_members(session_id)
 
-    def _closing(self, session_id: str, *, with_root: bool = False) -> Close:
+    def _closing(self, session_id: str, reason: CloseReason = "deleted") -> Close:
         """The operation that closes a session."""
-        return Close(session_id, self._clock(), with_root, self.engine_session(session_id))
+        return Close(session_id, self._clock(), reason, self.engine_session(session_id))
 
     def engine_session(self, session_id: str) -> str | None:
         """The session's id at engines, if they know one."""
@@ -246,7 +262,7 @@ class Sessions:
             after = page[-1][0]
 
     async def _close_with_root(self, session_id: str) -> None:
-        outcome = await self._writer.submit(self._closing(session_id, with_root=True))
+        outcome = await self._writer.submit(self._closing(session_id, "root"))
         reach("after_child_closed")
         if isinstance(outcome, Appended):
             self._closed(session_id, self._appended(session_id, outcome))

@@ -47,6 +47,8 @@ class SessionConditions(BaseModel):
         description="Only sessions whose newest weight version is at least this many versions behind the newest one.",
     )
     tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
+    name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
 
     metadata: list[str] = Field(
         default=[],
@@ -81,6 +83,8 @@ class SessionConditions(BaseModel):
             unrewarded=self.unrewarded,
             most_version=most,
             tag=self.tag,
+            name=self.name,
+            generation=self.generation,
         )
 
 
@@ -273,6 +277,8 @@ def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool])
         "closed_at": head.closed_at,
         "note": head.note,
         "tags": head.tags,
+        "name": head.name,
+        "generation": head.generation,
     }
 
 

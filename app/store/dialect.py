@@ -218,6 +218,24 @@ def _strpos(element: contains, compiler: Any, **options: Any) -> str:
     return f"(strpos({compiler.process(element.clauses, **options)}) > 0)"
 
 
+class contains_bytes(FunctionElement[bool]):
+    """Do the first bytes contain the second?"""
+
+    inherit_cache = True
+    type = Boolean()
+
+
+@compiles(contains_bytes)
+def _instr_bytes(element: contains_bytes, compiler: Any, **options: Any) -> str:
+    return f"(instr({compiler.process(element.clauses, **options)}) > 0)"
+
+
+@compiles(contains_bytes, "postgresql")
+def _position(element: contains_bytes, compiler: Any, **options: Any) -> str:
+    data, part = (compiler.process(clause, **options) for clause in element.clauses)
+    return f"(position({part} in {data}) > 0)"
+
+
 class Tx(Protocol):
     """A write transaction: it runs Core statements and returns plain rows.
 

@@ -50,6 +50,8 @@ class HeadRow(msgspec.Struct, frozen=True):
     updated_at: float
     closed_at: float | None
     root_id: str | None
+    name: str | None
+    generation: int | None
     note: str | None
     joined_tags: str | None
     running_since: float | None = None
@@ -94,6 +96,8 @@ class HeadFilter(msgspec.Struct, frozen=True):
     most_version: int | None = None
     begins: str | None = None
     tag: str | None = None
+    name: str | None = None
+    generation: int | None = None
 
 
 Place = tuple[float | None, str]
@@ -232,6 +236,8 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.most_version is None else head.weight_version <= wanted.most_version,
         None if wanted.begins is None else begins_with(head.session_id, wanted.begins),
         None if wanted.tag is None else head.tags.is_not(None) & contains(head.tags, notes.marked(wanted.tag)),
+        None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
+        None if wanted.generation is None else head.generation == wanted.generation,
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
 

@@ -10,6 +10,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain.events import (
     BlobsTombstoned,
+    CloseReason,
     RewardAssigned,
     RolloutJoined,
     SessionClosed,
@@ -39,7 +40,8 @@ from app.store.log import (
 
 
 class Create(SetOperation, frozen=True):
-    """Create a session. Returns Existing if the id is taken, Refused if its root is closed, or Circular."""
+    """Create a session. Returns Existing if the id or its generation of the name is taken, Refused if its root is
+    closed, or Circular."""
 
     session_id: str
     at: float
@@ -54,8 +56,8 @@ class Create(SetOperation, frozen=True):
 
     @property
     def is_of_set(self) -> bool:
-        """A parent may be created in the same batch, before its child."""
-        return self.parent is None
+        """A parent may be created in the same batch, before its child, and so may the generation of a name."""
+        return self.parent is None and self.event.generation in (None, 1)
 
     @classmethod
     def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[Appended | Existing | Refused | Circular]:
@@ -67,6 +69,11 @@ class Create(SetOperation, frozen=True):
         for create in operations:
             session_id = create.session_id
             if session_id in outcomes:
+                continue
+            if create.event.generation not in (None, 1) and (
+                begun := tx.all(sql.generations_from, {"called": create.event.name, "number": create.event.generation})
+            ):
+                outcomes[session_id] = Existing(*begun[0])
                 continue
             if session_id in gone or create.parent in gone:
                 is_own = session_id in gone
@@ -119,6 +126,8 @@ class Create(SetOperation, frozen=True):
             "body_hash": self.body_hash,
             "attempt": self.event.config.attempt,
             "root_id": root_id,
+            "name": self.event.name,
+            "generation": self.event.generation,
         }
 
 
@@ -205,14 +214,14 @@ def _value(event: RewardAssigned) -> tuple[float, dict[str, float]]:
 
 
 class Close(BaseOperation, frozen=True):
-    """Close an open session; its open turn is abandoned and can no longer commit. `with_root`: its root was closed.
+    """Close an open session; its open turn is abandoned and can no longer commit.
 
     `engine_session` is its id at its engine, which must be told.
     """
 
     session_id: str
     at: float
-    with_root: bool = False
+    reason: CloseReason = "deleted"
     engine_session: str | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
@@ -225,7 +234,7 @@ class Close(BaseOperation, frozen=True):
         staged_tokens.drop_of_session(tx, self.session_id)
         if self.engine_session is not None:
             end_at_engine(tx, self.session_id, self.engine_session)
-        closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
+        closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason)])
         reach("in_close")
         may_have_members = rollouts.may_have_members(tx, self.session_id)
         return Appended(abandoned.events + closed.events, (), abandoned.voided, may_have_members)

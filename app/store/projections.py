@@ -87,6 +87,8 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "tags": lambda log: notes.joined(log.session.tags),
     "spent_turns": lambda log: log.session.spent_turns,
     "spent_tokens": lambda log: log.session.spent_tokens,
+    "name": lambda log: log.session.name,
+    "generation": lambda log: log.session.generation,
 }
 """How each column of `sessions` but the key follows from the log."""
 

@@ -32,7 +32,7 @@ from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Exchange, Messages, StoredTokens
 
-SNAPSHOT_FORMAT = "session-2"
+SNAPSHOT_FORMAT = "session-3"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 

@@ -84,6 +84,7 @@ since `fence` only grows; `until` is the database's clock."""
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
 _TAGGED = text("tags IS NOT NULL")
+_NAMED = text("name IS NOT NULL")
 
 sessions = Table(
     "sessions",
@@ -108,6 +109,8 @@ sessions = Table(
     Column("tags", Text),
     Column("spent_turns", Integer, server_default="0", nullable=False),
     Column("spent_tokens", BigInteger, server_default="0", nullable=False),
+    Column("name", SESSION_ID),
+    Column("generation", Integer),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
@@ -115,6 +118,7 @@ sessions = Table(
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
     Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
     Index("ix_sessions_tagged", "created_at", "session_id", sqlite_where=_TAGGED, postgresql_where=_TAGGED),
+    Index("ix_sessions_name", "name", "generation", unique=True, sqlite_where=_NAMED, postgresql_where=_NAMED),
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
@@ -131,6 +135,9 @@ a number; null where none is. `engine` is that of its newest committed turn, and
 null where it names no parent. It follows from several logs: see `store.rollouts`.
 
 `spent_turns` and `spent_tokens` are what its turns have used of limits (`features.budgets`): 0 where none held.
+
+`name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a name from 1. No
+two processes can begin the same one.
 """
 
 groups = Table(
@@ -344,13 +351,18 @@ archived = Table(
     Column("file", Text, nullable=False),
     Column("root_id", SESSION_ID, nullable=False),
     Column("state", String(16), nullable=False),
+    Column("name", SESSION_ID),
+    Column("generation", Integer),
+    Column("is_finished", Boolean),
     PrimaryKeyConstraint("session_id", "file"),
+    Index("ix_archived_name", "name", sqlite_where=_NAMED, postgresql_where=_NAMED),
     Index("ix_archived_root_id", "root_id"),
     Index("ix_archived_file", "file"),
     Index("ix_archived_state", "state", sqlite_where=_IS_UNFINISHED, postgresql_where=_IS_UNFINISHED),
 )
 """Sessions in archives: `file` is the URL of a Parquet file that may hold the session, `root_id` its rollout's root,
-also of the root itself. `features.archive.rows` has the states."""
+also of the root itself. `features.archive.rows` has the states. `name`, `generation` and `is_finished` are the
+session's: a name goes on behind generations that have left."""
 
 refused_replies = Table(
     "refused_replies",

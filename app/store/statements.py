@@ -107,6 +107,10 @@ archived = ForEach(
     sid=Text,
 )
 """Sessions that are in an archive and not here, or were erased there."""
+generations_from = select(sessions.c.status, sessions.c.body_hash).where(
+    sessions.c.name.is_not(None), sessions.c.name == bindparam("called"), sessions.c.generation >= bindparam("number")
+)
+"""The sessions of a name from a generation on: of two processes that begin one, the second finds the first's."""
 
 
 def _has_event(given: Any) -> ColumnElement[bool]:

@@ -154,7 +154,8 @@ class TurnReply(msgspec.Struct, frozen=True):
     turn, stored or, if `joined`, still in flight. `is_aborted`: an engine ended the generation
     early. `rolled_back`: how many live turns this one superseded when it committed. `echo`: what
     the request's parser kept for the rendering of the reply. `left_out`: what of the request the
-    engine was not sent (`app.domain.left_out`). `given_ids` as in `TurnCommitted`.
+    engine was not sent (`app.domain.left_out`). `given_ids` as in `TurnCommitted`. `session_id`: the turn is that of
+    an ended generation of the session's name.
     """
 
     status: int
@@ -168,6 +169,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     echo: bytes | None = None
     left_out: tuple[str, ...] = ()
     given_ids: GivenIds | None = None
+    session_id: str | None = None
 
 
 class InFlightTurn(msgspec.Struct, eq=False):
@@ -175,7 +177,8 @@ class InFlightTurn(msgspec.Struct, eq=False):
 
     `retry_key` (hashed) and `retry_count` are the marks of a retry: an idempotency key, and the
     OpenAI SDKs' count of the attempts before this one. `new_history` becomes the session's where its first turn
-    decides that. `headers` are the client's.
+    decides that. `headers` are the client's. `has_waited`: at a gate, or for a turn that it repeats, so that the
+    session may have been finished after the request came.
     """
 
     session_id: str
@@ -185,6 +188,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
     retry_key: str | None = None
     retry_count: int = 0
     agent_id: str | None = None
+    has_waited: bool = False
     new_history: History = "linear"
 
     # Read. `body_hash` is that of the canonical body, by which a retry is known. If the last message

@@ -20,10 +20,10 @@ from typing import Any
 from app.domain.events import ReplyRedelivered, ReplyUndelivered
 from app.domain.history import decode_message, is_beginning
 from app.domain.session import Session, Turn
-from app.errors import AppError, IdempotencyMismatch, SessionUnreadable
+from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionUnreadable
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
-from app.store import incarnations, reads
+from app.store import incarnations, names, reads
 from app.store.log import Appended
 from app.store.log_turns import AbsorbAttempt, NoteDelivery
 from app.store.ports import Writer
@@ -106,6 +106,40 @@ class Retries:
                 return earlier.number
         number = await self._resumed(entry, turn, died_after)
         return number if number is not None else await self._absorbing(entry, turn)
+
+    async def ended(self, entry: CacheEntry, turn: InFlightTurn) -> tuple[Session, int] | None:
+        """The turn of an ended generation of the session's name that a marked request repeats, and its session.
+
+        What the open generation has tried is its own. Without a key a body is told by, and is a childless turn's: its
+        reply is the last that its client can have missed. Raises SessionClosed if the reply is gone or that generation
+        ended without it; IdempotencyMismatch; SessionUnreadable, StoreUnavailable.
+        """
+        newest, read = entry.session, self._cache.database.read
+        if newest.name is None or (newest.generation == 1 and newest.status == "open"):
+            return None
+        name, mark = newest.name, turn.retry_key or turn.body_hash
+        for session_id in await read(lambda c: names.attempted(c, name, mark)):
+            is_own = session_id == newest.session_id
+            if is_own and newest.status == "open":
+                return None
+            if not is_own and turn.waiter.token_session is not None:
+                continue
+            found = entry if is_own else await self._cache.get(session_id)
+            if found is None:
+                continue  # It has left for an archive meanwhile.
+            session = found.session
+            if turn.retry_key is not None:
+                number = found.keyed.get(turn.retry_key)
+                if number is not None:
+                    has_key(turn, turn.retry_key, session.turn(number).body_hash)
+            else:
+                number = next((one.number for one in self._childless(found, turn, turn.body_hash)), None)
+                if number is None:
+                    continue
+            if number is None or session.status != "closed":
+                raise SessionClosed.of(session_id, f"is {session.status}")
+            return session, number
+        return None
 
     async def _absorbing(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
         """The turn that a later attempt at the same request, by its client's count, has committed after this one came.

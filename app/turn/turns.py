@@ -34,7 +34,7 @@ from app.domain.rules import RULES, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.domain.surrogates import mended
-from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
+from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, SessionFinished, Unsupported
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
@@ -88,6 +88,8 @@ class Turns:
         is_newest = cache.database.is_sqlite
         while True:
             known = None if entry is None else entry.session
+            if entry is not None and entry.session.is_finished and entry.session.has_next and not turn.has_waited:
+                return await self._take_ended(turn, entry, protocol, body, continued)
             try:
                 if entry is None or entry.session.status != "open":
                     entry = require_open(entry, session_id)
@@ -97,10 +99,29 @@ class Turns:
                 if error.retry is not False or turn.fence or turn.cancel_reason is not None:
                     raise
                 entry = await cache.current(session_id)
+                if entry is not None and entry.session.has_next and not turn.has_waited:
+                    continue
                 if is_newest or entry is None or entry.session is known:
                     require_open(entry, session_id)
                     raise
                 is_newest = True
+
+    async def _take_ended(
+        self,
+        turn: InFlightTurn,
+        entry: CacheEntry,
+        protocol: WireProtocol,
+        body: bytes,
+        continued: ContinuedBody | None,
+    ) -> TurnReply:
+        """The reply that an ended generation has for the request. Raises SessionFinished if it has none: the request is
+        the next one's."""
+        await self._parse(turn, entry, protocol, body, continued)
+        if turn.retry_key is not None or turn.retry_count:
+            await self._look_at(turn, entry)
+            if (reply := await self._replay_ended(turn, entry)) is not None:
+                return reply
+        raise SessionFinished.of(turn.session_id, "is closed")
 
     async def _take(
         self,
@@ -115,10 +136,8 @@ class Turns:
         await self._parse(turn, entry, protocol, body, continued)
         while True:
             # Where does the request join the session, and does it repeat a turn, in flight or committed?
-            if entry.index.has_odd_calls or entry.session.undone.count:
-                await services.cache.read_odd_calls(entry)
-            if turn.large:
-                await self.large_bodies.run(turn.large, partial(self._read, turn, entry))
+            if entry.index.has_odd_calls or entry.session.undone.count or turn.large:
+                await self._look_at(turn, entry)
             else:
                 self._read(turn, entry)
             reply: TurnReply | None
@@ -129,6 +148,10 @@ class Turns:
                 number := await services.retries.repeated(entry, turn)
             ) is not None:
                 reply = await self._replay(turn, number)
+            elif (turn.retry_key is not None or turn.retry_count) and (
+                ended := await self._replay_ended(turn, entry)
+            ) is not None:
+                reply = ended
             else:
                 if turn.request.refusal is not None:
                     raise InvalidRequest(turn.request.refusal)
@@ -262,6 +285,11 @@ class Turns:
             turn.retry_key = hash_key(request.key)
         turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
 
+    async def _look_at(self, turn: InFlightTurn, entry: CacheEntry) -> None:
+        """`_read`, with what it needs of the store, and off the event loop if the request is large."""
+        await self._services.cache.read_odd_calls(entry)
+        await self.large_bodies.run(turn.large, partial(self._read, turn, entry))
+
     def _read(self, turn: InFlightTurn, entry: CacheEntry) -> None:
         """Compare the request with the session: its history, the template inputs if the prompt is rendered here, and
         what it is told by. Raises InvalidRequest, Unsupported."""
@@ -331,6 +359,7 @@ class Turns:
 
     async def _join(self, turn: InFlightTurn, flight: InFlightTurn) -> TurnReply | None:
         """The reply of the turn in flight, which the request repeats; None if it did not commit."""
+        turn.has_waited = True
         reply = await turn.waiter.join(flight)
         return None if reply is None else msgspec.structs.replace(reply, replayed=True, joined=True)
 
@@ -339,15 +368,25 @@ class Turns:
         retries, session_id = self._services.retries, turn.session_id
         retries.begin_replay(session_id, number)
         try:
-            return await self._stored_reply(turn, number)
+            session = require_open(await self._services.cache.current(session_id), session_id).session
+            return await self._stored_reply(turn, session, number)
         except BaseException:
             retries.cancel_replay(session_id, number)
             raise
 
-    async def _stored_reply(self, turn: InFlightTurn, number: int) -> TurnReply:
-        """The reply, once it is on disk. Raises SessionClosed, SessionUnreadable, StoreUnavailable."""
-        cache, session_id = self._services.cache, turn.session_id
-        session = require_open(await cache.current(session_id), session_id).session
+    async def _replay_ended(self, turn: InFlightTurn, entry: CacheEntry) -> TurnReply | None:
+        """The reply of a turn of an ended generation of the session's name, if the request repeats one. Raises
+        as `Retries.ended`."""
+        ended = await self._services.retries.ended(entry, turn)
+        if ended is None:
+            return None
+        session, number = ended
+        reply = await self._stored_reply(turn, session, number)
+        return msgspec.structs.replace(reply, session_id=session.session_id, echo=turn.request.echo)
+
+    async def _stored_reply(self, turn: InFlightTurn, session: Session, number: int) -> TurnReply:
+        """The reply, once it is on disk. Raises SessionUnreadable, StoreUnavailable, StoreFull."""
+        cache, session_id = self._services.cache, session.session_id
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
             await self._services.writer.submit(Settled(session_id))
@@ -376,6 +415,7 @@ class Turns:
         stages.marks.append((TurnStage.GATE, stages.clock()))
         try:
             with turn.waiting_at_gate(), turn.cancellable():
+                turn.has_waited = True
                 await wait(turn)
         except TurnCancelled:
             raise turn.cancel_error() from None

@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_8, the first.
+Revision: first_9, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_8"
+revision = "first_9"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -52,6 +52,7 @@ CREATE TABLE sessions (
     closed_at {double}, attempt INTEGER, weight_version BIGINT, engine TEXT, root_id VARCHAR(128),
     last_turn INTEGER DEFAULT '0' NOT NULL, note TEXT, tags TEXT,
     spent_turns INTEGER DEFAULT '0' NOT NULL, spent_tokens BIGINT DEFAULT '0' NOT NULL,
+    name VARCHAR(128), generation INTEGER,
     CONSTRAINT pk_sessions PRIMARY KEY (session_id)
 ) {without_rowid};
 CREATE INDEX ix_sessions_created_at_session_id ON sessions (created_at, session_id);
@@ -61,6 +62,7 @@ CREATE INDEX ix_sessions_weight_version ON sessions (weight_version);
 CREATE INDEX ix_sessions_root_id ON sessions (root_id) WHERE root_id IS NOT NULL;
 CREATE INDEX ix_sessions_open_root_id ON sessions (root_id) WHERE root_id IS NOT NULL AND status = 'open';
 CREATE INDEX ix_sessions_tagged ON sessions (created_at, session_id) WHERE tags IS NOT NULL;
+CREATE UNIQUE INDEX ix_sessions_name ON sessions (name, generation) WHERE name IS NOT NULL;
 CREATE TABLE groups (
     group_id TEXT NOT NULL, sessions INTEGER NOT NULL, erased INTEGER NOT NULL, unfinished INTEGER NOT NULL,
     completed_at {double}, measured BOOLEAN NOT NULL, oldest_version BIGINT, consumer VARCHAR(128),
@@ -129,8 +131,10 @@ CREATE INDEX ix_dead_objects_since ON dead_objects (since);
 CREATE INDEX ix_dead_objects_incarnation ON dead_objects (incarnation) WHERE incarnation IS NOT NULL;
 CREATE TABLE archived (
     session_id VARCHAR(128) NOT NULL, file TEXT NOT NULL, root_id VARCHAR(128) NOT NULL, state VARCHAR(16) NOT NULL,
+    name VARCHAR(128), generation INTEGER, is_finished BOOLEAN,
     CONSTRAINT pk_archived PRIMARY KEY (session_id, file)
 );
+CREATE INDEX ix_archived_name ON archived (name) WHERE name IS NOT NULL;
 CREATE INDEX ix_archived_root_id ON archived (root_id);
 CREATE INDEX ix_archived_file ON archived (file);
 CREATE INDEX ix_archived_state ON archived (state) WHERE state IN ('writing', 'leaving', 'erasing');

@@ -99,7 +99,7 @@ async def test_a_group_counts_rollouts_and_waits_for_all_of_their_sessions(store
     await store.close("root")
     assert await made.counts("g") == (1, 0, 1, False), "an agent may still commit a turn"
     for name in ("agent", "sub"):
-        await store.submit(Close(name, 5.0, with_root=True))
+        await store.submit(Close(name, 5.0, reason="root"))
     assert await made.counts("g") == (1, 0, 1, False), "their rows have no reward yet"
     for name in ("agent", "sub"):
         await store.submit(ShareReward(name, 6.0))
@@ -174,7 +174,7 @@ async def test_what_a_crash_left_open_or_unrewarded_is_found(store: Store) -> No
         return [name for _, name in left[0]], [name for _, name in left[1]]
 
     assert await found() == (["agent"], ["agent"])
-    closed = await store.submit(Close("agent", 5.0, with_root=True))
+    closed = await store.submit(Close("agent", 5.0, reason="root"))
     assert closed.events[-1].event == SessionClosed("root")
     assert await found() == ([], ["agent"])
     await store.submit(ShareReward("agent", 6.0))

@@ -241,7 +241,7 @@ class Archive:
         """Write a file and forget what is in it: which rollouts left, and the bytes of the file."""
         from app.features.archive.file import decode, encode
 
-        lines = [(one.session_id, rollout.root_id) for rollout in taken for one in rollout.sessions]
+        lines = [rows.line_of(one, rollout.root_id) for rollout in taken for one in rollout.sessions]
         await self._write(rows.Reserve(fence, file, lines))
         # An erasure that ended before this knows of no file: what it erased must not come into one.
         taken = await self._unchanged(taken)
@@ -320,14 +320,14 @@ class Archive:
         for line in lines:
             if line.state == "erasing":  # it may have been leaving
                 await self._drop_content(fence, line)
-        kept = [(line.session_id, line.root_id) for line in lines if line.state not in ("erasing", "erased")]
+        kept = [line.line for line in lines if line.state not in ("erasing", "erased")]
         body = await self._read(file)
         if body is not None:
             await self._tell_erased(fence, body, {line.session_id for line in lines if line.state == "erasing"})
         if body is not None and kept:
             from app.features.archive.file import without
 
-            erased = frozenset(line.session_id for line in lines) - {session_id for session_id, _ in kept}
+            erased = frozenset(line.session_id for line in lines) - {line.session_id for line in kept}
             left = await asyncio.to_thread(without, body, erased)
             place = file.rpartition("/")[0]
             new = f"{place}/{await self._new_name()}"

@@ -14,7 +14,7 @@ Every operation of a run checks the fence of the lease `archive`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from sqlalchemy import (
@@ -33,6 +33,7 @@ from sqlalchemy import (
 )
 
 from app.crash_points import reach
+from app.domain.events import SessionClosed, decode
 from app.store import object_names as names
 from app.store import pins, rollouts
 from app.store import statements as sql
@@ -227,14 +228,45 @@ def identities(connection: Connection, session_ids: Sequence[str]) -> dict[str, 
 # The index.
 
 
-class Indexed(NamedTuple):
+class Line(NamedTuple):
+    """What the index says of a session: its rollout's root, and which generation of a name it was."""
+
     session_id: str
     root_id: str
+    name: str | None
+    generation: int | None
+    is_finished: bool | None
+
+
+class Indexed(NamedTuple):
     file: str
     state: str
+    line: Line
+
+    @property
+    def session_id(self) -> str:
+        return self.line.session_id
 
 
-_index = select(archived.c.session_id, archived.c.root_id, archived.c.file, archived.c.state)
+_line = [archived.c[name] for name in Line._fields]
+_index = select(archived.c.file, archived.c.state, *_line)
+
+
+def _indexed(rows: Iterable[Any]) -> list[Indexed]:
+    return [Indexed(file, state, Line(*line)) for file, state, *line in rows]
+
+
+def line_of(session: StoredRows, root_id: str) -> Line:
+    """Of a closed session. Raises UnknownEvent."""
+    head = session.head
+    if head["name"] is None:
+        return Line(session.session_id, root_id, None, None, None)
+    closed = [row for row in session.rows[events.name] if row["type"] == SessionClosed.__name__][-1]
+    event = decode(closed["type"], closed["version"], closed["data"])
+    is_finished = isinstance(event, SessionClosed) and event.reason == "finished"
+    return Line(session.session_id, root_id, head["name"], head["generation"], is_finished)
+
+
 _is_unfinished = archived.c.state.in_([literal_column(f"'{state}'") for state in ("writing", "leaving", "erasing")])
 """Spelled as the condition of the index, which SQLite compares as text."""
 
@@ -242,11 +274,11 @@ _is_unfinished = archived.c.state.in_([literal_column(f"'{state}'") for state in
 def unfinished(connection: Connection, most: int = 10_000) -> list[Indexed]:
     """What a run or an erasure has left to do."""
     query = _index.where(_is_unfinished).order_by(archived.c.state.desc(), archived.c.session_id).limit(most)
-    return [Indexed(*row) for row in connection.execute(query)]
+    return _indexed(connection.execute(query))
 
 
 def of_file(connection: Connection, file: str) -> list[Indexed]:
-    return [Indexed(*row) for row in connection.execute(_index.where(archived.c.file == file))]
+    return _indexed(connection.execute(_index.where(archived.c.file == file)))
 
 
 def has_left(connection: Connection, file: str) -> bool:
@@ -265,7 +297,7 @@ def have_objects(connection: Connection, session_ids: Sequence[str]) -> bool:
 def of_session(connection: Connection, session_id: str) -> list[Indexed]:
     """A session in files, and for a root its whole rollout."""
     query = _index.where(or_(archived.c.session_id == session_id, archived.c.root_id == session_id))
-    return [Indexed(*row) for row in connection.execute(query)]
+    return _indexed(connection.execute(query))
 
 
 _file_is = archived.c.file == bindparam("in_file")
@@ -302,10 +334,10 @@ class Reserve(Fenced, frozen=True):
     """Say which sessions a file will hold, before it is written: an erasure finds them there."""
 
     file: str
-    lines: Sequence[tuple[str, str]]
+    lines: Sequence[Line]
 
     def write(self, tx: Tx) -> bool:
-        rows = [{"session_id": one, "root_id": root, "file": self.file, "state": "writing"} for one, root in self.lines]
+        rows = [{**line._asdict(), "file": self.file, "state": "writing"} for line in self.lines]
         tx.insert(insert(archived), rows)
         return True
 

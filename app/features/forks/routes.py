@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.api.bodies import body_of, require_finite, require_small
 from app.api.describe import BODY, SESSION, WRITE, describe, json_reply
 from app.api.parameters import SessionId
-from app.api.sessions import created, made_session_id
+from app.api.sessions import created
 from app.api.state import services
 from app.domain.history import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import IdempotencyMismatch, NotFound, SessionEnded
 from app.features.forks.forks import ForkOrder, Forks
+from app.sessions.lifecycle import made_session_id
 from turnlog import replies as reply_types
 
 router = APIRouter(tags=["Sessions"])
