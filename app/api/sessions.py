@@ -233,12 +233,13 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
 )
 async def create_session(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Create a session. With a `session_id`, repeating the request returns the same session."""
-    return 200, await create(app, await small_body(app, head, receive), head.scope)
+    raw = await small_body(app, head, receive)
+    return 200, await create(app, read_model(raw, CreateSession) if raw.strip() else CreateSession(), head.scope)
 
 
-async def create(app: Services, raw: bytes, scope: Scope) -> dict[str, Any]:
-    """Create the session of a body, and what its client is told. `scope` is the request's. Raises AppError."""
-    new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
+async def create(app: Services, body: CreateSession, scope: Scope) -> dict[str, Any]:
+    """Create a session; what its client is told. `scope` is its request's. Raises AppError."""
+    new = new_session(body, app.settings)
     if new.config.capture == "text" or new.config.upstream is not None:
         new = msgspec.structs.replace(new, config=_of_text(new.config, app.text_upstreams))
     session_id = new.session_id

@@ -225,6 +225,8 @@ def test_workers_are_the_engines(gateway: Stand) -> None:
         ("GET", "/sessions?limit=few", None, 422, "detail"),
         ("POST", "/sessions", {"session_id": 7}, 400, "error"),
         ("POST", "/sessions", {"sampling_params": {"messages": []}}, 400, "error"),
+        ("POST", "/sessions", {"sampling_params": {"model": 7}}, 400, "error"),
+        ("POST", "/sessions", {"sampling_params": {"seed": 2**80}}, 400, "error"),
         ("POST", "/sessions", {"unknown": 1}, 400, "error"),
         ("POST", "/sessions/batch_delete", {"session_ids": "all"}, 400, "error"),
         ("POST", "/admin/workers", {}, 400, "error"),

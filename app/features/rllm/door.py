@@ -37,13 +37,12 @@ class Door:
         self._parts = parts
 
     def __call__(self, scope: Scope) -> Scope:
-        path = route_path(scope)
-        if not path.startswith(_SESSIONS):
-            return scope
-        method, query = scope["method"], scope["query_string"]
-        if path.rstrip("/") == _SESSIONS:
+        path, method, query = route_path(scope), scope["method"], scope["query_string"]
+        if path in (_SESSIONS, _SESSIONS + "/"):
             is_gateways = method == "POST" or (method in _READS and _names(query) <= _GATEWAYS_FILTERS)
             return _at(scope, "/rllm/sessions") if is_gateways else scope
+        if not path.startswith(_SESSIONS + "/"):
+            return scope
         if path == "/sessions/batch_delete" and method == "POST":
             return _at(scope, "/rllm/sessions/batch_delete")
         if turn := _TURN.fullmatch(path):

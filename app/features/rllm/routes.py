@@ -11,11 +11,11 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
-from app.api.bodies import body_of, read_model
+from app.api.bodies import body_of
 from app.api.describe import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, describe, json_reply
 from app.api.parameters import SessionId
 from app.api.sessions import CreateSession, create, session_json
-from app.api.state import services, start_stream, whole_body
+from app.api.state import services, start_stream
 from app.errors import InvalidRequest, NotFound, SessionExists, SessionNotFound
 from app.features.rllm.rules import id_of, name_of, pinned
 from app.features.rllm.spoken import GatewayRoute
@@ -82,28 +82,26 @@ async def create_session(request: Request) -> dict[str, Any]:
     """What `POST /sessions` is where this feature is on. A session without a turn may be created anew with another
     body; one that has turns is 409, since its traces would be of two."""
     app = services(request)
-    raw = await whole_body(request)
-    given = read_model(raw, GatewaySession) if raw.strip() else GatewaySession()
-    fields = given.model_dump(exclude_unset=True, exclude={"sampling_params"})
+    given = await body_of(request, GatewaySession, is_optional=True)
+    name = given.session_id
+    # Each request of the gateway's stands for itself: in a tree, none goes back on another.
+    fields: dict[str, Any] = {
+        "session_id": id_of(name) if name else None,
+        "history": given.history or app.settings.history or "tree",
+    }
     if given.sampling_params is not None:
         if given.params is not None:
             raise InvalidRequest("sampling_params and params are two names of one thing; give one of them")
         params, model = pinned(given.sampling_params)
-        fields |= {"params": params or None} | ({} if model is None else {"model": model})
-    if fields.get("session_id"):
-        fields["session_id"] = id_of(fields["session_id"])
-    else:
-        fields.pop("session_id", None)
-    if app.settings.history is None:
-        fields.setdefault("history", "tree")  # each request of the gateway's stands for itself
-    body = msgspec.json.encode(fields)
+        fields |= {"params": params or None, "model": model or given.model}
+    body = given.model_copy(update=fields)
     try:
         made = await create(app, body, request.scope)
     except SessionExists:
-        if not await _begin_anew(app, fields["session_id"]):
+        if body.session_id is None or not await _begin_anew(app, body.session_id):
             raise
         made = await create(app, body, request.scope)
-    return made | ({"session_id": given.session_id} if given.session_id else {})
+    return {**made, "session_id": name or made["session_id"]}
 
 
 async def _begin_anew(app: Services, session_id: str) -> bool:

@@ -13,11 +13,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from app.errors import InvalidRequest
+
 MAX_ID, KEPT = 128, 95
 """Characters of an id, and of a longer one before the hash that ends it."""
 
 _ODD = re.compile(r"[^A-Za-z0-9._:-]|\.{2,}|\A\.\Z")
 _WRITTEN = re.compile(r"(?:\.\.[0-9A-F]{2})+")
+
+MAX_MODEL = 512
+"""Characters of a model's name, as in `POST /sessions`."""
 
 SET_ANYWAY = frozenset({"logprobs", "return_token_ids"})
 """Parameters that every turn is asked with: rLLM sends `logprobs: 1` with its training parameters."""
@@ -46,6 +51,9 @@ def _text(written: re.Match[str]) -> str:
 
 
 def pinned(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The parameters that override those of each request, and the model."""
+    """The parameters that override those of each request, and the model. Raises InvalidRequest."""
     params = {name: value for name, value in sampling_params.items() if name not in SET_ANYWAY}
-    return params, params.pop("model", None)
+    model = params.pop("model", None)
+    if model is not None and not (isinstance(model, str) and 0 < len(model) <= MAX_MODEL and "\0" not in model):
+        raise InvalidRequest(f"sampling_params.model must be text of 1 to {MAX_MODEL} characters")
+    return params, model
