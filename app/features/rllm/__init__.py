@@ -1,6 +1,6 @@
 """rLLM's model gateway, as its own client asks it, over Turnlog's sessions. On only where it is named.
 
-    paths      lead to this feature's routes before anything else reads them   (`door.py`)
+    paths      lead to this feature's routes before anything else reads them   (`paths.py`)
     sessions   have the gateway's names, which come again after a deletion, and may hold slashes (`rules.py`)
     traces     are read from the log   (`traces.py`)
     workers    are the engines, and the weight version is the fleet's   (`admin.py`)
@@ -31,7 +31,7 @@ def routers() -> list[APIRouter]:
 def door(app: FastAPI) -> Callable[[Scope], Scope]:
     """`app` has all of its routes."""
     from app.api.openapi import routes_of
-    from app.features.rllm.door import Door
+    from app.features.rllm.paths import Door
 
     paths = [*(route.path for route in routes_of(app.routes)), *(route.path for route in app.state.direct_routes)]
     below = "/sessions/{session_id}/"

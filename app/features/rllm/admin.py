@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict
 
 from app.api.bodies import body_of
@@ -85,7 +85,9 @@ async def add_worker(request: Request) -> dict[str, str]:
 
 @router.delete("/admin/workers/{worker_id}")
 @describe("Remove an engine", "admin", json_reply(ANYTHING), errors=(NotFound, *WRITE))
-async def remove_worker(request: Request, worker_id: str) -> dict[str, str]:
+async def remove_worker(
+    request: Request, worker_id: Annotated[str, Path(description="A worker's id, as the list has it.")]
+) -> dict[str, str]:
     """As `DELETE /engines`."""
     app = services(request)
     url = next((url for url in app.engines.members if _id(url) == worker_id), None)
@@ -135,7 +137,7 @@ async def set_weight_version(request: Request) -> dict[str, int]:
         if gate.version == version:
             return None
         if gate.is_shut:
-            return FleetPaused(gate.closings, gate.until or 0.0, gate.mode, version)
+            return FleetPaused(gate.closings, gate.until or 0.0, gate.mode or "abort", version)
         return FleetResumed(gate.closings, version=version)
 
     await services(request).fleet.append(stamped)

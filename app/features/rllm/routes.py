@@ -1,4 +1,4 @@
-"""The gateway's routes of sessions and traces, as its client asks them. `door.py` leads its paths here."""
+"""The gateway's routes of sessions and traces, as its client asks them. `paths.py` leads its paths here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
@@ -223,7 +223,9 @@ async def query_traces(request: Request) -> StreamingResponse:
 
 @router.get("/traces/{trace_id}")
 @describe("One trace", "admin", json_reply(Trace), errors=(NotFound, *READ))
-async def get_trace(request: Request, trace_id: str) -> Response:
+async def get_trace(
+    request: Request, trace_id: Annotated[str, Path(description="A session's id, a dot, a turn's number.")]
+) -> Response:
     app = services(request)
     session_id, _, number = trace_id.rpartition(".")
     try:

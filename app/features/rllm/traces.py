@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from app.domain.events import TurnCommitted, UnknownEvent, is_number, shape_of
 from app.domain.rules import superseded
@@ -17,7 +18,7 @@ from app.sessions import replay_payloads, transcript
 from app.sessions.session_at import session_at
 from app.sessions.transcript import WireTurn
 from app.store import reads
-from app.store.ports import Database
+from app.store.engine import Database
 from workers.codec import CorruptContent
 from workers.sampling_masks import Masks
 
@@ -133,7 +134,8 @@ class Traces:
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
         tokens = stored[number]
-        return memoryview(tokens.output_ids).cast("i").tolist(), memoryview(tokens.logprobs).cast("d").tolist()
+        logprobs: list[float] = np.frombuffer(tokens.logprobs, "<f8").tolist()
+        return np.frombuffer(tokens.output_ids, "<i4").tolist(), logprobs
 
     async def _routing(self, session: Session, number: int) -> list[str] | None:
         """None where there is none, where it is no longer kept, and where it cannot be told: its first rows are
