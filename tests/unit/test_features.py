@@ -114,9 +114,9 @@ def test_a_feature_says_what_it_adds() -> None:
 
 
 def test_all_is_each_but_what_changes_others_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for named, features in (("all", set(FEATURES) - {"rllm"}), ("all,rllm", set(FEATURES)), ("rllm", {"rllm"})):
+    for named, on in (("all", set(FEATURES) - {"rllm"}), ("all,rllm", set(FEATURES)), ("rllm", {"rllm"})):
         monkeypatch.setenv("TURNLOG_FEATURES", named)
-        assert set(load_settings().features) == features
+        assert set(load_settings().features) == on
     monkeypatch.delenv("TURNLOG_FEATURES")
     assert set(load_settings().features) == set(FEATURES) - {"rllm", "search"}
 
