@@ -29,6 +29,8 @@ class SessionCreated(_Event):
     metadata: NotRequired[dict[str, Any] | None]
     fork: NotRequired[dict[str, Any] | None]
     budget: NotRequired[str | None]
+    name: NotRequired[str | None]
+    generation: NotRequired[int | None]
 
 
 class TurnOpened(_Event):
@@ -218,7 +220,7 @@ class AffinityReleased(_Event):
 
 class SessionClosed(_Event):
     type: Literal["SessionClosed"]
-    reason: NotRequired[Literal["deleted", "idle", "root"]]
+    reason: NotRequired[Literal["deleted", "idle", "root", "finished"]]
 
 
 class SessionRestored(_Event):

@@ -104,6 +104,8 @@ class SessionFilters(TypedDict, total=False):
     stuck_s: Annotated[float, "A turn has been in flight for longer than this many seconds."]
     metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
     tag: Annotated[str, "Only sessions with this tag."]
+    name: Annotated[str, "Only sessions that clients call so."]
+    generation: Annotated[int, "Only this generation of a name."]
     sort: Annotated[SessionOrder, "The column by which the sessions are sorted."]
     order: Annotated[Literal["desc", "asc"], "Descending (default) or ascending."]
 
@@ -125,6 +127,8 @@ class SearchFilters(TypedDict, total=False):
     unrewarded: Annotated[bool, "Only sessions without a reward."]
     min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
     tag: Annotated[str, "Only sessions with this tag."]
+    name: Annotated[str, "Only sessions that clients call so."]
+    generation: Annotated[int, "Only this generation of a name."]
 
 
 class RowFilters(TypedDict, total=False):
@@ -146,6 +150,8 @@ class ExportFilters(RowFilters, total=False):
 
     session_id: Annotated[str, "Only this session."]
     group_id: Annotated[str, "Only this group."]
+    name: Annotated[str, "Only sessions that clients call so."]
+    generation: Annotated[int, "Only this generation of a name."]
     status: Annotated[Literal["completed", "truncated", "aborted"], "Rows: completed, truncated, aborted."]
     session_status: Annotated[Literal["open", "closed", "erased"], "Sessions: open, closed, erased."]
     since: Annotated[float | str, "Seconds since the epoch, or ISO 8601."]
@@ -191,6 +197,8 @@ class EventParameters(TypedDict, total=False):
     type: Annotated[Sequence[EventType], "Only events of these types."]
     session_id: Annotated[str, "Only this session."]
     group_id: Annotated[str, "Only this group's sessions, agents included."]
+    name: Annotated[str, "Only sessions that clients call so."]
+    generation: Annotated[int, "Only this generation of a name."]
 
 
 class TreeParameters(TypedDict, total=False):

@@ -172,6 +172,8 @@ class Row(TypedDict):
     sampling: list[TurnSampling]
     note: str | None
     tags: list[str]
+    name: str | None
+    generation: int | None
     limit: NotRequired[Literal["turns", "tokens", "context", "seconds"]]
     images: NotRequired[list[RowImage]]
     annotations: NotRequired[RowAnnotations]

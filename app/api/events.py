@@ -47,6 +47,9 @@ class EventParameters(BaseModel):
         default=None, pattern=NO_NUL, description="Only events of this group's sessions, agents included."
     )
 
+    name: str | None = Field(default=None, pattern=ID, description="Only events of the sessions that clients call so.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
+
     @field_validator("type", mode="after")
     @classmethod
     def _known(cls, given: list[str]) -> list[str]:
@@ -71,7 +74,7 @@ async def get_events(request: Request, query: Annotated[EventParameters, Query()
     """
     require_known(request, EventParameters)
     feed = services(request).all_events
-    wanted = EventFilter(tuple(query.type), query.session_id, query.group_id)
+    wanted = EventFilter(tuple(query.type), query.session_id, query.group_id, query.name, query.generation)
     asked = EventQuery(query.after, query.follow, query.limit, wanted)
     lines = await while_connected(request.receive, feed.start(asked))
     return _AllFollowed(lines, feed) if query.follow else ClosedStream(lines, NDJSON)

@@ -188,7 +188,7 @@ class PartRows:
     def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
 
-        A session outside the requested group gives nothing: it is read only where damage hides its group.
+        A session outside the requested group or name gives nothing: it is read only where damage hides them.
         """
         session_id, at = stored.session_id, page.at
         if stored.status == "erased":
@@ -196,6 +196,9 @@ class PartRows:
             return
         session = known(stored)
         if self._query.group_id is not None and self._query.group_id not in session.groups:
+            return
+        own = session.session
+        if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):
             return
         reason = session_excluded(session, self._query)
         if reason is not None:

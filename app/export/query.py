@@ -143,6 +143,8 @@ class ExportQuery(RowQuery):
     format: str = Field(default="ndjson", description="What the rows are written into.")
     session_id: Text = Field(default=None, description="A session's id.")
     group_id: Text = Field(default=None, description="A group's id.")
+    name: Text = Field(default=None, description="What clients call the sessions.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
     status: Literal["completed", "truncated", "aborted"] | None = Field(default=None, description="Only such.")
     session_status: Literal["open", "closed", "erased"] | None = Field(
         default=None, description="Only rows of such sessions."

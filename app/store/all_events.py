@@ -13,6 +13,7 @@ from app.domain.patterns import MAX_INTEGER
 from app.store import rollouts
 from app.store.broken import BrokenRow
 from app.store.damaged import attempt_or, rows_in_parts
+from app.store.names import called
 from app.store.reads import START, EventRow, Position, at_or_before, last_forgotten
 from app.store.schema import events
 
@@ -29,11 +30,18 @@ class EventFilter(msgspec.Struct, frozen=True):
     types: tuple[str, ...] = ()
     session_id: str | None = None
     group_id: str | None = None
+    name: str | None = None
+    generation: int | None = None
 
     @property
     def is_of_few(self) -> bool:
         """Are the sessions named, so that their own keys find the events?"""
-        return self.session_id is not None or self.group_id is not None
+        return not (self.session_id is self.group_id is self.name is None)
+
+    @property
+    def of_name(self) -> Select[tuple[str]] | None:
+        """The sessions of the name or generation."""
+        return None if self.name is self.generation is None else called(self.name, self.generation)
 
 
 class PlacedRow(NamedTuple):
@@ -156,6 +164,8 @@ def _of_sessions(wanted: EventFilter) -> list[ColumnElement[bool]]:
         conditions.append(events.c.session_id == wanted.session_id)
     if wanted.group_id is not None:
         conditions.append(events.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
+    if wanted.of_name is not None:
+        conditions.append(events.c.session_id.in_(wanted.of_name))
     return conditions
 
 
@@ -175,7 +185,9 @@ def _matching(connection: Connection, rows: Sequence[PlacedRow], wanted: EventFi
     if wanted.session_id is not None:
         ids = [wanted.session_id]
     if wanted.group_id is not None:
-        ids = attempt_or(connection, partial(_of_group, group_id=wanted.group_id), ids)
+        ids = attempt_or(connection, partial(_ids, query=rollouts.members_of_group(wanted.group_id)), ids)
+    if wanted.of_name is not None:
+        ids = set(ids).intersection(attempt_or(connection, partial(_ids, query=wanted.of_name), ids))
     return [
         row
         for row in rows
@@ -183,5 +195,5 @@ def _matching(connection: Connection, rows: Sequence[PlacedRow], wanted: EventFi
     ]
 
 
-def _of_group(connection: Connection, group_id: str) -> Collection[str | None]:
-    return set(connection.execute(rollouts.members_of_group(group_id)).scalars())
+def _ids(connection: Connection, query: Select[Any]) -> Collection[str | None]:
+    return set(connection.execute(query).scalars())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import Connection, LargeBinary, Text, cast, literal, null, select, union_all
+from sqlalchemy import Connection, LargeBinary, Select, Text, cast, literal, null, select, union_all
 
 from app.store.dialect import contains_bytes
 from app.store.schema import archived, events, sessions
@@ -36,6 +36,14 @@ def generations(connection: Connection, name: str) -> list[Generation]:
         )
     )
     return sorted((Generation(*row) for row in rows), key=lambda one: one.number, reverse=True)
+
+
+def called(name: str | None, generation: int | None) -> Select[tuple[str]]:
+    """The ids of the sessions of a name, of a generation, or of both."""
+    query = select(sessions.c.session_id).where(sessions.c.name.is_not(None))
+    if name is not None:
+        query = query.where(sessions.c.name == name)
+    return query if generation is None else query.where(sessions.c.generation == generation)
 
 
 def attempted(connection: Connection, name: str, mark: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
+from sqlalchemy import ColumnElement, Select, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent, decode
@@ -393,9 +393,11 @@ def changed_sessions(
     limit: int,
     session_id: str | None = None,
     group_id: str | None = None,
+    among: Select[tuple[str]] | None = None,
     types: Sequence[str] = EXPORTED,
 ) -> list[tuple[str, Position]]:
-    """Sessions in the order of their last event of these types in (after, upto], each once, with that place."""
+    """Sessions, of those that `among` selects, in the order of their last event of these types in (after, upto], each
+    once, with that place."""
     later = events.alias("later")
     newer = exists().where(
         later.c.session_id == events.c.session_id,
@@ -419,6 +421,8 @@ def changed_sessions(
         query = query.where(events.c.session_id == session_id)
     if group_id is not None:
         query = query.where(events.c.session_id.in_(rollouts.members_of_group(group_id)))
+    if among is not None:
+        query = query.where(events.c.session_id.in_(among))
     return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 

@@ -120,14 +120,14 @@ class Retries:
         name, mark = newest.name, turn.retry_key or turn.body_hash
         for session_id in await read(lambda c: names.attempted(c, name, mark)):
             is_own = session_id == newest.session_id
-            if is_own and newest.status == "open":
-                return None
             if not is_own and turn.waiter.token_session is not None:
                 continue
-            found = entry if is_own else await self._cache.get(session_id)
+            found = entry if is_own else await self._cache.current(session_id)
             if found is None:
                 continue  # It has left for an archive meanwhile.
             session = found.session
+            if session.status == "open":
+                return None  # It is the newest, and this process has only now heard of it.
             if turn.retry_key is not None:
                 number = found.keyed.get(turn.retry_key)
                 if number is not None:

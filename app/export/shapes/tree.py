@@ -23,6 +23,7 @@ from workers.parse_parts import VersionSpan
 OF_SESSION = (
     *("session_id", "group_id", "attempt", "parent_session_id", "reward", "reward_components"),
     *("advantage", "metadata", "cursor", "rollout_id", "rollout_rows", "rollout_weight", "pinned", "note", "tags"),
+    *("name", "generation"),
 )
 """The `turnlog` row's fields that all rows of a session have alike."""
 

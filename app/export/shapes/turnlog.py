@@ -61,6 +61,8 @@ COLUMNS: Columns = {
     "images": "json",
     "limit": "text",
     "annotations": "json",
+    "name": "text",
+    "generation": "int64",
 }
 
 MASKS: Columns = {
@@ -126,6 +128,8 @@ def fields(row: Row) -> Fields:
         **({} if row.links is None else {"replay_urls": row.links}),
         "note": session.note,
         "tags": list(session.tags),
+        "name": session.name,
+        "generation": session.generation,
         **({} if row.images is None else {"images": row.images}),
         **({} if sample.limit is None else {"limit": sample.limit}),
         **({} if row.annotations is None else {"annotations": row.annotations}),
