@@ -5,6 +5,7 @@ import gc
 import logging
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
@@ -53,6 +54,7 @@ from app.features import (
     otel,
     page,
     resume,
+    rllm,
     search,
     session_control,
     text,
@@ -79,6 +81,7 @@ FEATURES = (
     otel,
     page,
     resume,
+    rllm,
     search,
     session_control,
     text,
@@ -111,6 +114,7 @@ class Turnlog(FastAPI):
         self._guard = Guard(self._tokens, settings.trusted_networks)
         self._services: Services
         self.state.direct_routes = _DIRECT_ROUTES
+        self.doors: list[Callable[[Scope], Scope]] = []  # features' own: paths that lead elsewhere
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -120,6 +124,8 @@ class Turnlog(FastAPI):
             scope = with_single_slashes(scope)
         if PREFIX in scope["path"]:
             scope = without_prefix(scope)
+        for door in self.doors:
+            scope = door(scope)
         head = Head(scope, self._ids)
         # The log looks here when it writes a line, also in the tasks that the request starts.
         CURRENT.set(head)
@@ -231,6 +237,7 @@ def create_app(settings: Settings) -> Turnlog:
     ):
         app.include_router(routes)
     handle_faults(app)
+    app.doors += [feature.door(app) for feature in own if hasattr(feature, "door")]
     return app
 
 

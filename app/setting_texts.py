@@ -11,8 +11,9 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     "Store and service": {
         "database_url": "SQLite, or [`postgresql+asyncpg://…`](operations.md#several-processes-postgresql). "
         "Alembic reads it too",
-        "features": "[parts of the service](design.md#features) beside the kernel; or `all`, or `none`. What is left "
-        "out has no routes, background work and metrics. On SQLite, [search](search.md) needs FTS5",
+        "features": "[parts of the service](design.md#features) beside the kernel; or `none`, or `all`, which is "
+        "each but `rllm`; `all,rllm` is each. What is left out has no routes, background work and metrics. On SQLite, "
+        "[search](search.md) needs FTS5",
         "log_format": "`auto`: JSON unless standard error is a terminal",
         "log_level": "`debug` has a line with the stages of each turn",
         "lease_s": "silence after which a process on PostgreSQL loses its claims",

@@ -115,6 +115,7 @@ Feature = Literal[
     "otel",
     "page",
     "resume",
+    "rllm",
     "search",
     "session_control",
     "text",
@@ -134,7 +135,9 @@ SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
 }
 """Settings of features. Where the feature is off they have their defaults, whatever is set."""
 
-DEFAULT_FEATURES = tuple(name for name in FEATURES if name != "search")
+DEFAULT_FEATURES = tuple(name for name in FEATURES if name not in ("rllm", "search"))
+ALL_FEATURES = tuple(name for name in FEATURES if name != "rllm")
+"""What `all` stands for: `rllm` changes what other routes answer, so it is on only where it is named."""
 
 
 class LimitsGiven(BaseModel):
@@ -433,7 +436,9 @@ def _feature_names(value: Any) -> Collection[str]:
     if not isinstance(value, str):
         return tuple(value)
     names: tuple[str, ...] = tuple(dict.fromkeys(re.findall(r"[^,\s]+", value)))
-    return FEATURES if names == ALL else () if names == ("none",) else names
+    if names == ("none",):
+        return ()
+    return tuple(dict.fromkeys(one for name in names for one in (ALL_FEATURES if name == "all" else (name,))))
 
 
 def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:

@@ -35,7 +35,7 @@ hosts.
 """
 
 DEFAULTS = {
-    "features": "all but `search`",
+    "features": "all but `rllm` and `search`",
     "workers": "CPUs, at most 16",
     "on_abort": "`return`; with a tokenizer `continue`",
     "history": "the first turn's choice",

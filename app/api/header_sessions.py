@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Collection, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
+from starlette.types import Scope
 
 from app.api.head import unknown_session
 from app.api.sessions import CreateSession, new_session
@@ -70,6 +71,8 @@ HARNESSES = (
 )
 """Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's, a generic one, that of SGLang's router. The first one
 present is used."""
+
+_OWN = HARNESSES[0].session.encode()
 
 AGENT, PARENT, FINAL = "x-turnlog-agent-id", "x-turnlog-parent-session-id", "x-dynamo-session-final"
 """Headers that are valid with any harness and take precedence over the harness's own."""
@@ -374,6 +377,16 @@ def agent_of(headers: Headers) -> str | None:
     given = _given(headers)
     harness = _harness(given)
     return _agent(given, harness, None if harness is None else given[harness.session])
+
+
+def in_header(scope: Scope, session_id: str) -> Scope:
+    """The scope of the same request with the session in Turnlog's own header. What the harness's headers say of its
+    agent holds, and what they say of its session does not."""
+    given = [(name, value) for name, value in scope["headers"] if name != _OWN]
+    agent = agent_of([(name.decode("latin-1"), value.decode("latin-1")) for name, value in given])
+    if agent is not None:
+        given = [*((name, value) for name, value in given if name != AGENT.encode()), (AGENT.encode(), agent.encode())]
+    return {**scope, "headers": [(_OWN, session_id.encode()), *given]}
 
 
 def _given(headers: Headers) -> dict[str, str]:

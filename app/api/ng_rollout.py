@@ -15,11 +15,10 @@ import re
 from starlette.types import Scope
 
 from app.api.head import route_path
-from app.api.header_sessions import AGENT, HARNESSES, agent_of
+from app.api.header_sessions import in_header
 
 PREFIX = "/ng-rollout/"
 _PATH = re.compile(PREFIX + r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:/training-token-capture)?(/v1/.*)", re.DOTALL)
-_SESSION = HARNESSES[0].session.encode()
 
 
 def without_prefix(scope: Scope) -> Scope:
@@ -28,10 +27,5 @@ def without_prefix(scope: Scope) -> Scope:
     if not path.startswith(PREFIX) or (match := _PATH.fullmatch(path)) is None:
         return scope
     rollout_id, rest = match.groups()
-    given = [(name, value) for name, value in scope["headers"] if name != _SESSION]
-    agent = agent_of([(name.decode("latin-1"), value.decode("latin-1")) for name, value in given])
-    if agent is not None:
-        given = [*((name, value) for name, value in given if name != AGENT.encode()), (AGENT.encode(), agent.encode())]
     root = scope["path"][: len(scope["path"]) - len(path)]
-    headers = [(_SESSION, rollout_id.encode()), *given]
-    return {**scope, "path": root + rest, "raw_path": (root + rest).encode(), "headers": headers}
+    return in_header({**scope, "path": root + rest, "raw_path": (root + rest).encode()}, rollout_id)

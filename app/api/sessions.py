@@ -292,7 +292,12 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
 async def create_session(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
     """Create a session. With a `session_id`, repeating the request returns the same session."""
     raw = await small_body(app, head, receive)
-    new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
+    return 200, await create(app, read_model(raw, CreateSession) if raw.strip() else CreateSession(), head.scope)
+
+
+async def create(app: Services, body: CreateSession, scope: Scope) -> dict[str, Any]:
+    """Create a session; what its client is told. `scope` is its request's. Raises AppError."""
+    new = new_session(body, app.settings)
     if new.config.capture == "text" or new.config.upstream is not None:
         new = msgspec.structs.replace(new, config=_of_text(new.config, app.text_upstreams))
     session_id = new.session_id
@@ -302,7 +307,7 @@ async def create_session(app: Services, head: Head, receive: Receive) -> tuple[i
         if new.name is None:
             raise
         session_id = await app.names.begin(new)
-    return 200, created(app, head.scope, session_id)
+    return created(app, scope, session_id)
 
 
 def created(app: Services, scope: Scope, session_id: str) -> dict[str, Any]:
@@ -342,17 +347,24 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     """The requests and replies of the live turns, and the fields with which the session was created."""
     app = services(request)
     live = await app.sessions.require(session_id)
-    content, _ = await start_stream(_session_json(app, live))
+    content, _ = await start_stream(session_json(app, live))
     return StreamingResponse(content, media_type="application/json")
 
 
-async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]:
+async def session_json(
+    app: Services, live: CacheEntry, beside: Mapping[str, Any] | None = None
+) -> AsyncIterator[bytes]:
+    """The session as `GET /sessions/{id}` tells it. With fields `beside` that, `metadata` also has what was given at
+    create."""
     session = live.session
+    given = await app.samples.metadata_given(session)
     metadata = await app.samples.metadata(live, session)
-    created_with = created_fields(session, await app.samples.metadata_given(session))
+    if beside is not None:
+        metadata = {**msgspec.json.decode(given), **metadata}
+    created_with = created_fields(session, given)
     for fields in app.session_fields:
         created_with |= await fields(session)
-    separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
+    separator = msgspec.json.encode({"session_id": session.session_id, **(beside or {})})[:-1] + b',"records":['
     async for record in transcript.records(app.database, session):
         yield separator + record
         separator = b","

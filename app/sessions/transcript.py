@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -55,7 +55,7 @@ async def stored_reply(
     exchange = await _exchange(database, session, number)
     ids = await token_ids(database, session, number)
     payloads = await replay.values(database, session, number, exchange, kinds)
-    return exchange.status, exchange.headers, _reply(session.turn(number), exchange, ids, payloads)
+    return exchange.status, exchange.headers, codec.paste(exchange, _prompt(session.turn(number), ids), payloads)
 
 
 async def echo(database: Database, session: Session, turn: Turn) -> bytes | None:
@@ -89,29 +89,72 @@ async def _blobs(database: Database, session: Session, turn: int, numbers: Seque
 
 async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
     """A JSON record for each live turn, one at a time: all of them together grow with turns × context."""
-    committed = await _committed(database, session)
-    history: list[bytes] = []
-    ids = b""
-    for number in session.path:
-        turn, (at, event) = session.turn(number), committed[number]
-        exchange = await _exchange(database, session, number)
-        ids = await _continued(database, session, ids, [turn])
-        request, history = await _request(database, session, event, exchange, history, _prompt(turn, ids))
-        payloads = await replay.values(database, session, number, exchange, REPLAY)
+    async for turn in wire_turns(database, session, session.path):
+        payloads = await replay.values(database, session, turn.event.turn, turn.exchange, REPLAY)
         yield msgspec.json.encode(
             {
-                "timestamp": at,
-                "request_timestamp": event.requested_at,
+                "timestamp": turn.at,
+                "request_timestamp": turn.event.requested_at,
                 "method": "POST",
-                "path": PATHS[shape_of(event.protocol)],
-                "status_code": exchange.status,
-                "request": msgspec.Raw(request),
-                "response": msgspec.Raw(_reply(turn, exchange, ids, payloads)),
-                "turn": number,
-                "protocol": event.protocol,
-                **({"left_out": event.left_out} if event.left_out else {}),
+                "path": PATHS[shape_of(turn.event.protocol)],
+                "status_code": turn.exchange.status,
+                "request": msgspec.Raw(turn.request),
+                "response": msgspec.Raw(turn.reply(payloads)),
+                "turn": turn.event.turn,
+                "protocol": turn.event.protocol,
+                **({"left_out": turn.event.left_out} if turn.event.left_out else {}),
             }
         )
+
+
+class WireTurn(NamedTuple):
+    """One turn as it went over the wire. `prompt` are the ids before its output, as int32; `request` is the body that
+    the engine was sent, and `messages` are those of it, raw JSON."""
+
+    at: float
+    event: TurnCommitted
+    exchange: Exchange
+    prompt: memoryview
+    request: bytes
+    messages: Sequence[bytes]
+
+    def reply(self, payloads: Mapping[str, bytes]) -> bytes:
+        """The body that the engine answered; null in place of replay payloads that are not given."""
+        return codec.paste(self.exchange, self.prompt, payloads)
+
+
+async def wire_turns(database: Database, session: Session, numbers: Iterable[int]) -> AsyncIterator[WireTurn]:
+    """These turns, one at a time. One that continues the turn before it is read without the history that they share.
+
+    Raises SessionUnreadable.
+    """
+    committed = await _committed(database, session)
+    before, history, ids = 0, list[bytes](), b""
+    for number in numbers:
+        turn, (at, event) = session.turn(number), committed[number]
+        if event.parent != before:
+            history = await _history(database, session, event.parent) if event.base_messages else []
+            ids = await token_ids(database, session, event.parent) if event.base_tokens else b""
+        exchange = await _exchange(database, session, number)
+        ids = await _continued(database, session, ids, [turn])
+        prompt = _prompt(turn, ids)
+        request, history = await _request(database, session, event, exchange, history, prompt)
+        yield WireTurn(at, event, exchange, prompt, request, history[:-1])
+        before = number
+
+
+async def _history(database: Database, session: Session, number: int) -> list[bytes]:
+    """All messages after turn `number`, its reply too, with their images. Raises SessionUnreadable."""
+    numbers = [turn.number for turn in session.message_chain(number)]
+    try:
+        said = await database.read(
+            lambda connection: reads.load_messages(connection, session.session_id, numbers),
+            session_id=session.session_id,
+        )
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
+    messages = [raw for number in numbers for raw in (*said[number].messages, said[number].message)]
+    return [*await images.put_back(database, session, messages)]
 
 
 async def _request(
@@ -144,10 +187,6 @@ async def _request(
 
 def _prompt(turn: Turn, ids: bytes) -> memoryview:
     return memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES].cast("i")
-
-
-def _reply(turn: Turn, exchange: Exchange, ids: bytes, payloads: Mapping[str, bytes]) -> bytes:
-    return codec.paste(exchange, _prompt(turn, ids), payloads)
 
 
 async def _exchange(database: Database, session: Session, number: int) -> Exchange:

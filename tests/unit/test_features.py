@@ -17,7 +17,7 @@ from app.errors import StartupError
 from app.features import checkpoints
 from app.main import chosen, create_app
 from app.services import Services
-from app.settings import FEATURES, Settings
+from app.settings import FEATURES, Settings, load_settings
 from app.store import schema
 
 FOLDERS = {path.parent.name for path in Path(features.__file__).parent.glob("*/__init__.py")}
@@ -111,6 +111,14 @@ def test_a_feature_says_what_it_adds() -> None:
         assert inspect.getdoc(feature)
         assert callable(feature.add_to)
         assert callable(feature.routers)
+
+
+def test_all_is_each_but_what_changes_others_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, on in (("all", set(FEATURES) - {"rllm"}), ("all,rllm", set(FEATURES)), ("rllm", {"rllm"})):
+        monkeypatch.setenv("TURNLOG_FEATURES", named)
+        assert set(load_settings().features) == on
+    monkeypatch.delenv("TURNLOG_FEATURES")
+    assert set(load_settings().features) == set(FEATURES) - {"rllm", "search"}
 
 
 def test_settings_of_what_is_off_have_their_defaults() -> None:

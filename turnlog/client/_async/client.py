@@ -110,6 +110,7 @@ class AsyncTurnlog:
         given = checked(SessionFilters, filters)
         if "metadata" in given:
             given["metadata"] = metadata_filter(given["metadata"])
+        given.setdefault("order", "desc")  # a server that also speaks rLLM's wire tells the two lists apart by it
         async for one in self._pages("/sessions", "sessions", given, limit):
             yield cast(ListedSession, one)
 

@@ -109,6 +109,7 @@ class Turnlog:
         given = checked(SessionFilters, filters)
         if "metadata" in given:
             given["metadata"] = metadata_filter(given["metadata"])
+        given.setdefault("order", "desc")  # a server that also speaks rLLM's wire tells the two lists apart by it
         for one in self._pages("/sessions", "sessions", given, limit):
             yield cast(ListedSession, one)
 

@@ -1,0 +1,265 @@
+"""The gateway's routes of sessions and traces, as its client asks them. `paths.py` leads its paths here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict
+
+from app.api.bodies import body_of
+from app.api.describe import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, describe, json_reply
+from app.api.parameters import SessionId
+from app.api.sessions import CreateSession, create, session_json
+from app.api.state import services, start_stream
+from app.errors import InvalidRequest, NotFound, SessionExists, SessionNotFound
+from app.features.rllm.rules import id_of, name_of, pinned
+from app.features.rllm.spoken import GatewayRoute
+from app.features.rllm.traces import Trace, Traces
+from app.sessions.session_list import SessionQuery
+from app.store import metadata_reads
+
+if TYPE_CHECKING:
+    from app.services import Services
+
+router = APIRouter(tags=["rLLM"], route_class=GatewayRoute)
+
+AT_ONCE = 100
+"""Sessions that one request deletes at a time; their writes share a transaction."""
+
+PAGE = 1000
+
+Since = Annotated[float | None, Query(description="Only what is not older, in seconds since the epoch.")]
+Limit = Annotated[int | None, Query(description="At most so many, the oldest first.")]
+
+
+class GatewaySession(CreateSession):
+    """The body of `POST /sessions` with the gateway's own field: its parameters override those of each request."""
+
+    session_id: str | None = None
+    sampling_params: dict[str, Any] | None = None
+
+
+class SessionIds(BaseModel):
+    """Names of sessions."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    session_ids: list[str] = []
+
+
+class TraceQuery(SessionIds):
+    """Names of sessions, and which of the traces of each."""
+
+    since: float | None = None
+    limit: int | None = None
+
+
+class Told(msgspec.Struct):
+    """A session in the gateway's list."""
+
+    session_id: str
+    trace_count: int
+    created_at: float
+    metadata: msgspec.Raw
+
+
+@router.post("/rllm/sessions")
+@describe(
+    "Create a session, also of a name that was deleted",
+    "admin",
+    json_reply(ANYTHING, "The session, as `POST /sessions` tells it, by the name that was given."),
+    errors=(*BODY, SessionExists, *WRITE),
+    body=GatewaySession,
+    optional_body=True,
+    example={"session_id": "task-17:0", "sampling_params": {"temperature": 1.0}},
+)
+async def create_session(request: Request) -> dict[str, Any]:
+    """What `POST /sessions` is where this feature is on. A session without a turn may be created anew with another
+    body; one that has turns is 409, since its traces would be of two."""
+    app = services(request)
+    given = await body_of(request, GatewaySession, is_optional=True)
+    name = given.session_id
+    # Each request of the gateway's stands for itself: in a tree, none goes back on another.
+    fields: dict[str, Any] = {
+        "session_id": id_of(name) if name else None,
+        "history": given.history or app.settings.history or "tree",
+    }
+    if given.sampling_params is not None:
+        if given.params is not None:
+            raise InvalidRequest("sampling_params and params are two names of one thing; give one of them")
+        params, model = pinned(given.sampling_params)
+        fields |= {"params": params or None, "model": model or given.model}
+    body = given.model_copy(update=fields)
+    try:
+        made = await create(app, body, request.scope)
+    except SessionExists:
+        if body.session_id is None or not await _begin_anew(app, body.session_id):
+            raise
+        made = await create(app, body, request.scope)
+    return {**made, "session_id": name or made["session_id"]}
+
+
+async def _begin_anew(app: Services, session_id: str) -> bool:
+    """Finish a session that nothing was generated in."""
+    live = await app.cache.current(await app.names.newest(session_id))
+    if live is None or live.session.status != "open" or live.session.turns or live.session.open_turns:
+        return False
+    await app.names.finish(session_id)
+    return True
+
+
+@router.get("/rllm/sessions")
+@describe("List the open sessions that have traces", "page", json_reply(list[Told]), errors=READ)
+async def list_sessions(request: Request, since: Since = None, limit: Limit = None) -> StreamingResponse:
+    """What `GET /sessions` is where this feature is on and nothing but `since` and `limit` is asked for. Newest
+    first."""
+    content, _ = await start_stream(_array(_sessions(services(request), since, limit)))
+    return StreamingResponse(content, media_type=JSON)
+
+
+async def _sessions(app: Services, since: float | None, limit: int | None) -> AsyncIterator[Told]:
+    query, cursor, left = SessionQuery(status="open"), None, limit
+    while left is None or left > 0:
+        page = await app.session_list.page(query, cursor, PAGE, counted=False)
+        rows = [row for row in page["sessions"] if row["turns"] and (since is None or row["created_at"] >= since)]
+        ids = [row["session_id"] for row in rows]
+        metadata = await app.database.read(lambda connection: metadata_reads.metadata_of(connection, ids))  # noqa: B023
+        for row in rows[:left]:
+            given = msgspec.Raw(metadata.get(row["session_id"], b"{}"))
+            yield Told(name_of(row["name"] or row["session_id"]), row["turns"], row["created_at"], given)
+        left, cursor = None if left is None else left - len(rows), page["next_cursor"]
+        if cursor is None:
+            return
+
+
+@router.get("/sessions/{session_id}/rllm")
+@describe(
+    "The session, with the number of its traces",
+    "session",
+    json_reply(ANYTHING, "What `GET /sessions/{session_id}` tells, `trace_count` and `created_at`."),
+    errors=(*SESSION, *READ, *PAYLOADS),
+)
+async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
+    """What `GET /sessions/{session_id}` is where this feature is on. `metadata` has what was given at create too."""
+    app = services(request)
+    live = await app.sessions.require(session_id)
+    beside = {
+        "session_id": name_of(live.session.name or session_id),
+        "trace_count": await of_services(app).count(session_id),
+        "created_at": live.session.created_at,
+    }
+    content, _ = await start_stream(session_json(app, live, beside))
+    return StreamingResponse(content, media_type=JSON)
+
+
+@router.delete("/sessions/{session_id}/rllm")
+@describe("Delete the session's traces", "session", json_reply(ANYTHING), errors=(*READ, *WRITE))
+async def delete_session(request: Request, session_id: SessionId) -> dict[str, int]:
+    """What `DELETE /sessions/{session_id}` is where this feature is on: the session is closed, and its name may be used
+    again. Its rows stay in exports."""
+    return {"deleted": await _delete(services(request), session_id)}
+
+
+@router.post("/rllm/sessions/batch_delete")
+@describe(
+    "Delete the traces of several sessions", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=SessionIds
+)
+async def batch_delete(request: Request) -> dict[str, int]:
+    """As `DELETE` of each. A name that is not there is nothing deleted."""
+    app = services(request)
+    names = list(dict.fromkeys((await body_of(request, SessionIds, is_optional=True)).session_ids))
+    deleted = 0
+    for at in range(0, len(names), AT_ONCE):
+        part = await asyncio.gather(
+            *(_delete_named(app, one) for one in names[at : at + AT_ONCE]), return_exceptions=True
+        )
+        for count in part:
+            if isinstance(count, BaseException):
+                raise count
+            deleted += count
+    return {"deleted": deleted}
+
+
+async def _delete_named(app: Services, name: str) -> int:
+    return await _delete(app, await app.names.newest(id_of(name)))
+
+
+async def _delete(app: Services, session_id: str) -> int:
+    """How many traces are no longer told."""
+    live = await app.cache.current(session_id)
+    if live is None or live.session.status != "open":
+        return 0
+    count = await of_services(app).count(session_id)
+    await app.names.finish(session_id)
+    return count
+
+
+@router.get("/sessions/{session_id}/traces")
+@describe("The session's traces", "session", json_reply(list[Trace]), errors=(*SESSION, *READ))
+async def session_traces(
+    request: Request, session_id: SessionId, since: Since = None, limit: Limit = None
+) -> StreamingResponse:
+    """Each committed turn as rLLM's `TraceRecord`, in the order of their commits. Of an unknown name there are none."""
+    app = services(request)
+    content, _ = await start_stream(_array(_traces(app, [session_id], since, limit)))
+    return StreamingResponse(content, media_type=JSON)
+
+
+@router.post("/traces/query")
+@describe("The traces of several sessions", "admin", json_reply(list[Trace]), errors=(*BODY, *READ), body=TraceQuery)
+async def query_traces(request: Request) -> StreamingResponse:
+    """`since` and `limit` are of each session."""
+    app = services(request)
+    query = await body_of(request, TraceQuery, is_optional=True)
+    ids = [await app.names.newest(id_of(name)) for name in query.session_ids]
+    content, _ = await start_stream(_array(_traces(app, ids, query.since, query.limit)))
+    return StreamingResponse(content, media_type=JSON)
+
+
+@router.get("/traces/{trace_id}")
+@describe("One trace", "admin", json_reply(Trace), errors=(NotFound, *READ))
+async def get_trace(
+    request: Request, trace_id: Annotated[str, Path(description="A session's id, a dot, a turn's number.")]
+) -> Response:
+    app = services(request)
+    session_id, _, number = trace_id.rpartition(".")
+    try:
+        if not (number.isascii() and number.isdigit()) or await _is_deleted(app, session_id):
+            raise NotFound("no such trace")
+        trace = await of_services(app).of_turn(session_id, int(number))
+    except (NotFound, SessionNotFound):
+        raise NotFound(f"Trace {trace_id} not found") from None
+    return Response(msgspec.json.encode(trace), media_type=JSON)
+
+
+async def _is_deleted(app: Services, session_id: str) -> bool:
+    live = await app.cache.current(session_id)
+    return live is None or live.session.is_finished
+
+
+async def _traces(
+    app: Services, session_ids: Sequence[str], since: float | None, limit: int | None
+) -> AsyncIterator[Trace]:
+    for session_id in session_ids:
+        if not await _is_deleted(app, session_id):
+            async for trace in of_services(app).of_session(session_id, since, limit):
+                yield trace
+
+
+async def _array(items: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """JSON, an item at a time: all traces together grow with turns × context."""
+    begun = b"["
+    async for item in items:
+        yield begun + msgspec.json.encode(item)
+        begun = b","
+    yield b"[]" if begun == b"[" else b"]"
+
+
+def of_services(app: Services) -> Traces:
+    traces: Traces = app.features["rllm"]
+    return traces
