@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from ops.simulator import openai
+from ops.simulator import inference, openai
 from ops.simulator.config import Config
 from ops.simulator.control import Control
 from ops.simulator.engine import Engine
@@ -40,6 +40,8 @@ class Simulator:
         self._generating = {_CHAT: self.engine.chat, _COMPLETIONS: self.engine.complete}
         if self.config.dialect == "sglang":
             self._generating[_GENERATE] = self.engine.generate
+        if self.config.scale_out:
+            self._generating[inference.GENERATE] = self.engine.infer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -7,20 +7,29 @@ from array import array
 
 import msgspec
 
+from ops.simulator.config import Dialect
 from ops.simulator.generation import Alternatives, Generation, ReplyWriter, encode, sampled_first
 from ops.simulator.template import Conversation, Toolbox
 from ops.simulator.tokenizer import Encoded, Tokenizer
 from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, Reply
 
+DEFAULT_TOKENS = 16
 
-def check(request: CompletionRequest) -> None:
-    """Refuse what engines refuse, and what this simulator supports only for chat. Raises :class:`BadRequest`."""
+
+def check(request: CompletionRequest, dialect: Dialect) -> CompletionRequest:
+    """The request with vLLM's default in place of a null. Refuses what engines refuse, and what this simulator supports
+    only for chat. Raises :class:`BadRequest`."""
     if request.stream:
         raise BadRequest("this simulator does not stream completions; set stream=false")
+    if request.max_tokens is None and dialect == "sglang":
+        raise BadRequest("max_tokens: Input should be a valid integer")
+    if request.max_tokens is None:
+        request = msgspec.structs.replace(request, max_tokens=DEFAULT_TOKENS)
     if request.max_tokens is not None and request.max_tokens < 1:
         raise BadRequest("max_tokens must be positive")
     if request.logprobs is not None and request.logprobs < 0:
         raise BadRequest("logprobs must be a positive value")
+    return request
 
 
 def read_prompt(raw: msgspec.Raw, tokenizer: Tokenizer) -> Encoded:
