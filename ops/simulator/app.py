@@ -40,7 +40,7 @@ class Simulator:
         self._generating = {_CHAT: self.engine.chat, _COMPLETIONS: self.engine.complete}
         if self.config.dialect == "sglang":
             self._generating[_GENERATE] = self.engine.generate
-        if self.config.scale_out:
+        if self.config.dialect == "vllm":
             self._generating[inference.GENERATE] = self.engine.infer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +63,7 @@ class Simulator:
             refusal = openai.refusal(path, scope["headers"], body, self.config.api_key)
         if refusal is not None:
             reply: Reply | None = refusal
-        elif path in self._generating and scope["method"] == "POST":
+        elif path in self._generating and scope["method"] == "POST" and not self.control.is_disabled(path):
             names = _header(scope, b"x-request-id"), _header(scope, b"x-smg-routing-key")
             reply = await self._generating[path](body, lambda: _hung_up(receive), *names)
         else:

