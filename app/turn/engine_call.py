@@ -398,14 +398,15 @@ class EngineCalls:
                 return None
             # A client of a token route gets what that route samples with, not the model's own.
             filled = offer.completion if turn.request.protocol == "completions" else {}
-            body = inference.completion_body(params, call.ids.text, filled, call.first_row)
+            body = partial(inference.completion_body, params, call.ids.text, filled, call.first_row)
         else:
-            if (rendered := inference.takes_chat(params, call.tools, offer)) is None:
+            tools = None if call.tools is None or b"{" not in call.tools else call.tools
+            if (rendered := inference.takes_chat(params, tools, offer)) is None:
                 return None
-            earlier = 0 if call.tools is None else calls.count(call.messages)
-            body = inference.chat_body(params, call.tools, call.ids.text, rendered, call.first_row, earlier)
+            ids, row, messages = call.ids.text, call.first_row, call.messages if tools is not None else ()
+            body = partial(_inference_chat, params, tools, ids, rendered, row, messages)
         call.is_inference, call.prompt, call.ids_field = True, call.ids, None
-        return body
+        return await self._services.large_bodies.run(turn.large, body)
 
     async def _in_shape(self, call: EngineCall, body: Body) -> Body:
         """The reply of `/inference/v1/generate` as the chat or the completion that the turn is."""
@@ -548,6 +549,17 @@ class EngineCalls:
         assert isinstance(turn.request, ChatRequest)
         proof = self._services.proofs.of(turn.session_id, turn.opened.turn)
         return calls.given_ids(reply.calls, turn.opened.protocol, proof, turn.request.messages)
+
+
+def _inference_chat(
+    params: Fields,
+    tools: bytes | None,
+    ids: bytes,
+    rendered: inference.Rendered,
+    row: int,
+    messages: Sequence[bytes | memoryview],
+) -> bytes:
+    return inference.chat_body(params, tools, ids, rendered, row, calls.count(messages))
 
 
 def body_of(call: EngineCall) -> Sequence[bytes | memoryview]:

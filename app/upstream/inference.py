@@ -47,16 +47,8 @@ _FILLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _OF_REPLIES = frozenset(
     {
-        *(
-            "n",
-            "best_of",
-            "stream",
-            "stream_options",
-            "logprobs",
-            "top_logprobs",
-            "max_tokens",
-            "max_completion_tokens",
-        ),
+        *("n", "best_of", "stream", "stream_options"),
+        *("logprobs", "top_logprobs", "max_tokens", "max_completion_tokens"),
         *("return_weight_versions", "return_token_ids", "return_meta_info", "return_prompt_token_ids"),
         *("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort", *FIRST_ROW_NAMES),
     }
@@ -116,6 +108,7 @@ class _Reply(msgspec.Struct):
 _RENDERED = msgspec.json.Decoder(Rendered)
 _REPLY = msgspec.json.Decoder(_Reply)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 async def probe(client: EngineClient, url: str, headers: Headers) -> Offer | Literal["none"] | None:
@@ -218,9 +211,11 @@ def _body(
 ) -> bytes:
     sampling = {name: bytes(raw) for name, raw in filled.items()}
     sampling |= {name: bytes(params[name]) for name in _SAMPLING if not is_null(params.get(name))}
-    if (stops := filled.get("stop_token_ids")) is not None and not is_null(params.get("stop_token_ids")):
+    if "stop_token_ids" in filled and sampling["stop_token_ids"][:1] == b"[":
         # The model's own end tokens are added to the request's.
-        sampling["stop_token_ids"] = b"%b,%b" % (sampling["stop_token_ids"].strip()[:-1], bytes(stops).strip()[1:])
+        both = dict.fromkeys((sampling["stop_token_ids"], bytes(filled["stop_token_ids"])))
+        lists = (_ITEMS.decode(raw) for raw in both)
+        sampling["stop_token_ids"] = b"[" + b",".join(bytes(one) for items in lists for one in items) + b"]"
     if not is_null(limit):
         sampling["max_tokens"] = bytes(limit or b"")
     if first_row:

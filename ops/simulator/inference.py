@@ -22,7 +22,7 @@ DISABLED = "Scale-out endpoints are disabled. Restart vllm serve with --enable-s
 GENERATE, RENDER = "/inference/v1/generate", "/v1/chat/completions/render"
 ROUTES = (GENERATE, RENDER, "/inference/v1/abort_requests")
 
-MODEL_DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+MODEL_DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "stop_token_ids": [7]}
 """What the model's ``generation_config.json`` says, with ``--sampling-defaults model``."""
 
 OutputMode = Literal["tokens", "text", "derender"]

@@ -102,13 +102,13 @@ def test_the_engine_parses_the_message(made: Recorded) -> None:
 def test_what_a_request_does_not_name_is_what_its_route_takes(made: Recorded) -> None:
     """A chat and a completion take the model's own; a token route's client gets that route's."""
     chat, completion, tokens = made.stand.talk(), made.stand.talk(), Client(made.stand, VLLM)
-    chat.say("Hello", top_p=0.5)
+    chat.say("Hello", top_p=0.5, stop_token_ids=[5])
     made.stand.http.post(completion.path + COMPLETIONS, json={"prompt": [5, 6], "temperature": 0})
     tokens.send([5, 6], sampling_params={})
     own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     of_chat, of_completion, of_tokens = (body["sampling_params"] for body in asked_of(made.stand))
-    assert of_chat == {**own, "top_p": 0.5, "logprobs": 0}
-    assert of_completion == {**own, "temperature": 0, "max_tokens": 16, "logprobs": 0}
+    assert of_chat == {**own, "top_p": 0.5, "stop_token_ids": [5, 7], "logprobs": 0}
+    assert of_completion == {**own, "temperature": 0, "stop_token_ids": [7], "max_tokens": 16, "logprobs": 0}
     assert of_tokens == {"logprobs": 0}
 
 
